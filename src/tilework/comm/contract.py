@@ -38,7 +38,19 @@ class MessageWait:
 
 
 class Work(ABC):
-    """An operation in flight. Returned by every operation with ``async_op=True``."""
+    """An operation in flight. Returned by every operation with ``async_op=True``.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = torch.ones(2)
+        ...     work = dist.all_reduce(x, async_op=True)
+        ...     work.wait()  # until then x is the operation's
+        ...     return x.tolist()
+        >>> run_ranks(2, program)[0]
+        [2.0, 2.0]
+    """
 
     @abstractmethod
     def wait(self, timeout: timedelta | None = None) -> bool:

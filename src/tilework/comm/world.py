@@ -408,6 +408,15 @@ def get_rank(group: AnyGroup = None) -> int:
 
     Raises:
         ValueError: There is no default group, and ``group`` is None.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     pair = dist.new_group([1, 2])
+        ...     return dist.get_rank(), dist.get_rank(pair), dist.get_world_size(pair)
+        >>> run_ranks(3, program)
+        [(0, -1, -1), (1, 0, 2), (2, 1, 2)]
     """
     resolved = resolve(group)
     return -1 if isinstance(resolved, NonMember) else resolved.rank()
@@ -418,6 +427,9 @@ def get_world_size(group: AnyGroup = None) -> int:
 
     Raises:
         ValueError: There is no default group, and ``group`` is None.
+
+    Example:
+        See :func:`get_rank`.
     """
     resolved = resolve(group)
     return -1 if isinstance(resolved, NonMember) else resolved.size()
@@ -433,6 +445,15 @@ def get_group_rank(group: AnyGroup, global_rank: int) -> int:
 
     Raises:
         ValueError: That rank is not part of the group, or the group is not registered.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     pair = dist.new_group([1, 2])
+        ...     return dist.get_group_rank(pair, 2), dist.get_global_rank(pair, 0)
+        >>> run_ranks(3, program)[0]
+        (1, 1)
     """
     ranks = _registered_ranks(resolve(group))
     if global_rank not in ranks:
@@ -448,6 +469,9 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
 
     Raises:
         ValueError: There is no such member, or the group is not registered.
+
+    Example:
+        See :func:`get_group_rank`.
     """
     ranks = _registered_ranks(resolve(group))
     if not 0 <= group_rank < len(ranks):

@@ -54,6 +54,16 @@ class DTensor(DTensorBase):
     All operators are collective over the mesh. Make one with :meth:`from_local`,
     :func:`~tilework.dtensor.distribute_tensor` or a creation function such as
     :func:`~tilework.dtensor.zeros`.
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     x = distribute_tensor(torch.eye(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        ...     return x.to_local().shape, (x @ x).sum().item()
+        >>> run_ranks(2, program)[0]
+        (torch.Size([2, 4]), 4.0)
     """
 
     _grad: DTensor | None = None

@@ -52,10 +52,11 @@ def detect_environment(variables: _Variables | None = None) -> Settings | None:
     Raises:
         ValueError: A variable is no number, or the rank does not fit the world size.
 
-    Example::
-
-        settings = detect_environment()
-        rank = 0 if settings is None else settings.rank
+    Example:
+        >>> detect_environment({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}).rank
+        1
+        >>> detect_environment({}) is None
+        True
     """
     env = os.environ if variables is None else variables
     for detect in (_torch_style, _open_mpi, _hydra, _slurm, _pmi):

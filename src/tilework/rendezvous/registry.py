@@ -96,9 +96,13 @@ def rendezvous(
         DistNetworkError: Nobody serves the store, or not this job's server.
         DistStoreError: The file cannot be used.
 
-    Example::
-
-        store, rank, world_size = next(rendezvous("tcp://10.0.0.1:29500", rank=0, world_size=2))
+    Example:
+        >>> import os
+        >>> url = f"unix:@my-job-{os.getpid()}"
+        >>> store, rank, ranks = next(rendezvous(url, rank=0, world_size=1))
+        >>> rank, ranks
+        (0, 1)
+        >>> store.close()
     """
     parts = split_url(url)
     handler = _handlers.get(parts.scheme)

@@ -147,10 +147,18 @@ def rpc_async(
     Its ``wait()`` returns or raises as rpc_sync does. Its callbacks run on threads of their own
     and may block.
 
-    Example::
-
-        futures = [rpc.rpc_async(name, work, args=(n,)) for n, name in enumerate(names)]
-        results = [future.wait() for future in futures]
+    Example:
+        >>> import operator
+        >>> from tilework import rpc
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     rpc.init_rpc(f"worker{rank}")
+        ...     futures = [rpc.rpc_async(to, operator.add, args=(to, rank)) for to in (0, 1)]
+        ...     results = [future.wait() for future in futures]
+        ...     rpc.shutdown()
+        ...     return results
+        >>> run_ranks(2, program)
+        [[0, 1], [1, 2]]
     """
     return current_agent().call_async(to, func, args or (), kwargs or {}, timeout)
 
@@ -253,9 +261,5 @@ def barrier(
     """Wait until the workers have called this. Collective over them.
 
     Args and errors are those of :func:`all_gather`.
-
-    Example::
-
-        rpc.barrier()
     """
     all_gather(None, worker_names, timeout)

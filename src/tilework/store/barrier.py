@@ -52,9 +52,9 @@ def store_based_barrier(
         DistStoreError: Time-out; it names the ranks that did not come.
         DistNetworkError: The store's server is gone.
 
-    Example::
-
-        store_based_barrier(rank, store, "start", world_size, timedelta(seconds=30))
+    Example:
+        >>> from tilework.store import HashStore
+        >>> store_based_barrier(0, HashStore(), "start", 1, timedelta(seconds=30))
     """
     call = Barrier(store, group_name, rendezvous_count, ranks)
     meet(rank, call, timeout, logging_interval, meanwhile)

@@ -28,11 +28,14 @@ class Store(ABC):
     the timeout passes; the message starts with ``Timeout`` and names the keys and the seconds.
     A key takes up to 64 KiB and a value up to just under 64 MiB
     (:data:`~tilework.store.MAX_KEY_BYTES`, :data:`~tilework.store.MAX_VALUE_BYTES`); a longer one
-    is a ValueError. A store is a context manager that closes itself::
+    is a ValueError. A store is a context manager that closes itself.
 
-        with HashStore() as store:
-            store.set("answer", "42")
-            assert store.add("answer", 1) == 43
+    Example:
+        >>> from tilework.store import HashStore
+        >>> with HashStore() as store:
+        ...     store.set("answer", "42")
+        ...     store.add("answer", 1)
+        43
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:

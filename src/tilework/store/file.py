@@ -46,11 +46,13 @@ class FileStore(Store):
     Raises:
         DistStoreError: The file cannot be opened or written, is damaged, or is something else's.
 
-    Example::
-
-        with FileStore("/tmp/my-job", world_size=1) as store:
-            store.set("k", "v")
-            assert store.get("k") == b"v"
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with FileStore(f"{folder}/my-job") as a, FileStore(f"{folder}/my-job") as b:
+        ...         a.set("k", "v")
+        ...         b.get("k")
+        b'v'
     """
 
     def __init__(

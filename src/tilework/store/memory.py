@@ -20,11 +20,14 @@ class HashStore(Store):
     """A dictionary that the threads of one process share.
 
     For ranks that are threads, and for tests. A forked child gets a copy of its own, which
-    nobody else sees. ``close`` makes every waiting thread raise at once::
+    nobody else sees. ``close`` makes every waiting thread raise at once.
 
-        store = HashStore()
-        threading.Thread(target=lambda: store.set("k", "v")).start()
-        assert store.get("k") == b"v"
+    Example:
+        >>> import threading
+        >>> store = HashStore()
+        >>> threading.Thread(target=lambda: store.set("k", "v")).start()
+        >>> store.get("k")
+        b'v'
     """
 
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:

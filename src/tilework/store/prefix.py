@@ -15,11 +15,14 @@ class PrefixStore(Store):
 
     So several groups share one store without their keys meeting. The view has a time-out of its
     own, at first the store's. Closing it closes the view only. ``num_keys`` counts the whole
-    store's keys. Error messages name the keys with their prefix::
+    store's keys. Error messages name the keys with their prefix.
 
-        store = HashStore()
-        PrefixStore("group_1", store).set("k", "v")
-        assert store.get("group_1/k") == b"v"
+    Example:
+        >>> from tilework.store import HashStore
+        >>> store = HashStore()
+        >>> PrefixStore("group_1", store).set("k", "v")
+        >>> store.get("group_1/k")
+        b'v'
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

@@ -29,11 +29,15 @@ class StoreServer:
     Listening and serving are two steps, so that a launcher can bind, fork ranks, and only then
     start the thread; who connects in between waits. A forked child drops the inherited
     sockets: it neither serves nor keeps the address alive. ``close`` is idempotent, and also runs
-    when the object is dropped and at exit::
+    when the object is dropped and at exit.
 
-        with StoreServer.listen_tcp("127.0.0.1", 0) as server:
-            server.start()
-            store = TCPStore("127.0.0.1", server.port)
+    Example:
+        >>> from tilework.store import TCPStore
+        >>> with StoreServer.listen_tcp("127.0.0.1", 0) as server:
+        ...     server.start()
+        ...     with TCPStore("127.0.0.1", server.port) as store:
+        ...         store.add("counter", 2)
+        2
     """
 
     def __init__(self, where: Address, secret: bytes | None = None) -> None:

@@ -51,9 +51,13 @@ class TCPStore(RemoteStore):
             answers is not this job's server (another service, a wrong secret).
         StoreTimeoutError: Workers are missing; it says how many came.
 
-    Example::
-
-        store = TCPStore("127.0.0.1", 29500, world_size=2, is_master=rank == 0)
+    Example:
+        >>> from tilework.store import TCPStore
+        >>> with TCPStore("127.0.0.1", 0, is_master=True) as served:
+        ...     served.set("k", "v")
+        ...     with TCPStore("127.0.0.1", served.port) as store:
+        ...         store.get("k")
+        b'v'
     """
 
     def __init__(

@@ -34,9 +34,12 @@ class TorchStoreAdapter(Store):
         timeout: How long blocking methods wait; the store's own time-out unless given.
         authenticated: Whether only this job can reach it, if the caller knows.
 
-    Example::
-
-        store = TorchStoreAdapter(torch.distributed.HashStore())
+    Example:
+        >>> import torch
+        >>> store = TorchStoreAdapter(torch.distributed.HashStore())
+        >>> store.set("k", "v")
+        >>> store.get("k")
+        b'v'
     """
 
     def __init__(

@@ -28,9 +28,13 @@ class UnixStore(RemoteStore):
         DistNetworkError: Nobody answers at the address, or it cannot be listened on, or the
             secret is wrong.
 
-    Example::
-
-        store = UnixStore("@my-job", is_master=rank == 0)
+    Example:
+        >>> import os
+        >>> name = f"@a-job-{os.getpid()}"
+        >>> with UnixStore(name, is_master=True) as served, UnixStore(name) as store:
+        ...     served.set("k", "v")
+        ...     store.get("k")
+        b'v'
     """
 
     def __init__(

@@ -82,6 +82,20 @@ class Join:
     Raises:
         ValueError: There are no joinables, or they are on different groups.
         RuntimeError: ``throw_on_early_termination``, and a rank has run out of inputs.
+
+    Example:
+        >>> from torch import nn
+        >>> from tilework.parallel import DistributedDataParallel, Join
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     model, steps = DistributedDataParallel(nn.Linear(2, 1)), 0
+        ...     with Join([model]):
+        ...         for x in torch.ones(rank + 1, 3, 2):  # rank 0 has one batch, rank 1 two
+        ...             model(x).sum().backward()
+        ...             steps += 1
+        ...     return steps
+        >>> run_ranks(2, program)
+        [1, 2]
     """
 
     def __init__(
