@@ -7,9 +7,11 @@ of its file and with their names. ```` ```python ranks=2 ```` is a whole program
 
 from __future__ import annotations
 
+import argparse
 import doctest
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import pytest
 
 from tests.jobs import Job, Rank
 from tests.warm_python import run_warm
+from tilework import cli
+from tilework.checkpoint.command import add_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -108,6 +112,19 @@ def test_programs_run_under_the_launcher(block: Block, tmp_path: Path) -> None:
     command = ["-m", "tilework", "run", "-n", str(block.ranks), str(program)]
     done = run_warm(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_commands_have_the_options_that_are_shown() -> None:
+    of_checkpoints = argparse.ArgumentParser("tilework checkpoint")
+    add_commands(of_checkpoints)
+    shown = (line for block in BLOCKS for line in block.text.splitlines() if "$ tilework " in line)
+    for line in shown:
+        command = re.split(r" [|>] ", line.partition("$ tilework ")[2])[0]
+        name, *arguments = shlex.split(command, comments=True)
+        if name == "checkpoint":
+            of_checkpoints.parse_args(arguments)
+        else:
+            cli._parser().parse_args([name, *arguments])
 
 
 def test_every_variable_of_the_environment_is_listed() -> None:
