@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.objects import load_plain
 from tilework.comm.transfer import run_plan
 from tilework.layout import Tile, Tiling, plan
 from tilework.parallel.resilient.catalog import (
@@ -21,12 +20,13 @@ from tilework.parallel.resilient.catalog import (
     merged,
     tiling_of,
 )
-from tilework.parallel.resilient.snapshots import Snapshots, part_view
+from tilework.parallel.resilient.snapshots import Snapshots, part_view, unpack
 from tilework.parallel.resilient.tracked import (
     State,
     Tracked,
     make_optimizer_states,
-    set_other_values,
+    parameter_values,
+    set_plain,
     tracked_tensors,
 )
 from tilework.parallel.resilient.vault import SLOTS
@@ -156,11 +156,11 @@ def restore(
     slots = _slots(found, held)
     for entry in catalog.entries:
         target = targets.get(entry.name)
+        _check_alike(entry, target)
         if target is not None and entry.parts:
-            _check_alike(entry, target)
             _fill(entry, tiling_of(target), tracked.get(entry.name), found, slots, group)
-    plain = _plain_of(found, held, group, seats)
-    set_other_values(state, load_plain(plain), with_random=True)
+    plain = unpack(_plain_of(found, held, group, seats), group.authenticated)
+    set_plain(state, plain, _parameter_values(found, held, group))
 
 
 def _slots(found: Found, held: Held) -> dict[int, Tensor]:
@@ -175,12 +175,13 @@ def _slots(found: Found, held: Held) -> dict[int, Tensor]:
     }
 
 
-def _check_alike(entry: Entry, target: Described) -> None:
+def _check_alike(entry: Entry, target: Described | None) -> None:
     dtype = str(entry.dtype).removeprefix("torch.")
-    if (entry.shape, dtype) != (target[1], target[2]):
+    if target is None or (entry.shape, dtype) != (target[1], target[2]):
+        now = "lacks it" if target is None else f"has {target[2]} {list(target[1])}"
         raise ValueError(
-            f"{entry.name} was {dtype} {list(entry.shape)}, and the state that was built now has "
-            f"{target[2]} {list(target[1])}: build() must make the same tensors for any ranks"
+            f"{entry.name} was {dtype} {list(entry.shape)}, and the state that was built now "
+            f"{now}: build() must make the same tensors for any ranks"
         )
 
 
@@ -221,6 +222,27 @@ def _plain_of(found: Found, held: Held, group: ProcessGroup, seats: Sequence[int
     if held.place is None:
         return arrived[group.rank()]
     return _plain_here(held.place, found, held)
+
+
+def _parameter_values(
+    found: Found, held: Held, group: ProcessGroup
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The values of parameters that optimizers of all ranks kept, by optimizer. Collective."""
+    me, trusted = group.rank(), group.authenticated
+
+    def here() -> dict[int, dict[str, dict[str, Any]]]:
+        return {
+            old: parameter_values(unpack(_plain_here(old, found, held), trusted))
+            for old, holders in enumerate(found.holders)
+            if holders[0] == me
+        }
+
+    merged_values: dict[str, dict[str, dict[str, Any]]] = {}
+    for part in agree(here, group):
+        for values in part.values():
+            for name, of_parameters in values.items():
+                merged_values.setdefault(name, {}).update(of_parameters)
+    return merged_values
 
 
 def _origin(place: int | None, seat: int, found: Found) -> int:

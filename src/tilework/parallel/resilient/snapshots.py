@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.objects import load_plain
 from tilework.parallel.resilient.catalog import (
     Catalog,
     Described,
@@ -17,12 +20,7 @@ from tilework.parallel.resilient.catalog import (
     make_catalog,
     merged,
 )
-from tilework.parallel.resilient.tracked import (
-    State,
-    other_values,
-    states_made,
-    tracked_tensors,
-)
+from tilework.parallel.resilient.tracked import Contents, Found, State, Tracked, contents_of
 from tilework.parallel.resilient.vault import SLOTS, AreaLayout, Vault, make_vault
 
 #: Room for plain data: at least so much, and so many times what there is.
@@ -62,9 +60,11 @@ class Snapshots:
         generation: int = 0,
     ) -> None:
         self.state, self.rank, self.seats = state, group.rank(), seats
-        self._tracked = tracked_tensors(state)
+        self._authenticated = group.authenticated
+        contents = contents_of(state)
+        self._tracked = [Tracked(found) for found in contents.tensors]
         own = [tracked.described() for tracked in self._tracked]
-        plain = len(_plain(state))
+        plain = len(self._packed(contents))
         reports = agree(lambda: (own, plain, generation), group)
         self.generation = 1 + max(report[2] for report in reports)
         #: All tensors of the state, the same on every rank.
@@ -73,7 +73,6 @@ class Snapshots:
         room = max(_LEAST_PLAIN, _PLAIN_ROOM * max(report[1] for report in reports))
         layout = AreaLayout(self.catalog.slot_bytes, room)
         self.vault: Vault = make_vault(layout, replicas, group, shared)
-        self._made = states_made(state)
         self._count = 0
         self._shares = self._own_shares()
         self._targets: list[list[Tensor] | None] = [None] * SLOTS
@@ -95,13 +94,40 @@ class Snapshots:
         return shares
 
     def fits(self) -> bool:
-        """True if the state still has the tensors that it had, and its plain data have room. Local.
+        """True if the state has the tensors that it had, and its plain data have room. Local.
 
-        To be asked before each :meth:`write`, for which it prepares the plain data.
+        To be asked before each :meth:`write`, for which it looks up what is to be written.
+
+        Raises:
+            ValueError: A tensor that is no optimizer's has come, gone, or changed its shape or
+                dtype: what ``build()`` makes could not hold it.
         """
-        self._next_plain = _plain(self.state)
+        contents = contents_of(self.state)
+        self._next_plain = self._packed(contents)
         room = len(self._next_plain) <= self.vault.layout.plain_bytes
-        return room and states_made(self.state) == self._made
+        return self._are_alike(contents.tensors) and room
+
+    def _are_alike(self, tensors: Sequence[Found]) -> bool:
+        """True if tensors are laid out as those that there were; then they take their places."""
+        if len(tensors) == len(self._tracked) and all(
+            found.tensor is tracked.found.tensor and found.tensor.shape == tracked.tiling.shape
+            for found, tracked in zip(tensors, self._tracked, strict=True)
+        ):
+            return True
+        _check_built(self._tracked, tensors)
+        if [found.facts for found in tensors] != [tracked.facts for tracked in self._tracked]:
+            return False
+        for tracked, found in zip(self._tracked, tensors, strict=True):
+            tracked.found = found
+        return True
+
+    def _packed(self, contents: Contents) -> bytes:
+        """The plain data as bytes.
+
+        Raises:
+            TypeError: They could not be read again by another rank.
+        """
+        return pack(contents.plain, self._authenticated)
 
     def write(self, steps: int) -> None:
         """Write this rank's part of the state after ``steps`` steps. Blocks for its copies."""
@@ -145,5 +171,49 @@ def part_view(memory: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
     return memory[part.offset : part.offset + nbytes].view(dtype).view(part.box.sizes)
 
 
-def _plain(state: State) -> bytes:
-    return pickle.dumps(other_values(state), pickle.HIGHEST_PROTOCOL)
+def _check_built(tracked: Sequence[Tracked], tensors: Sequence[Found]) -> None:
+    """Raise unless the tensors that ``build()`` makes are still those that there were."""
+    before = {each.name: each.facts[:2] for each in tracked if not each.found.of_optimizer}
+    now = {found.name: found.facts[:2] for found in tensors if not found.of_optimizer}
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"{name} was {_words(before.get(name))} when the state was built, and is "
+                f"{_words(now.get(name))} after a step, so it could not come back: build() is to "
+                f"make all tensors as they stay; what grows belongs into an object with "
+                f"state_dict() and load_state_dict()"
+            )
+
+
+def _words(facts: tuple[Any, ...] | None) -> str:
+    return "missing" if facts is None else f"{str(facts[1]).removeprefix('torch.')} {[*facts[0]]}"
+
+
+def pack(plain: Mapping[str, Any], trusted: bool) -> bytes:
+    """Plain data as bytes.
+
+    Args:
+        plain: By the name of what has them in the state.
+        trusted: True if only ranks of the job can be on the other end: then any class will do.
+
+    Raises:
+        TypeError: They could not be read again by another rank.
+    """
+    try:
+        data = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
+        if not trusted:
+            load_plain(data)
+    except Exception as error:
+        if len(plain) > 1:
+            for name, value in plain.items():
+                pack({name: value}, trusted)  # raises for the one that it is
+        raise TypeError(
+            f"state[{next(iter(plain))!r}] has something that another rank could not read "
+            f"({error}): let its state_dict() give plain data and tensors"
+        ) from error
+    return data
+
+
+def unpack(data: bytes, trusted: bool) -> Any:
+    """The plain data that were packed."""
+    return pickle.loads(data) if trusted else load_plain(data)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,30 +22,76 @@ from tilework.parallel.zero_redundancy import ZeroRedundancyOptimizer
 from tilework.tiled.tensor import TiledTensor
 
 State = Mapping[str, Any]
+#: The end of the names under which modules' ``get_extra_state()`` is in their ``state_dict()``.
+_EXTRA_STATE: Final = "_extra_state"
+
+
+class Found(NamedTuple):
+    """A tensor of a state, as it is now: programs may put another one in its place."""
+
+    name: str
+    tensor: Tensor
+    #: The ranks that have it alike, if it is a plain tensor; None: all of them.
+    owners: tuple[int, ...] | None
+    #: True if an optimizer has made it: it comes with the first step.
+    of_optimizer: bool = False
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """The facts by which a copy of it is laid out, now: shape and dtype first."""
+        tensor = self.tensor
+        tiling = tensor.tiling if isinstance(tensor, TiledTensor) else None
+        return tuple(tensor.shape), tensor.dtype, self.name, self.owners, tiling
 
 
 @dataclass(frozen=True, slots=True)
-class Tracked:
-    """A tensor of the state, looked up anew each time: optimizers may replace theirs."""
+class Contents:
+    """Everything in a state."""
 
-    name: str
-    get: Callable[[], Tensor]
-    tiling: Tiling
+    tensors: list[Found]
+    #: What is no tensor, by the name of the module, optimizer or object.
+    plain: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A tensor of a state, with the boxes of it that ranks hold."""
+
+    found: Found
+    tiling: Tiling = field(init=False)
+    #: Those of when it was found.
+    facts: tuple[object, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find out who holds it."""
+        tensor, self.facts = self.found.tensor, self.found.facts
+        if isinstance(tensor, TiledTensor):
+            self.tiling = tensor.tiling
+            return
+        shape = tuple(tensor.shape)
+        whole = Box((0,) * len(shape), shape)
+        owners = self.found.owners or tuple(range(get_world_size()))
+        self.tiling = Tiling.of_tiles(shape, [Tile(whole, owners)])
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.found.name
 
     def locals(self) -> list[Tensor]:
         """This rank's tensors, one for each of its tiles."""
-        tensor = self.get()
+        tensor = self.found.tensor
         if isinstance(tensor, TiledTensor):
             return [tile.detach() for tile in tensor.local_tiles()]
         return [tensor.detach()] if self.tiling.of(get_rank()) else []
 
     def described(self) -> Described:
         """It as plain data."""
-        return described(self.name, self.get().dtype, self.tiling)
+        return described(self.name, self.found.tensor.dtype, self.tiling)
 
 
-def tracked_tensors(state: State) -> list[Tracked]:
-    """Every tensor of the state that this rank knows of. Local.
+def contents_of(state: State) -> Contents:
+    """The tensors of the state that this rank knows of, and its other values. Local.
 
     Plain parameters and optimizer states are what all ranks have alike; of a plain buffer the first
     rank's counts. A tensor that is in several places is listed once.
@@ -52,60 +99,82 @@ def tracked_tensors(state: State) -> list[Tracked]:
     Raises:
         TypeError: The state has something that cannot be saved and restored.
     """
-    found: list[Tracked] = []
-    seen: set[int] = set()
+    found: dict[int, Found] = {}
+    plain: dict[str, Any] = {"random": _random_state()}
+    modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    for name, module in modules.items():
+        plain[name] = _add_module(name, module, found)
+    of_modules = {key: each.name for key, each in found.items()}
     for name, value in state.items():
-        for each in _tensors_of(name, value, state):
-            tensor = each.get()
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                found.append(each)
-    return found
+        if isinstance(value, Optimizer):
+            plain[name] = _add_optimizer(name, value, of_modules, found)
+        elif isinstance(value, Tensor):
+            found.setdefault(id(value), Found(name, value, None))
+        elif name not in modules:
+            plain[name] = _state_of(name, value)
+    return Contents([*found.values()], plain)
 
 
-def _tensors_of(name: str, value: Any, state: State) -> Iterator[Tracked]:
-    if isinstance(value, nn.Module):
-        for key, tensor in value.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor):
-                everyone = isinstance(tensor, nn.Parameter)
-                yield _tracked(f"{name}/{key}", tensor, None if everyone else (0,))
-    elif isinstance(value, Optimizer):
-        yield from _optimizer_tensors(name, value, state)
-    elif isinstance(value, Tensor):
-        yield _tracked(name, value, None)
-    elif not _has_state(value):
-        raise TypeError(
-            f"state[{name!r}] is of type {type(value).__name__}: a state has modules, optimizers, "
-            f"tensors, and objects with state_dict() and load_state_dict()"
-        )
+def tracked_tensors(state: State) -> list[Tracked]:
+    """Every tensor of the state, to be filled: those of which one rank counts, on all. Local."""
+    return [
+        Tracked(found if found.of_optimizer else found._replace(owners=None))
+        for found in contents_of(state).tensors
+    ]
 
 
-def _tracked(name: str, tensor: Tensor, owners: tuple[int, ...] | None) -> Tracked:
-    return Tracked(name, lambda: tensor, _tiling_of(tensor, owners))
+def _add_module(name: str, module: nn.Module, found: dict[int, Found]) -> dict[str, Any]:
+    """Add a module's tensors to those that were found; what else its ``state_dict()`` has."""
+    extra = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and not key.endswith(_EXTRA_STATE):
+            owners = None if isinstance(value, nn.Parameter) else (0,)
+            found.setdefault(id(value), Found(f"{name}/{key}", value, owners))
+        else:
+            extra[key] = value
+    return extra
 
 
-def _tiling_of(tensor: Tensor, owners: tuple[int, ...] | None) -> Tiling:
-    if isinstance(tensor, TiledTensor):
-        return tensor.tiling
-    shape = tuple(tensor.shape)
-    whole = Box((0,) * len(shape), shape)
-    return Tiling.of_tiles(shape, [Tile(whole, owners or tuple(range(get_world_size())))])
-
-
-def _optimizer_tensors(name: str, optimizer: Optimizer, state: State) -> Iterator[Tracked]:
-    names = parameter_names(state, optimizer)
+def _add_optimizer(
+    name: str, optimizer: Optimizer, of_modules: Mapping[int, str], found: dict[int, Found]
+) -> dict[str, Any]:
+    """Add an optimizer's tensors to those that were found; its settings and other values."""
+    names = _parameter_names(optimizer, of_modules)
+    parameters: dict[str, dict[str, Any]] = {}
+    others: dict[Any, Any] = {}
     inner = _inner(optimizer)
-    if inner is None:
-        return
-    for parameter, values in inner.state.items():
+    for parameter, values in inner.state.items() if inner is not None else ():
+        path = names.get(parameter)
+        if path is None:  # what an optimizer keeps under a name of its own
+            others[parameter] = values
+            continue
         owners = None
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             owners = (optimizer.owner_of(cast("nn.Parameter", parameter)),)
         for key, value in values.items():
             if isinstance(value, Tensor):
-                tiling = _tiling_of(value, owners)
-                full = f"{name}/{names[parameter]}/{key}"
-                yield Tracked(full, lambda values=values, key=key: values[key], tiling)  # type: ignore[misc]
+                number = id(value)
+                if number not in found:
+                    found[number] = Found(f"{name}/{path}/{key}", value, owners, True)
+            else:
+                parameters.setdefault(path, {})[key] = value
+    return {"groups": _settings(optimizer), "parameters": parameters, "others": others}
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: setting for key, setting in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _state_of(name: str, value: Any) -> Any:
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        raise TypeError(
+            f"state[{name!r}] is of type {type(value).__name__}: a state has modules, optimizers, "
+            f"tensors, and objects with state_dict() and load_state_dict()"
+        )
+    return value.state_dict()
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
@@ -113,17 +182,27 @@ def _inner(optimizer: Optimizer) -> Optimizer | None:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-def parameter_names(state: State, optimizer: Optimizer) -> dict[Tensor, str]:
+def _parameter_names(optimizer: Optimizer, of_modules: Mapping[int, str]) -> dict[Any, str]:
     """A name for each parameter of an optimizer: that of its module, or its number."""
-    known: dict[int, str] = {}
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {p: of_modules.get(id(p), f"#{number}") for number, p in enumerate(parameters)}
+
+
+def _optimizers(state: State) -> Iterator[tuple[str, Optimizer, Optimizer, dict[Any, str]]]:
+    """Optimizers that this rank has a part of: name, itself, its inner one, its parameters."""
+    of_modules: dict[int, str] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):
             for key, tensor in value.state_dict(keep_vars=True).items():
-                known.setdefault(id(tensor), f"{name}/{key}")
-    names = {}
-    for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
-        names[parameter] = known.get(id(parameter), f"#{number}")
-    return names
+                of_modules.setdefault(id(tensor), f"{name}/{key}")
+    for name, optimizer in state.items():
+        if not isinstance(optimizer, Optimizer):
+            continue
+        inner = _inner(optimizer)
+        if inner is not None:
+            names = _parameter_names(optimizer, of_modules)
+            mine = {p: path for p, path in names.items() if _is_mine(optimizer, p)}
+            yield name, optimizer, inner, mine
 
 
 def make_optimizer_states(
@@ -135,28 +214,20 @@ def make_optimizer_states(
         state: The state, whose optimizers may not have stepped yet.
         entries: Shape and dtype of the snapshot's tensors, by name.
     """
-    for name, optimizer in state.items():
-        if not isinstance(optimizer, Optimizer):
-            continue
-        inner = _inner(optimizer)
-        if inner is None:
-            continue
-        mine = [
-            (p, n) for p, n in parameter_names(state, optimizer).items() if _is_mine(optimizer, p)
-        ]
+    for name, _, inner, mine in _optimizers(state):
         keys: dict[str, list[str]] = {}
         for entry in entries:
             if entry.startswith(f"{name}/"):
                 path, _, key = entry.rpartition("/")
                 keys.setdefault(path, []).append(key)
-        for parameter, parameter_name in mine:
+        inner.state.clear()
+        for parameter, parameter_name in mine.items():
             path = f"{name}/{parameter_name}"
-            inner.state[parameter] = {
-                key: _empty_state(parameter, key, *entries[f"{path}/{key}"])
-                for key in keys.get(path, ())
-            }
-            if not inner.state[parameter]:
-                del inner.state[parameter]
+            if path in keys:
+                inner.state[parameter] = {
+                    key: _empty_state(parameter, key, *entries[f"{path}/{key}"])
+                    for key in keys[path]
+                }
 
 
 def _is_mine(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -174,54 +245,62 @@ def _empty_state(parameter: Tensor, key: str, shape: tuple[int, ...], dtype: tor
     return torch.zeros(shape, dtype=dtype)
 
 
-def _has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-def states_made(state: State) -> int:
-    """The number of values that optimizers keep for parameters: it grows as they make them."""
-    inner = [_inner(value) for value in state.values() if isinstance(value, Optimizer)]
-    return sum(len(values) for each in inner if each is not None for values in each.state.values())
-
-
 # -- what is no tensor ---------------------------------------------------------------------------
 
 
-def other_values(state: State) -> dict[str, Any]:
-    """Plain data of this rank's: settings of optimizers, objects' states, random generators."""
-    values: dict[str, Any] = {"random": _random_state()}
-    for name, value in state.items():
-        if isinstance(value, Optimizer):
-            values[name] = [
-                {key: setting for key, setting in group.items() if key != "params"}
-                for group in value.param_groups
-            ]
-        elif not isinstance(value, nn.Module | Tensor):
-            values[name] = value.state_dict()
-    return values
+def parameter_values(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The values that optimizers keep for parameters and that are no tensors, by optimizer.
+
+    A parameter's belong to whichever rank steps on it later.
+    """
+    return {
+        name: value["parameters"]
+        for name, value in plain.items()
+        if isinstance(value, dict) and value.keys() == {"groups", "parameters", "others"}
+    }
 
 
-def set_other_values(state: State, values: Mapping[str, Any], with_random: bool) -> None:
-    """Set what :func:`other_values` gave, on a state that may be built for other ranks. Local."""
+def set_plain(
+    state: State, plain: Mapping[str, Any], of_parameters: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Set what :func:`contents_of` gave, on a state that may be built for other ranks. Local.
+
+    Args:
+        state: The state.
+        plain: This rank's.
+        of_parameters: :func:`parameter_values` of all ranks.
+    """
     for name, value in state.items():
-        if name not in values:
+        if name not in plain:
             continue
         if isinstance(value, Optimizer):
-            for group, settings in zip(value.param_groups, values[name], strict=True):
+            for group, settings in zip(value.param_groups, plain[name]["groups"], strict=True):
                 group.update(settings)
-        elif not isinstance(value, nn.Module | Tensor):
-            value.load_state_dict(values[name])
-    if with_random:
-        _set_random_state(values["random"])
+        elif isinstance(value, nn.Module):
+            if plain[name]:
+                value.load_state_dict(plain[name], strict=False)
+        elif not isinstance(value, Tensor):
+            value.load_state_dict(plain[name])
+    for name, _, inner, mine in _optimizers(state):
+        for parameter, path in mine.items():
+            values = of_parameters.get(name, {}).get(path)
+            if values:
+                inner.state[parameter] = {**inner.state.get(parameter, {}), **values}
+        inner.state.update(plain.get(name, {}).get("others", {}))
+    _set_random_state(plain["random"])
 
 
 def _random_state() -> dict[str, Any]:
     generator = current_world().generator
     drawn = torch.get_rng_state() if generator is None else generator.get_state()
-    return {
+    states = {
         "torch": ctypes.string_at(drawn.data_ptr(), drawn.nbytes),
         "python": random.getstate(),
     }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = name, keys.tobytes(), *rest
+    return states
 
 
 def _set_random_state(values: Mapping[str, Any]) -> None:
@@ -232,3 +311,7 @@ def _set_random_state(values: Mapping[str, Any]) -> None:
     else:
         generator.set_state(drawn)
     random.setstate(values["python"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in values:
+        name, keys, *rest = values["numpy"]
+        numpy.random.set_state((name, numpy.frombuffer(keys, numpy.uint32), *rest))
