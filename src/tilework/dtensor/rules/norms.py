@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.empty_shards import with_row_for_empty
 
 ArgT = TypeVar("ArgT", bound=Arg)
 
@@ -150,6 +151,9 @@ def _group_norm(
     dims: list[Factor | Dim] = [Factor(input.shape[0]), channel, *unshardable(input.shape[2:])]
     affine = present(weight, bias)
 
+    def function(groups: int, x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+        return torch.group_norm(x, groups, w, b, eps, cudnn_enabled)
+
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         _, groups = ranges.local_range(group)
 
@@ -157,8 +161,8 @@ def _group_norm(
             x, w, b = _local_of_args(tensors, [input, weight, bias])
             assert x is not None
             if x.numel() == 0:
-                return keep_inputs_in_graph(x.clone(), w, b)
-            return torch.group_norm(x, groups, w, b, eps, cudnn_enabled)
+                return with_row_for_empty(partial(function, max(groups, 1)), x, w, b)
+            return function(groups, x, w, b)
 
         return normed
 
@@ -211,13 +215,14 @@ def _instance_norm(
     n, c = factors_of(input.shape[:2])
     dims = [n, c, *unshardable(input.shape[2:])]
 
+    def function(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+        return torch.instance_norm(x, w, b, None, None, True, momentum, eps, cudnn_enabled)
+
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         def normed(*tensors: Tensor) -> Tensor:
             x, w, b = _local_of_args(tensors, [input, weight, bias])
             assert x is not None
-            if x.numel() == 0:
-                return keep_inputs_in_graph(x.clone(), w, b)
-            return torch.instance_norm(x, w, b, None, None, True, momentum, eps, cudnn_enabled)
+            return function(x, w, b) if x.numel() else with_row_for_empty(function, x, w, b)
 
         return normed
 

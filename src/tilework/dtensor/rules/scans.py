@@ -15,7 +15,6 @@ from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partia
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import dims_of
 
 #: The total of a shard, and its combination with the shards after it.
@@ -70,8 +69,7 @@ def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
 
         def run(x: Tensor, totals: Tensor) -> Tensor:
             local: Tensor = getattr(torch, name)(x, dim)
-            if place == 0:
-                return keep_inputs_in_graph(local, totals)
+            # Of none, too: gradients of gradients take the same way on all ranks.
             return combine(local, fold(totals.narrow(dim, 0, place), dim, keepdim=True))
 
         return run

@@ -5,6 +5,7 @@ A spatial dim whose windows overlap is unshardable.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,11 @@ from torch import Tensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, LocalRanges, MakeRun, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.empty_shards import (
+    keep_inputs_in_graph,
+    without_rows,
+    zero_rows,
+)
 
 _torch: Any = torch
 _nn: Any = torch._C._nn
@@ -25,7 +30,7 @@ def guard_empty_shards(
     arguments: Mapping[str, Any],
     dtypes: Sequence[torch.dtype | None] = (None,),
     local: Callable[[LocalRanges], Mapping[str, Any]] = lambda ranges: {},
-    bias: str = "",
+    dims: Mapping[Arg, Sequence[Factor | Dim | None]] | None = None,
 ) -> MakeRun:
     """Makes the run of an operator on shards, where torch itself takes no empty ones.
 
@@ -34,7 +39,8 @@ def guard_empty_shards(
         arguments: Its arguments by name.
         dtypes: The dtypes of its results; None: that of its first tensor.
         local: The arguments that differ on shards.
-        bias: The argument that is added, along the channels, to a sum over an empty shard.
+        dims: The factors of its tensors, if it is to run on zeros in place of empty shards: so
+            gradients of gradients take the same way on all ranks. None: it does not run.
     """
 
     def make(ranges: LocalRanges) -> Callable[..., Any]:
@@ -46,32 +52,38 @@ def guard_empty_shards(
                 name: tensors[value.number] if isinstance(value, Arg) else value
                 for name, value in local_arguments.items()
             }
-            needed = [
-                values[name]
-                for name, value in local_arguments.items()
-                if isinstance(value, Arg) and name != bias
-            ]
-            if not any(
-                _is_emptied(tensors[value.number], value)
-                for name, value in local_arguments.items()
-                if isinstance(value, Arg) and name != bias
-            ):
+            args = [value for value in local_arguments.values() if isinstance(value, Arg)]
+            if not any(_is_emptied(tensors[arg.number], arg) for arg in args):
                 return function(**values)  # of empty full tensors, torch decides
+            if dims is not None:
+                for name, value in local_arguments.items():
+                    if isinstance(value, Arg) and not tensors[value.number].numel():
+                        shape = _shape_with_row(value, dims[value], ranges)
+                        values[name] = zero_rows(tensors[value.number], shape)
+                return without_rows(function(**values), specs[0].local_shape)
+            first = tensors[args[0].number]
             empty = [
-                torch.zeros(
-                    spec.local_shape, dtype=dtype or needed[0].dtype, device=needed[0].device
-                )
+                torch.zeros(spec.local_shape, dtype=dtype or first.dtype, device=first.device)
                 for spec, dtype in zip(specs, dtypes, strict=True)
             ]
-            first = keep_inputs_in_graph(empty[0], *needed)
-            if values.get(bias) is not None:
-                spatial = needed[1].ndim - 2
-                first = first + values[bias].reshape((-1,) + (1,) * spatial)
-            return first if len(empty) == 1 else (first, *empty[1:])
+            empty[0] = keep_inputs_in_graph(empty[0], *(tensors[arg.number] for arg in args))
+            return empty[0] if len(empty) == 1 else tuple(empty)
 
         return run
 
     return make
+
+
+def _shape_with_row(
+    arg: Arg, dims: Sequence[Factor | Dim | None], ranges: LocalRanges
+) -> list[int]:
+    """The shape of a shard, had this rank at least one element of each factor."""
+    shape = []
+    for dim, size in zip(dims, arg.shape, strict=True):
+        factors = (dim,) if isinstance(dim, Factor) else dim
+        sizes = [max(ranges.local_range(factor)[1], 1) for factor in factors or ()]
+        shape.append(math.prod(sizes) if sizes else size)
+    return shape
 
 
 def _is_emptied(local: Tensor, arg: Arg) -> bool:
@@ -143,8 +155,8 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
             run=guard_empty_shards(
                 function,
                 {"input": input, "weight": weight, "bias": bias, **arguments},
-                local=lambda ranges: {"groups": ranges.local_range(group)[1]},
-                bias="bias",
+                local=lambda ranges: {"groups": max(ranges.local_range(group)[1], 1)},
+                dims=inputs,
             ),
         )
 

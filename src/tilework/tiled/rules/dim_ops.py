@@ -19,7 +19,7 @@ from tilework.tiled.op_rules import (
     unchanged,
 )
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.empty_shards import allow_empty_shards, keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims, remaining_dims
 
 
@@ -32,18 +32,38 @@ def _all_but(factors: Sequence[Factor], without: Ints) -> list[Factor | Dim | No
     return [None if at in without else factor for at, factor in enumerate(factors)]
 
 
-def _along(input: Arg, dim: Any, results: int, *, linear: bool = False) -> RuleResult:
-    """The call of an operator along ``dim``, whose results may have any length there."""
+def _along(
+    input: Arg,
+    dim: Any,
+    results: int,
+    *,
+    linear: bool = False,
+    on_empty: Callable[[Tensor], Tensor] | None = None,
+) -> RuleResult:
+    """The call of an operator along ``dim``, whose results may have any length there.
+
+    Args:
+        input: Its input.
+        dim: The dim.
+        results: How many it has.
+        linear: True if it is linear.
+        on_empty: The operator, if torch leaves the graph of gradients where a tensor is empty.
+    """
     dims = dims_of(input.ndim, dim)
     if dims is None:
         return None
     factors = _factors_but(input.shape, dims)
-    return local_call({input: factors}, [factors] * results, linear=[[input]] if linear else [])
+    return local_call(
+        {input: factors},
+        [factors] * results,
+        linear=[[input]] if linear else [],
+        run=on_empty and allow_empty_shards(on_empty),
+    )
 
 
 @rule("logcumsumexp")
 def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
-    return _along(input, dim, 1)
+    return _along(input, dim, 1, on_empty=lambda x: x.logcumsumexp(dim))
 
 
 @rule("cumsum")
@@ -53,7 +73,7 @@ def _cumsum(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
 
 @rule("cumprod")
 def _cumprod(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
-    return _along(input, dim, 1)
+    return _along(input, dim, 1, on_empty=lambda x: x.cumprod(dim, dtype=dtype))
 
 
 @rule("cummax", "cummin")

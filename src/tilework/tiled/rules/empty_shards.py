@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ def allow_empty_shards(
     def run(ranges: LocalRanges) -> Callable[..., Any] | None:
         has_elements = all(0 not in spec.shape for spec in ranges.inputs)
         return (
-            partial(_with_row_for_empty, function)
+            partial(with_row_for_empty, function)
             if has_elements and ranges.has_empty_shards
             else None
         )
@@ -32,24 +32,39 @@ def allow_empty_shards(
     return run
 
 
-def _with_row_for_empty(function: Callable[..., Any], *tensors: Tensor) -> Any:
-    """The results for tensors of which empty ones get a row of zeros, which results then lack."""
-    empty = [dim for dim, size in enumerate(tensors[0].shape) if size == 0]
-    result = function(*[_zero_row(tensor) if tensor.numel() == 0 else tensor for tensor in tensors])
+def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    """The results for tensors of which empty ones get a row of zeros, which results then lack.
 
-    def without_row(tensor: Tensor) -> Tensor:
+    The autograd graph is that of ranks that have elements, also for gradients of gradients.
+    """
+    first = tensors[0]
+    assert first is not None
+    result = function(
+        *[
+            zero_rows(tensor, [max(size, 1) for size in tensor.shape])
+            if tensor is not None and not tensor.numel()
+            else tensor
+            for tensor in tensors
+        ]
+    )
+    return without_rows(result, first.shape)
+
+
+def zero_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros as a function of an empty tensor, at its place in the autograd graph."""
+    return tensor.new_zeros(shape) + tensor.sum(dtype=tensor.dtype)
+
+
+def without_rows(result: Any, shape: Sequence[int]) -> Any:
+    """Results without the rows of dims that have no elements in ``shape``."""
+    empty = [dim for dim, size in enumerate(shape) if size == 0]
+
+    def cut(tensor: Tensor) -> Tensor:
         for dim in empty:
             tensor = tensor.narrow(dim, 0, 0)
         return tensor
 
-    return tree_map(without_row, result)
-
-
-def _zero_row(tensor: Tensor) -> Tensor:
-    """Zeros as a function of an empty tensor, at its place in the autograd graph."""
-    return tensor.new_zeros([max(size, 1) for size in tensor.shape]) + tensor.sum(
-        dtype=tensor.dtype
-    )
+    return tree_map(cut, result)
 
 
 def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:

@@ -1,0 +1,134 @@
+"""Gradients of gradients, where ranks have little of a tensor or nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.dtensor.op_checks import Layout, describe, distributed, noting_gatherings
+from tests.fuzz.language import values
+from tests.rounding import assert_close
+from tilework.dtensor import DTensor
+from tilework.layout import Partial, Placement, Replicate, Shard
+from tilework.mesh import init_device_mesh
+from tilework.testing import run_ranks
+
+#: Operators, and the shapes of what they take.
+OPERATORS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "cumprod": (lambda x: x.cumprod(0), [(4, 2)]),
+    "cumprod of few": (lambda x: x.cumprod(0), [(2, 2)]),
+    "cumsum": (lambda x: x.square().cumsum(0), [(2, 2)]),
+    "prod": (lambda x: x.prod(0), [(4, 2)]),
+    "logcumsumexp": (lambda x: x.logcumsumexp(0), [(4, 2)]),
+    "conv1d": (functional.conv1d, [(2, 3, 5), (4, 3, 2), (4,)]),
+    "conv1d without a bias": (functional.conv1d, [(2, 3, 5), (2, 3, 2)]),
+    "conv2d": (functional.conv2d, [(2, 1, 4, 4), (2, 1, 2, 2), (2,)]),
+    "conv1d of groups": (
+        lambda x, w, b: functional.conv1d(x, w, b, groups=2),
+        [(2, 4, 5), (4, 2, 2), (4,)],
+    ),
+    "conv_transpose1d": (functional.conv_transpose1d, [(2, 3, 5), (3, 2, 2), (2,)]),
+    "group_norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), [(2, 4, 3), (4,), (4,)]),
+    "group_norm alone": (lambda x: functional.group_norm(x, 2), [(2, 4, 3)]),
+    "instance_norm": (
+        lambda x, w, b: functional.instance_norm(x, weight=w, bias=b),
+        [(2, 2, 4), (2,), (2,)],
+    ),
+    "layer_norm": (lambda x, w, b: functional.layer_norm(x, (3,), w, b), [(2, 3), (3,), (3,)]),
+    "batch_norm": (
+        lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+        [(4, 2, 3), (2,), (2,)],
+    ),
+    "linear": (functional.linear, [(2, 3), (2, 3), (2,)]),
+    "bilinear": (functional.bilinear, [(2, 3), (2, 2), (4, 3, 2), (4,)]),
+    "attention": (
+        lambda q: functional.softmax(q @ q.mT, -1) @ q,
+        [(2, 3, 2)],
+    ),
+    "softmax": (lambda x: functional.softmax(x, 0), [(2, 3)]),
+    "cross_entropy": (
+        lambda x: functional.cross_entropy(x, torch.tensor([0, 2]), reduction="none"),
+        [(2, 3)],
+    ),
+    "pooling": (lambda x: functional.avg_pool1d(x.square(), 2), [(2, 2, 4)]),
+    "max_pool": (lambda x: functional.max_pool1d(x.square(), 2), [(2, 2, 4)]),
+    "interpolate": (lambda x: functional.interpolate(x.square(), scale_factor=2), [(2, 2, 3)]),
+    "gather": (lambda x: x.square().gather(0, torch.tensor([[1, 0]])), [(2, 2)]),
+    "index": (lambda x: x.square()[torch.tensor([1, 1, 0])].exp(), [(2, 2)]),
+    "embedding": (
+        lambda x: functional.embedding(torch.tensor([1, 1, 0]), x).exp(),
+        [(2, 3)],
+    ),
+    "norm": (lambda x: x.norm(dim=0), [(2, 3)]),
+    "var": (lambda x: x.var(0), [(2, 3)]),
+    "max": (lambda x: x.square().max(0)[0], [(2, 3)]),
+    "sort": (lambda x: x.square().sort(0)[0], [(2, 3)]),
+    "pad": (lambda x: functional.pad(x.square(), (0, 0, 1, 1)), [(2, 3)]),
+    "cat": (lambda x, y: torch.cat([x * y, y * y]), [(2, 3), (2, 3)]),
+    "solve": (lambda a: torch.linalg.inv(a + 9 * torch.eye(2)), [(2, 2, 2)]),
+    "quantile": (lambda x: x.square().quantile(0.3, 0), [(2, 3)]),
+    "fft": (lambda x: torch.fft.rfft(x * x).abs(), [(2, 4)]),
+    "unfold": (lambda x: functional.unfold(x * x, 2), [(2, 1, 3, 3)]),
+    "grid_sample": (
+        lambda x, g: functional.interpolate(x * x, size=3) * g,
+        [(2, 1, 2, 2), (2, 1, 3, 3)],
+    ),
+}
+
+
+def _twice(operator: Callable[..., Tensor], leaves: list[Any]) -> list[Tensor | None]:
+    """Gradients, and those of their squares."""
+    result = operator(*leaves)
+    grads = torch.autograd.grad(result.sum(), leaves, create_graph=True)
+    total = sum(grad.square().sum() for grad in grads)
+    assert isinstance(total, Tensor)
+    if total.requires_grad:
+        total.backward()  # type: ignore[no-untyped-call]
+    return [_full(each) for each in (*grads, *(leaf.grad for leaf in leaves))]
+
+
+def _full(tensor: Tensor | None) -> Tensor | None:
+    if isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor()
+    return None if tensor is None else tensor.detach()
+
+
+def _layouts(shapes: list[tuple[int, ...]]) -> list[list[Layout]]:
+    """Each input sharded along each of its dims, beside others that are sharded, too, or whole."""
+    choices: list[list[Placement]] = [
+        [Replicate(), *(Shard(dim) for dim in range(len(shape)))] for shape in shapes
+    ]
+    found = [[Layout((each,)) for each in combined] for combined in itertools.product(*choices)]
+    partial = [Layout((Partial(),))] * len(shapes)
+    return [*found[:: max(1, len(found) // 8)], partial]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_they_are_those_of_plain_tensors(name: str) -> None:
+    operator, shapes = OPERATORS[name]
+    inputs = [values(shape, number) for number, shape in enumerate(shapes)]
+    expected = _twice(operator, [each.clone().requires_grad_() for each in inputs])
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        for layouts in _layouts(shapes):
+            leaves = [
+                distributed(whole, mesh, layout).requires_grad_()
+                for whole, layout in zip(inputs, layouts, strict=True)
+            ]
+            for got, want in zip(_twice(operator, leaves), expected, strict=True):
+                text = f"{name}: {describe(layouts)}: "
+                if want is None:
+                    assert got is None or not got.count_nonzero(), text
+                else:
+                    assert got is not None, text
+                    assert_close(got, want, msg=text.__add__)
+
+    with noting_gatherings():
+        run_ranks(3, program)
