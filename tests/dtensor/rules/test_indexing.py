@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +20,7 @@ from tests.dtensor.op_checks import (
     count_op,
 )
 from tilework.dtensor import (
+    DTensor,
     Partial,
     Replicate,
     Shard,
@@ -89,6 +93,58 @@ def test_writing(name: str) -> None:
 
     value = torch.randn(A[index].shape, generator=torch.Generator().manual_seed(1))
     check_op(write, A, value, meshes=[mesh], most=3, gathers=False)
+
+
+#: What may stand between brackets, as Python: lists that are tuples, arrays, and what is refused.
+FORMS = """
+    [0, 1]; [[0, 1], [1, 0]]; [[[0, 1], [1, 0]]]; [[[0, 1]], [[1, 0]]]; [[0, 1]]; [1, [0, 1]]; [0.5]
+    [slice(0, 2), 1]; [torch.tensor([0, 1]), 1]; [torch.tensor(0), torch.tensor(2)]; [None, 0]
+    [True, False, True, False]; [[True, False, True, False]]; [True]; [[True]]; []; [[]]; ([],); ()
+    ([0, 1], [1, 0]); ([[0, 1], [1, 0]],); [(0, 1), (1, 0)]; (0, (1, 2)); torch.Size([0, 1]); [...]
+    [0] * 40; range(2); [range(2)] * 2; [[0, 1], slice(None), [1, 0]]; [[0, 1], [1, 0], [0, 0]]
+    np.array([0, 1]); np.array([[0, 1], [1, 0]]); (np.array([0, 1]), np.array([1, 0])); np.array(1)
+    [np.array([0, 1]), np.array([1, 0])]; np.array([True, False, True, False]); np.array([1.5])
+    (slice(None), np.array([0, 2])); np.array([0, 1], dtype=np.int32); [np.array(0), np.array(1)]
+    (slice(1, 3), [0, 1], np.array([0, 1])); (torch.tensor(1), np.array(1)); np.int64(1)
+    [np.int64(0), np.int64(2)]; slice(np.int64(0), np.int64(2))
+    1.5; (0.5,); "a"; {0}; np.bool_(True); np.array([0, 1], dtype=np.uint8); torch.tensor([0.5])
+    torch.tensor([0, 1], dtype=torch.int16); [[0, 1], [1, 0], [0, 0], [0, 0]]
+"""
+
+
+def test_brackets_are_read_as_torch_reads_them() -> None:
+    def outcome(x: Tensor, text: str, writes: bool) -> Any:
+        try:
+            index = eval(text, {"torch": torch, "np": np})
+            if writes:
+                x = x.clone()
+                x[index] = -1.0
+            else:
+                x = x[index]
+        except Exception as error:
+            kinds = (IndexError, TypeError, Exception)
+            return next(kind for kind in kinds if isinstance(error, kind))
+        return x.full_tensor() if isinstance(x, DTensor) else x
+
+    whole = torch.arange(120.0).reshape(4, 5, 6)
+    forms = [text.strip() for line in FORMS.splitlines() for text in line.split(";")]
+    cases = list(itertools.product(filter(None, forms), (False, True)))
+
+    def program(rank: int) -> list[list[Any]]:
+        mesh = init_device_mesh("cpu", (2,))
+        layouts: list[Any] = [[Replicate()], [Shard(0)], [Shard(1)]]
+        xs = [distribute_tensor(whole, mesh, layout) for layout in layouts]
+        return [[outcome(x, *case) for case in cases] for x in xs]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to read lists in another way
+        expected = [outcome(whole, *case) for case in cases]
+        found = run_ranks(2, program)[0]
+    for outcomes in found:
+        for (text, writes), got, want in zip(cases, outcomes, expected, strict=True):
+            is_tensor = isinstance(got, Tensor) and isinstance(want, Tensor)
+            same = torch.equal(got, want) if is_tensor else got is want
+            assert same, f"x[{text}]{' = -1' if writes else ''} is {got}, in torch {want}"
 
 
 Case = tuple[Callable[..., Any], tuple[Tensor, ...]]

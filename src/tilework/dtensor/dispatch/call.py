@@ -32,6 +32,7 @@ from tilework.dtensor.dispatch.call_key import (
     parameter_names,
     position_names,
 )
+from tilework.dtensor.dispatch.index_args import with_tensor_indices
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.number_tensors import with_numbers
 from tilework.dtensor.dispatch.overlapping import is_window, write_in_memory
@@ -252,6 +253,9 @@ class Operator:
             in_numbers = with_numbers(self.name, args, kwargs)
             if in_numbers is not None:
                 return func(*in_numbers[0], **in_numbers[1])
+            indices = with_tensor_indices(self.name, args)
+            if indices is not None:
+                return func(*indices, **kwargs)
             sharding = self._propagate(key, Call(func, args, kwargs, tensors, mesh))
         seeds[0] = sharding.digest
         digest = hash(tuple(seeds))

@@ -53,7 +53,10 @@ def index_dims_start(indices: Indices) -> int:
 
 def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
     """The factors that index tensors are broadcast to, and those of the dims of each."""
-    return broadcast([index.shape for index in indices if index is not None])
+    try:
+        return broadcast([index.shape for index in indices if index is not None])
+    except ValueError as error:
+        raise IndexError(f"indices of different shapes: {error}") from None
 
 
 # -- indexing's own operator -----------------------------------------------------------------

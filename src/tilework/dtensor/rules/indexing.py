@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -224,7 +225,7 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
     As in torch, numbers and ranges come first, then all tensors together; a mask stands for the
     indices of its True elements.
     """
-    items = [_tensor_of(item) for item in _items(index)]
+    items = [_tensor_of(item) for item in (index if isinstance(index, tuple) else (index,))]
     used = sum(_dims_indexed(item) for item in items)
     if used > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
@@ -265,16 +266,6 @@ def _check(item: Any, dim: int, size: int) -> None:
         raise IndexError(f"index {item} is out of bounds for dimension {dim} with size {size}")
 
 
-def _items(index: Any) -> list[Any]:
-    if isinstance(index, tuple):
-        return list(index)
-    if isinstance(index, list):  # counts as a tuple if it has more than numbers
-        kinds = (slice, Tensor, type(None), type(Ellipsis))
-        if any(isinstance(item, kinds) for item in index):
-            return list(index)
-    return [index]
-
-
 def _tensor_of(item: Any) -> Any:
     """An item as a number, a range, None, Ellipsis, True, False, or a tensor with dims."""
     if item is None or item is Ellipsis or isinstance(item, (bool, slice)):
@@ -282,8 +273,14 @@ def _tensor_of(item: Any) -> Any:
     if not isinstance(item, Tensor):
         if hasattr(type(item), "__index__"):
             return operator.index(item)
+        if not isinstance(item, Sequence) or isinstance(item, str | bytes):
+            kind = TypeError if isinstance(item, str | bytes) else IndexError
+            raise kind(
+                f"an index is a whole number, a slice, None, Ellipsis, a tensor or a list, got "
+                f"{item!r}"
+            )
         item = torch.as_tensor(item)
-        if item.numel() == 0 and item.dtype.is_floating_point:  # an empty list
+        if item.dtype.is_floating_point:  # an empty list, or numbers that torch rounds down
             item = item.long()
     if item.dim() == 0:
         if item.dtype.is_floating_point or item.dtype.is_complex:
@@ -312,9 +309,11 @@ def _bool_index(value: bool, like: DTensor) -> Tensor:
 def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
     """The integer index of each dim that a tensor in an index stands for."""
     if not _is_mask(item):
-        if item.dtype.is_floating_point or item.dtype.is_complex:
-            raise IndexError(f"tensors used as indices are of whole numbers, not {item.dtype}")
-        return [item if item.dtype in (torch.int64, torch.int32) else item.long()]
+        if item.dtype not in (torch.int64, torch.int32):
+            raise IndexError(
+                f"tensors used as indices are of int64 or int32, or masks, not {item.dtype}"
+            )
+        return [item]
     if tuple(item.shape) != tuple(sizes):
         raise IndexError(
             f"The shape of the mask {list(item.shape)} does not match the shape of the indexed "
