@@ -94,9 +94,9 @@ def _twice(operator: Callable[..., Tensor], leaves: list[Any]) -> list[Tensor | 
 
 
 def _full(tensor: Tensor | None) -> Tensor | None:
-    if isinstance(tensor, DTensor):
-        return tensor.detach().full_tensor()
-    return None if tensor is None else tensor.detach()
+    if tensor is None:
+        return None
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _layouts(shapes: list[tuple[int, ...]]) -> list[list[Layout]]:

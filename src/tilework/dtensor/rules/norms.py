@@ -161,7 +161,8 @@ def _group_norm(
             x, w, b = _local_of_args(tensors, [input, weight, bias])
             assert x is not None
             if x.numel() == 0:
-                return with_row_for_empty(partial(function, max(groups, 1)), x, w, b)
+                rows: Tensor = with_row_for_empty(partial(function, max(groups, 1)), x, w, b)
+                return rows
             return function(groups, x, w, b)
 
         return normed
