@@ -114,7 +114,7 @@ def test_ranks_that_differ_raise_everywhere() -> None:
     )
     assert "the same layout" in of(lambda _: torch.ones(2, 2), lambda rank: [Shard(rank)])
     assert "must have the same length" in of(lambda _: torch.ones(2), lambda _: [Shard(0)] * 2)
-    assert "cuts a dim" in of(lambda _: torch.ones(2), lambda _: [Shard(1)])
+    assert "has no dim 1" in of(lambda _: torch.ones(2), lambda _: [Shard(1)])
 
 
 def test_run_check_compares_values_where_they_are_to_be_the_same() -> None:

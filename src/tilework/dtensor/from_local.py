@@ -14,7 +14,7 @@ from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Shard
 from tilework.layout.placements import check_placements
-from tilework.layout.sharding import infer_splits
+from tilework.layout.sharding import existing_dim, infer_splits
 from tilework.mesh import DeviceMesh
 
 
@@ -112,10 +112,8 @@ def _facts(
     )
     check_placements(mesh.shape, placements, order)
     for placement in placements:
-        if isinstance(placement, Shard) and not -local.ndim <= placement.dim < local.ndim:
-            raise ValueError(
-                f"{placement} cuts a dim that a tensor of shape {list(local.shape)} does not have"
-            )
+        if isinstance(placement, Shard):
+            existing_dim(placement.dim, tuple(local.shape))
     values = content_hash(local) if run_check else ""
     return tuple(local.shape), str(local.dtype), local.requires_grad, layout, values
 
