@@ -67,214 +67,6 @@ WAYS = ("ddp", "fsdp", "tp")
 HOOKS = ("all_reduce", "bf16", "powersgd")
 
 
-# --- what the user can ask for ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Options:
-    """The flags, checked."""
-
-    parallel: tuple[str, ...]
-    steps: int
-    ranks: int
-    dp: int
-    tp: int
-    hook: str
-    hook_rank: int
-    seed: int
-    batch: int
-    context: int
-    width: int
-    layers: int
-    text: Path | None
-    resilient: bool
-    kill: int | None
-    check: bool
-
-
-def ways(text: str) -> tuple[str, ...]:
-    """The ways in ``ddp,tp``."""
-    found = tuple(part.strip() for part in text.split(","))
-    known = f"{', '.join(WAYS)}, or two of them like ddp,tp"
-    for way in found:
-        if way not in WAYS:
-            raise argparse.ArgumentTypeError(f"expected {known}, got {text!r}")
-    if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} names one twice; expected {known}")
-    if {"ddp", "fsdp"} <= {*found}:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: ddp and fsdp both share the batch; take ddp where each rank can hold the "
-            f"whole model and its optimizer, else fsdp"
-        )
-    return found
-
-
-def make_parser() -> Parser:
-    """Every flag, with its default."""
-    parser = Parser(description="Train a small GPT on bytes, on several processes.")
-    count = whole_number(1)
-    add = parser.add_argument
-    add("--parallel", type=ways, help="ddp, fsdp, tp, ddp,tp or fsdp,tp (default: by --dp, --tp)")
-    add("--ranks", type=count, help="processes (default: one for each core, but at least 4)")
-    add("--dp", type=count, help="ranks that share the batch (default: ranks / tp)")
-    add("--tp", type=count, help="ranks that share the model (default: 2 if ranks is 4, 8, …)")
-    add("--steps", type=count, default=1400, help="training steps (default: %(default)s)")
-    add("--hook", choices=HOOKS, default="all_reduce", help="how ddp reduces (%(default)s)")
-    add("--hook-rank", type=count, default=4, help="of powersgd's factors (%(default)s)")
-    add("--seed", type=whole_number(0), default=0, help="of all random numbers (%(default)s)")
-    add("--batch", type=count, default=16, help="sequences in a step, all ranks (%(default)s)")
-    add("--context", type=count, default=64, help="bytes in a sequence (%(default)s)")
-    add("--width", type=count, default=128, help="numbers that stand for a byte (%(default)s)")
-    add("--layers", type=count, default=2, help="blocks, one on another (%(default)s)")
-    add("--text", type=Path, help="a file or folder to train on (default: Python's own library)")
-    add("--resilient", action="store_true", help="go on when ranks are killed")
-    add("--kill", type=count, metavar="STEP", help="kill the last rank in this step, to see that")
-    add("--check", action="store_true", help="train again on one process and compare the losses")
-    return parser
-
-
-def parse_options(parser: Parser) -> Options:
-    """Read the command line; end the program with one clear message where it is wrong."""
-    given = parser.parse_args()
-    given.ranks = ranks_asked(parser, given.ranks)
-    if given.width % HEAD_WIDTH:
-        parser.error(f"--width {given.width} is not a multiple of {HEAD_WIDTH}")
-    heads = given.width // HEAD_WIDTH
-    check_ways(parser, given)
-    set_mesh(given, heads)
-    if given.dp * given.tp != given.ranks:
-        parser.error(
-            f"--dp {given.dp} times --tp {given.tp} is not the number of ranks, {given.ranks}"
-        )
-    if given.batch < given.dp:
-        parser.error(
-            f"--batch {given.batch} is less than one sequence for each of {given.dp} ranks: "
-            f"use --batch {given.dp} or more, or fewer ranks"
-        )
-    if given.tp > heads:
-        parser.error(
-            f"--tp {given.tp} is more than the {heads} attention heads, one for "
-            f"each {HEAD_WIDTH} of --width {given.width}"
-        )
-    if given.hook != "all_reduce" and "ddp" not in given.parallel:
-        parser.error(
-            f"--hook {given.hook} is for ddp, which averages gradients, "
-            f"but --parallel is {','.join(given.parallel)}"
-        )
-    if given.kill is not None and not (given.resilient and given.ranks > 1):
-        parser.error("--kill kills a rank: it needs --resilient, and another rank that goes on")
-    return Options(**vars(given))
-
-
-def check_ways(parser: Parser, given: argparse.Namespace) -> None:
-    """End the program if ``--dp`` and ``--tp`` contradict ``--parallel``."""
-    asked = given.parallel
-    if asked and "tp" not in asked and (given.tp or 1) > 1:
-        parser.error(
-            f"--tp {given.tp} shares the model, but --parallel {','.join(asked)} does not: "
-            f"--parallel {','.join(asked)},tp does both"
-        )
-
-
-def set_mesh(given: argparse.Namespace, heads: int) -> None:
-    """Complete ``--ranks``, ``--dp``, ``--tp`` and ``--parallel``, so that ranks = dp * tp."""
-    ranks = given.ranks
-    if ranks is None:
-        if given.dp is None and given.tp is None:
-            ranks = max(4, min(usable_cores(), given.batch))
-        else:
-            ways = given.parallel or ()
-            shares = {"dp": 2 if {"ddp", "fsdp"} & {*ways} else 1, "tp": 2 if "tp" in ways else 1}
-            ranks = (given.dp or shares["dp"]) * (given.tp or shares["tp"])
-    if given.tp is None:
-        given.tp = default_tp(given, ranks, heads)
-    if given.dp is None:
-        given.dp = max(1, ranks // given.tp)
-    given.ranks = ranks
-    if given.parallel is None:
-        given.parallel = ("ddp",) * (given.dp > 1 or given.tp == 1) + ("tp",) * (given.tp > 1)
-
-
-def default_tp(given: argparse.Namespace, ranks: int, heads: int) -> int:
-    """The ranks that share the model where nobody says it; where possible they divide all ranks."""
-    if given.parallel is not None and "tp" not in given.parallel:
-        return 1
-    if given.dp is not None:
-        return max(1, ranks // int(given.dp))
-    if given.parallel is None:  # two by two where that can be
-        return 2 if ranks % 4 == 0 and heads > 1 else 1
-    fitting = [n for n in range(2, heads + 1) if ranks % n == 0] or [1]
-    return fitting[-1] if given.parallel == ("tp",) else fitting[0]
-
-
-# --- the text ----------------------------------------------------------------------------------
-
-
-def text_files(root: Path | None) -> list[Path]:
-    """The files to train on, in the same order everywhere."""
-    if root is None:
-        return stdlib_files()
-    if root.is_file():
-        return [root]
-    paths = sorted(root.rglob("*"))
-    return [p for p in paths if p.is_file() and not hidden(p.relative_to(root).parts)]
-
-
-def hidden(parts: tuple[str, ...]) -> bool:
-    """Whether a path leads through a name like ``.git``."""
-    return any(part.startswith(".") for part in parts)
-
-
-def load_text(options: Options) -> Tensor:
-    """All bytes of the text as one uint8 tensor. Raises ValueError where there are too few."""
-    root = options.text
-    if root is not None and not root.exists():
-        raise ValueError(f"--text {root}: no such file or folder")
-    try:
-        data = b"\n".join(path.read_bytes() for path in text_files(root))
-    except OSError as error:
-        raise ValueError(f"--text {root}: cannot be read: {error.strerror}") from None
-    where = f"--text {root}" if root else "the standard library's sources"
-    if not data.strip():
-        raise ValueError(f"{where}: there is no text in it")
-    needed = options.context + 1
-    if len(data) < needed:
-        raise ValueError(
-            f"{where}: {len(data)} bytes are too few for --context {options.context}; "
-            f"at least {needed} are needed"
-        )
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-class Batches:
-    """Global batches: (batch, context + 1) token numbers, the same on every rank."""
-
-    def __init__(self, text: Tensor, options: Options) -> None:
-        self.text, self.options = text, options
-        self.generator = torch.Generator().manual_seed(options.seed)
-        self.window = torch.arange(options.context + 1)
-
-    def draw(self) -> Tensor:
-        """The next one."""
-        ends, size = len(self.text) - self.options.context, (self.options.batch, 1)
-        starts = torch.randint(ends, size, generator=self.generator)
-        return self.text[starts + self.window].long()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Where in the order of batches it is."""
-        return {"generator": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on there."""
-        self.generator.set_state(state["generator"])
-
-
-def batches(text: Tensor, options: Options) -> Iterator[Tensor]:
-    """The batch of each step."""
-    drawn = Batches(text, options)
-    return (drawn.draw() for _ in range(options.steps))
-
-
 # --- the model ---------------------------------------------------------------------------------
 
 
@@ -617,6 +409,214 @@ def train_alone(text: Tensor, options: Options) -> list[float]:
             losses.append(total.item())
             display.update(step + 1, losses[-1])
     return losses
+
+
+# --- the text ----------------------------------------------------------------------------------
+
+
+def text_files(root: Path | None) -> list[Path]:
+    """The files to train on, in the same order everywhere."""
+    if root is None:
+        return stdlib_files()
+    if root.is_file():
+        return [root]
+    paths = sorted(root.rglob("*"))
+    return [p for p in paths if p.is_file() and not hidden(p.relative_to(root).parts)]
+
+
+def hidden(parts: tuple[str, ...]) -> bool:
+    """Whether a path leads through a name like ``.git``."""
+    return any(part.startswith(".") for part in parts)
+
+
+def load_text(options: Options) -> Tensor:
+    """All bytes of the text as one uint8 tensor. Raises ValueError where there are too few."""
+    root = options.text
+    if root is not None and not root.exists():
+        raise ValueError(f"--text {root}: no such file or folder")
+    try:
+        data = b"\n".join(path.read_bytes() for path in text_files(root))
+    except OSError as error:
+        raise ValueError(f"--text {root}: cannot be read: {error.strerror}") from None
+    where = f"--text {root}" if root else "the standard library's sources"
+    if not data.strip():
+        raise ValueError(f"{where}: there is no text in it")
+    needed = options.context + 1
+    if len(data) < needed:
+        raise ValueError(
+            f"{where}: {len(data)} bytes are too few for --context {options.context}; "
+            f"at least {needed} are needed"
+        )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class Batches:
+    """Global batches: (batch, context + 1) token numbers, the same on every rank."""
+
+    def __init__(self, text: Tensor, options: Options) -> None:
+        self.text, self.options = text, options
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.window = torch.arange(options.context + 1)
+
+    def draw(self) -> Tensor:
+        """The next one."""
+        ends, size = len(self.text) - self.options.context, (self.options.batch, 1)
+        starts = torch.randint(ends, size, generator=self.generator)
+        return self.text[starts + self.window].long()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where in the order of batches it is."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on there."""
+        self.generator.set_state(state["generator"])
+
+
+def batches(text: Tensor, options: Options) -> Iterator[Tensor]:
+    """The batch of each step."""
+    drawn = Batches(text, options)
+    return (drawn.draw() for _ in range(options.steps))
+
+
+# --- what the user can ask for ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags, checked."""
+
+    parallel: tuple[str, ...]
+    steps: int
+    ranks: int
+    dp: int
+    tp: int
+    hook: str
+    hook_rank: int
+    seed: int
+    batch: int
+    context: int
+    width: int
+    layers: int
+    text: Path | None
+    resilient: bool
+    kill: int | None
+    check: bool
+
+
+def ways(text: str) -> tuple[str, ...]:
+    """The ways in ``ddp,tp``."""
+    found = tuple(part.strip() for part in text.split(","))
+    known = f"{', '.join(WAYS)}, or two of them like ddp,tp"
+    for way in found:
+        if way not in WAYS:
+            raise argparse.ArgumentTypeError(f"expected {known}, got {text!r}")
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names one twice; expected {known}")
+    if {"ddp", "fsdp"} <= {*found}:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: ddp and fsdp both share the batch; take ddp where each rank can hold the "
+            f"whole model and its optimizer, else fsdp"
+        )
+    return found
+
+
+def make_parser() -> Parser:
+    """Every flag, with its default."""
+    parser = Parser(description="Train a small GPT on bytes, on several processes.")
+    count = whole_number(1)
+    add = parser.add_argument
+    add("--parallel", type=ways, help="ddp, fsdp, tp, ddp,tp or fsdp,tp (default: by --dp, --tp)")
+    add("--ranks", type=count, help="processes (default: one for each core, but at least 4)")
+    add("--dp", type=count, help="ranks that share the batch (default: ranks / tp)")
+    add("--tp", type=count, help="ranks that share the model (default: 2 if ranks is 4, 8, …)")
+    add("--steps", type=count, default=1400, help="training steps (default: %(default)s)")
+    add("--hook", choices=HOOKS, default="all_reduce", help="how ddp reduces (%(default)s)")
+    add("--hook-rank", type=count, default=4, help="of powersgd's factors (%(default)s)")
+    add("--seed", type=whole_number(0), default=0, help="of all random numbers (%(default)s)")
+    add("--batch", type=count, default=16, help="sequences in a step, all ranks (%(default)s)")
+    add("--context", type=count, default=64, help="bytes in a sequence (%(default)s)")
+    add("--width", type=count, default=128, help="numbers that stand for a byte (%(default)s)")
+    add("--layers", type=count, default=2, help="blocks, one on another (%(default)s)")
+    add("--text", type=Path, help="a file or folder to train on (default: Python's own library)")
+    add("--resilient", action="store_true", help="go on when ranks are killed")
+    add("--kill", type=count, metavar="STEP", help="kill the last rank in this step, to see that")
+    add("--check", action="store_true", help="train again on one process and compare the losses")
+    return parser
+
+
+def parse_options(parser: Parser) -> Options:
+    """Read the command line; end the program with one clear message where it is wrong."""
+    given = parser.parse_args()
+    given.ranks = ranks_asked(parser, given.ranks)
+    if given.width % HEAD_WIDTH:
+        parser.error(f"--width {given.width} is not a multiple of {HEAD_WIDTH}")
+    heads = given.width // HEAD_WIDTH
+    check_ways(parser, given)
+    set_mesh(given, heads)
+    if given.dp * given.tp != given.ranks:
+        parser.error(
+            f"--dp {given.dp} times --tp {given.tp} is not the number of ranks, {given.ranks}"
+        )
+    if given.batch < given.dp:
+        parser.error(
+            f"--batch {given.batch} is less than one sequence for each of {given.dp} ranks: "
+            f"use --batch {given.dp} or more, or fewer ranks"
+        )
+    if given.tp > heads:
+        parser.error(
+            f"--tp {given.tp} is more than the {heads} attention heads, one for "
+            f"each {HEAD_WIDTH} of --width {given.width}"
+        )
+    if given.hook != "all_reduce" and "ddp" not in given.parallel:
+        parser.error(
+            f"--hook {given.hook} is for ddp, which averages gradients, "
+            f"but --parallel is {','.join(given.parallel)}"
+        )
+    if given.kill is not None and not (given.resilient and given.ranks > 1):
+        parser.error("--kill kills a rank: it needs --resilient, and another rank that goes on")
+    return Options(**vars(given))
+
+
+def check_ways(parser: Parser, given: argparse.Namespace) -> None:
+    """End the program if ``--dp`` and ``--tp`` contradict ``--parallel``."""
+    asked = given.parallel
+    if asked and "tp" not in asked and (given.tp or 1) > 1:
+        parser.error(
+            f"--tp {given.tp} shares the model, but --parallel {','.join(asked)} does not: "
+            f"--parallel {','.join(asked)},tp does both"
+        )
+
+
+def set_mesh(given: argparse.Namespace, heads: int) -> None:
+    """Complete ``--ranks``, ``--dp``, ``--tp`` and ``--parallel``, so that ranks = dp * tp."""
+    ranks = given.ranks
+    if ranks is None:
+        if given.dp is None and given.tp is None:
+            ranks = max(4, min(usable_cores(), given.batch))
+        else:
+            ways = given.parallel or ()
+            shares = {"dp": 2 if {"ddp", "fsdp"} & {*ways} else 1, "tp": 2 if "tp" in ways else 1}
+            ranks = (given.dp or shares["dp"]) * (given.tp or shares["tp"])
+    if given.tp is None:
+        given.tp = default_tp(given, ranks, heads)
+    if given.dp is None:
+        given.dp = max(1, ranks // given.tp)
+    given.ranks = ranks
+    if given.parallel is None:
+        given.parallel = ("ddp",) * (given.dp > 1 or given.tp == 1) + ("tp",) * (given.tp > 1)
+
+
+def default_tp(given: argparse.Namespace, ranks: int, heads: int) -> int:
+    """The ranks that share the model where nobody says it; where possible they divide all ranks."""
+    if given.parallel is not None and "tp" not in given.parallel:
+        return 1
+    if given.dp is not None:
+        return max(1, ranks // int(given.dp))
+    if given.parallel is None:  # two by two where that can be
+        return 2 if ranks % 4 == 0 and heads > 1 else 1
+    fitting = [n for n in range(2, heads + 1) if ranks % n == 0] or [1]
+    return fitting[-1] if given.parallel == ("tp",) else fitting[0]
 
 
 # --- what the user sees ------------------------------------------------------------------------
