@@ -26,7 +26,9 @@ from tilework.comm.world import (
     resolve,
 )
 from tilework.layout.torch_callers import refuse_torch_caller
+from tilework.mesh.devices import check_device_is_there, check_device_type
 from tilework.mesh.spec import MeshSpec
+from tilework.mesh.torch_meshes import adopt_torch_world, is_torch_mesh, new_torch_mesh
 
 
 @dataclass(eq=False)
@@ -78,7 +80,7 @@ class DeviceMesh:
         spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh, mesh_dim_names)
         if isinstance(mesh, MeshSpec) and mesh_dim_names is not None:
             spec = spec.named(mesh_dim_names)
-        _check_device_type(device_type)
+        check_device_type(device_type)
         if not is_initialized():
             init_process_group()
         _check_same(device_type, spec)
@@ -337,7 +339,7 @@ class DeviceMesh:
                     f"{len(groups_of_axes)} groups need a mesh that says how they cross"
                 )
             mesh = get_process_group_ranks(groups_of_axes[0])
-        _check_device_type(device_type)
+        check_device_type(device_type)
         spec = MeshSpec.of(mesh, mesh_dim_names)
         device_mesh = object.__new__(DeviceMesh)
         device_mesh._set(device_type, spec, None)
@@ -377,7 +379,8 @@ class DeviceMesh:
         known = getattr(mesh, "_tilework_mesh", None)
         if isinstance(known, DeviceMesh):
             return known
-        _adopt_torch_world()
+        if adopt_torch_world():
+            current_world().state(_Meshes).forget_groups()
         groups = [] if mesh.get_coordinate() is None else mesh.get_all_groups()
         native = [group for group in map(native_group, groups) if isinstance(group, ProcessGroup)]
         spec = MeshSpec.of(mesh.mesh.tolist(), mesh.mesh_dim_names)
@@ -407,7 +410,7 @@ class DeviceMesh:
                 names = self.mesh_dim_names
                 self._link(root._torch[names if len(names) > 1 else names[0]])
             else:
-                self._link(_new_torch_mesh(self))
+                self._link(new_torch_mesh(self.device_type, self.mesh, self.mesh_dim_names))
         return self._torch
 
     @property
@@ -511,7 +514,7 @@ def init_device_mesh(
         (2, (2, 1))
     """
     spec = MeshSpec.regular(tuple(mesh_shape), mesh_dim_names)
-    _check_device_type(device_type)
+    check_device_type(device_type)
     if not is_initialized():
         init_process_group()
     if spec.size != get_world_size():
@@ -521,43 +524,6 @@ def init_device_mesh(
             f"Use DeviceMesh(…) for a mesh of some of the ranks"
         )
     return DeviceMesh(device_type, spec)
-
-
-def is_torch_mesh(value: Any) -> bool:
-    """True for a mesh of torch.distributed's."""
-    kind = type(value)
-    return kind.__name__ == "DeviceMesh" and kind.__module__.startswith("torch.distributed")
-
-
-def _adopt_torch_world() -> None:
-    """Make torch's default group the default one here too, if there is no other."""
-    from torch.distributed import distributed_c10d
-
-    default: Any = distributed_c10d._get_default_group()
-    world = current_world()
-    known = world.default_group
-    group = native_group(default)
-    assert isinstance(group, ProcessGroup)
-    if known is None or (known in world.borrowed and known is not group):
-        world.default_group = group
-        world.state(_Meshes).forget_groups()
-    elif (known.rank(), known.size()) != (group.rank(), group.size()):
-        raise ValueError(
-            f"tilework's default group has this process as rank {known.rank()} of {known.size()}, "
-            f"torch's as rank {group.rank()} of {group.size()}: their meshes are of other ranks"
-        )
-
-
-def _new_torch_mesh(mesh: DeviceMesh) -> Any:
-    import torch.distributed as torch_dist
-    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-
-    if not torch_dist.is_initialized():
-        raise RuntimeError(
-            "torch's mesh needs torch's groups: call "
-            'torch.distributed.init_process_group("tilework") first, on all ranks'
-        )
-    return TorchMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def mesh_or_current(mesh: Any) -> DeviceMesh:
@@ -615,40 +581,6 @@ def find_or_make(
 def _seats_of(ranks: Iterable[int]) -> tuple[int, ...]:
     seats = current_world().seats
     return tuple(seats[rank] if rank < len(seats) else rank for rank in ranks)
-
-
-def _check_device_type(device_type: str) -> None:
-    try:
-        index = torch.device(device_type).index if isinstance(device_type, str) else 0
-    except RuntimeError:
-        raise RuntimeError(
-            f"device_type is a kind of device that torch has, such as 'cpu' or 'cuda'; got "
-            f"{device_type!r}"
-        ) from None
-    if index is not None:
-        raise RuntimeError(
-            f"device_type is a kind of device without an index, such as 'cpu' or 'cuda': each "
-            f"rank's own is meant; got {device_type!r}"
-        )
-
-
-def check_device_is_there(device_type: str, what: str) -> None:
-    """Raise RuntimeError if this process has no device of a kind.
-
-    Args:
-        device_type: The kind, such as "cuda".
-        what: Needs it; for the error.
-    """
-    if device_type in ("cpu", "meta"):
-        return
-    module = getattr(torch, device_type, None)
-    available = getattr(module, "is_available", None)
-    if available is not None and not available():
-        raise RuntimeError(
-            f"{what} needs {device_type} devices, and rank {get_rank()} has none: "
-            f"torch.{device_type}.is_available() is False; use 'cpu', or a torch and a machine "
-            f"with {device_type}"
-        )
 
 
 def _check_same(device_type: str, spec: MeshSpec) -> None:

@@ -74,7 +74,7 @@ from tilework.dtensor.torch_tensors import (
 )
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.leaf_views import note_view
-from tilework.mesh.device_mesh import check_device_is_there
+from tilework.mesh.devices import check_device_is_there
 from tilework.tiled import torch_init
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_rules import unchanged

@@ -13,7 +13,7 @@ from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.spec import DTensorSpec, row_major
 from tilework.dtensor.tensor import DTensor, wrap
-from tilework.mesh.device_mesh import check_device_is_there
+from tilework.mesh.devices import check_device_is_there
 from tilework.tiled.op_table import dtensor_handler
 
 

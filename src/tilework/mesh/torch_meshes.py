@@ -1,0 +1,57 @@
+"""Meshes of torch.distributed's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import current_world, native_group
+
+
+def is_torch_mesh(value: Any) -> bool:
+    """True for a mesh of torch.distributed's."""
+    kind = type(value)
+    return kind.__name__ == "DeviceMesh" and kind.__module__.startswith("torch.distributed")
+
+
+def adopt_torch_world() -> bool:
+    """True if torch's default group has become the default one here too: there is no other. Local.
+
+    Raises:
+        ValueError: tilework's default group numbers the ranks otherwise.
+    """
+    from torch.distributed import distributed_c10d
+
+    default: Any = distributed_c10d._get_default_group()
+    world = current_world()
+    known = world.default_group
+    group = native_group(default)
+    assert isinstance(group, ProcessGroup)
+    if known is None or (known in world.borrowed and known is not group):
+        world.default_group = group
+        return True
+    if (known.rank(), known.size()) != (group.rank(), group.size()):
+        raise ValueError(
+            f"tilework's default group has this process as rank {known.rank()} of {known.size()}, "
+            f"torch's as rank {group.rank()} of {group.size()}: their meshes are of other ranks"
+        )
+    return False
+
+
+def new_torch_mesh(device_type: str, ranks: Tensor, names: tuple[str, ...] | None) -> Any:
+    """A mesh of torch's, with new groups. Collective over all ranks of torch's default group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+    """
+    import torch.distributed as torch_dist
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    if not torch_dist.is_initialized():
+        raise RuntimeError(
+            "torch's mesh needs torch's groups: call "
+            'torch.distributed.init_process_group("tilework") first, on all ranks'
+        )
+    return TorchMesh(device_type, ranks, mesh_dim_names=names)
