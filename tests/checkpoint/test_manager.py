@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tests.checkpoint.states import dtensor, full, numbers
+from tilework import checkpoint
 from tilework.checkpoint import CheckpointManager
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.manager import remove_if_left
@@ -70,6 +72,34 @@ def test_damaged_and_foreign_folders_do_not_count(tmp_path: Path) -> None:
         "best",
         *(f"step-0000000{n}" for n in (1, 2, 3, 4, 8)),
     ]
+
+
+def test_what_is_no_folder_of_a_step_stays_and_disturbs_nobody(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    manager.save(1, {"x": 1})
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-000000021")  # not our name for 21
+    (tmp_path / "step-00000009").touch()
+    (tmp_path / "step-00000010").symlink_to(tmp_path / "nowhere")
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path / "step-00000001", elsewhere)
+    (tmp_path / "step-00000002").symlink_to(elsewhere)
+    state = {"x": 0}
+    assert manager.resume(into=state) == 2
+    manager.save(3, {"x": 3})
+    assert steps(manager) == [3]
+    assert checkpoint.read(elsewhere) == {"x": 1}  # of a link nothing is removed but itself
+    assert sorted(os.listdir(tmp_path)) == [
+        *("elsewhere", "step-000000021", "step-00000003", "step-00000009", "step-00000010"),
+    ]
+
+
+def test_steps_are_whole_numbers(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for wrong in (1.5, "7", None):
+        with pytest.raises(TypeError, match="a step is a whole number"):
+            manager.save(wrong, {"x": 1})  # type: ignore[arg-type]
+    manager.save(torch.tensor(4), {"x": 1})  # type: ignore[arg-type]
+    assert steps(manager) == [4]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -15,7 +15,9 @@ from torch import Tensor
 from tilework.checkpoint.dtypes import dtype_name
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
 from tilework.checkpoint.format import Path
+from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.memory import full_crc32
+from tilework.checkpoint.objects import is_lazy
 from tilework.checkpoint.save_planning import TensorToSave
 from tilework.dtensor import DTensor
 from tilework.layout import Box, Partial, Replicate
@@ -113,7 +115,9 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
 
 
 def _check_dense(leaf: Tensor, where: str) -> None:
-    if leaf.is_nested:
+    if is_lazy(leaf):
+        kind, instead = "not initialised", "give its module an input, or it a shape, first"
+    elif leaf.is_nested:
         kind, instead = "nested", "save its values() and offsets(), or its parts"
     elif leaf.layout is not torch.strided:
         kind, instead = f"sparse ({leaf.layout})", "save its to_dense(), or its indices and values"
@@ -235,7 +239,7 @@ class _Merger:
         """The stand-in for a leaf that some ranks describe alike."""
         if facts[0] == "value":
             return Value(facts[1])
-        name = _new_name(f"{dotted(path)}{suffix}", self._names)
+        name = unique_name(f"{dotted(path)}{suffix}", self._names)
         if facts[0] == "alias":
             first = self._name_of.get(facts[1])
             if first is None:
@@ -269,14 +273,6 @@ def _merge_containers(merged: dict[Path, str], own: Mapping[Path, str], rank: in
                 f"{dotted(path)} is a {kind} on rank {rank} and a {merged[path]} on others: ranks "
                 f"save states of one structure"
             )
-
-
-def _new_name(name: str, taken: set[str]) -> str:
-    number, unique = 2, name
-    while unique in taken:
-        unique, number = f"{name}~{number}", number + 1
-    taken.add(unique)
-    return unique
 
 
 def local_view(leaf: Tensor, box: Box, rank: int) -> Tensor:

@@ -6,7 +6,7 @@ listed; then, when they are filled, values are set and objects are given their s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,14 @@ from tilework.checkpoint.flat_state import (
     NamedTensor,
     PerRank,
     Value,
-    as_numpy_array,
     dotted,
+    is_numpy_array,
+    numpy_as_tensor,
     rebuild,
 )
 from tilework.checkpoint.format import Index, Path, SavedTensor
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.objects import has_state, unwrapped
+from tilework.checkpoint.objects import has_state, is_lazy, unwrapped
 from tilework.checkpoint.values import decode_value, is_plain_sequence
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
@@ -169,12 +170,12 @@ class Filling:
     def _visit_plain(self, value: Any, path: Path) -> Finish:
         if isinstance(value, Tensor):
             return self._visit_tensor(value, path)
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             return self._visit_dict(value, path)
         if isinstance(value, list | tuple) and not is_plain_sequence(value):
             return self._visit_sequence(value, path)
-        if (array := as_numpy_array(value)) is not None:
-            return self._visit_array(value, array, path)
+        if is_numpy_array(value):
+            return self._visit_array(value, path)
         return self._visit_value(value, path)
 
     def _visit_tensor(self, value: Tensor, path: Path) -> Finish:
@@ -203,8 +204,11 @@ class Filling:
         """List a tensor as one to fill.
 
         Raises:
-            CheckpointError: It is of another shape.
+            CheckpointError: It is of another shape, or has no memory to fill.
         """
+        problem = unfillable(tensor)
+        if problem:
+            raise CheckpointError(f"{where} cannot be filled: it is {problem}", tensor=saved.name)
         if tuple(tensor.shape) != saved.shape:
             raise CheckpointError(
                 f"{where} has shape {list(tensor.shape)}, and {saved.name!r} in the checkpoint has "
@@ -214,19 +218,18 @@ class Filling:
         own = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else tensor
         self.targets.append(Target(saved, own, where))
 
-    def _visit_dict(self, value: dict[Any, Any], path: Path) -> Finish:
+    def _visit_dict(self, value: Mapping[Any, Any], path: Path) -> Finish:
         found = self.find(path)
         if not value and found is not None and self.is_asked(dotted(path)):
             fresh = self.fresh(found)
             return lambda: _updated(value, fresh())
         finishes = {key: self.visit(each, (*path, key)) for key, each in value.items()}
 
-        def finish() -> dict[Any, Any]:
-            for key, each in finishes.items():
-                new = each()
-                if new is not value[key]:
-                    value[key] = new
-            return value
+        def finish() -> Mapping[Any, Any]:
+            filled = {key: each() for key, each in finishes.items()}
+            changed = {key: new for key, new in filled.items() if new is not value[key]}
+            result: Mapping[Any, Any] = _updated(value, changed)
+            return result
 
         return finish
 
@@ -249,12 +252,21 @@ class Filling:
         fresh = self.fresh(found)
         return lambda: fresh() if fresh.found else value
 
-    def _visit_array(self, value: Any, array: Tensor, path: Path) -> Finish:
+    def _visit_array(self, value: Any, path: Path) -> Finish:
         found = self.find(path)
         if found is not None and self.saved.containers.get(found) == "numpy":
             path = (*path, 0)
-        self._visit_tensor(array, path)
-        return lambda: value
+        elements = numpy_as_tensor(value, dotted(path))
+        finish_elements = self._visit_tensor(elements, path)
+
+        def finish() -> Any:
+            array: Any = finish_elements().numpy()
+            if not value.flags.writeable:
+                return array
+            value[...] = array  # itself, unless torch has no tensors of such memory
+            return value
+
+        return finish
 
     def _visit_module(self, given: nn.Module, path: Path) -> Finish:
         module = unwrapped(given)
@@ -263,7 +275,7 @@ class Filling:
         in_place = is_in_module(module, contents)
 
         def give() -> Any:
-            filled: dict[str, Any] = finish()
+            filled: Any = finish()
             if not in_place:
                 module.load_state_dict(filled, strict=False)
             return given  # with its wrapper: data parallelism goes on
@@ -352,11 +364,34 @@ def _filled(tensor: Tensor, number: Any) -> Tensor:
     return tensor
 
 
-def _updated(old: dict[Any, Any], new: Any) -> Any:
+def _updated(old: Mapping[Any, Any], new: Any) -> Any:
     if not isinstance(new, dict):
         return new
-    old.update(new)
-    return old
+    if isinstance(old, MutableMapping):
+        old.update(new)
+        return old
+    return {**old, **new} if new else old  # a view, for example, whose tensors are filled
+
+
+def unfillable(tensor: Tensor) -> str:
+    """The reason why a tensor's elements cannot be written in place; empty if they can."""
+    if is_lazy(tensor):
+        return "not initialised: give the module an input, or a shape, first"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}, not dense: load into dense tensors"
+    tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
+    if any(tile.device.type == "meta" for tile in tiles):
+        return "on the device 'meta', without memory: give it some first (to_empty)"
+    if any(map(_repeats, tiles)):
+        return "expanded, so that elements share memory: load into a clone() of it"
+    return ""
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """True if a dim has the same elements many times."""
+    return tensor.numel() > 0 and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _replaced(old: Any, new: Any) -> Any:

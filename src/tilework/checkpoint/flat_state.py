@@ -132,20 +132,51 @@ def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState, levels: int)
     elif isinstance(value, set | frozenset):
         flat.containers[path] = "set"
         for number, inner in enumerate(sorted(value, key=repr)):
+            _check_in_set(adapt(inner, path), path)
             _flatten(inner, (*path, number), adapt, flat, levels + 2)
-    elif (array := as_numpy_array(value)) is not None:
+    elif is_numpy_array(value):
         flat.containers[path] = "numpy"
-        flat.leaves[(*path, 0)] = array
+        flat.leaves[(*path, 0)] = numpy_as_tensor(value, dotted(path))
     else:
         flat.leaves[path] = Value(encode_value(value, dotted(path)))
 
 
-def as_numpy_array(value: Any) -> Tensor | None:
-    """A numpy array as a tensor that shares its memory if it can; None for anything else."""
+def _check_in_set(value: Any, path: Path) -> None:
+    """Refuse what a set cannot have when it is read: an object whose state is a container."""
+    if isinstance(value, Mapping | list):
+        raise TypeError(
+            f"{dotted(path)} is a set with an object whose state is a {type(value).__name__}: "
+            f"save a list or a dict of such objects"
+        )
+    for each in value if isinstance(value, tuple) else ():
+        _check_in_set(each, path)
+
+
+def is_numpy_array(value: Any) -> bool:
+    """True for an array of numpy's."""
     numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray):
-        return None
-    return torch.from_numpy(value if value.flags.writeable else value.copy())
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def numpy_as_tensor(array: Any, where: str) -> Tensor:
+    """A numpy array as a tensor that shares its memory if torch can, else has a copy.
+
+    Args:
+        array: The array.
+        where: Its place in the state, for messages.
+
+    Raises:
+        TypeError: Its elements are no numbers that torch has.
+    """
+    try:
+        plain = array.astype(array.dtype.newbyteorder("="), copy=False)
+        shares = plain.flags.writeable and all(stride >= 0 for stride in plain.strides)
+        return torch.from_numpy(plain if shares else plain.copy())
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{where} is an array of numpy's of dtype {array.dtype}, which a checkpoint does not "
+            f"hold: {error}"
+        ) from None
 
 
 def _check_key(key: Any, path: Path) -> None:
@@ -234,7 +265,7 @@ def _walk(listed: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
     elif kind in ("tuple", "set", "numpy"):
         pairs = list(enumerate(listed["v"]))
         if kind == "set" and not all(_can_be_in_set(value) for _, value in pairs):
-            raise ValueError("a set has lists, dicts or sets in it")
+            raise ValueError("a set has lists or dicts in it")
     else:
         yield path, "leaf", _leaf_of(listed)
         return
@@ -246,9 +277,9 @@ def _walk(listed: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
 def _can_be_in_set(listed: Any) -> bool:
     if not isinstance(listed, dict):
         return not isinstance(listed, list)
-    if listed.get(KIND) == "tuple":
+    if listed.get(KIND) in ("tuple", "set"):
         return all(map(_can_be_in_set, listed["v"]))
-    return listed.get(KIND) not in (None, "dict", "set", "numpy")
+    return listed.get(KIND) not in (None, "dict", "numpy")
 
 
 def _is_plain(listed: Any) -> bool:
@@ -288,17 +319,20 @@ def rebuild(flat: FlatState, root: Path = ()) -> Any:
     """The containers and what is in them, from ``root`` on. Values are decoded."""
     children = _children(flat)
 
-    def build(path: Path) -> Any:
+    def build(path: Path, is_in_set: bool = False) -> Any:
         kind = flat.containers.get(path)
         if kind is None:
             leaf = flat.leaves[path]
             return decode_value(leaf.json) if isinstance(leaf, Value) else leaf
-        pairs = [(key, build((*path, key))) for key in children.get(path, ())]
+        is_set = kind == "set"
+        pairs = [(key, build((*path, key), is_in_set or is_set)) for key in children.get(path, ())]
         if kind == "dict":
             return dict(pairs)
         values = [value for _, value in pairs]
         if kind == "numpy":
             return values[0].numpy() if values and isinstance(values[0], Tensor) else None
-        return {"list": list, "tuple": tuple, "set": set}[kind](values)
+        if is_set:
+            return frozenset(values) if is_in_set else set(values)
+        return {"list": list, "tuple": tuple}[kind](values)
 
     return build(root)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tilework.checkpoint.dtypes import DTYPES
@@ -27,6 +27,8 @@ from tilework.layout import Box, check_boxes
 #: Plain names: no folders, nothing hidden, nothing that a shell or another system reads otherwise.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _TAIL = re.compile(rb',\n"crc32": ([0-9]{1,10})\n\}\n')
+#: The key of a safetensors file that is no tensor's.
+RESERVED_KEY = "__metadata__"
 #: A tensor has no more dims than torch allows.
 _MOST_DIMS = 64
 _LARGEST = (1 << 63) - 1
@@ -146,6 +148,26 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def check_meta(meta: Any) -> None:
+    """Raise unless an index can have what a program adds to it, and is read again.
+
+    Raises:
+        TypeError: It is no object of plain JSON with strings as keys.
+        ValueError: It has numbers that JSON has not, or is nested too deep.
+    """
+    if not isinstance(meta, Mapping):
+        raise TypeError(f"meta is a dict of plain JSON, got {type(meta).__name__}")
+    try:
+        text = json.dumps(dict(meta), allow_nan=False)
+        _check_depth([json.loads(text, object_pairs_hook=_without_duplicates)])
+    except RecursionError:
+        raise ValueError(f"meta is nested more than {MOST_DEPTH - 1} deep") from None
+    except TypeError as error:
+        raise TypeError(f"meta is to be plain JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"meta is to be plain JSON: {error}") from None
 
 
 def _check_depth(value: Any) -> None:
@@ -307,17 +329,37 @@ def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
         last = span
 
 
-def part_key(tensor: SavedTensor, part: Part) -> str:
-    """The key of a part in its safetensors file: the tensor's name, and the box unless it is all.
+def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
+    """The keys of boxes in their safetensors file: the tensor's name, and the box unless it is all.
+
+    A key that another box of the file has, or safetensors itself, gets a number.
+
+    Args:
+        pieces: Name and shape of the tensor, and the box, in the order in which they lie there.
 
     Example:
-        >>> part = Part(Box((2, 0), (2, 3)), "x.safetensors", 0, 24)
-        >>> part_key(SavedTensor("w", "F32", (4, 3), (part,)), part)
-        'w[2:4, 0:3]'
+        >>> file_keys([("w", (4, 3), Box((2, 0), (2, 3))), ("w[2:4, 0:3]", (), Box((), ()))])
+        ['w[2:4, 0:3]', 'w[2:4, 0:3]~2']
     """
-    return piece_key(tensor.name, tensor.shape, part.box)
+    taken = {RESERVED_KEY}
+    keys = []
+    for name, shape, box in pieces:
+        key = name if box.sizes == shape else f"{name}{box}"
+        # Python has strings that are no text: without a counterpart in UTF-8.
+        plain = key if key.isascii() else key.encode(errors="replace").decode()
+        keys.append(unique_name(plain, taken))
+    return keys
 
 
-def piece_key(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """The key of a tensor's box in a safetensors file."""
-    return name if box.sizes == shape else f"{name}{box}"
+def unique_name(name: str, taken: set[str]) -> str:
+    """The name, or one with a number that is not taken yet; it is then.
+
+    Example:
+        >>> unique_name("w", {"w", "w~2"})
+        'w~3'
+    """
+    number, unique = 2, name
+    while unique in taken:
+        unique, number = f"{name}~{number}", number + 1
+    taken.add(unique)
+    return unique

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import index as whole_number
 from typing import Any
 
 from tilework.checkpoint.api import AnyPath, Names, async_save, load, save, storage_at
@@ -22,7 +23,8 @@ from tilework.checkpoint.values import decode_value, encode_value
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
 
-_FOLDER = re.compile(r"step-([0-9]{8,})")
+#: As :meth:`CheckpointManager.path_of` names them: zeros before 8 digits, not before more.
+_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,11 @@ class CheckpointManager:
             metrics: Numbers that tell how good it is; NaN is never the best.
 
         Raises:
+            TypeError: The step is no whole number.
             ValueError: ``best`` names a metric that is not among them, or the step is negative.
             CheckpointError: As :func:`~tilework.checkpoint.save` raises.
         """
-        if step < 0:
-            raise ValueError(f"a step is a number from 0 on, got {step}")
+        step = _checked_step(step)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         if self.best is not None and self._metric not in numbers:
             raise ValueError(
@@ -275,6 +277,16 @@ class CheckpointManager:
                 _remove(self._storage.inner(f"step-{each.step:08}"), lambda names: True)
 
 
+def _checked_step(step: int) -> int:
+    try:
+        number = whole_number(step)  # of numpy's integers, too
+    except TypeError:
+        raise TypeError(f"a step is a whole number, got {step!r}") from None
+    if number < 0:
+        raise ValueError(f"a step is a number from 0 on, got {number}")
+    return number
+
+
 def remove_if_left(storage: Storage) -> bool:
     """Remove a folder that has nothing but what a save left that did not end. Local.
 
@@ -303,9 +315,9 @@ def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
             return False
         storage.remove_folder()
     except OSError as error:
-        if error.errno != errno.ENOTEMPTY:
+        if error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):
             raise
-        return False  # somebody begins to write to it
+        return False  # somebody begins to write to it, or it is no folder
     finally:
         release()
     return True

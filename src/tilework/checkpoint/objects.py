@@ -47,6 +47,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_lazy(tensor: Tensor) -> bool:
+    """True for a parameter or buffer of a lazy module, which has no shape yet.
+
+    Example:
+        >>> is_lazy(nn.UninitializedParameter()), is_lazy(nn.Parameter(torch.ones(1)))
+        (True, False)
+    """
+    return isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer)
+
+
 def has_state(value: Any) -> bool:
     """True if an object tells its state and takes it again."""
     return (
@@ -205,7 +215,9 @@ class RandomState:
         if "cuda" in state_dict and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state_dict["cuda"])
         if "numpy" in state_dict and (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.set_state(state_dict["numpy"])
+            # A tensor where another format has no arrays of numpy's.
+            state = [e.numpy() if isinstance(e, Tensor) else e for e in state_dict["numpy"]]
+            numpy.random.set_state(tuple(state))
 
 
 def _tuples(value: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tilework.checkpoint.dtypes import DTYPES, stored
-from tilework.checkpoint.index_text import piece_key
+from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.no_collections import no_collections
 from tilework.layout import Box
 
@@ -22,6 +22,16 @@ FILE_BYTES = 4 << 30
 _SPLIT_BYTES = 256 << 10
 #: Elements begin at multiples of this in a file: where memory maps of them are aligned.
 _ALIGNMENT = 64
+
+
+def check_file_bytes(file_bytes: int) -> None:
+    """Raise unless files may have so many bytes of elements.
+
+    Raises:
+        ValueError: It is no whole number from 1 on.
+    """
+    if not isinstance(file_bytes, int) or file_bytes < 1:
+        raise ValueError(f"file_bytes is a number of bytes from 1 on, got {file_bytes!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +291,10 @@ def _file_plan(tensors: Sequence[TensorToSave], boxes: Sequence[BoxToWrite], nam
     ordered = sorted(boxes, key=lambda task: -_stored_itemsize(tensors[task.tensor]))
     entries: dict[str, Mapping[str, object]] = {}
     begin = 0
-    for task in ordered:
-        tensor = tensors[task.tensor]
-        dtype, sizes = stored(tensor.dtype, task.box.sizes)
-        entries[piece_key(tensor.name, tensor.shape, task.box)] = {
+    keys = file_keys((tensors[t.tensor].name, tensors[t.tensor].shape, t.box) for t in ordered)
+    for key, task in zip(keys, ordered, strict=True):
+        dtype, sizes = stored(tensors[task.tensor].dtype, task.box.sizes)
+        entries[key] = {
             "dtype": dtype,
             "shape": list(sizes),
             "data_offsets": [begin, begin + task.nbytes],
@@ -305,6 +315,6 @@ def _stored_itemsize(tensor: TensorToSave) -> int:
 
 def safetensors_header(entries: Mapping[str, Mapping[str, object]]) -> bytes:
     """The length and the JSON that a safetensors file begins with, padded with spaces."""
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text = json.dumps({RESERVED_KEY: {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

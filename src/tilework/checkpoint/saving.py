@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import secrets
 import time
@@ -11,7 +10,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +33,7 @@ from tilework.checkpoint.format import (
     SavedFile,
     SavedTensor,
 )
-from tilework.checkpoint.index_text import index_text, parse_index
+from tilework.checkpoint.index_text import check_meta, index_text, parse_index
 from tilework.checkpoint.memory import byte_view, crc32, pieces_in_order
 from tilework.checkpoint.objects import Containers
 from tilework.checkpoint.ranks import Ranks
@@ -43,6 +42,7 @@ from tilework.checkpoint.save_planning import (
     FilePlan,
     PlacedBox,
     assign_writers,
+    check_file_bytes,
     plan_files,
 )
 from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, Storage
@@ -68,6 +68,11 @@ class SaveOptions:
         file_bytes: The most bytes of elements in a file; larger tensors are split.
         overwrite: Replace a checkpoint that is there; False: that is an error.
 
+    Those of the first rank count, where ranks have others.
+
+    Raises:
+        ValueError: ``file_bytes`` is below 1.
+
     Example:
         >>> import tempfile, torch
         >>> from tilework import checkpoint
@@ -81,6 +86,9 @@ class SaveOptions:
     meta: Mapping[str, Any] = field(default_factory=dict)
     file_bytes: int = FILE_BYTES
     overwrite: bool = True
+
+    def __post_init__(self) -> None:
+        check_file_bytes(self.file_bytes)
 
 
 @dataclass
@@ -148,7 +156,8 @@ def prepare(
             settle(flats[0])
             descriptions = ranks.gather(lambda: _as_plain(describe(flats[0], ranks.all)))
         # On its own: so what is above is the same on all ranks, mostly, and is not sent.
-        token = ranks.gather(lambda: path.token)[0]
+        token, file_bytes = ranks.gather(lambda: (path.token, options.file_bytes))[0]
+        options = replace(options, file_bytes=file_bytes)
         known = {id(each): _from_plain(each) for each in descriptions}
         merged = merge([known[id(each)] for each in descriptions], ranks.all)
         written = assign_writers(merged.tensors, ranks.all)
@@ -183,7 +192,7 @@ class _Path:
 
     def take(self) -> None:
         """Take the path. Local."""
-        json.dumps(self._options.meta, allow_nan=False)
+        check_meta(self._options.meta)
         self.release = self._locked()
         if not self._options.overwrite and INDEX_NAME in self._storage.names():
             raise CheckpointError(

@@ -260,6 +260,9 @@ class LocalStorage(Storage):
         return LocalStorage(self.folder / name)
 
     def remove_folder(self) -> None:
+        if self.folder.is_symlink() and self.folder.is_dir():
+            calls.unlink(self.folder)  # whoever made it has the folder elsewhere
+            return
         names = self.names()
         for name in sorted(names, key=lambda name: not name.endswith(".json")):
             self.remove(name)

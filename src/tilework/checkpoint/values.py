@@ -33,10 +33,12 @@ def encode_value(value: Any, where: str) -> Any:
         >>> encode_value(float("inf"), "x"), encode_value(b"a", "x"), encode_value(1.5, "x")
         ({'$': 'float', 'v': 'inf'}, {'$': 'bytes', 'v': 'YQ=='}, 1.5)
     """
-    if value is None or isinstance(value, bool | str):
-        return str(value) if isinstance(value, str) else value
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enum's member the string that it is
     if isinstance(value, int):
-        return int(value) if abs(value) < _EXACT else _of_kind("int", str(int(value)))
+        return int(value) if abs(value) < _EXACT else _of_kind("int", _digits(int(value), where))
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else _of_kind("float", repr(float(value)))
     if isinstance(value, bytes | bytearray | memoryview):
@@ -47,6 +49,16 @@ def encode_value(value: Any, where: str) -> Any:
     return _encode_rare(value, where)
 
 
+def _digits(value: int, where: str) -> str:
+    try:
+        return str(value)
+    except ValueError as error:
+        raise TypeError(
+            f"{where} is an integer of {value.bit_length():,} bits, too long for its digits to be "
+            f"read again ({error}): save its bytes"
+        ) from None
+
+
 def is_plain_sequence(value: Any) -> bool:
     """True for a list or tuple of numbers, strings, bools and None, which counts as one value.
 
@@ -54,9 +66,16 @@ def is_plain_sequence(value: Any) -> bool:
         >>> is_plain_sequence((0.9, 0.999)), is_plain_sequence([]), is_plain_sequence([[1]])
         (True, False, False)
     """
-    return (
-        isinstance(value, list | tuple) and len(value) > 0 and all(type(v) in _PLAIN for v in value)
-    )
+    return isinstance(value, list | tuple) and len(value) > 0 and all(map(_is_plain, value))
+
+
+def _is_plain(value: Any) -> bool:
+    """True for what an index has as JSON's own value or as a number: subclasses included."""
+    if type(value) in _PLAIN:
+        return True
+    if isinstance(value, int | float | str):
+        return True
+    return _is_numpy_scalar(value) and isinstance(value.item(), int | float | str)
 
 
 def _of_kind(kind: str, value: Any) -> dict[str, Any]:
@@ -70,8 +89,8 @@ def _encode_rare(value: Any, where: str) -> Any:
         return _of_kind("dtype", str(value).removeprefix("torch."))
     if isinstance(value, torch.device):
         return _of_kind("device", str(value))
-    if _is_numpy_scalar(value):
-        return encode_value(value.item(), where)
+    if _is_numpy_scalar(value) and not _is_numpy_scalar(item := value.item()):
+        return encode_value(item, where)
     raise TypeError(
         f"{where} is of type {type(value).__name__}, which a checkpoint does not hold. It holds "
         f"tensors, numbers, strings, bytes, None, dicts, lists, tuples, sets of these, and objects "

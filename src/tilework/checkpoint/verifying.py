@@ -12,8 +12,8 @@ import torch
 from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.dtypes import stored
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
-from tilework.checkpoint.format import Index, SavedTensor
-from tilework.checkpoint.index_text import part_key
+from tilework.checkpoint.format import Index, Part, SavedTensor
+from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.loading import read_index, saved_state
 from tilework.checkpoint.memory import crc32
 from tilework.checkpoint.progress import Progress
@@ -71,16 +71,19 @@ _Header = dict[str, tuple[str, list[int], list[int]]]
 
 def _headers(index: Index) -> dict[str, _Header]:
     """The contents of each file's header, by the index: dtype, shape, begin and end in the file."""
-    headers: dict[str, _Header] = {name: {} for name in index.files}
-    taken: set[tuple[str, int]] = set()
+    pieces: dict[str, dict[tuple[int, int], tuple[SavedTensor, Part]]] = {}
     for tensor in index.tensors.values():
         for part in tensor.parts:
-            if (part.file, part.offset) in taken:
-                continue  # another name of it, as tied weights have
-            taken.add((part.file, part.offset))
+            place = part.offset, part.offset + part.nbytes
+            # The first name counts, of several that tied weights have.
+            pieces.setdefault(part.file, {}).setdefault(place, (tensor, part))
+    headers: dict[str, _Header] = {name: {} for name in index.files}
+    for file, own in pieces.items():
+        ordered = [(*own[place], list(place)) for place in sorted(own)]
+        keys = file_keys((tensor.name, tensor.shape, part.box) for tensor, part, _ in ordered)
+        for key, (tensor, part, span) in zip(keys, ordered, strict=True):
             dtype, sizes = stored(tensor.dtype, part.box.sizes)
-            span = [part.offset, part.offset + part.nbytes]
-            headers[part.file][part_key(tensor, part)] = (dtype, list(sizes), span)
+            headers[file][key] = (dtype, list(sizes), span)
     return headers
 
 
@@ -99,12 +102,15 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
         reader.close()
     if crc32(memoryview(header)) != saved.header_crc32:
         raise CheckpointError(f"{where}: its header is damaged", file=where)
-    listed = json.loads(header[8:])
-    listed.pop("__metadata__", None)
-    found = {
-        key: (each["dtype"], each["shape"], [begin + at for at in each["data_offsets"]])
-        for key, each in listed.items()
-    }
+    try:
+        listed = json.loads(header[8:])
+        listed.pop(RESERVED_KEY, None)
+        found = {
+            key: (each["dtype"], each["shape"], [begin + at for at in each["data_offsets"]])
+            for key, each in listed.items()
+        }
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise CheckpointError(f"{where}: its header is none ({error})", file=where) from None
     if found != expected:
         raise CheckpointError(f"{where}: its header is not what the index says", file=where)
 

@@ -20,7 +20,7 @@ from torch import nn
 from tests.checkpoint.faulty_calls import killed_at
 from tests.checkpoint.states import dtensor, model, numbers, train
 from tilework import checkpoint
-from tilework.checkpoint import CheckpointError, ConvertOptions, SaveOptions
+from tilework.checkpoint import CheckpointError, ConvertOptions, RandomState, SaveOptions
 from tilework.dtensor import Replicate, Shard
 from tilework.testing import run_ranks
 
@@ -159,6 +159,62 @@ def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "hf" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../y"}}')
     with pytest.raises(CheckpointError, match=r"names the file '\.\./y'"):
         checkpoint.convert(tmp_path / "hf", tmp_path / "x")
+
+
+def test_damaged_files_of_torch_are_named_without_advice_to_run_them(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(1000)}, tmp_path / "x.pt")
+    whole = (tmp_path / "x.pt").read_bytes()
+    dcp.save({"x": torch.ones(9), "n": (1, 2)}, checkpoint_id=tmp_path / "dcp")
+    part = next((tmp_path / "dcp").glob("*.distcp"))
+    for source, file in ((tmp_path / "x.pt", tmp_path / "x.pt"), (tmp_path / "dcp", part)):
+        for damaged in (b"", b"\xff" * 8 + file.read_bytes()[8:], whole[:-500]):
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointError) as raised:
+                checkpoint.convert(source, tmp_path / "target")
+            assert file.name in str(raised.value)
+            assert "set to" not in str(raised.value)
+            assert "trust" not in str(raised.value)
+
+
+def test_metadata_of_dcp_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "dcp").mkdir()
+    for damaged in (b"", b"garbage", b"\x80\x05a", b"(lp0\ng5\n", b"\x80\x05N."):
+        (tmp_path / "dcp" / ".metadata").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+            checkpoint.convert(tmp_path / "dcp", tmp_path / "target")
+
+
+def test_tensors_within_tuples_of_dcp(tmp_path: Path) -> None:
+    dcp.save({"pair": (torch.ones(2), 3), "pair.0": torch.zeros(1)}, checkpoint_id=tmp_path / "dcp")
+    checkpoint.convert(tmp_path / "dcp", tmp_path / "x")
+    found = checkpoint.read(tmp_path / "x")
+    assert found["pair"][0].tolist() == [1, 1]
+    assert found["pair"][1] == 3
+    assert found["pair.0"].tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ["x.pt", "dcp"])
+def test_arrays_are_tensors_where_weights_only_takes_no_others(tmp_path: Path, name: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    numpy.random.seed(1)
+    checkpoint.save({"random": RandomState(), "x": numpy.arange(3)}, tmp_path / "a")
+    expected = numpy.random.rand()
+    checkpoint.convert(tmp_path / "a", tmp_path / name, "dcp" if name == "dcp" else None)
+    checkpoint.convert(tmp_path / name, tmp_path / "b")
+    found = checkpoint.read(tmp_path / "b")
+    assert found["x"].tolist() == [0, 1, 2]
+    RandomState().load_state_dict(found["random"])
+    assert numpy.random.rand() == expected
+
+
+def test_names_that_a_format_has_not(tmp_path: Path) -> None:
+    checkpoint.save({"__metadata__": torch.ones(1), 1: torch.ones(1), "1": torch.ones(1)}, tmp_path)
+    with pytest.raises(CheckpointError, match="safetensors has no tensors of the name '__meta"):
+        checkpoint.convert(tmp_path, f"{tmp_path}.safetensors")
+    with pytest.raises(CheckpointError, match="cannot be written by DCP: "):
+        checkpoint.convert(tmp_path, f"{tmp_path}-dcp", "dcp")
+    assert not Path(f"{tmp_path}.safetensors").exists()
+    assert not Path(f"{tmp_path}-dcp").exists()
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -25,13 +25,18 @@ from tilework.checkpoint.convert.safetensors_files import (
 from tilework.checkpoint.convert.source import IndexedSource, Source
 from tilework.checkpoint.convert.torch_file import open_torch_file, write_torch_file
 from tilework.checkpoint.describing import MergedState
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, state_of_json
+from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import INDEX_NAME
-from tilework.checkpoint.loading import read_index
+from tilework.checkpoint.loading import read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, of_group
-from tilework.checkpoint.save_planning import FILE_BYTES, assign_writers, plan_files
+from tilework.checkpoint.save_planning import (
+    FILE_BYTES,
+    assign_writers,
+    check_file_bytes,
+    plan_files,
+)
 from tilework.checkpoint.saving import (
     Save,
     SaveOptions,
@@ -62,6 +67,9 @@ class ConvertOptions:
     strip: str = ""
     prefix: str = ""
     file_bytes: int = FILE_BYTES
+
+    def __post_init__(self) -> None:
+        check_file_bytes(self.file_bytes)
 
 
 def convert(
@@ -212,7 +220,7 @@ def open_source(path: AnyPath) -> Source:
 def _open_tilework(path: AnyPath) -> Source:
     storage = storage_at(path)
     index = read_index(storage)
-    return IndexedSource(storage, index, state_of_json(index.state), verify=True)
+    return IndexedSource(storage, index, saved_state(index, storage), verify=True)
 
 
 class _Chosen(Source):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 import warnings
 from inspect import signature
 from pathlib import Path
@@ -17,14 +18,16 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.convert.source import MappedTensors, Source, mapped_tensors
-from tilework.checkpoint.convert.torch_file import state_of
+from tilework.checkpoint.convert.torch_file import load_weights_only, state_of
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, flatten
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted, flatten
 from tilework.checkpoint.format import Path as StatePath
+from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.storage import LocalStorage
 from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
+from tilework.layout.box import whole_box
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
@@ -63,8 +66,11 @@ def open_dcp(folder: Path) -> DcpSource:
     try:
         metadata = _MetadataUnpickler(io.BytesIO(where.read_bytes())).load()
         return DcpSource(folder, metadata)
-    except (pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{where} cannot be read: {error}", file=str(where)) from None
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # of any class: what is no pickle is taken for instructions
+        problem = str(error) or type(error).__name__
+        raise CheckpointError(f"{where} cannot be read: {problem}", file=str(where)) from None
 
 
 class DcpSource(Source):
@@ -81,6 +87,8 @@ class DcpSource(Source):
         self._temporary = mapped_tensors(folder)
         self._mapped: MappedTensors | None = None
         self._current: tuple[int, Tensor] | None = None
+        self._in_memory: dict[int, Tensor] = {}
+        self._names = set(metadata.state_dict_metadata)
         self.tensors, self.flat, self.meta = [], FlatState(), {}
         paths = metadata.planner_data or {}
         for key, item in metadata.state_dict_metadata.items():
@@ -103,14 +111,22 @@ class DcpSource(Source):
     def _add_value(self, key: str, path: StatePath) -> None:
         value = self._load(key, None)
         if isinstance(value, io.BytesIO):
-            value = torch.load(value, weights_only=True)
+            value = load_weights_only(value, f"{self._storage.where(METADATA)}, {key!r}")
         inner = flatten(value)
         for below, kind in inner.containers.items():
             self.flat.containers[(*path, *below)] = kind
         for below, leaf in inner.leaves.items():
-            if not isinstance(leaf, Value):
-                raise TypeError(f"{key!r} is an object with tensors")
-            self.flat.leaves[(*path, *below)] = leaf
+            is_tensor = not isinstance(leaf, Value)
+            self.flat.leaves[(*path, *below)] = self._held(key, below, leaf) if is_tensor else leaf
+
+    def _held(self, key: str, below: StatePath, tensor: Tensor) -> NamedTensor:
+        """The name of a tensor that DCP keeps within a value, such as a tuple: it is in memory."""
+        name = unique_name(dotted((key, *below)), self._names)
+        shape = tuple(tensor.shape)
+        dtype = dtype_name(tensor.dtype, f"the tensor {name!r}")
+        self._in_memory[len(self.tensors)] = tensor
+        self.tensors.append(TensorToSave(name, dtype, shape, ((whole_box(shape), (0,)),)))
+        return NamedTensor(name)
 
     def _load(self, key: str, offset: Any) -> Any:
         """The contents of one part of the folder's files."""
@@ -137,7 +153,8 @@ class DcpSource(Source):
             reader.read_into(memoryview(memory), info.offset)
         finally:
             reader.close()
-        return torch.load(io.BytesIO(memory), map_location="cpu", weights_only=True)
+        where = f"{self._storage.where(str(info.relative_path))}, {key!r}"
+        return load_weights_only(io.BytesIO(memory), where)
 
     def region(self, number: int, box: Box) -> Tensor:
         if box.empty:
@@ -152,16 +169,30 @@ class DcpSource(Source):
 
     def _assembled(self, number: int) -> Tensor:
         tensor = self.tensors[number]
+        if (known := self._in_memory.get(number)) is not None:
+            return known
         if len(tensor.tiles) == 1:
-            only: Tensor = self._load(tensor.name, tensor.tiles[0][0].offsets)
-            return only
+            return self._part(number, tensor.tiles[0][0])
         if self._mapped is None:
             self._mapped = self._temporary.__enter__()
         target = self._mapped.empty(tensor.shape, self._dtype(number))
         for box, _ in tensor.tiles:
             if not box.empty:
-                target[box.slices].copy_(self._load(tensor.name, box.offsets))
+                target[box.slices].copy_(self._part(number, box))
         return target
+
+    def _part(self, number: int, box: Box) -> Tensor:
+        """The elements of a box, as a file has them."""
+        name, dtype = self.tensors[number].name, self._dtype(number)
+        part = self._load(name, box.offsets)
+        if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (box.sizes, dtype):
+            raise CheckpointError(
+                f"{self._storage.where(METADATA)} says that {name!r} {box} has {list(box.sizes)} "
+                f"elements of {dtype}, and its file has others: it is damaged",
+                file=self._storage.where(METADATA),
+                tensor=name,
+            )
+        return part
 
     def close(self) -> None:
         self._current = None
@@ -187,6 +218,7 @@ def write_dcp(source: Source, folder: Path) -> None:
     Raises:
         CheckpointError: The folder is another checkpoint's.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -200,4 +232,11 @@ def write_dcp(source: Source, folder: Path) -> None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             # Before torch 2.9 it finds out by itself that there is no group.
             alone = {"no_dist": True} if "no_dist" in signature(save).parameters else {}
-            save(state, storage_writer=writer, **alone)
+            try:
+                save(state, storage_writer=writer, **alone)
+            except CheckpointException as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                problem = "; ".join(str(each[0]) for each in error.failures.values())
+                raise CheckpointError(
+                    f"{folder} cannot be written by DCP: {problem}", file=str(folder)
+                ) from None

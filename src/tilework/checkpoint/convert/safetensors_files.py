@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tilework.checkpoint.convert.source import IndexedSource, Source
 from tilework.checkpoint.dtypes import DTYPES, stored
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import INDEX_NAME, Index, Part, SavedFile, SavedTensor, chunk_count
-from tilework.checkpoint.index_text import FILE_NAME
+from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
 from tilework.checkpoint.saving import is_ours
@@ -70,7 +70,7 @@ def _listed_files(storage: Storage) -> list[str]:
     try:
         listed = json.loads(storage.read_all(HF_INDEX))["weight_map"].values()
         files = sorted({str(name) for name in listed})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where} is no index of safetensors: {error}", file=where) from None
     for name in files:
         if not FILE_NAME.fullmatch(name) or ".." in name:
@@ -109,12 +109,12 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
         text = bytearray(length)
         reader.read_into(memoryview(text), 8)
         listed = json.loads(text)
-        listed.pop("__metadata__", None)
+        listed.pop(RESERVED_KEY, None)
         entries = [
             (key, _part_of(key, each, name, 8 + length, reader.nbytes), each["dtype"])
             for key, each in listed.items()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where} is no safetensors file: {error}", file=where) from None
     finally:
         reader.close()
@@ -123,7 +123,7 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
 
 def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: int) -> Part:
     dtype, shape = listed["dtype"], tuple(map(int, listed["shape"]))
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{key!r} has dtype {dtype!r}, which is not known")
     start, stop = map(int, listed["data_offsets"])
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
@@ -147,6 +147,7 @@ def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
         CheckpointError: A file cannot be written.
     """
     numbers = list(range(len(source.tensors)))
+    _check_names(tensor.name for tensor in source.tensors)
     storage, name = _place(path)
     storage.prepare()
     if name is not None:
@@ -167,6 +168,18 @@ def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
             file.write(json.dumps(index, indent=2).encode())
             file.finish()
     storage.sync()
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise CheckpointError for a name that no safetensors file can have."""
+    for name in names:
+        is_text = name.isascii() or name == name.encode(errors="replace").decode()
+        if name == RESERVED_KEY or not is_text:
+            raise CheckpointError(
+                f"safetensors has no tensors of the name {name!r}: give others by a prefix, or "
+                f"leave it out (names)",
+                tensor=name,
+            )
 
 
 def is_shard(name: str) -> bool:

@@ -15,6 +15,9 @@ from tilework.checkpoint.storage import calls
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
+#: What comes before the cause in messages of torch's.
+_MARK = "WeightsUnpickler error:"
+
 
 class StateSource(Source):
     """A state in memory, or in a file that is mapped."""
@@ -42,22 +45,44 @@ def open_torch_file(path: Path) -> Source:
         CheckpointError: It is no such file, or has more than tensors and plain containers.
     """
     try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # a file as torch wrote them before 1.6, or none of its at all
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # of any class: what is no such file is taken for instructions
-        # Without torch's advice to do without weights_only, which runs what the file says.
-        lines = [line for line in str(error).splitlines() if line and "weights_only" not in line]
-        problem = lines[0].removesuffix(".") if lines else type(error).__name__
-        raise CheckpointError(
-            f"{path} cannot be read with weights_only: {problem}. It is damaged, or has objects "
-            f"that are code: save its state dict again, with tensors and plain containers only",
-            file=str(path),
-        ) from None
+        state = load_weights_only(path, str(path), mmap=True)
+    except CheckpointError:  # a file as torch wrote them before 1.6, or none of its at all
+        state = load_weights_only(path, str(path))
     return StateSource(state)
+
+
+def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
+    """What torch.save has written: tensors, and plain containers and values.
+
+    Args:
+        file: The file, or its name.
+        where: Its name, for messages.
+        settings: Those of ``torch.load`` besides.
+
+    Raises:
+        CheckpointError: It is damaged, or has more.
+        OSError: It cannot be opened.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, **settings)
+    except Exception as error:  # of any class: what is no such file is taken for instructions
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # it cannot be opened
+        raise CheckpointError(
+            f"{where} cannot be read with weights_only: {_problem(error)}. It is damaged, or has "
+            f"objects that are code: save its state dict again, with tensors and plain containers "
+            f"only",
+            file=where,
+        ) from None
+
+
+def _problem(error: Exception) -> str:
+    """What torch says is wrong, without its advice to run what the file says."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    marked = [line.partition(_MARK)[2] for line in lines if _MARK in line]
+    plain = [line for line in lines if line and "weights" not in line.lower()]
+    told = [*filter(None, marked), *plain, type(error).__name__]
+    return told[0].partition(". Please")[0].strip().removesuffix(".")
 
 
 def write_torch_file(source: Source, path: Path) -> None:
@@ -80,7 +105,10 @@ def write_torch_file(source: Source, path: Path) -> None:
 
 
 def state_of(source: Source, tensor_of: Any) -> Any:
-    """The state of a source, with tensors that ``tensor_of(source, number)`` makes."""
+    """The state of a source, with tensors that ``tensor_of(source, number)`` makes.
+
+    Numpy's arrays are tensors there: ``weights_only`` takes no others.
+    """
     numbers = {tensor.name: number for number, tensor in enumerate(source.tensors)}
     made: dict[str, Tensor] = {}
 
@@ -94,5 +122,10 @@ def state_of(source: Source, tensor_of: Any) -> Any:
             made[leaf.name] = tensor_of(source, numbers[leaf.name])
         return made[leaf.name]
 
-    leaves = {path: value_of(leaf) for path, leaf in source.flat.leaves.items()}
-    return rebuild(FlatState(leaves, source.flat.containers))
+    containers = source.flat.containers
+    leaves = {
+        path[:-1] if containers.get(path[:-1]) == "numpy" else path: value_of(leaf)
+        for path, leaf in source.flat.leaves.items()
+    }
+    kept = {path: kind for path, kind in containers.items() if kind != "numpy"}
+    return rebuild(FlatState(leaves, kept))
