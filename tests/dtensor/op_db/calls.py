@@ -133,7 +133,7 @@ def cases(
         seed: For layouts.
         only: The forms.
     """
-    chosen = spread(_samples(info, dtype, 8 * samples), samples)
+    chosen = spread(samples_of(info, dtype, 8 * samples), samples)
     for form in forms(info):
         if only is not None and form.name not in only:
             continue
@@ -152,7 +152,7 @@ def cases(
                 yield Case(named(info), form.name, dtype, call, mesh, layouts, compare)
 
 
-def _samples(info: Any, dtype: torch.dtype, most: int) -> list[Any]:
+def samples_of(info: Any, dtype: torch.dtype, most: int) -> list[Any]:
     torch.default_generator.manual_seed(0)
     found: list[Any] = []
     with _quiet(), contextlib.suppress(Exception):

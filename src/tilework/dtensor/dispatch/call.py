@@ -52,7 +52,12 @@ from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.propagation import Call, OpSharding, ShardingPropagator
+from tilework.dtensor.propagation.propagation import (
+    Call,
+    OpSharding,
+    ShardingPropagator,
+    refusals,
+)
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import composed_strides, storage_of
 from tilework.dtensor.provenance.digests import (
@@ -186,7 +191,7 @@ class Operator:
             if trained and not (args[2] if len(args) > 2 else kwargs.get("train", True)):
                 return args[0]
             if args and is_window(name, args[0], args):
-                return write_in_memory(title, func, args, kwargs)
+                return write_in_memory(title, func, args[0], args, kwargs)
             return fast(func, args, kwargs)
 
         return run
@@ -196,7 +201,7 @@ class Operator:
         if kwargs and kwargs.get("out") is not None:
             return call_with_out(self.name, func, args, dict(kwargs))
         if self.in_place and args and is_window(self.name, args[0], args):
-            return write_in_memory(self._title, func, args, kwargs)
+            return write_in_memory(self._title, func, args[0], args, kwargs)
         key: list[Any] = [func]
         tensors: list[Tensor] = []
         locals_: list[Any] = []
@@ -331,7 +336,7 @@ class Operator:
             if cast is not None:
                 return cast()
         if sharding.composed is not None:
-            with moving(digest, self._title):
+            with moving(digest, self._title), refusals(call):
                 if self.in_place:
                     return _composed_in_place(sharding.composed, args, kwargs, digest)
                 result = came_from(sharding.composed(*args, **kwargs), tensors, digest)

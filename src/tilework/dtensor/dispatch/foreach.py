@@ -40,6 +40,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     name: str = func.__name__
     lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
+    _check_number(name, args)
     if name.endswith("_"):
         _check_targets(name, lists)
     is_elementwise = name in _FUSED or entry_of(_plain_name(name)).is_elementwise
@@ -90,6 +91,17 @@ def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
         for other in others:
             if other.__class__ is DTensor and other.dim():
                 refuse_to_write(name.removesuffix("_"), target)
+
+
+def _check_number(name: str, args: Sequence[Any]) -> None:
+    """Raise, as torch does, if what counts as a number is a tensor with dims."""
+    number = args[1] if len(args) > 1 and name not in _FUSED else None
+    if isinstance(number, Tensor) and number.dim():
+        raise RuntimeError(
+            f"{name} takes a list of tensors, a number or a tensor without dims there, got a "
+            f"tensor of shape {list(number.shape)}: pass [tensor] * {len(args[0])} to use it for "
+            f"each of the {len(args[0])} tensors"
+        )
 
 
 def _has_graded_numbers(args: Any, kwargs: Any, lists: Sequence[Sequence[Tensor]]) -> bool:

@@ -180,15 +180,56 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
     return overlaps and target._viewed is not None
 
 
-def write_in_memory(name: str, func: Any, args: Args, kwargs: Kwargs) -> DTensor:
-    """The first argument, a view, that an operator has written to. Collective.
+def write_in_memory(name: str, func: Any, target: DTensor, args: Args, kwargs: Kwargs) -> DTensor:
+    """A view that an operator has written to. Collective.
 
     It is written where torch would write, in the full memory, in torch's order.
+
+    Args:
+        name: The operator.
+        func: Its function, which writes to the view, in place or by ``out=``.
+        target: The view, among the arguments.
+        args: The arguments.
+        kwargs: Those by name.
     """
-    target: DTensor = args[0]
+    window = window_of(target)
     with moving(digest_of(target), name):
-        tensors = tensors_in([*args[1:], *kwargs.values()])
-        full = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
-        its_args, its_kwargs = with_tensors(args[1:], kwargs, iter(full))
-        copied_views.write_overlapping(target, lambda shown: func(shown, *its_args, **its_kwargs))
+        tensors = [
+            None
+            if _is_there(x, target, window)
+            else x.full_tensor()
+            if isinstance(x, DTensor)
+            else x
+            for x in tensors_in([*args, *kwargs.values()])
+        ]
+
+        def write(shown: Tensor) -> Any:
+            values = iter([shown if x is None else x for x in tensors])
+            its_args, its_kwargs = with_tensors(args, kwargs, values)
+            return func(*its_args, **its_kwargs)
+
+        copied_views.write_overlapping(target, write)
     return target
+
+
+def reads_itself(target: DTensor, others: Sequence[Any]) -> bool:
+    """True if a view of which several elements are one in memory is also read. Local.
+
+    Args:
+        target: Written to.
+        others: What is read.
+    """
+    if not target._spec.overlaps or target._viewed is None:
+        return False
+    window = window_of(target)
+    return any(_is_there(other, target, window) for other in others)
+
+
+def _is_there(tensor: Any, target: DTensor, window: Window) -> bool:
+    """True if a tensor is ``target``, or another view of the same elements of the same memory."""
+    return tensor is target or (
+        tensor.__class__ is DTensor
+        and memory_of(tensor) is memory_of(target)
+        and tensor.dtype == target.dtype
+        and window_of(tensor) == window
+    )

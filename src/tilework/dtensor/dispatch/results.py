@@ -11,7 +11,12 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import memory_of
-from tilework.dtensor.dispatch.overlapping import check_apart, is_window
+from tilework.dtensor.dispatch.overlapping import (
+    check_apart,
+    is_window,
+    reads_itself,
+    write_in_memory,
+)
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import OpSharding, refuse_to_write
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
@@ -236,6 +241,9 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
                     f"read: pass a tensor of its own as out="
                 )
     if isinstance(out, Tensor):
+        assert isinstance(out, DTensor)
+        if out.shape == result.shape and reads_itself(out, inputs) and is_window(name, out):
+            return write_in_memory(name, func, out, args, {**kwargs, "out": out})
         write_out(out, result, name)
         return out
     for target, value in zip(out, result, strict=True):

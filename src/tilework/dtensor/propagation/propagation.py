@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -191,7 +192,7 @@ class ShardingPropagator:
             sharding = self._local_call(result, args, meta_result)
             if sharding is not None:
                 return sharding
-        if not self.entry.has_rule or not _is_refused(call):
+        if not self.entry.has_rule or _refusal(call) is None:
             dtypes = [arg.dtype for arg in args]
             explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
         return self._gathered(args, meta_result)
@@ -214,7 +215,8 @@ class ShardingPropagator:
             if rule is None:
                 continue
             try:
-                result = rule(*positional, **named)
+                with refusals(call):
+                    result = rule(*positional, **named)
             except TypeError as error:
                 if _raised_within(error, rule):
                     raise
@@ -342,12 +344,24 @@ def _meta_result(call: Call) -> Any:
         return None
 
 
-def _is_refused(call: Call) -> bool:
-    """True if torch refuses the call: it does not lack a rule, and will raise where it is run."""
+@contextmanager
+def refusals(call: Call) -> Iterator[None]:
+    """Raise what torch does where this code trips over arguments that torch refuses."""
+    try:
+        yield
+    except (IndexError, ValueError):
+        refusal = _refusal(call)
+        if refusal is None:
+            raise
+        raise refusal from None
+
+
+def _refusal(call: Call) -> Exception | None:
+    """What torch raises for a call, and will where it is run; None if it raises nothing."""
     try:
         call.on_meta()
     except NotImplementedError:  # it has to see elements
-        return False
-    except Exception:
-        return True
-    return False
+        return None
+    except Exception as error:
+        return error
+    return None

@@ -20,27 +20,50 @@ from tilework.tiled.op_table import OpEntry
 
 #: They keep the order of their first tensor's dims, as elementwise operators do.
 _LIKE_INPUTS = """
-    addr alpha_dropout argsort binary_cross_entropy binary_cross_entropy_with_logits dropout
-    dropout1d dropout2d dropout3d feature_alpha_dropout flip fliplr flipud hinge_embedding_loss
-    huber_loss index_fill index_put kl_div margin_ranking_loss msort normalize poisson_nll_loss
-    polygamma prelu put sort threshold
+    addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout feature_dropout
+    flip fliplr flipud huber_loss index_fill index_put msort normalize
+    poisson_nll_loss polygamma prelu put sort threshold
 """
 #: Their results have the very strides of the first tensor.
 _SAME_STRIDES = frozenset(
     {"as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_scatter"}
 )
-#: Results that are not contiguous whatever the inputs are; and those that follow no simple rule.
+#: Results that are not contiguous even if the inputs are.
 _ASKED = """
     argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone diff eig
     eigh einsum expand fft fft2 fftn geqrf hfft hfft2 hfftn householder_product ifft ifft2 ifftn
-    ihfft ihfft2 ihfftn inner inv inv_ex inverse irfft irfft2 irfftn kron ldl_factor ldl_factor_ex
+    ihfft ihfft2 ihfftn inner inv inv_ex inverse kron ldl_factor ldl_factor_ex
     ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nanquantile nonzero
-    ormqr permute_copy qr quantile rfft rfft2 rfftn rot90 solve solve_ex solve_triangular stft
-    sum_to_size svd tensorinv transpose_copy triangular_solve unravel_index unsafe_chunk
+    ormqr permute_copy qr quantile rfft rot90 solve solve_ex solve_triangular stft
+    sum_to_size svd tensorinv transpose_copy triangular_solve unfold_copy unravel_index unsafe_chunk
     unsafe_split unsafe_split_with_sizes
 """
-#: Elementwise, but their results are contiguous.
-_CONTIGUOUS = frozenset({"masked_fill"})
+#: Those of inputs that are not contiguous follow no simple rule.
+_ASKED_UNLESS_CONTIGUOUS = """
+    __getitem__ adaptive_avg_pool1d adaptive_avg_pool3d adaptive_max_pool1d
+    adaptive_max_pool1d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices argmax
+    argmin avg_pool1d avg_pool3d binary_cross_entropy_with_logits conj_physical conv3d
+    conv_transpose3d glu hinge_embedding_loss interpolate kl_div local_response_norm lu_unpack
+    margin_ranking_loss max
+    max_pool1d max_pool1d_with_indices max_pool3d max_pool3d_with_indices median min mvlgamma
+    nanmedian stack
+"""
+#: Losses that compute elementwise, before they reduce.
+_LOSSES = frozenset({"l1_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"})
+#: Elementwise, or of images, but their results are contiguous.
+_CONTIGUOUS = frozenset(
+    {"cdist", "grid_sample", "instance_norm", "masked_fill", "matmul", "tril", "triu"}
+)
+#: Which results are matrices with columns in one piece; without memory, they have rows.
+_OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2)}
+#: Fourier transforms of which the CPU's results lie otherwise than those without memory.
+_REAL_FFT = frozenset(
+    f"fft_{name}{dims}"
+    for name, kinds in (("rfft", "2n"), ("irfft", " 2n"), ("hfft", " 2n"))
+    for dims in map(str.strip, kinds)
+)
+#: Elementwise, and torch calls them with their inputs in the other order.
+_REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})
 #: Their results have the memory format of images only if all their inputs have.
 _JOINED = frozenset({"cat", "concat", "concatenate"})
 #: They take a number as a tensor without dims.
@@ -50,6 +73,7 @@ _WITH_NUMBERS = """
 """
 _with_numbers = frozenset(_WITH_NUMBERS.split())
 _like_inputs = frozenset(_LIKE_INPUTS.split())
+_asked_unless_contiguous = frozenset(_ASKED_UNLESS_CONTIGUOUS.split())
 _asked = frozenset(
     f"{module}{name}" for module in ("", "fft_", "linalg_") for name in _ASKED.split()
 )
@@ -66,30 +90,39 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
     Raises:
         RuntimeError: Torch has no such view of a tensor with the input's strides.
     """
-    if entry.is_view or entry.name in _asked:
-        return meta_strides(called(call, without_memory(call.tensors), entry.is_view), outputs)
-    inputs = input_strides(call.tensors)
-    if entry.name in _CONTIGUOUS or all(
+    name, tensors = entry.name, call.tensors
+    inputs = input_strides(tensors)
+    contiguous = name in _CONTIGUOUS or all(
         strides == row_major(tuple(tensor.shape))
-        for strides, tensor in zip(inputs, call.tensors, strict=True)
-    ):
-        return None
-    if entry.name in ("__getitem__", "stack"):  # with index tensors; it joins what lies as images
-        return meta_strides(called(call, without_memory(call.tensors)), outputs)
-    if entry.name == "scaled_dot_product_attention":
-        return _attention_strides(call, outputs)
-    if entry.name in _SAME_STRIDES:
-        return [inputs[0]] * len(outputs)
-    if entry.name in _like_inputs:
-        return [_like_first(call.tensors[0], inputs[0], out) for out in outputs]
-    if entry.is_elementwise:
-        shapes = [tuple(tensor.shape) for tensor in call.tensors]
-        operands = list(zip(shapes, inputs, strict=True))
-        if entry.name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
-            operands.append(((), ()))
-        return [elementwise_strides(out.shape, operands) for out in outputs]
-    shapes = [tuple(tensor.shape) for tensor in call.tensors]
-    return _as_images(entry, shapes, inputs, outputs)
+        for strides, tensor in zip(inputs, tensors, strict=True)
+    )
+    if name in _OF_COLUMNS:
+        found: list[Ints] | None = _with_columns(name, outputs)
+    elif name in _REAL_FFT:
+        found = [_real_fft_strides(name, call, outputs[0])]
+    elif entry.is_view or name in _asked:
+        found = meta_strides(called(call, without_memory(tensors), entry.is_view), outputs)
+    elif call.kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format:
+        like = torch.empty_like(
+            without_memory(tensors)[0], memory_format=call.kwargs["memory_format"]
+        )
+        found = [tuple(like.stride())]
+    elif contiguous:
+        found = None
+    elif name in _asked_unless_contiguous:
+        found = meta_strides(called(call, without_memory(tensors)), outputs)
+    elif name == "scaled_dot_product_attention":
+        found = _attention_strides(call, outputs)
+    elif name in _SAME_STRIDES:
+        found = [inputs[0]] * len(outputs)
+    elif name in _like_inputs:
+        found = [_like_first(tensors[0], inputs[0], out) for out in outputs]
+    elif entry.is_elementwise or name in _LOSSES:
+        operands = _operands(name, call, inputs)
+        found = [elementwise_strides(out.shape, operands) for out in outputs]
+    else:
+        found = _as_images(entry, [tuple(tensor.shape) for tensor in tensors], inputs, outputs)
+    return found
 
 
 def composed_strides(
@@ -159,6 +192,60 @@ def called(call: Any, tensors: Sequence[Tensor], raises: bool = False) -> Any:
 def storage_of(tensor: Tensor) -> int:
     """The identity of a tensor's memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _operands(name: str, call: Any, strides: Sequence[Ints]) -> list[tuple[Ints, Ints]]:
+    """The shape and the strides of each operand of an elementwise operator, in torch's order."""
+    operands = [(tuple(x.shape), its) for x, its in zip(call.tensors, strides, strict=True)]
+    if name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
+        operands.append(((), ()))
+    return operands[::-1] if name in _REVERSED else operands
+
+
+def _real_fft_strides(name: str, call: Any, out: DTensorSpec) -> Ints:
+    """The strides of a real transform's result, whose dims lie as the steps on a CPU leave them.
+
+    Those of a real input are transformed together, the last of them innermost. Of a complex input
+    the last dim is transformed after the others, and innermost. The rest are in the input's order.
+    """
+    name = name.removeprefix("fft_")
+    given = dict(zip(("input", "s", "dim", "norm"), call.args, strict=False)) | call.kwargs
+    size, dim = given.get("s", given.get("n")), given.get("dim", (-2, -1) if "2" in name else None)
+    if name[-1] not in "2n":
+        dim = -1 if dim is None else dim
+    if dim is None:
+        dim = range(-(out.ndim if size is None else len(size)), 0)
+    dims = [d % out.ndim for d in ((dim,) if isinstance(dim, int) else dim)]
+    (full,) = without_memory([given["input"]])
+    if name.startswith("rfft"):
+        before = _memory_order(full)
+        steps = [
+            dims[-1:],
+            [d for d in before if d in dims[:-1]],
+            [d for d in before if d not in dims],
+        ]
+        order = [d for step in steps for d in step]
+    else:
+        full = full.to(torch.complex64) if not full.is_complex() else full
+        before = _memory_order(torch.fft.ifftn(full, dim=dims[:-1]) if dims[:-1] else full)
+        order = [dims[-1], *(d for d in before if d != dims[-1])]
+    return _in_order(out.shape, order)
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """The dims of a tensor, the innermost in memory first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: (strides[dim], -dim))
+
+
+def _with_columns(name: str, outputs: Sequence[DTensorSpec]) -> list[Ints]:
+    """The strides of results, of which some matrices have their columns in one piece."""
+    return [
+        _in_order(spec.shape, (spec.ndim - 2, spec.ndim - 1, *reversed(range(spec.ndim - 2))))
+        if at in _OF_COLUMNS[name]
+        else row_major(spec.shape)
+        for at, spec in enumerate(outputs)
+    ]
 
 
 def _like_first(first: Tensor, strides: Ints, out: DTensorSpec) -> Ints:

@@ -74,6 +74,8 @@ def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Draw:
 
 
 def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Draw:
+    if std <= 0:
+        raise RuntimeError(f"log_normal_ expects std > 0.0, but found std={std}")
     return Normal(float(mean), float(std)), torch.exp
 
 

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
@@ -205,7 +206,7 @@ def _full_slices(ndim: int) -> list[Any]:
 @dtensor_rule("narrow", is_view=True)
 def _narrow(input: DTensorArg, dim: int, start: Any, length: int) -> RuleResult:
     if isinstance(start, Arg):
-        if start.dtype.is_floating_point or start.ndim:
+        if start.dtype.is_floating_point or start.dtype == torch.bool or start.ndim:
             return None
         return Decomposition(
             lambda input, dim, start, length: input.narrow(dim, int(start.item()), length)

@@ -106,6 +106,12 @@ def _column_stack(tensors: Sequence[Tensor]) -> Tensor:
 def _block_diag(*tensors: Any) -> Tensor:
     given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     blocks = list(map(atleast_2d, given))
+    for at, block in enumerate(blocks):
+        if block.dim() > 2:
+            raise RuntimeError(
+                f"block_diag takes tensors of up to 2 dims, but tensor {at} has the shape "
+                f"{list(block.shape)}: reshape it to 2 dims first"
+            )
     width = sum(block.shape[1] for block in blocks)
     rows, left = [], 0
     for block in blocks:

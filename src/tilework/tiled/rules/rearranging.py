@@ -114,6 +114,8 @@ def _triangle(name: str) -> None:
     whole_one = getattr(torch, name)
 
     def answer(input: Arg, diagonal: int = 0) -> RuleResult:
+        if input.ndim < 2:
+            return None
         factors = [Factor(size) for size in input.shape]
 
         def make(ranges: LocalRanges) -> Callable[[Tensor], Tensor]:

@@ -86,13 +86,18 @@ def _unbind(input: Arg, dim: int = 0) -> RuleResult:
 
 def _copied(name: str) -> None:
     """Register the rule of the operator that copies a view."""
-    view: Any = getattr(Tensor, name)
+    view: Any = _view_or_copy if name == "view" else getattr(Tensor, name)
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         result = view(*args, **kwargs)
         return result.clone() if isinstance(result, Tensor) else tuple([x.clone() for x in result])
 
     rule(f"{name}_copy")(lambda *_, **__: Decomposition(compute))
+
+
+def _view_or_copy(tensor: Tensor, size: Any) -> Tensor:
+    """A tensor of another dtype or shape, which its copy may have where no view of it has."""
+    return tensor.view(size) if isinstance(size, torch.dtype) else tensor.reshape(size)
 
 
 for _name in (
