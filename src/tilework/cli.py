@@ -24,9 +24,6 @@ from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
 from tilework.launch.settings import LaunchSettings, check_backend
 
-#: As for every program: wrong use.
-_USAGE = 2
-
 _RUN_NOTES = """\
 Options of tilework come before SCRIPT; what follows it is the script's own.
 

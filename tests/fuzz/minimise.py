@@ -47,9 +47,7 @@ def _shorter(program: Program) -> list[Program]:
     if len(program.mesh) == 1 and program.mesh[0] > 2:
         found.append(replace(program, mesh=(2,), expected={}))
     if len(program.mesh) == 2:
-        flat = [
-            _PLACEMENTS.sub(lambda m: m[0].split(" ")[0].rstrip("'") + "'", t) for t in statements
-        ]
+        flat = [_PLACEMENTS.sub(_first_axis, text) for text in statements]
         found.append(replace(program, statements=flat, mesh=(2,), expected={}))
         if program.mesh != (2, 2):
             found.append(replace(program, mesh=(2, 2), expected={}))

@@ -24,10 +24,6 @@ class Mutant:
     caught_by: str
 
     @property
-    def in_core(self) -> bool:
-        return self.path.startswith("csrc/")
-
-    @property
     def simulated(self) -> bool:
         return self.caught_by == SIMULATION
 

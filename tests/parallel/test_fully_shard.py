@@ -135,6 +135,17 @@ def test_training(ranks: int, reshard: bool | None) -> None:
     run_ranks(ranks, program)
 
 
+def test_what_is_kept_after_forward_can_be_changed() -> None:
+    def program(rank: int) -> None:
+        model = shard_all(seeded())
+        for keeps in (True, False):
+            model.set_reshard_after_forward(not keeps)
+            model(rows(2, rank)[0])
+            assert isinstance(model.blocks[0].up.weight, DTensor) != keeps
+
+    run_ranks(2, program)
+
+
 def test_between_processes() -> None:
     def program(rank: int) -> None:
         compare(rank, 2, shard_all(seeded()), seeded())
