@@ -646,6 +646,14 @@ def test_urls(tmp_path: Path, url: str) -> None:
     assert run_ranks(2, program) == [True, True]
 
 
+def test_a_path_that_stands_in_the_other_place(tmp_path: Path) -> None:
+    state: Any = {"step": 1}
+    with pytest.raises(TypeError, match=r"got dict: it comes second in save\(state, path\)"):
+        checkpoint.load(state, tmp_path)
+    with pytest.raises(TypeError, match=r"and first in load\(path, into\)"):
+        checkpoint.save(tmp_path, state)
+
+
 def test_an_empty_path_is_not_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,9 @@ def test_a_pickled_mesh_is_made_where_it_is_not_known() -> None:
 
 def test_bad_meshes_raise_on_all_ranks() -> None:
     def program(rank: int) -> None:
+        number: Any = 2
+        with pytest.raises(TypeError, match=r"such as \(2,\), got 2"):
+            init_device_mesh("cpu", number)
         with pytest.raises(RuntimeError, match="as many ranks as the default process group"):
             init_device_mesh("cpu", (3,))
         with pytest.raises(RuntimeError, match="not be bigger than default world size 2"):

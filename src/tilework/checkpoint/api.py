@@ -28,7 +28,13 @@ def storage_at(path: AnyPath) -> Storage:
 
     Raises:
         ValueError: The path is empty, as of a variable that is not set.
+        TypeError: It is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"the path of a checkpoint is a str or a Path, got {type(path).__name__}: it comes "
+            f"second in save(state, path), and first in load(path, into)"
+        )
     if path == "":
         raise ValueError("the path is empty: the current folder is '.'")
     return UrlStorage(str(path)) if is_url(path) else LocalStorage(path)

@@ -503,6 +503,7 @@ def init_device_mesh(
 
     Raises:
         RuntimeError: The job has not as many ranks.
+        TypeError: The shape is one number.
 
     Example:
         >>> from tilework.mesh import init_device_mesh
@@ -513,6 +514,11 @@ def init_device_mesh(
         >>> run_ranks(2, program)[0]
         (2, (2, 1))
     """
+    if isinstance(mesh_shape, int):
+        raise TypeError(
+            f"mesh_shape has the number of ranks along each axis, such as ({mesh_shape},), "
+            f"got {mesh_shape}"
+        )
     spec = MeshSpec.regular(tuple(mesh_shape), mesh_dim_names)
     check_device_type(device_type)
     if not is_initialized():

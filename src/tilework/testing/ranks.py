@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
 
@@ -73,6 +73,7 @@ def run_ranks(
         return_exceptions: Put what a rank raised in its place instead of raising.
 
     Raises:
+        TypeError, ValueError: An argument is none of these.
         Exception: The one that a rank raised first (so the cause rather than what followed), with
             a note that names the rank.
         RankFailedError: A process died.
@@ -83,8 +84,15 @@ def run_ranks(
         >>> run_ranks(2, lambda rank: rank * 10 + dist.get_world_size())
         [2, 12]
     """
+    if not (isinstance(n, int) and callable(fn)):
+        raise TypeError(
+            f"run_ranks takes a number of ranks and a function, as in run_ranks(2, program): got "
+            f"{n!r} and {fn!r}"
+        )
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, got {n}")
+    if kind not in get_args(Kind):
+        raise ValueError(f"ranks are of kind 'threads' or 'processes', got {kind!r}")
     program = _Program(fn, args, n, backend, timeout, init)
     with watch.armed():
         outcomes = _in_threads(program) if kind == "threads" else _in_processes(program)
