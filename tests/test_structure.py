@@ -26,6 +26,7 @@ ABOUT_MORE = {
     "models": "models that nobody here wrote: Hugging Face's, parallel in each way",
     "faults": "ranks that die, stop, or never come: whatever notices it",
     "fuzz": "whole programs at random, on DTensors and on plain tensors",
+    "checkpoint/test_any_state.py": "random states: saving, reading, loading, other libraries",
     "dtensor/module_db": "torch's databases of modules and optimizers",
     "dtensor/op_db": "torch's database of operators: all rules at once",
     "dtensor/test_api.py": "distribute_tensor and distribute_module, as in torch's test_api.py",

@@ -52,7 +52,7 @@ def open_torch_file(path: Path) -> Source:
 
 
 def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
-    """What torch.save has written: tensors, and plain containers and values.
+    """The contents of a file of torch.save: tensors, and plain containers and values.
 
     Args:
         file: The file, or its name.
@@ -77,7 +77,7 @@ def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
 
 
 def _problem(error: Exception) -> str:
-    """What torch says is wrong, without its advice to run what the file says."""
+    """The reason that torch gives, without its advice to run what the file says."""
     lines = [line.strip() for line in str(error).splitlines()]
     marked = [line.partition(_MARK)[2] for line in lines if _MARK in line]
     plain = [line for line in lines if line and "weights" not in line.lower()]

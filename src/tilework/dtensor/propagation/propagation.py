@@ -357,7 +357,7 @@ def refusals(call: Call) -> Iterator[None]:
 
 
 def _refusal(call: Call) -> Exception | None:
-    """What torch raises for a call, and will where it is run; None if it raises nothing."""
+    """The error that torch raises for a call, and will where it is run; None if there is none."""
     try:
         call.on_meta()
     except NotImplementedError:  # it has to see elements
