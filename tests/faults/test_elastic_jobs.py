@@ -131,6 +131,53 @@ def test_a_job_that_others_finish_without_a_stopped_rank_has_not_failed(tmp_path
     assert done.returncode == 0, done.stderr
 
 
+UNSTEADY = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import tilework.distributed as dist
+from tilework.parallel import Resilient
+
+seat, what = os.environ["RANK"], dict(word.split("=") for word in sys.argv[1:])
+if what.get("early") == seat and not Path("ended").exists():
+    Path("ended").touch()
+    os._exit(7)
+dist.init_process_group()
+
+
+def step(state, number):
+    if what.get(f"step{number}") == seat:
+        os.kill(os.getpid(), signal.SIGKILL if number == 2 else signal.SIGUSR2)
+    dist.all_reduce(state["w"])
+
+
+print(len(list(Resilient(lambda: {"w": torch.zeros(4)}, step).run(6))), dist.get_world_size())
+"""
+
+
+def unsteady(tmp_path: Path, options: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(UNSTEADY)
+    command = [sys.executable, "-m", "tilework", "run", "-n", "3", *options, str(script), *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=55, check=False, cwd=tmp_path
+    )
+
+
+def test_a_rank_that_ends_before_it_has_come_is_started_again(tmp_path: Path) -> None:
+    done = unsteady(tmp_path, ["--restarts", "1"], "early=1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] 6 3", "[1] 6 3", "[2] 6 3"]
+    assert re.search(r"1  exit code 7\n.*1  started again", done.stderr), done.stderr
+
+
+def test_the_rank_that_brings_a_job_below_its_least_is_to_blame(tmp_path: Path) -> None:
+    done = unsteady(tmp_path, ["--elastic", "2:3"], "step2=0", "step4=2")
+    assert done.returncode == 128 + signal.SIGUSR2, done.stderr
+    assert done.stderr.count("rank 0 failed: SIGKILL") == 1
+    assert done.stderr.count("rank 2 failed: SIGUSR2") == 1
+
+
 def test_without_options_a_death_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, time\nos.environ['RANK'] == '1' and os._exit(3)\ntime.sleep(60)")
@@ -194,7 +241,7 @@ def test_sigterm_saves_a_last_checkpoint_and_ends_cleanly(tmp_path: Path) -> Non
     out, err = process.communicate(timeout=50)
     lines = sorted(line.partition("] ")[2] for line in out.splitlines())
     assert len(lines) == 4, err
-    assert lines[0].startswith("ended by")
+    assert lines[:2] == ["ended by SIGTERM"] * 2
     saved = re.fullmatch(r"saved (\d+) (\d+)", lines[2])
     assert saved is not None
     assert lines[2] == lines[3]

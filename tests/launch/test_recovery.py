@@ -34,11 +34,32 @@ def test_too_few_ranks_end_the_job() -> None:
     recovery = Recovery(restarts=0, least=3)
     assert recovery.answer(killed(0), others=3) is Answer.GO_ON
     assert recovery.answer(killed(1), others=2) is Answer.END
-    assert "2 ranks are left, at least 3 are needed" in recovery.report()
+    assert "2 ranks are left, at least 3 needed" in recovery.report()
 
 
 def test_nobody_is_started_again_where_nobody_is_left_to_let_it_in() -> None:
     assert Recovery(restarts=5, least=1).answer(killed(0), others=0) is Answer.END
+
+
+def test_a_death_after_the_others_have_finished_ends_the_job() -> None:
+    """What it was about to do nobody does in its place."""
+    recovery = Recovery(restarts=5, least=2)
+    recovery.note_finished(1)
+    assert recovery.answer(killed(0), others=0) is Answer.END
+    report = recovery.report()
+    assert "the others have finished: nobody is left to do what it was doing" in report
+    assert "exit code 0" not in report
+
+
+def test_a_rank_that_left_in_order_is_told_if_the_others_went_on_without_it() -> None:
+    recovery = Recovery(restarts=0, least=1)
+    for rank in (0, 1, 2):
+        recovery.note_finished(rank)
+    shrunk = {"time": recovery._began_wall + 500.0, "kind": "shrunk", "seats": [2]}
+    recovery.note_told([shrunk])
+    report = recovery.report()
+    assert re.findall(r"(\d)  ended \(exit code 0\)", report) == ["0", "1"]
+    assert "the group goes on with rank 2" in report
 
 
 def test_a_program_that_does_not_outlive_ranks_ends() -> None:

@@ -14,11 +14,18 @@ class InitGeneration:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
-        self._count = f"tilework/generations/{rank}"
+        self._count = _count_key(rank)
         self._rank = rank
         self._number = store.add(self._count, 1)
         #: Seen by the ranks of this generation only.
         self.store: Store = self._at(self._number)
+
+    @staticmethod
+    def has_come(store: Store, rank: int) -> bool:
+        """True if a process has come as a rank to make a group."""
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return store.check([_count_key(rank)])
 
     def check(self) -> None:
         """Raise where two processes are the same rank. To be called now and then while waiting.
@@ -43,3 +50,7 @@ class InitGeneration:
 
     def _at(self, number: int) -> Store:
         return PrefixStore(f"tilework/{number}", self._store)
+
+
+def _count_key(rank: int) -> str:
+    return f"tilework/generations/{rank}"

@@ -21,6 +21,7 @@ from types import TracebackType
 
 from tilework.comm.elastic.desk import Desk
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
+from tilework.comm.init_generation import InitGeneration
 from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.environment import Rendezvous, rank_environment
@@ -208,13 +209,23 @@ class Job:
         rank.signal_group(signal.SIGKILL)  # what it has left running
         rank.reap()
         plan = self._plan(rank.rank, self._rendezvous)
-        plan.environment[REJOIN_VARIABLE] = "1"
+        # The others still wait for one that never came: they take this one for it.
+        rejoins = self._has_come(rank.rank)
+        if rejoins:
+            plan.environment[REJOIN_VARIABLE] = "1"
         # A fresh interpreter: there are threads now, and so no forking.
         with contextlib.closing(FreshStarter(plan, self._program)) as starter:
             started = self._start_rank(plan, starter)
         self._ranks.remove(started)
         self._ranks[self._ranks.index(rank)] = started
-        self._newcomers[started.pid] = time.time()
+        if rejoins:
+            self._newcomers[started.pid] = time.time()
+
+    def _has_come(self, rank: int) -> bool:
+        """True if a rank has come to the store, so that there may be a group that had it."""
+        with contextlib.suppress(DistError):
+            return self._store is None or InitGeneration.has_come(self._store, rank)
+        return True
 
     def _members(self, living: Sequence[RankProcess]) -> Sequence[RankProcess]:
         """The ranks that train: not those that wait to be let in, nor those left behind."""

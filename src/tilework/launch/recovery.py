@@ -9,7 +9,7 @@ import enum
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tilework.launch.failure_text import cause
 from tilework.launch.root_cause import Failure
@@ -48,6 +48,10 @@ class Recovery:
     restarts: int
     least: int
     happenings: list[Happening] = field(default_factory=list)
+    #: Ranks that have ended in order.
+    _finished: list[Happening] = field(default_factory=list)
+    #: Those that the group had at last; None if it has not changed.
+    _seats: Sequence[int] | None = None
     _used: int = 0
     _began: float = field(default_factory=time.monotonic)
     _began_wall: float = field(default_factory=time.time)
@@ -56,7 +60,8 @@ class Recovery:
         """The answer to a failure, with as many other ranks alive that train; noted.
 
         A rank that failed because it lost another one runs a program that does not outlive ranks:
-        then the job ends, as any other.
+        then the job ends, as any other. So it does where the others have finished: nobody is left
+        who would do what this one was about to do, such as write the model.
 
         Example:
             >>> recovery = Recovery(restarts=1, least=2)
@@ -73,10 +78,19 @@ class Recovery:
             self._used += 1
             self.note(failure.rank, f"started again ({self._used} of {self.restarts} restarts)")
             return Answer.RESTART
-        if others >= max(1, self.least):
+        least = max(1, self.least)
+        if others >= least:
             return Answer.GO_ON
-        self.note(None, f"{others} ranks are left, at least {max(1, self.least)} are needed")
+        if others == 0 and self._finished:
+            self.note(None, "the others have finished: nobody is left to do what it was doing")
+        else:
+            self.note(None, f"{_count(others)} left, at least {least} needed")
         return Answer.END
+
+    def note_finished(self, rank: int) -> None:
+        """Note that a rank has ended in order; told if the others went on without it."""
+        seconds = time.monotonic() - self._began
+        self._finished.append(Happening(seconds, rank, "ended (exit code 0)"))
 
     def note(self, rank: int | None, text: str) -> None:
         """Note what has happened now."""
@@ -85,6 +99,7 @@ class Recovery:
     def note_told(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Note what the ranks have told."""
         for event in events:
+            self._seats = event["seats"] if event["kind"] in _CHANGES else self._seats
             describe = _TEXTS.get(event["kind"])
             if describe is not None:
                 seconds = event["time"] - self._began_wall
@@ -94,7 +109,10 @@ class Recovery:
         """The lines of the report; empty if nothing has happened."""
         if not self.happenings:
             return ""
-        rows = sorted(self.happenings, key=lambda happening: happening.seconds)
+        left = (
+            [] if self._seats is None else [h for h in self._finished if h.rank not in self._seats]
+        )
+        rows = sorted([*self.happenings, *left], key=lambda happening: happening.seconds)
         lines = ["ranks came and went:", f"{'time':>10}  {'rank':>4}  what happened"]
         for row in rows:
             rank = "" if row.rank is None else str(row.rank)
@@ -103,12 +121,20 @@ class Recovery:
 
 
 def _ranks(event: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, event["seats"]))
+    seats = event["seats"]
+    return f"rank{'s' * (len(seats) != 1)} {', '.join(map(str, seats))}"
 
+
+def _count(ranks: int) -> str:
+    return "1 rank is" if ranks == 1 else f"{ranks} ranks are"
+
+
+#: Events after which the group has other ranks.
+_CHANGES: Final = ("shrunk", "grown")
 
 _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "shrunk": lambda event: f"the group goes on with ranks {_ranks(event)}",
-    "grown": lambda event: f"let in; the group has ranks {_ranks(event)}",
+    "shrunk": lambda event: f"the group goes on with {_ranks(event)}",
+    "grown": lambda event: f"let in; the group has {_ranks(event)}",
     "resumed": lambda event: (
         f"training goes on after step {event['steps']}, {event['seconds'] * 1000:.0f} ms later"
     ),

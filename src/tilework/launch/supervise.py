@@ -99,10 +99,11 @@ class Supervisor:
     _stop_began: float | None = None
     _reap_at: float = 0.0
     _told_end: bool = False
-    #: Failures that the job outlives.
+    #: Failures that were answered, by process: the job outlives them, or was ended for the last.
     _outlived: dict[int, Failure] = field(default_factory=dict)
     #: Processes whose end was passed on.
     _ended: set[int] = field(default_factory=set)
+    _told_failures: list[Failure] = field(default_factory=list)
 
     def run(self, seconds: float | None = None) -> bool:
         """Serve until every rank has ended (True), at most ``seconds`` (then False)."""
@@ -276,6 +277,8 @@ class Supervisor:
     def _pass_end_on(self, rank: RankProcess) -> None:
         if self._stop_began is None and rank.pid not in self._ended:
             self._ended.add(rank.pid)
+            if self.around.recovery is not None and rank.ending and rank.ending.code == 0:
+                self.around.recovery.note_finished(rank.rank)
             self.around.on_end(rank)
 
     # Other hosts
@@ -331,11 +334,9 @@ class Supervisor:
     def _outlives(self, rank: RankProcess) -> bool:
         """True if the job goes on although this rank has failed, or while it is about to end."""
         recovery = self.around.recovery
-        if recovery is None or self._failures:
-            return False
         if rank.pid in self._outlived:
             return True
-        if self._stop_began is not None:
+        if recovery is None or self._failures or self._stop_began is not None:
             return False
         if rank.ending is None:
             return rank.report is not None
@@ -345,14 +346,28 @@ class Supervisor:
         living = [each for each in self.ranks if each.alive and each.report is None]
         answer = recovery.answer(failure, len(self.around.members(living)))
         self._outlived[rank.pid] = failure
-        if answer is Answer.END:  # for whatever came first
-            self._failures.update({each.rank: each for each in self._outlived.values()})
-            return False
-        self.around.on_failure(failure)
-        self._pass_end_on(rank)
+        if answer is Answer.END:
+            self._failures.update({each.rank: each for each in self._to_blame(failure)})
+            return True
+        self._tell(failure)
         if answer is Answer.RESTART:
             self.around.restart(rank)
+        else:
+            self._pass_end_on(rank)
         return True
+
+    def _to_blame(self, failure: Failure) -> list[Failure]:
+        """The failures that ended the job: this one, and the loss that it followed from."""
+        before = [each for each in self._outlived.values() if not each.is_consequence]
+        if not failure.is_consequence or not before:
+            return [failure]
+        return [max(before, key=lambda each: each.time), failure]
+
+    def _tell(self, failure: Failure) -> None:
+        """Tell the user of a failure, once."""
+        if failure not in self._told_failures:
+            self._told_failures.append(failure)
+            self.around.on_failure(failure)
 
     def _end_outsiders(self) -> None:
         """End ranks that the others have finished without: stopped ones, and ones not let in."""
@@ -379,7 +394,7 @@ class Supervisor:
         failures = list(self._failures.values())
         if time.monotonic() >= settle_time(failures):
             self._root = root_cause(failures)
-            self.around.on_failure(self._root)
+            self._tell(self._root)
             self.stop(termination.after_failure())
 
     def _step(self) -> None:
