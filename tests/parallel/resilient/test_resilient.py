@@ -159,7 +159,7 @@ def test_a_rank_lost_in_the_last_save_does_not_cost_the_checkpoint(tmp_path: Pat
 def test_too_few_ranks_are_an_error() -> None:
     results = losses_with("replicated", 2, {0: 1}, min_ranks=2)
     assert isinstance(results[1], dist.DistBackendError)
-    assert "1 ranks are left, and at least 2 are asked for" in str(results[1])
+    assert "1 of the ranks are left, and at least 2 are asked for" in str(results[1])
 
 
 def test_a_program_s_own_error_is_raised() -> None:

@@ -29,7 +29,7 @@ from tilework.errors import (
 )
 from tilework.parallel.resilient.restore import Held, find, restore
 from tilework.parallel.resilient.snapshots import Snapshots
-from tilework.parallel.resilient.stopping import Stopping
+from tilework.parallel.resilient.stopping import REASONS, Stopping
 from tilework.parallel.resilient.tracked import State
 
 T = TypeVar("T")
@@ -205,11 +205,11 @@ class Resilient(Generic[T]):
     def _advance(self) -> Iterator[tuple[int, T]]:
         """Train one step, or go back to where all are."""
         number, finished = self.steps, False
-        wants_stop = wants_growth = False
+        stop, wants_growth = "", False
         try:
             result = self._step(self.state, number)
             finished = True
-            wants_stop, wants_growth = self._protect(number + 1)
+            stop, wants_growth = self._protect(number + 1)
             self.steps = number + 1
             if self._checkpoint is not None and self._checkpoint.should_save(self.steps):
                 self._checkpoint.save(self.steps, self.state)
@@ -219,8 +219,8 @@ class Resilient(Generic[T]):
             self._recover(error)
         if finished and self.steps == number + 1:
             yield number, result
-        if wants_stop:
-            self._stop()
+        if stop:
+            self._stop(stop)
         elif wants_growth:
             self._grow()
 
@@ -276,15 +276,19 @@ class Resilient(Generic[T]):
 
     # -- copies ------------------------------------------------------------------------------
 
-    def _protect(self, steps: int) -> tuple[bool, bool]:
-        """Copy the state, if it is its turn; True if ranks are to stop, and to grow. Collective."""
+    def _protect(self, steps: int) -> tuple[str, bool]:
+        """Copy the state, if it is its turn. Collective.
+
+        Returns:
+            Why ranks are to stop, if some rank says so; True if they are to grow.
+        """
         begun = time.perf_counter()
         fits = self._kept[-1].fits()
-        flags = torch.tensor([not fits, bool(self._stopping.reason), self._is_awaited()])
+        flags = torch.tensor([not fits, self._stopping.wish, self._is_awaited()])
         flags = flags.to(torch.uint8)
         all_reduce(flags, op=ReduceOp.MAX)
         self._settle()
-        changed, stop, grow = (bool(flag) for flag in flags.tolist())
+        changed, stop, grow = flags.tolist()
         if changed:
             self._copy_anew(steps)
         elif steps % self._every == 0 or stop or grow:
@@ -292,7 +296,7 @@ class Resilient(Generic[T]):
             barrier()
         self._counters.snapshots += 1
         self._counters.snapshot_seconds += time.perf_counter() - begun
-        return stop, grow
+        return REASONS[stop], bool(grow)
 
     def _copy_anew(self, steps: int) -> None:
         """Copy a state of other tensors, or on other ranks. Collective.
@@ -365,7 +369,7 @@ class Resilient(Generic[T]):
         begun = time.perf_counter()
         logger.info("a rank was lost: %s", error)
         if self.stopped:  # others may not know of it: all agree on it anew, after the next step
-            self._stopping.wish(self.stopped)
+            self._stopping.keep(self.stopped)
             self.stopped = ""
         while True:
             try:
@@ -382,7 +386,7 @@ class Resilient(Generic[T]):
     def _check_size(self, group: ProcessGroup) -> None:
         if group.size() < self._least:
             raise DistBackendError(
-                f"{group.size()} ranks are left, and at least {self._least} are asked for "
+                f"{group.size()} of the ranks are left, and at least {self._least} are asked for "
                 f"(min_ranks, or tilework run --elastic)"
             )
 
@@ -407,10 +411,10 @@ class Resilient(Generic[T]):
 
     # -- the end -----------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def _stop(self, reason: str) -> None:
         """Save a last checkpoint, and end the loop. Collective."""
         begun = time.perf_counter()
-        self.stopped = self._stopping.reason or "another rank's wish"
+        self.stopped = reason
         if self._checkpoint is not None:
             try:
                 if not self._checkpoint.should_save(self.steps):  # it was then

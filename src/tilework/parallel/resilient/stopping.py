@@ -9,6 +9,11 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import FrameType
+from typing import Final
+
+#: The reasons to stop, for a person, the weightier last; first: none. Ranks exchange the numbers.
+REASONS: Final = ("", "the time limit", "SIGTERM")
+_TIME_LIMIT, _SIGTERM = 1, 2
 
 
 class Stopping:
@@ -20,21 +25,17 @@ class Stopping:
 
     def __init__(self, limit: timedelta | None) -> None:
         self._deadline = None if limit is None else time.monotonic() + limit.total_seconds()
-        self._signal: int | None = None
-        self._wish = ""
+        self._wish = 0
 
     @property
-    def reason(self) -> str:
-        """The reason to stop, for a person; empty if there is none."""
-        if self._signal is not None:
-            return signal.Signals(self._signal).name
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            return "the time limit"
-        return self._wish
+    def wish(self) -> int:
+        """The number of this rank's reason to stop; 0 for none."""
+        is_over = self._deadline is not None and time.monotonic() >= self._deadline
+        return max(self._wish, _TIME_LIMIT if is_over else 0)
 
-    def wish(self, reason: str) -> None:
+    def keep(self, reason: str) -> None:
         """Make a reason that other ranks have this rank's own."""
-        self._wish = reason
+        self._wish = max(self._wish, REASONS.index(reason))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -49,4 +50,4 @@ class Stopping:
             signal.signal(signal.SIGTERM, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
+        self._wish = _SIGTERM
