@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from tilework.comm.agreement import agree
-from tilework.comm.flight.stragglers import Straggler, own_times, stragglers
-from tilework.comm.world import AnyGroup, member
+from tilework.comm.flight.stragglers import (
+    Straggler,
+    own_times,
+    slowest,
+    stragglers,
+    without,
+)
+from tilework.comm.world import AnyGroup, current_world, member
+
+#: A group by its name and its global ranks.
+_Key = tuple[str, tuple[int, ...]]
 
 
 def find_stragglers(group: AnyGroup = None) -> list[Straggler]:
     """The ranks of a group that the others wait for, the slowest first; the same on all of them.
 
-    Collective; blocks. It comes from the flight record: the last operations of the group, of which
-    there are some hundreds. A rank's own time is that between two collectives; a straggler takes at
-    least 1.2 times as much as the others' median.
+    Collective; blocks. It comes from the flight records: the last operations of the group, and of
+    those within it (a mesh's), some hundreds of each. A rank's own time is that between two
+    collectives of a group in which it does not wait in another one, or for a message; a straggler
+    takes at least 1.2 times as much as the others' median.
 
     Args:
         group: None: the default group. Outside it the list is empty.
@@ -31,6 +41,21 @@ def find_stragglers(group: AnyGroup = None) -> list[Straggler]:
     pg = member(group, "find_stragglers")
     if pg is None:
         return []
-    own = own_times(pg.flight_entries())
-    times: list[dict[int, float]] = agree(lambda: own, pg)
-    return stragglers(dict(zip(pg.global_ranks, times, strict=True)))
+    within = set(pg.global_ranks)
+    records = {
+        (each.group_name, each.global_ranks): each.flight_entries()
+        for each in current_world().records
+    }
+    everything = [entry for entries in records.values() for entry in entries]
+    own: dict[_Key, dict[int, float]] = {
+        key: own_times(entries, without(everything, entries))
+        for key, entries in records.items()
+        if within.issuperset(key[1])
+    }
+    reports: list[dict[_Key, dict[int, float]]] = agree(lambda: own, pg)
+    by_rank = dict(zip(pg.global_ranks, reports, strict=True))
+    found: list[Straggler] = []
+    for key in dict.fromkeys(key for report in reports for key in report):
+        times = {rank: by_rank[rank][key] for rank in key[1] if key in by_rank[rank]}
+        found += stragglers(times) if len(times) == len(key[1]) else []
+    return slowest(found)

@@ -10,7 +10,8 @@ import tilework.distributed as dist
 from tilework.comm.flight.diagnosis import diagnose
 from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import Entry
-from tilework.comm.flight.stragglers import own_times, stragglers
+from tilework.comm.flight.stragglers import Straggler, own_times, slowest, stragglers
+from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
 
 
@@ -74,3 +75,52 @@ def test_explain_tells_them() -> None:
     texts = [finding.text for finding in diagnose(records) if finding.kind == "slow"]
     assert len(texts) == 1
     assert texts[0].startswith("rank 1 is 2.5 times as slow as the others")
+
+
+def waiting(entered: float, ended: float | None, peer: int | None = None) -> Entry:
+    """A collective of another group, or a message."""
+    number = 7 if peer is None else 0
+    return Entry(number, "recv", "a.py:1 in f", entered, ended, "ok", peer, 0)
+
+
+def test_time_in_other_operations_is_not_a_rank_s_own() -> None:
+    ours = entries(0.25, 4)  # gaps from 0.45, 0.80 and so on, of 0.25 s each
+    assert own_times(ours, [waiting(0.5, 0.6)]) == pytest.approx({2: 0.15, 3: 0.25})
+    assert own_times([*ours, waiting(0.5, 0.6, peer=1)]) == pytest.approx({2: 0.15, 3: 0.25})
+    assert own_times(ours, [waiting(0.5, 0.6), waiting(0.4, 0.5)])[2] == pytest.approx(0.1)
+    unfinished_or_async = [waiting(0.5, None), waiting(0.2, 1.0)]
+    assert own_times(ours, unfinished_or_async) == pytest.approx({2: 0.25, 3: 0.25})
+
+
+def test_one_that_was_late_once_is_told_so() -> None:
+    own = dict.fromkeys(range(2, 22), 0.01)
+    (found,) = stragglers({0: own, 1: {**own, 9: 2.01}, 2: own})
+    assert str(found).startswith(
+        "rank 1 was late once, by 2.00 s: between two collectives it takes"
+    )
+
+
+def test_a_rank_in_several_groups_is_told_once() -> None:
+    often, seldom = Straggler(1, 0.02, 0.01, 100), Straggler(1, 0.09, 0.01, 2)
+    other = Straggler(2, 0.05, 0.01, 100)
+    assert slowest([often, other, seldom]) == [other, often]
+
+
+def test_who_waits_in_another_axis_is_no_straggler() -> None:
+    """Rank 2 waits for rank 3 along the second axis, so rank 0 waits for rank 2 along the first."""
+
+    def program(rank: int) -> list[list[int]]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+        for _ in range(8):
+            for _ in range(3):
+                time.sleep(0.06 if rank == 3 else 0.01)
+                dist.barrier(tp)
+            dist.barrier(dp)
+        return [[one.rank for one in dist.find_stragglers(group)] for group in (None, tp, dp)]
+
+    named = {0: [], 1: [3], 2: [], 3: [3]}
+    results = run_ranks(4, program)
+    assert [result[0] for result in results] == [[3]] * 4
+    assert [result[1] for result in results] == [[], [], [3], [3]]
+    assert {rank: result[2] for rank, result in enumerate(results)} == named

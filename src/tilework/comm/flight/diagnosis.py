@@ -9,7 +9,13 @@ from typing import Final, Literal
 from tilework.comm.flight.document import Record
 from tilework.comm.flight.history import Group, History, failed, named, stuck
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
-from tilework.comm.flight.stragglers import own_times, stragglers
+from tilework.comm.flight.stragglers import (
+    Straggler,
+    own_times,
+    slowest,
+    stragglers,
+    without,
+)
 from tilework.comm.flight.waits import IN_A_CIRCLE, Wait, blocking, circles, is_send, waits
 
 #: In the order of telling.
@@ -52,10 +58,19 @@ def diagnose(records: Mapping[int, Record]) -> list[Finding]:
 
 
 def _slow_ranks(history: History) -> Iterator[Finding]:
+    everything = {
+        rank: [entry for log in record.groups for entry in log.entries]
+        for rank, record in history.records.items()
+    }
+    groups: dict[Straggler, str] = {}
     for group in history.groups:
-        times = {rank: own_times([*calls.values()]) for rank, calls in group.calls.items()}
-        for straggler in stragglers(times):
-            yield Finding("slow", f"{straggler}.", group=group.name, ranks=(straggler.rank,))
+        times = {
+            rank: own_times([*calls.values()], without(everything[rank], calls.values()))
+            for rank, calls in group.calls.items()
+        }
+        groups.update(dict.fromkeys(stragglers(times), group.name))
+    for straggler in slowest(groups):
+        yield Finding("slow", f"{straggler}.", group=groups[straggler], ranks=(straggler.rank,))
 
 
 class _Telling:

@@ -2,13 +2,15 @@
 
 A rank's *own time* is that between its collectives: from the end of one to the beginning of the
 next. It is what the rank itself takes; the time within a collective is mostly spent waiting for the
-slowest. Each is measured on one rank, so clocks need not agree.
+slowest. Each is measured on one rank, so clocks need not agree. Time that the rank waits in another
+group's collective, or for a message, is not its own: there it may wait for somebody else.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,30 +35,80 @@ class Straggler:
     others: float
     #: The number of collectives that this comes from.
     operations: int
+    #: The most seconds before one of them.
+    longest: float = 0.0
 
     @property
     def ratio(self) -> float:
         """The times as long as the others that it takes."""
         return self.seconds / max(self.others, 1e-9)
 
+    @property
+    def cost(self) -> float:
+        """The seconds that it takes longer, over all collectives."""
+        return (self.seconds - self.others) * self.operations
+
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} is {self.ratio:.1f} times as slow as the others: between two "
-            f"collectives it takes {_text(self.seconds)} of its own, they {_text(self.others)} "
-            f"(over {self.operations} collectives)"
+        times = (
+            f"between two collectives it takes {_text(self.seconds)} of its own, they "
+            f"{_text(self.others)} (over {self.operations} collectives)"
         )
+        if self.longest - self.others > self.cost / 2:
+            return (
+                f"rank {self.rank} was late once, by {_text(self.longest - self.others)}: {times}"
+            )
+        return f"rank {self.rank} is {self.ratio:.1f} times as slow as the others: {times}"
 
 
-def own_times(entries: Sequence[Entry]) -> dict[int, float]:
-    """A rank's own seconds before each collective, by its number; without the first."""
+def own_times(entries: Sequence[Entry], others: Sequence[Entry] = ()) -> dict[int, float]:
+    """A rank's own seconds before each collective of a group, by its number; without the first.
+
+    Args:
+        entries: Its operations in the group.
+        others: Those in other groups.
+    """
     calls = {entry.number: entry for entry in entries if entry.number}
+    waits = _Waits(entries, others)
     times = {}
     for number, entry in calls.items():
         before = calls.get(number - 1)
         if before is not None and before.ended is not None:
             # Asynchronous ones may overlap.
-            times[number] = max(0.0, entry.entered - before.ended)
+            own = entry.entered - before.ended
+            times[number] = max(0.0, own - waits.seconds(before.ended, entry.entered))
     return times
+
+
+def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
+    """The entries but those of one group: its own."""
+    known = {id(entry) for entry in own}
+    return [entry for entry in entries if id(entry) not in known]
+
+
+class _Waits:
+    """The times that a rank spent within operations, of whatever group, without gaps' overlaps."""
+
+    def __init__(self, entries: Sequence[Entry], others: Sequence[Entry]) -> None:
+        candidates = [*others, *(entry for entry in entries if not entry.number)]
+        begun = sorted(entry.entered for entry in (*entries, *others)) if candidates else []
+        self._spans: list[tuple[float, float]] = []
+        for entry in sorted(candidates, key=lambda entry: entry.entered):
+            if entry.ended is None or _any_between(begun, entry.entered, entry.ended):
+                continue  # asynchronous: the rank did other things meanwhile
+            self._spans.append((entry.entered, entry.ended))
+        self._starts = [start for start, _ in self._spans]
+
+    def seconds(self, start: float, end: float) -> float:
+        """The seconds of them between two times."""
+        first = max(0, bisect_right(self._starts, start) - 1)
+        last = bisect_left(self._starts, end)
+        spans = self._spans[first:last]
+        return sum(max(0.0, min(b, end) - max(a, start)) for a, b in spans)
+
+
+def _any_between(moments: Sequence[float], start: float, end: float) -> bool:
+    """True if one of sorted moments is after ``start`` and before ``end``."""
+    return bisect_left(moments, end) > bisect_right(moments, start)
 
 
 def stragglers(times: Mapping[int, Mapping[int, float]]) -> list[Straggler]:
@@ -81,8 +133,19 @@ def stragglers(times: Mapping[int, Mapping[int, float]]) -> list[Straggler]:
     for rank, mean in means.items():
         others = statistics.median(other for r, other in means.items() if r != rank)
         if mean >= RATIO * others and mean - others >= LEAST_SECONDS:
-            found.append(Straggler(rank, mean, others, len(common)))
+            longest = max(times[rank][number] for number in common)
+            found.append(Straggler(rank, mean, others, len(common), longest))
     return sorted(found, key=lambda one: -one.ratio)
+
+
+def slowest(found: Iterable[Straggler]) -> list[Straggler]:
+    """The stragglers of several groups, each rank once: where it costs most. The slowest first."""
+    worst: dict[int, Straggler] = {}
+    for one in found:
+        before = worst.get(one.rank)
+        if before is None or one.cost > before.cost:
+            worst[one.rank] = one
+    return sorted(worst.values(), key=lambda one: -one.ratio)
 
 
 def _text(seconds: float) -> str:
