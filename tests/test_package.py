@@ -107,15 +107,3 @@ def test_importing_loads_no_more_than_needed(module: str, unneeded: tuple[str, .
     imported = fresh_python(f"import sys, {module}; print(*sys.modules)").split()
     assert module in imported
     assert not set(unneeded).intersection(imported)
-
-
-def test_what_importing_costs(record_property: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """A report, not a limit: seconds depend on the machine. It should be below 0.15."""
-    program = (
-        "import time, torch; begun = time.perf_counter();"
-        "import tilework.distributed; print(time.perf_counter() - begun)"
-    )
-    best = min(float(fresh_python(program)) for _ in range(2))
-    record_property("import_seconds", best)
-    with capsys.disabled():
-        print(f" [import tilework.distributed after torch: {best * 1000:.0f} ms] ", end="")

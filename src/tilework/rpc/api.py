@@ -261,5 +261,15 @@ def barrier(
     """Wait until the workers have called this. Collective over them.
 
     Args and errors are those of :func:`all_gather`.
+
+    Example:
+        >>> from tilework import rpc
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     rpc.init_rpc(f"worker{rank}")
+        ...     rpc.barrier()
+        ...     rpc.shutdown()
+        >>> run_ranks(2, program)
+        [None, None]
     """
     all_gather(None, worker_names, timeout)
