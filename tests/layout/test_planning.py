@@ -253,10 +253,10 @@ def test_every_term_of_an_average_is_the_value() -> None:
         assert not plan(whole, average, rank).fills
 
 
-def test_terms_of_a_reduction_without_a_neutral_element_are_refused() -> None:
+def test_terms_of_a_reduction_without_an_identity_element_are_refused() -> None:
     whole = mesh_tiling((4,), [0, 1], [Replicate()])
     scaled = mesh_tiling((4,), [0, 1], [Partial("premul_sum")])
-    with pytest.raises(NotImplementedError, match="neutral element"):
+    with pytest.raises(NotImplementedError, match="identity element"):
         plan(whole, scaled, 0)
     assert plan(scaled, scaled, 0).collective.kind == "none"
 

@@ -163,7 +163,7 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
         return terms
     if op not in HAVE_IDENTITY:
         raise NotImplementedError(
-            f"a value cannot become {len(terms)} terms of {op!r}, which has no neutral element; "
+            f"a value cannot become {len(terms)} terms of {op!r}, which has no identity element; "
             f"reductions that have one: {', '.join(sorted(HAVE_IDENTITY))}, and 'avg' needs none"
         )
     return terms[:1]
