@@ -1,4 +1,4 @@
-"""Tensors without dims in the place of sizes, dims and counts."""
+"""Tensors without dims in the place of sizes, dims, counts and other numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilework.testing import run_ranks
 FULL = torch.arange(36.0).sin().reshape(6, 6)
 
 
-def t(number: int) -> Any:
+def t(number: float) -> Any:
     """A number, as far as types tell."""
     return torch.tensor(number)
 
@@ -42,6 +42,20 @@ CALLS: dict[str, Callable[[Any], Tensor]] = {
     "cat": lambda x: torch.cat([x, x], t(0)),
     "gather": lambda x: x.gather(t(1), x.argsort(1)),
     "one_hot": lambda x: F.one_hot(x.argmax(1), t(6)),
+    "norm": lambda x: x.norm(t(3.0)),
+    "norm along a dim": lambda x: torch.linalg.vector_norm(x, t(1.5), dim=t(0)),
+    "norm of a sharded number": lambda x: x.norm(x.abs().sum()),
+    "normalize": lambda x: F.normalize(x, 2.0, 1, t(0.5)),
+    "leaky_relu": lambda x: F.leaky_relu(x, t(0.5)),
+    "hardtanh": lambda x: F.hardtanh(x, max_val=t(0.5)),
+    "quantile": lambda x: x.quantile(t(0.25)),
+    "clamp": lambda x: x.clamp(t(-0.5), t(0.5)),
+    "renorm": lambda x: x.renorm(t(2), t(0), t(0.5)),
+    "cross_entropy": lambda x: F.cross_entropy(x, x.argmax(1), label_smoothing=t(0.25)),
+    "add": lambda x: x.add(x, alpha=t(0.5)),
+    "huber_loss": lambda x: F.huber_loss(x, x * 2, delta=t(0.25)),
+    "full_like": lambda x: torch.full_like(x, t(0.25)),
+    "variance": lambda x: x.var(0, correction=t(0.5)),
 }
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor import (
+    GatherWarning,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.dtensor.propagation.strides import elementwise_strides
 from tilework.layout import Placement
 from tilework.testing import run_ranks
@@ -106,5 +116,27 @@ def test_of_attention_and_quantiles(
         assert result.stride() == expected.stride()
         if result.dim() == 4 and expected.transpose(1, 2).is_contiguous():
             result.transpose(1, 2).view(4, 6, -1)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_of_recurrent_layers(kind: type[nn.Module], batch_first: bool) -> None:
+    layer: nn.Module = kind(
+        3, 4, num_layers=2, dropout=0.5, batch_first=batch_first, bidirectional=True
+    )
+    full = torch.ones(4, 6, 3)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for train, placement in itertools.product((False, True), (Replicate(), Shard(0), Shard(1))):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", GatherWarning)
+                x = distribute_tensor(full, mesh, [placement])
+                found = copy.deepcopy(layer).train(train)(x)
+            expected = copy.deepcopy(layer).train(train)(full)
+            for result, plain in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+                assert result.stride() == plain.stride(), (train, placement)
 
     run_ranks(2, program)

@@ -1,7 +1,8 @@
-"""Tensors without dims that stand for whole numbers: ``x.view(torch.tensor(2), -1)``.
+"""Tensors without dims that stand for numbers: ``x.view(torch.tensor(2), -1)``, ``x.norm(p)``.
 
 torch takes them for sizes, dims and counts, as ``torch.div(a, b, rounding_mode="floor")`` gives
-them. Rules take numbers only, and a sharding may not be cached for numbers that it does not see.
+them, and for exponents, slopes and limits. Rules take numbers only, and a sharding may not be
+cached for numbers that it does not see.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from tilework.dtensor.propagation.pytree import Kwargs
 
 _NUMBERS = frozenset({"int", "SymInt"})
 _LISTS = frozenset({"List[int]", "List[SymInt]"})
+#: Of real numbers, which are whole or not.
+_REALS = frozenset({"float", "number"})
 #: torch's operators of numbers have the same names.
 _TENSORS = frozenset({"Tensor", "List[Tensor]"})
 
@@ -34,13 +37,20 @@ def with_numbers(name: str, args: Sequence[Any], kwargs: Kwargs) -> tuple[list[A
     """
     if not any(map(_may_be_number, (*args, *kwargs.values()))):
         return None
-    places = _places_of_numbers(name)
+    places, reals = _places_of_numbers(name)
     spread = len(args) > 1 and (1, True) in places and not isinstance(args[1], list | tuple)
     numbers = [
-        _number(arg) if (spread and at) or at in places or (at, True) in places else arg
+        _number(arg)
+        if (spread and at) or at in places or (at, True) in places
+        else _real(arg)
+        if at in reals
+        else arg
         for at, arg in enumerate(args)
     ]
-    named = {key: _number(arg) if key in places else arg for key, arg in kwargs.items()}
+    named = {
+        key: _number(arg) if key in places else _real(arg) if key in reals else arg
+        for key, arg in kwargs.items()
+    }
     is_changed = any(a is not b for a, b in zip(numbers, args, strict=True)) or any(
         named[key] is not arg for key, arg in kwargs.items()
     )
@@ -48,28 +58,41 @@ def with_numbers(name: str, args: Sequence[Any], kwargs: Kwargs) -> tuple[list[A
 
 
 def _may_be_number(arg: Any) -> bool:
-    """True for a tensor of whole numbers without dims, and a sequence that has one."""
+    """True for a tensor without dims, and a sequence that has one."""
     if isinstance(arg, list | tuple):
         return any(map(_may_be_number, arg))
-    if not isinstance(arg, Tensor) or arg.dim():
-        return False
-    return not (arg.dtype.is_floating_point or arg.dtype.is_complex or arg.dtype is torch.bool)
+    return isinstance(arg, Tensor) and not arg.dim() and arg.dtype is not torch.bool
+
+
+def _is_whole(arg: Any) -> bool:
+    """True for a tensor of whole numbers without dims, and a sequence that has one."""
+    if isinstance(arg, list | tuple):
+        return any(map(_is_whole, arg))
+    return _may_be_number(arg) and not (arg.dtype.is_floating_point or arg.dtype.is_complex)
 
 
 def _number(arg: Any) -> Any:
-    if not _may_be_number(arg):
+    if not _is_whole(arg):
         return arg
     return [_number(item) for item in arg] if isinstance(arg, list | tuple) else index(arg)
 
 
+def _real(arg: Any) -> Any:
+    """The number that a tensor stands for, of which there is no gradient."""
+    if isinstance(arg, list | tuple) or not _may_be_number(arg) or arg.requires_grad:
+        return arg
+    return arg.item()
+
+
 @cache
-def _places_of_numbers(name: str) -> frozenset[object]:
-    """The positions and the names of arguments that are whole numbers; ``(position, True)`` where
-    they are lists of these.
+def _places_of_numbers(name: str) -> tuple[frozenset[object], frozenset[object]]:
+    """The positions and the names of arguments that are whole numbers, ``(position, True)`` where
+    they are lists of these; and of those that are any numbers.
     """
     packet: Any = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if packet else ()
     places: dict[object, str] = {}
+    reals: set[object] = set()
     tensors: set[tuple[object, str]] = set()
     for schema in (getattr(packet, overload)._schema for overload in overloads):
         kinds = [str(argument.type) for argument in schema.arguments]
@@ -81,8 +104,11 @@ def _places_of_numbers(name: str) -> frozenset[object]:
                 places |= {position: argument.name, argument.name: argument.name}
             elif kind in _LISTS:
                 places |= {(position, True): argument.name, argument.name: argument.name}
+            elif kind in _REALS:
+                reals |= {position, argument.name}
             elif kind in _TENSORS:
                 tensors.add((position, argument.name))
     # ``max(dim)`` and ``max(other)``: a tensor there is no number.
     others = {place for place, name in tensors if places.get(place, name) != name}
-    return frozenset(places) - others
+    reals -= {place for pair in tensors for place in pair}
+    return frozenset(places) - others, frozenset(reals)
