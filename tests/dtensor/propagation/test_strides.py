@@ -130,7 +130,8 @@ def test_of_recurrent_layers(kind: type[nn.Module], batch_first: bool) -> None:
 
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        for train, placement in itertools.product((False, True), (Replicate(), Shard(0), Shard(1))):
+        placements: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1))
+        for train, placement in itertools.product((False, True), placements):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", GatherWarning)
                 x = distribute_tensor(full, mesh, [placement])

@@ -31,21 +31,12 @@ _SAME_STRIDES = frozenset(
 #: Results that are not contiguous even if the inputs are.
 _ASKED = """
     argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone diff eig
-<<<<<<< HEAD
-    eigh einsum expand fft fft2 fftn geqrf hfft hfft2 hfftn householder_product ifft ifft2 ifftn
-    ihfft ihfft2 ihfftn inner inv inv_ex inverse kron ldl_factor ldl_factor_ex
-    ldl_solve lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nanquantile nonzero
-    ormqr permute_copy qr quantile rfft rot90 solve solve_ex solve_triangular stft
+    eigh einsum expand fft fft2 fftn geqrf gru hfft hfft2 hfftn householder_product ifft ifft2 ifftn
+    ihfft ihfft2 ihfftn inner inv inv_ex inverse kron ldl_factor ldl_factor_ex ldl_solve
+    lstm lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nanquantile nonzero
+    ormqr permute_copy qr quantile rfft rnn_relu rnn_tanh rot90 solve solve_ex solve_triangular stft
     sum_to_size svd tensorinv transpose_copy triangular_solve unfold_copy unravel_index unsafe_chunk
     unsafe_split unsafe_split_with_sizes
-=======
-    eigh einsum expand fft fft2 fftn geqrf gru hfft hfft2 hfftn householder_product ifft ifft2
-    ifftn ihfft ihfft2 ihfftn inner inv inv_ex inverse irfft irfft2 irfftn kron ldl_factor
-    ldl_factor_ex ldl_solve lstm lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid
-    nanquantile nonzero ormqr permute_copy qr quantile rfft rfft2 rfftn rnn_relu rnn_tanh rot90
-    solve solve_ex solve_triangular stft sum_to_size svd tensorinv transpose_copy triangular_solve
-    unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes
->>>>>>> d74b00d (Numbers as tensors without dims; strides of recurrent layers)
 """
 #: Those of inputs that are not contiguous follow no simple rule.
 _ASKED_UNLESS_CONTIGUOUS = """
