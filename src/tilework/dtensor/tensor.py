@@ -323,6 +323,8 @@ class DTensor(DTensorBase):
             if requires_grad:
                 return self
             origins.leave_graph(self)
+        if not requires_grad:
+            keep_place(self)
         local_graph.local_of(self).requires_grad_(requires_grad)
         local_graph.mirror_requires_grad(self)
         return self

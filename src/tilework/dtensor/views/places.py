@@ -22,6 +22,8 @@ _use_count = _base._use_count
 _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
+#: Of nodes that torch numbers not: a leaf's, and those of operators without a derivative.
+_NO_NUMBER = 2**64 - 1
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 
 
@@ -112,7 +114,8 @@ def same_place(local: Tensor) -> Tensor:
 def _last_write(tensor: DTensorBase) -> int:
     """Autograd's number of the last write in the graph to what a tensor shows; or of its making."""
     node = memory_of(tensor)._local_tensor.grad_fn
-    return 0 if node is None else int(node._sequence_nr())
+    number = 0 if node is None else int(node._sequence_nr())
+    return 0 if number == _NO_NUMBER else number
 
 
 def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
