@@ -201,3 +201,16 @@ def test_a_function_that_writes_to_what_was_computed_is_told_what_to_do() -> Non
         assert x.grad.full_tensor().tolist() == [6.0] * 4
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["own(v0)", "own(v0) * v0", "recomputed(lambda a: a.sin(), v0, reentrant=True)"],
+)
+@pytest.mark.parametrize("lies", ["R", "S0", "P"])
+def test_a_leaf_that_is_frozen_after_a_function_took_it(call: str, lies: str) -> None:
+    compare(f"v0 = leaf('v0', (4, 6), 10, '{lies}')\nv1 = {call}\nv0.requires_grad_(False)")
+
+
+def test_a_function_takes_what_an_operator_without_a_derivative_made() -> None:
+    compare("v0 = leaf('v0', (2, 3), 9, 'S0')\nv1 = v0.heaviside(v0)\nv2 = own(v1)")

@@ -108,3 +108,11 @@ def test_the_numbers_of_products_come_last(name: str, number: Any) -> None:
             assert_close(full(got), want)
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize("name", ["_foreach_add_", "_foreach_mul", "_foreach_div_"])
+def test_a_tensor_with_dims_is_no_number(name: str) -> None:
+    compare(
+        "v0 = data((0, 4), 1, 'S0')\nv1 = data((0,), 2, 'R')\n"
+        f"refused: torch.{name}([v0[:, 3]], v1)"
+    )

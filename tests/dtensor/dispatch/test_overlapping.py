@@ -108,3 +108,18 @@ def test_a_triangle_is_zeroed_where_elements_repeat() -> None:
         "v0 = data((2, 2, 2), 7, 'S1')\nv1 = v0.expand([2, 2, 2, 2])\n"
         "v1.transpose(-2, 2).tril_()\nv2 = v1.triu_(1)"
     )
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "torch.exp(v1, out=v1)",
+        "torch.exp(v1, out=v1.detach())",
+        "torch.add(v1, v1, out=v1)",
+        "torch.mul(v1, v2, out=v1)",
+        "v1.mul_(v1)",
+    ],
+)
+@pytest.mark.parametrize("lies", ["R", "S0", "S1"])
+def test_windows_that_are_read_and_written_are_so_in_torchs_order(write: str, lies: str) -> None:
+    compare(f"v0 = data((7, 2), 3, '{lies}')\nv1 = v0.unfold(0, 2, 1)\nv2 = v1 * 0.5\n{write}")

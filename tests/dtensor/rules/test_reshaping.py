@@ -21,6 +21,7 @@ from tests.dtensor.op_checks import (
     count_op,
 )
 from tests.dtensor.sharded_values import cut, full, same
+from tests.fuzz.programs import compare
 from tests.hypothesis_settings import examples
 from tilework.dtensor import (
     DTensor,
@@ -360,3 +361,9 @@ def test_slices_are_initialised_in_place() -> None:
         assert full(embedding.weight)[3].all()
 
     run_ranks(4, program)
+
+
+@pytest.mark.parametrize("widths", [(-1, -1), (-2, 1), (0, -2)])
+@pytest.mark.parametrize("lies", ["R", "S0", "P"])
+def test_no_more_is_cropped_than_there_is(widths: tuple[int, int], lies: str) -> None:
+    compare(f"v0 = data((1,), 1, '{lies}')\nrefused: functional.pad(v0, {widths})")

@@ -25,7 +25,10 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
     pairs = list(zip(widths[::2], widths[1::2], strict=True))
     by_dim = {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
     if mode == "constant":
-        if any(min(pair) < 0 for pair in by_dim.values()):
+        cropped = {dim: -sum(min(width, 0) for width in pair) for dim, pair in by_dim.items()}
+        if any(count > input.shape[dim] for dim, count in cropped.items()):
+            return None  # torch refuses it
+        if any(cropped.values()):
             return Decomposition(_crop_and_pad)
         return _constant_padding(input, by_dim, 0 if value is None else value)
     # Elements are repeated at the ends, so padded dims are unshardable.
