@@ -83,7 +83,7 @@ def _saved_name(filling: Filling, path: Path, name: Any, known: set[Any]) -> Any
     if filling.map_names is not None and isinstance(name, str):
         full = dotted((*path, "state", name))
         mapped = filling.mapped(full)
-        for start in _starts(filling, path, mapped):
+        for start in _starts(filling, path):
             if mapped.removeprefix(start) in known:
                 return mapped.removeprefix(start)
         for prefix in ("", *(f"{each}." for each in _module_prefixes(filling))):
@@ -95,7 +95,7 @@ def _saved_name(filling: Filling, path: Path, name: Any, known: set[Any]) -> Any
     return name if name in known else None
 
 
-def _starts(filling: Filling, path: Path, mapped: str) -> list[str]:
+def _starts(filling: Filling, path: Path) -> list[str]:
     root = filling.find(path)
     roots = [path] if root is None else [path, root]
     return [dotted((*each, "state")) + "." for each in roots]
