@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import tilework.distributed as dist
 from tests.checkpoint.states import Replicate, dtensor, full, numbers, zeros_like
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, reading
@@ -84,3 +85,32 @@ def test_targets_of_odd_strides(tmp_path: Path) -> None:
     for target in (torch.zeros(400, 300).T, torch.zeros(600, 900)[::2, 5:805:2]):
         checkpoint.load(tmp_path, into={"x": target})
         assert target.equal(x)
+
+
+def test_an_error_of_any_class_on_one_rank_leaves_none_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = numbers(1500, 400)
+    checkpoint.save({"x": x}, tmp_path)
+    read, get_file = reading.PartReader.read_some_chunks, reading.PartReader._file
+
+    def broken(*arguments: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("of a plug-in")
+        return None
+
+    def breaking(original: Any) -> Any:
+        return lambda *arguments: (broken(), original(*arguments))[1]
+
+    monkeypatch.setattr(reading.PartReader, "read_some_chunks", breaking(read))
+    monkeypatch.setattr(reading.PartReader, "_file", breaking(get_file))
+    monkeypatch.setattr(reading.PartReader, "check_size", lambda *arguments: None)
+    monkeypatch.setattr(reading.PartReader, "check_sizes", lambda *arguments: None)
+
+    def program(rank: int) -> None:
+        for placement in (Shard(1), Replicate()):
+            state = {"x": zeros_like(dtensor(x, (3,), [placement]))}
+            with pytest.raises((ArithmeticError, RuntimeError), match="of a plug-in"):
+                checkpoint.load(tmp_path, into=state)
+
+    run_ranks(3, program)

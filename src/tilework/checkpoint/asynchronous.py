@@ -10,12 +10,11 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilework.checkpoint.describing import local_view
@@ -169,7 +168,7 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
     background.close_with_rank()
     save = prepare(storage, state, ranks, options, raise_pending)
     try:
-        copies = copy_boxes(save, background)
+        copies = copied(save, background)
     except BaseException:
         save.release()
         raise
@@ -179,7 +178,7 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
 
     def run() -> None:
         try:
-            write_and_commit(save, lambda box: _pieces(copies[box]), ranks, pending._count)
+            write_and_commit(save, copies.elements_of, ranks, pending._count)
             error: BaseException | None = None
         except BaseException as raised:
             error = raised
@@ -191,30 +190,40 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
     return pending
 
 
-def copy_boxes(save: Save, background: _Background) -> dict[PlacedBox, Tensor]:
-    """Copies of all that this rank is to write, in one piece of memory that is used again."""
+@dataclass(frozen=True)
+class _Copies:
+    """Copies of boxes, in one piece of memory.
+
+    Args:
+        memory: The bytes.
+        starts: Where those of each box begin.
+    """
+
+    memory: Tensor
+    starts: Mapping[PlacedBox, int]
+
+    def elements_of(self, placed: PlacedBox) -> Iterator[Tensor]:
+        """The bytes of a box, in order."""
+        start = self.starts[placed]
+        for at in range(start, start + placed.nbytes, CHUNK_BYTES):
+            yield self.memory[at : min(at + CHUNK_BYTES, start + placed.nbytes)]
+
+
+def copied(save: Save, background: _Background) -> _Copies:
+    """Copies of all that this rank is to write, in memory that is used again."""
     placed = [each for plan in save.files for each in plan.boxes]
     total = sum(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in placed)
     memory = background.copy
     if memory is None or not total <= memory.numel() <= 2 * total + (1 << 20):
         background.copy = memory = None
         background.copy = memory = lasting_bytes(total)
-    copies: dict[PlacedBox, Tensor] = {}
-    sources: list[tuple[Tensor, Tensor]] = []
+    starts: dict[PlacedBox, int] = {}
+    sources: list[tuple[int, Tensor]] = []
     used = 0
-    with torch.no_grad():
-        for each in placed:
-            path, _ = save.merged.sources[each.tensor]
-            view = local_view(save.leaves[path], each.box, save.ranks.here)
-            copies[each] = memory[used : used + each.nbytes].view(view.dtype).view(view.shape)
-            sources.append((copies[each], view))
-            used += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-        copy_all(sources)
-    return copies
-
-
-def _pieces(copy: Tensor) -> Iterator[Tensor]:
-    flat = copy.view(-1)
-    step = CHUNK_BYTES // flat.element_size()
-    for at in range(0, flat.numel(), step):
-        yield flat[at : at + step]
+    for each in placed:
+        path, _ = save.merged.sources[each.tensor]
+        sources.append((used, local_view(save.leaves[path], each.box, save.ranks.here)))
+        starts[each] = used
+        used += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+    copy_all(sources, memory)
+    return _Copies(memory, starts)

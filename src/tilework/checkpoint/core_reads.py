@@ -85,6 +85,13 @@ class CoreReads:
     def add_shared(self, read: CoreRead, place: int) -> None:
         """Read what is wanted, and add its shares in the part's checksums from ``place`` on."""
         part, descriptor = read.part, self.descriptor(read.part)
+        begin, end = read.reach
+        if end - begin <= CALL_BYTES:  # as most are
+            self._shared.append(
+                (descriptor, part.offset, part.nbytes, read.runs, begin, end, place)
+            )
+            self._count(self._of_shared, read, read.counted)
+            return
         for at, stop in self._calls(read):
             self._shared.append((descriptor, part.offset, part.nbytes, read.runs, at, stop, place))
             self._note(self._of_shared, read, at, stop)
@@ -118,8 +125,13 @@ class CoreReads:
 
     def _note(self, notes: list[tuple[CoreRead, int]], read: CoreRead, at: int, stop: int) -> None:
         nbytes = share_of(read.counted, read.reach, at, stop)
+        self._count(notes, read, nbytes, stop - at)
+
+    def _count(
+        self, notes: list[tuple[CoreRead, int]], read: CoreRead, nbytes: int, most: int = 0
+    ) -> None:
         notes.append((read, nbytes))
-        self._nbytes += nbytes or stop - at
+        self._nbytes += nbytes or most
         if self._nbytes >= CALL_BYTES:
             self.run()
 

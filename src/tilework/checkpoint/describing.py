@@ -114,7 +114,13 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
     return "plain", dtype, shape, 0 if is_alone else full_crc32(leaf)
 
 
-def _check_dense(leaf: Tensor, where: str) -> None:
+def _check_dense(tensor: Tensor, where: str) -> None:
+    tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else (tensor,)
+    for tile in tiles:  # plain ones tell fast
+        _check_plain(tile, where)
+
+
+def _check_plain(leaf: Tensor, where: str) -> None:
     if is_lazy(leaf):
         kind, instead = "not initialised", "give its module an input, or it a shape, first"
     elif leaf.is_nested:
@@ -286,6 +292,8 @@ def local_view(leaf: Tensor, box: Box, rank: int) -> Tensor:
     if not isinstance(leaf, TiledTensor):
         return leaf.detach()[box.slices]
     for held, tile in zip(leaf.tiling.boxes_of(rank), leaf.local_tiles(), strict=True):
+        if held == box:
+            return tile.detach()
         if held.contains(box) and not (held.empty and not box.empty):
             return tile.detach()[box.relative_to(held).slices]
     raise ValueError(f"rank {rank} does not hold {box}")

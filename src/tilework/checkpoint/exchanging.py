@@ -19,7 +19,6 @@ from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.reading import PartReader, copy_region
 from tilework.comm.collectives import all_gather_into_tensor, all_to_all_single
 from tilework.comm.contract import ProcessGroup
-from tilework.errors import CheckpointError
 from tilework.layout import Box
 
 #: The bytes that a rank reads for a round, unless a single unit is longer.
@@ -64,7 +63,7 @@ class Exchange:
         self._target_of, self._progress = target_of, reader.progress
         self._host = group.global_ranks
         self._here = self._host[group.rank()]
-        self._error: CheckpointError | OSError | None = None
+        self._error: Exception | None = None
         self._buffers: dict[str, Tensor] = {}
 
     def run(self, units: Mapping[int, Sequence[Unit]]) -> None:
@@ -120,7 +119,7 @@ class Exchange:
                 try:
                     tensor = self._wanted[unit.tensor].saved
                     self._reader.read_chunks(tensor, unit.part, start, byte_view(memory))
-                except (CheckpointError, OSError) as error:
+                except Exception as error:  # of a plug-in: of any class
                     self._error = error
             yield unit, memory
 

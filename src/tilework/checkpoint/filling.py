@@ -375,14 +375,15 @@ def _updated(old: Mapping[Any, Any], new: Any) -> Any:
 
 def unfillable(tensor: Tensor) -> str:
     """The reason why a tensor's elements cannot be written in place; empty if they can."""
+    if isinstance(tensor, TiledTensor):
+        return next(filter(None, map(unfillable, tensor.local_tiles())), "")
     if is_lazy(tensor):
         return "not initialised: give the module an input, or a shape, first"
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}, not dense: load into dense tensors"
-    tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
-    if any(tile.device.type == "meta" for tile in tiles):
+    if tensor.is_meta:
         return "on the device 'meta', without memory: give it some first (to_empty)"
-    if any(map(_repeats, tiles)):
+    if _repeats(tensor):
         return "expanded, so that elements share memory: load into a clone() of it"
     return ""
 

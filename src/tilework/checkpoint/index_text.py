@@ -246,12 +246,12 @@ class _KnownBoxes:
         self._boxes: dict[object, tuple[Box, int]] = {}
         self._covered: set[object] = set()
 
-    def box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Box, int]:
+    def box(self, offsets: Any, sizes: Any) -> tuple[Box, int]:
         """A box, and its volume."""
-        known = self._boxes.get((offsets, sizes))
+        known = self._boxes.get((tuple(offsets), tuple(sizes)))
         if known is None:
-            box = Box(offsets, sizes)
-            known = self._boxes[offsets, sizes] = box, box.volume
+            box = Box(_numbers(offsets), _numbers(sizes))
+            known = self._boxes[box.offsets, box.sizes] = box, box.volume
         return known
 
     def check_cover(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
@@ -292,7 +292,7 @@ def _part_of(
     chunk_bytes: int,
     known: _KnownBoxes,
 ) -> Part:
-    box, volume = known.box(_numbers(listed["offsets"]), _numbers(listed["sizes"]))
+    box, volume = known.box(listed["offsets"], listed["sizes"])
     file, begin, nbytes = listed["file"], _number(listed["begin"]), _number(listed["bytes"])
     if file not in files:
         raise ValueError(f"the part {box} is in {file!r}, which is not among the files")

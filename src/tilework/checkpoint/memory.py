@@ -208,16 +208,23 @@ def lasting_bytes(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def copy_all(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Fill the first of each pair, contiguous on the CPU, with the second, of its shape and dtype.
+def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
+    """Copy tensors into memory, the elements of each in order from a byte on.
 
     As fast as memory is: past the caches, by as many threads as torch uses.
+
+    Args:
+        sources: The tensors, without gradients, and where they begin in the memory, aligned.
+        memory: Bytes on the CPU.
     """
     plain: list[tuple[int, int, int]] = []
-    for target, source in copies:
+    address = memory.data_ptr()
+    for start, source in sources:
+        nbytes = source.nbytes
         if _core is not None and is_in_place(source):
-            plain.append((target.data_ptr(), source.data_ptr(), target.nbytes))
+            plain.append((address + start, source.data_ptr(), nbytes))
         else:
+            target = memory[start : start + nbytes].view(source.dtype).view(source.shape)
             target.copy_(source)
     if not plain:
         return

@@ -22,7 +22,6 @@ from tilework.checkpoint.targets import Targets
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import ReduceOp
-from tilework.errors import CheckpointError
 
 
 class SplitReading:
@@ -57,10 +56,10 @@ class SplitReading:
         """
         ranks = self._group.size()
         shares = bytearray(4 * (ranks + sum(map(self._chunks, self._parts))))
-        failure: CheckpointError | OSError | None = None
+        failure: Exception | None = None
         try:
             self._read(memoryview(shares)[4 * ranks :].cast("I"))
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # of any class: the others wait in the reduction
             shares[4 * self._group.rank()] = 1
             failure = error
         if self._reader.verify:

@@ -33,7 +33,8 @@ class Targets:
         self._wanted, self._tensors = wanted, tensors
         self._rank, self._by_core = rank, by_core
         self._tiles: dict[tuple[int, int], Tensor] = {}
-        self._runs: dict[object, Runs | None] = {}
+        #: By need, which is that of all tensors that are alike; kept, so that none has its place.
+        self._runs: dict[object, tuple[Runs | None, Need, Part]] = {}
 
     def view(self, number: int, need: Need) -> Tensor:
         """The memory for a need of a tensor: of the need's box."""
@@ -45,17 +46,15 @@ class Targets:
         saved, local = self._wanted[number].saved, self._tile(number, need.tile)
         if not self._by_core or local.device.type != "cpu" or local.dtype is not saved.torch_dtype:
             return self.view(number, need)
-        box, tile = need.box, self._wanted[number].tiles[need.tile][0]
-        strides, address = local.stride(), local.data_ptr()
-        key = (
-            *(part.box.offsets, part.box.sizes, box.offsets, box.sizes, tile.offsets),
-            *(strides, local.dtype, local.is_conj(), local.is_neg()),
-        )
-        if key not in self._runs:
-            runs = runs_of(part.box, box, self.view(number, need))
-            self._runs[key] = runs and (runs[0] - address, *runs[1:])
-        known = self._runs[key]
-        return self.view(number, need) if known is None else (known[0] + address, *known[1:])
+        address = local.data_ptr()
+        key = id(need), local.stride(), local.dtype, local.is_conj(), local.is_neg()
+        known = self._runs.get(key)
+        if known is None or known[1] is not need or known[2].box != part.box:
+            runs = runs_of(part.box, need.box, self.view(number, need))
+            relative = runs and (runs[0] - address, *runs[1:])
+            known = self._runs[key] = relative, need, part
+        found = known[0]
+        return self.view(number, need) if found is None else (found[0] + address, *found[1:])
 
     def _tile(self, number: int, tile: int) -> Tensor:
         """This rank's memory of a wanted tile."""
