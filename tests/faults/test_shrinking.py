@@ -70,6 +70,24 @@ def test_ranks_that_die_before_and_during_the_agreement(seed: int) -> None:
             assert result == living
 
 
+@pytest.mark.parametrize("victim", range(4))
+def test_ranks_that_wait_for_those_that_know_of_a_loss_come_too(victim: int) -> None:
+    """Gloo's ranks see the ends of their neighbours only: they wait in a ring."""
+
+    def program(rank: int) -> object:
+        dist.barrier()
+        if rank == victim:
+            time.sleep(0.1)  # the others wait by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.PeerLostError):
+            dist.all_reduce(torch.ones(3))
+        return dist.shrink_group(timeout=timedelta(seconds=20)).origins
+
+    results = run_ranks(4, program, kind="processes", backend="gloo", return_exceptions=True)
+    living = tuple(rank for rank in range(4) if rank != victim)
+    assert [results[rank] for rank in living] == [living] * 3
+
+
 def test_a_stopped_rank_is_left_behind_and_told_so() -> None:
     limit = timedelta(seconds=1)
 

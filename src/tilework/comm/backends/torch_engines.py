@@ -96,8 +96,9 @@ class TorchEngine(PythonEngine):
             return DistBackendError(f"{self.name}: {detail}")
         kind, silent = self._failures.diagnose(late=any(words in text for words in _LATE))
         recorded = self._failures.aborted() if kind == "aborted" else None
-        if recorded is not None:
-            self.note_abort(*recorded)
+        if recorded is not None and self.note_abort(*recorded):
+            # Somebody may wait for this rank, which is as much out of the group as who aborted it.
+            self.interrupt()
         abortion = self.aborted()
         if abortion is not None:
             return Fault("aborted", (abortion[0],), abortion[2])
