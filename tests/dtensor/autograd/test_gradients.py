@@ -22,6 +22,7 @@ from tilework.dtensor import (
     Placement,
     Replicate,
     Shard,
+    distribute_tensor,
     init_device_mesh,
 )
 from tilework.errors import CollectiveMismatchError, RankFailedError
@@ -468,5 +469,18 @@ def test_a_gradient_in_terms_can_be_said_to_be_so() -> None:
         mine = cut(x, mesh, [Shard(1)]).to_local()
         (weight.to_local(grad_placements=[Partial()]) @ mine).square().sum().backward()
         same(weight.grad, plain.grad)
+
+    run_ranks(2, program)
+
+
+def test_a_hook_may_not_change_the_shape() -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        x.requires_grad_()
+        x.register_hook(lambda grad: grad[:2])
+        with pytest.raises(
+            RuntimeError, match=r"shape \[4, 2\] has returned one of shape \[2, 2\]"
+        ):
+            x.sum().backward()  # type: ignore[no-untyped-call]
 
     run_ranks(2, program)

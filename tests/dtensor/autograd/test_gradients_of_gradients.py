@@ -40,6 +40,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         lambda x, w, b: functional.instance_norm(x, weight=w, bias=b),
         [(2, 2, 4), (2,), (2,)],
     ),
+    "local_response_norm": (lambda x: functional.local_response_norm(x, 2), [(2, 3, 4)]),
     "layer_norm": (lambda x, w, b: functional.layer_norm(x, (3,), w, b), [(2, 3), (3,), (3,)]),
     "batch_norm": (
         lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),

@@ -415,6 +415,11 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
             if seen._digest != digest:  # written in place
                 history.note_gradient(digest_of(seen))
             return None
+        if result.shape != seen.shape:
+            raise RuntimeError(
+                f"a hook on the gradient of a tensor of shape {list(seen.shape)} has returned one "
+                f"of shape {list(result.shape)}: it has to return None, or another gradient"
+            )
         history.note_gradient(plain_or_digest(result))
         if is_leaf:  # whatever each rank has: all ranks' add up
             return local_as(result, spec, "what a hook returns")

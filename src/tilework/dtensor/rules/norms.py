@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import with_row_for_empty
+from tilework.tiled.rules.empty_shards import allow_empty_shards, with_row_for_empty
 
 ArgT = TypeVar("ArgT", bound=Arg)
 
@@ -28,7 +29,9 @@ def _local_response_norm(
         return None  # torch's result of an empty shard of integers has integers, of others floats
     n, c, *spatial = factors_of(input.shape)
     dims = [n, Factor(c.size, "c", unshardable=True), *spatial]
-    return local_call({input: dims}, [dims])
+    # torch's returns an empty tensor as it is.
+    run = allow_empty_shards(lambda x: F.local_response_norm(x, size, alpha, beta, k))
+    return local_call({input: dims}, [dims], run=run)
 
 
 def unshardable(sizes: Sequence[int]) -> list[Factor]:
