@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -205,6 +206,21 @@ def test_arrays_are_tensors_where_weights_only_takes_no_others(tmp_path: Path, n
     assert found["x"].tolist() == [0, 1, 2]
     RandomState().load_state_dict(found["random"])
     assert numpy.random.rand() == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="files have room when written")
+@pytest.mark.parametrize("name", ["x.pt", "dcp"])
+def test_a_full_disk_is_told_before_a_map_is_written(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = set(os.listdir(tmp_path))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        checkpoint.convert(saved, tmp_path / name, "dcp" if name == "dcp" else None)
+    assert set(os.listdir(tmp_path)) == before
 
 
 def test_names_that_a_format_has_not(tmp_path: Path) -> None:

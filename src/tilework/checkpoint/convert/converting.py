@@ -89,7 +89,8 @@ def convert(
         options: Names, and sizes of files.
 
     Raises:
-        CheckpointError: The source is in no known format, or damaged; the target is there already.
+        CheckpointError: The source is in no known format, or damaged; the target is there already,
+            or cannot be written.
         ValueError: There is no such format.
 
     Example:
@@ -113,6 +114,9 @@ def convert(
     try:
         with Progress(f"converting {source}", afterwards="the disk") as progress:
             _write(_Chosen(opened, options, progress), target, kind, options)
+    except OSError as error:
+        where = str(error.filename or target)
+        raise CheckpointError(f"{where}: {error.strerror or error}", file=where) from None
     finally:
         opened.close()
 

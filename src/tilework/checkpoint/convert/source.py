@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -99,13 +100,18 @@ class MappedTensors:
         self._folder, self._count = folder, 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros."""
+        """A tensor whose elements are yet to be written.
+
+        Raises:
+            OSError: There is no room for it.
+        """
         tensor = torch.empty(0, dtype=dtype)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes == 0:
             return tensor.new_empty(shape)
         self._count += 1
         path = self._folder / str(self._count)
+        _take_room(path, nbytes)
         storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
         # What is mapped stays; no name is needed any more.
         path.unlink()
@@ -121,3 +127,14 @@ class MappedTensors:
         for box in cut_box(whole, tensor.itemsize, REGION_BYTES):
             target[box.slices].copy_(source.region(number, box))
         return target
+
+
+def _take_room(path: Path, nbytes: int) -> None:
+    """Make a file that has its room on the disk: a full one would end who writes to its map."""
+    with open(path, "xb") as file:
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            error.filename = str(path)
+            raise

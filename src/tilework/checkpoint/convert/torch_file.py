@@ -95,13 +95,23 @@ def write_torch_file(source: Source, path: Path) -> None:
         state = state_of(source, mapped.filled)
         unfinished = path.with_name(f"{path.name}.part")
         try:
-            torch.save(state, unfinished)
+            _save(state, unfinished)
             fd = calls.open(unfinished, 0)
             calls.fsync(fd)
             calls.close(fd)
             calls.rename(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def _save(state: Any, path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # of torch's writer, which does not tell why
+        raise CheckpointError(
+            f"{path} cannot be written: {str(error).splitlines()[0]}. Is the disk full?",
+            file=str(path),
+        ) from None
 
 
 def state_of(source: Source, tensor_of: Any) -> Any:
