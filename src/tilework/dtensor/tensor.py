@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tilework.comm import provenance
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, local_graph, origins
 from tilework.dtensor.base import DTensorBase, data_of, wrap_as
@@ -302,7 +303,8 @@ class DTensor(DTensorBase):
             )
         if explain.watchers:
             explain.begin_operator("redistribute")
-        of = Moved(digest_of(self), "redistribute", handed_out=True)
+        # Within an operator the program does not get it, and no plain tensors give its gradient.
+        of = Moved(digest_of(self), "redistribute", handed_out=not provenance.digest())
         local = redistribute_local(local, source, target, async_op=async_op, of=of)
         if explain.watchers:
             explain.tag_gradient(local)

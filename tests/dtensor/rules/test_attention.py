@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.dtensor.op_checks import check_op, count_op
+from tests.dtensor.op_checks import Layout, check_op, count_op, distributed
 from tests.rounding import assert_close
-from tilework.dtensor import distribute_tensor, init_device_mesh, manual_seed
+from tilework.dtensor import DTensor, distribute_tensor, init_device_mesh, manual_seed
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.testing import run_ranks
 
@@ -193,3 +194,35 @@ def test_the_fast_path_of_inference_is_not_taken_but_right() -> None:
     with torch.no_grad():
         want = encoder(x)
     assert_close(run_ranks(2, program)[0], want)
+
+
+def test_gradients_that_differ_by_rounding_are_no_fault() -> None:
+    """Ranks without a part of the keys sum the replicated gradient of a bias in another order."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 3))
+        layer = nn.MultiheadAttention(8, 2, batch_first=True).double()
+        layouts: list[list[Placement]] = [
+            [Shard(0), Shard(0)],
+            [Replicate(), Shard(0)],
+            [Shard(1), Partial()],
+            [Shard(0), Shard(0)],
+        ]
+        generator = torch.Generator().manual_seed(0)
+        normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+        names = ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"]
+        for name, layout in zip(names, layouts, strict=True):
+            shape = layer.get_parameter(name).shape
+            value = distributed(normal(shape), mesh, Layout(tuple(layout)))
+            module = layer.out_proj if "." in name else layer
+            setattr(module, name.rpartition(".")[2], nn.Parameter(value))
+        for _ in range(5):
+            query = distributed(normal(2, 3, 8), mesh, Layout((Replicate(), Partial())))
+            key = distributed(normal(2, 5, 8), mesh, Layout((Shard(2), Shard(2))))
+            key.requires_grad_()
+            out, _ = layer(query, key, key, average_attn_weights=False)
+            out.square().sum().backward()
+            assert isinstance(key.grad, DTensor)
+            key.grad.full_tensor()
+
+    run_ranks(6, program)
