@@ -45,12 +45,16 @@ class DTensorBase(TiledTensor):
     _viewed: Viewed | None = None
     #: The tensor whose graph it shares though it was given other data since: torch's views remain.
     _graph_base: DTensorBase | None = None
+    #: What keeps its place in that graph, as torch has it: see ``MovedView``.
+    _moved: Any = None
+    #: True of a stand-in from which no gradient of what it stands for comes any more.
+    _left: bool = False
     #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
     _writes: int = 0
     #: Autograd's number when that memory was last written to, where torch would count the write.
     _written_at: int = -1
-    #: Layouts that it had in the same memory, before it was given data of that in another.
-    _specs_before: tuple[DTensorSpec, ...] = ()
+    #: What stands for it as it was before it was given other data or other dims: see ``base_then``.
+    _befores: tuple[DTensorBase, ...] = ()
     #: What stands for it as the base of copied views; see :mod:`~tilework.dtensor.views`.
     _anchor: DTensorBase | None = None
     #: Of a tensor that an operator in place made a view of its anchor: that, and the operator.
@@ -206,27 +210,43 @@ def memory_of(tensor: DTensorBase) -> DTensorBase:
     """
     while (viewed := tensor._viewed) is not None:
         base = viewed[0]
-        if base._spec is not viewed[1] and base_then(tensor) is None:
-            return tensor
+        if base._spec is not viewed[1]:
+            then = base_then(tensor)
+            if then is None:
+                return tensor
+            base = then
         tensor = base
     return tensor
 
 
 def base_then(tensor: DTensorBase) -> DTensorBase | None:
-    """The tensor that a view was made of, as it was laid out then; None: it shows other memory now.
+    """The tensor that a view was made of, as it was laid out then; None: nobody else shows that.
 
     Each has its layout as an object of its own: a tensor changes it for another where its dims are
-    changed in place, which makes it a view of what it was, and where it is given other data.
+    changed in place or where it is given other data. What it was then has a stand-in.
     """
     assert tensor._viewed is not None
     base, spec, *_ = tensor._viewed
-    if base._spec is spec or any(its is spec for its in base._specs_before):
+    if base._spec is spec:
         return base
-    found: DTensorBase | None = base if base._in_place else None
-    while found is not None and found._spec is not spec:
-        its = found._viewed
-        found = None if its is None or its[2] is data_of else its[0]
-    return found
+    for before in base._befores:
+        if before._spec is spec:
+            return before
+    return None
+
+
+def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
+    """The tensor that a view was made of, and whose graph it shares; None: it has its own."""
+    if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
+        return tensor._graph_base
+    return tensor._viewed[0]
+
+
+def root_in_graph(tensor: DTensorBase) -> DTensorBase:
+    """The tensor that one is a view of in the graph, by way of others or not; itself if of none."""
+    while (base := base_in_graph(tensor)) is not None:
+        tensor = base
+    return tensor
 
 
 class View:
@@ -245,8 +265,19 @@ class View:
     """
 
     __slots__ = (
-        *("apart", "base", "graded", "local", "redo", "required", "shares", "value", "version"),
-        *("write", "writes"),
+        *(
+            "apart",
+            "base",
+            "counted",
+            "first",
+            "graded",
+            "local",
+            "redo",
+            "required",
+            "shares",
+            "value",
+        ),
+        *("version", "write", "writes"),
     )
 
     def __init__(
@@ -262,13 +293,15 @@ class View:
         self.shares, self.apart = shares, apart
         self.graded = torch.is_grad_enabled()
         self.note()
+        self.first = self.version
 
     def note(self) -> None:
         """Remember that the copy has what the base holds now."""
         self.local = self.base._local_tensor
         self.version = version_of(self.local)
         owner = memory_of(self.base)
-        self.required, self.writes = owner._local_tensor.requires_grad, owner._writes
+        self.required, self.writes = self.base_requires_grad, owner._writes
+        self.counted = version_of(owner._local_tensor)
 
     @property
     def is_stale(self) -> bool:
@@ -278,17 +311,29 @@ class View:
             local is not self.local
             or version_of(local) != self.version
             or owner._writes != self.writes
-            or (owner._local_tensor.requires_grad and not self.required)
+            or version_of(owner._local_tensor) != self.counted
+            # Where nothing was written, torch leaves it out of the graph.
+            or (not self.required and self.version != self.first and self.base_requires_grad)
         )
+
+    @property
+    def base_requires_grad(self) -> bool:
+        """True if the tensor that it is a view of in the graph requires a gradient."""
+        return root_in_graph(self.base)._local_tensor.requires_grad
+
+    @property
+    def base_joined_graph(self) -> bool:
+        """True if the base was made to require a gradient since, and was not written to."""
+        return not (self.required or self.apart) and self.base_requires_grad
 
     @property
     def only_values_changed(self) -> bool:
         """True if no write since has entered the graph: torch counts none to ``data``."""
-        local, owner = self.base._local_tensor, memory_of(self.base)
+        local = self.base._local_tensor
         return (
             local is self.local
             and version_of(local) == self.version
-            and owner._local_tensor.requires_grad == self.required
+            and self.base_requires_grad == self.required
         )
 
 

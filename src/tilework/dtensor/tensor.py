@@ -321,6 +321,8 @@ class DTensor(DTensorBase):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        if not requires_grad and self._local_tensor.requires_grad:
+            keep_place(self)  # where a user's own Function took it
         if self._origin is not None:
             if requires_grad:
                 return self

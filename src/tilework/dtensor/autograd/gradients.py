@@ -12,7 +12,15 @@ from tilework.dtensor.autograd import origins
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
-from tilework.dtensor.base import DTensorBase, DTensorT, memory_of, wrap_as
+from tilework.dtensor.base import (
+    DTensorBase,
+    DTensorT,
+    base_in_graph,
+    data_of,
+    memory_of,
+    root_in_graph,
+    wrap_as,
+)
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
@@ -164,7 +172,7 @@ def check_no_leaf(tensor: DTensorBase) -> None:
             raise RuntimeError(
                 f"{which} Variable that requires grad is being used in an in-place operation."
             )
-        base = copied_views.base_in_graph(base)
+        base = base_in_graph(base)
 
 
 def begin_anew(tensor: DTensorBase) -> None:
@@ -195,7 +203,8 @@ def become_view(
     anchor: DTensorT,
     result: DTensorT,
     change: Callable[[Any], Any],
-    used: bool = True,
+    used: bool,
+    stays: bool,
 ) -> DTensorT:
     """Make ``tensor`` a view of its own anchor, which takes over its memory.
 
@@ -205,6 +214,7 @@ def become_view(
         result: The view.
         change: Makes the view of the anchor.
         used: What :func:`~tilework.dtensor.autograd.origins.is_in_graph` said before.
+        stays: True if the tensor stays at its place in the graph.
     """
     anchor._became, anchor._in_place = tensor._became, tensor._in_place
     base = anchor._local_tensor
@@ -212,11 +222,11 @@ def become_view(
     is_place = anchor._became is not None or not base._is_view()
     tensor._became = (anchor, change) if shares and is_place else None
     view, shown = result._view_of, result._viewed
-    stays_leaf = tensor.requires_grad and tensor.is_leaf
     before, memory = tensor._local_tensor, storage_of(tensor._local_tensor)
-    if stays_leaf:
+    if stays:
         local = anchor._local_tensor
         anchor._local_tensor = same_place(local) if used else local.detach()
+        anchor._left = True
         if anchor._anchor is not None:  # as the base of what is a copy
             anchor._anchor._local_tensor = anchor._local_tensor
         if view is not None and (view.base is anchor or view.base is anchor._anchor):
@@ -226,14 +236,12 @@ def become_view(
         tensor._became = None  # hooks are on the leaf
         if view is not None and view is not copied_views.WATCHED:
             view.value = local
-    anchor._viewed, anchor._writes = tensor._viewed, tensor._writes
-    anchor._written_at = tensor._written_at
-    anchor._handed_out, tensor._handed_out = tensor._handed_out, None
+    copied_views.take_over(anchor, tensor)
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
     tensor._view_of, tensor._in_place = view, True
     anchor._leaf_views, tensor._leaf_views = tensor._leaf_views, None
     become(tensor, result)
-    if stays_leaf and used:
+    if stays and used:
         torch.autograd.graph.increment_version(before)  # for what was saved of it
         if memory == storage_of(tensor._local_tensor):
             derive_anew(tensor, before)
@@ -252,31 +260,60 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"
         )
+    if _is_all_of(value, tensor):
+        return
     tensor._aliases = None
     keep_place(tensor)
     used = origins.is_in_graph(tensor)
-    if tensor._anchor is not None:  # views go on to show the memory that they were made of
-        anchor, tensor._anchor = tensor._anchor, None
-        local = tensor._local_tensor
-        anchor._local_tensor = same_place(local) if used else local.detach()
-        anchor._viewed = tensor._viewed
-        anchor._writes = tensor._writes
     digest = digest_of(value)
     shown = local_of(value).data
+    _leave_memory(tensor, value, used)
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
             shown = shown.clone()
     tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
     if copied_views.is_view(tensor):
-        tensor._graph_base = copied_views.base_in_graph(tensor)
+        tensor._graph_base = base_in_graph(tensor)
+    graph_base = tensor._graph_base
     tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
-    is_own = memory_of(value) is tensor
-    tensor._specs_before = (*tensor._specs_before, tensor._spec) if is_own else ()
     tensor._spec, tensor._grad = value._spec.copy(), None
     note_write(tensor, digest)
-    if not (is_new or is_own):
+    if not is_new:
         copied_views.share_memory(tensor, value)
+    if graph_base is not None:
+        tensor._moved = origins.MovedView(tensor, root_in_graph(graph_base))
+        if tensor._view_of is None:
+            tensor._view_of = copied_views.WATCHED
     _show_shape(tensor)
+
+
+def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
+    """True if a tensor is all of another, as ``data`` and ``detach()`` show it."""
+    while value is not tensor:
+        viewed = value._viewed
+        if viewed is None or viewed[0]._spec is not viewed[1]:
+            return False
+        if viewed[2] is not None and viewed[2] is not data_of and viewed[2] is not Tensor.detach:
+            return False
+        value = viewed[0]
+    return True
+
+
+def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
+    """Let views of a tensor that is given a value show the memory that they were made of. Local."""
+    local = tensor._local_tensor
+    if tensor._anchor is None and not copied_views.is_shown_elsewhere(local):
+        return
+    anchor, tensor._anchor = copied_views.anchor_of(tensor), None
+    anchor._local_tensor, anchor._left = same_place(local) if used else local.detach(), True
+    copied_views.take_over(anchor, tensor)
+    while (viewed := value._viewed) is not None:
+        base, spec, func, args, kwargs = viewed
+        if base is tensor:
+            if func is data_of and spec is anchor._spec:  # else its own value would keep it
+                value._viewed = (anchor, spec, func, (anchor, *args[1:]), kwargs)
+            return
+        value = base
 
 
 def set_memory(tensor: DTensorBase, *source: Any) -> None:

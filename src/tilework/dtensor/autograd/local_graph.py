@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Place, wrap_as
+from tilework.dtensor.base import DTensorBase, Place, base_in_graph, wrap_as
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of, plain_or_digest
 from tilework.dtensor.provenance.history import history_of
@@ -43,8 +43,9 @@ def in_graph(tensor: DTensorBase) -> Tensor:
     That of its origin, if it has one: see ``origins.py``.
     """
     if tensor._origin is not None:
-        local = local_of(tensor)
-        return tensor._origin.local if local.grad_fn is tensor._origin.node else local
+        local, origin = local_of(tensor), tensor._origin
+        is_there = origin is not None and local.grad_fn is origin.node
+        return origin.local if is_there else local
     if not tensor._made_without_grad or torch.is_grad_enabled():
         return local_of(tensor)
     with torch.inference_mode(False), torch.enable_grad():
@@ -60,10 +61,10 @@ def mirror_requires_grad(tensor: DTensorBase) -> None:
 
 def mirror_in_bases(tensor: DTensorBase) -> None:
     """Have the bases of a view that was written to show C++ that they require a gradient now."""
-    base = copied_views.base_in_graph(tensor)
+    base = base_in_graph(tensor)
     while base is not None:
         mirror_requires_grad(base)
-        base = copied_views.base_in_graph(base)
+        base = base_in_graph(base)
 
 
 def as_leaf(tensor: DTensorBase) -> DTensorBase:

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Origin
+from tilework.dtensor.base import DTensorBase, Origin, version_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.adjoint import Adjoint
@@ -26,6 +26,7 @@ from tilework.dtensor.redistribution.redistribute import (
     redistribute_local,
 )
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.views.memory_layout import offset_of
 
 _use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
@@ -136,6 +137,57 @@ def set_grad_of(tensor: DTensorBase, grad: Tensor | None) -> None:
         origin.grad, origin.grad_spec = grad, tensor._spec.grad_spec
 
 
+class MovedView:
+    """A view in a graph that was given other data, which torch has for a view of its base still.
+
+    Once the view or the base is written to, torch takes its gradient for that of those elements of
+    the base which lie where its own do in their memory.
+
+    Args:
+        tensor: The view, with its new data.
+        base: The tensor that it was made of, by way of others or not.
+    """
+
+    __slots__ = ("base", "base_local", "local", "versions")
+
+    def __init__(self, tensor: DTensorBase, base: DTensorBase) -> None:
+        self.base = base
+        self.note(tensor)
+
+    def note(self, tensor: DTensorBase) -> None:
+        """Remember that the view has the place in the graph that it is to have now."""
+        self.local, self.base_local = tensor._local_tensor, self.base._local_tensor
+        self.versions = version_of(self.local), version_of(self.base_local)
+
+    def follow(self, tensor: DTensorBase) -> None:
+        """Give the view its place in the graph. Collective where something was written to."""
+        base = self.base
+        now = version_of(tensor._local_tensor), version_of(base._local_tensor)
+        if now == self.versions and base._local_tensor is self.base_local:
+            return
+        if not (base.requires_grad and torch.is_grad_enabled()):
+            return
+        view = tensor._view_of
+        self.note(tensor)
+        place: Any = torch.as_strided(base, tensor.shape, tensor._spec.strides, offset_of(tensor))
+        local = _relaid(place._local_tensor, tensor._local_tensor.data, place._spec, tensor)
+        tensor._local_tensor, tensor._aliases = local, None
+        if view is not None and hasattr(view, "value"):
+            view.value = local
+        tensor._origin = None
+        self.note(tensor)
+
+
+def _relaid(place: Tensor, data: Tensor, spec: DTensorSpec, tensor: DTensorBase) -> Tensor:
+    """The data of a tensor, whose gradient goes to a place of another layout."""
+    with torch.inference_mode(False), torch.enable_grad():
+        anew: Tensor = _Relaid.apply(  # type: ignore[no-untyped-call]
+            place, [data], (spec, tensor._spec), _of(tensor)
+        )
+        anew.data = data
+    return anew
+
+
 def leave_graph(tensor: DTensorBase) -> None:
     """Let a leaf that has an origin be one that requires no gradient. Local."""
     origin = origin_of(tensor)
@@ -143,6 +195,8 @@ def leave_graph(tensor: DTensorBase) -> None:
         return
     origin.local.requires_grad_(False)
     tensor._local_tensor, tensor._origin = tensor._local_tensor.detach(), None
+    if hasattr(tensor._view_of, "value"):
+        tensor._view_of.value = tensor._local_tensor  # type: ignore[union-attr]
     if origin.grad is not None and origin.grad.shape == tensor._local_tensor.shape:
         tensor._local_tensor.grad = origin.grad
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
-from tilework.dtensor.base import DTensorBase, memory_of
+from tilework.dtensor.base import DTensorBase, base_in_graph, memory_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.provenance.digests import digest_of
@@ -77,7 +77,7 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
     """
     made, graded = "", False
     target = view
-    while (base := copied_views.base_in_graph(view)) is not None:
+    while (base := base_in_graph(view)) is not None:
         func = None if view._viewed is None else view._viewed[2]
         if not (func is None or view._in_place or made):  # else the same, before it was changed
             if view._made_without_grad:

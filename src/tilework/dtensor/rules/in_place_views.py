@@ -38,23 +38,25 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         return operator(x, *rest, **kwargs)
 
     graded = torch.is_grad_enabled()
-    # Whatever mode this is in, the tensor stays what it is in its graph: a leaf by itself.
-    is_leaf = tensor.requires_grad and tensor.is_leaf
+    # Whatever mode this is in, the tensor stays what it is in its graph: a leaf by itself, and
+    # without gradients what an operator made.
+    stays = tensor.requires_grad and tensor.is_leaf
+    stays = stays or (tensor.requires_grad and not (graded or copied_views.is_view(tensor)))
     with (
         torch.inference_mode(tensor._local_tensor.is_inference()),
-        torch.set_grad_enabled(not is_leaf),
+        torch.set_grad_enabled(not stays),
     ):
         local_graph.local_of(tensor)  # as it is now, and linked to a user's own Function
-        count_write(tensor)
+        count_write(tensor, graded)
         keep_place(tensor)
-        if is_leaf:
+        if stays:
             tensor._aliases = None
         used = origins.is_in_graph(tensor)
         anchor = copied_views.anchor_of(tensor)
         if graded:
             gradients.begin_anew(anchor)
         result: DTensor = change(anchor)
-    return gradients.become_view(tensor, anchor, result, change, used)
+    return gradients.become_view(tensor, anchor, result, change, used, stays)
 
 
 @dtensor_handler("resize_")

@@ -25,6 +25,7 @@ from tilework.dtensor.base import (
     Redo,
     View,
     Write,
+    base_in_graph,
     base_then,
     data_of,
     memory_of,
@@ -46,6 +47,10 @@ from tilework.tiled.op_names import canonical_name
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
 WATCHED: View = object.__new__(View)
 
+_use_count: Any = torch._C._storage_Use_Count
+#: Those of a storage that one tensor has: by that, and by the object that asks.
+_ALONE = 2
+
 
 def anchor_of(tensor: DTensorT) -> DTensorT:
     """The tensor that stands for another as the base of views, whatever becomes of that."""
@@ -60,6 +65,31 @@ def anchor_of(tensor: DTensorT) -> DTensorT:
         anchor._viewed = (tensor, tensor._spec, None, (), {})
     anchor._view_of = tensor._view_of
     return anchor  # type: ignore[no-any-return]
+
+
+def take_over(anchor: DTensorBase, tensor: DTensorBase) -> None:
+    """Let the anchor of a tensor own the memory that the tensor is about to leave. Local.
+
+    Views that were made of the tensor so far show what the anchor does: see ``base_then``.
+    """
+    anchor._viewed, anchor._view_of = tensor._viewed, tensor._view_of
+    view = anchor._view_of
+    if view is not None and view is not WATCHED:
+        view.value = anchor._local_tensor
+    anchor._writes, anchor._written = tensor._writes, tensor._written
+    anchor._written_at = tensor._written_at
+    anchor._handed_out, tensor._handed_out = tensor._handed_out, None
+    befores = [each for each in tensor._befores if is_shown_elsewhere(each._local_tensor)]
+    tensor._befores = (*befores, anchor)
+
+
+def is_shown_elsewhere(local: Tensor) -> bool:
+    """True if another tensor than this one may have its memory. Local.
+
+    The ranks agree wherever a DTensor has: its local tensors are of that memory on all of them.
+    """
+    storage: Any = local.untyped_storage()
+    return not storage.nbytes() or _use_count(storage._cdata) > _ALONE
 
 
 def mark(
@@ -149,6 +179,8 @@ def viewed(
 
     if isinstance(result, Tensor):
         mark(result, base, redo, shares=not copied)
+        if not copied:
+            note_view(result, base)  # type: ignore[arg-type]
         return result
     together = canonical_name(func)[0] in TOGETHER
     for i, item in enumerate(result):
@@ -223,6 +255,8 @@ def refresh(tensor: DTensorBase) -> None:
     owner = memory_of(tensor)
     if owner._handed_out is not None:
         _write_back_handed_out(owner)
+    if tensor._moved is not None:
+        tensor._moved.follow(tensor)
     view = tensor._view_of
     if view is None or view is WATCHED:
         return
@@ -241,12 +275,24 @@ def refresh(tensor: DTensorBase) -> None:
         elif _has_own_graph(view):
             view.value.data = anew.detach()
             torch.autograd.graph.increment_version(view.value)
+            _note_bases(view)
         else:
             view.value = anew
         view.note()
+    elif view.base_joined_graph and view.value.is_leaf:
+        view.value.requires_grad_()  # with a gradient of its own, as torch has it
+        view.required = True
     if tensor._local_tensor is not view.value:
         keep_place(tensor, written=True)
         tensor._local_tensor, tensor._aliases = view.value, None
+
+
+def _note_bases(view: View) -> None:
+    """Remember that the bases of a view show what they are to: they may count its writes, too."""
+    its: View | None = view
+    while its is not None and its is not WATCHED:
+        its.note()
+        its = its.base._view_of
 
 
 class _GradOfNobody(torch.autograd.Function):
@@ -278,13 +324,6 @@ def _has_own_graph(view: View) -> bool:
         return value.is_leaf or value.grad_fn.name() == "_RelaidBackward"  # type: ignore[union-attr]
     except RuntimeError:  # a view that was made without gradients, of what has them since
         return False
-
-
-def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
-    """The tensor that a view was made of, and whose graph it shares; None: it has its own."""
-    if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
-        return tensor._graph_base
-    return tensor._viewed[0]
 
 
 def is_view(tensor: DTensorBase) -> bool:
@@ -355,13 +394,9 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
     # False where the base was computed anew meanwhile, or its graph was, or it has left the graph:
     # the view is and does, too.
     kept = not (view.shares and base._local_tensor is not shown)
-    kept = kept and (bool(view.apart) or not view.required or _requires_grad(base))
+    kept = kept and (bool(view.apart) or not view.required or view.base_requires_grad)
     if tensor._local_tensor is view.value and kept and not in_graph:
         view.note()
-
-
-def _requires_grad(base: DTensorBase) -> bool:
-    return memory_of(base)._local_tensor.requires_grad
 
 
 def _apart(base: DTensorBase, apart: str) -> DTensorBase:

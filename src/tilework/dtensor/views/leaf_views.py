@@ -63,5 +63,7 @@ def _move(view: DTensorBase, leaf: DTensorBase) -> None:
     with torch.inference_mode(False), torch.enable_grad():
         local = local.as_strided(shown.shape, shown.stride(), shown.storage_offset())
     view._local_tensor = local
+    if hasattr(view._view_of, "value"):
+        view._view_of.value = local  # type: ignore[union-attr]
     if view._anchor is not None:  # as the base of what is a copy
         view._anchor._local_tensor = local

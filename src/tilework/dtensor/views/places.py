@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Place, data_of, memory_of
+from tilework.dtensor.base import DTensorBase, Place, base_then, data_of, memory_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -62,22 +62,47 @@ def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
             _base.requires_grad_(tensor, tensor._local_tensor.requires_grad)
 
 
-def count_write(tensor: DTensorBase) -> None:
+def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
     """Note that a tensor is about to be written to, for what a user's own Function saved. Local.
+
+    Args:
+        tensor: The tensor.
+        graded: True if the write is recorded in the graph; None: if gradients are on.
+
+    Raises:
+        RuntimeError: It is recorded, and the tensor shows other memory than its place in the graph.
 
     C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. What a
     Function's own ``forward`` writes is saved afterwards: there, derivatives forward are off.
     """
     if not (_is_grad_enabled() or _is_forward_grad_enabled() or torch.is_inference_mode_enabled()):
         return
+    graded = _is_grad_enabled() if graded is None else graded
     while True:
         if tensor._made_without_grad or _use_count(tensor) > 1:
             _increment_version((tensor,))
         viewed = tensor._viewed
+        if tensor._moved is not None and graded:
+            _check_in_place(tensor, tensor._moved.base)
         if viewed is None or viewed[2] is data_of:
             tensor._written_at = _next_number()
             return
-        tensor = viewed[0]
+        base = viewed[0]
+        if base._spec is not viewed[1] and graded:
+            then = base_then(tensor)
+            if then is None or then._left:
+                _check_in_place(tensor, base)
+        tensor = base
+
+
+def _check_in_place(tensor: DTensorBase, base: DTensorBase) -> None:
+    """Raise at a write in the graph to a view, if it or its base was given other data."""
+    if tensor._local_tensor.requires_grad and base._local_tensor.requires_grad:
+        raise RuntimeError(
+            f"{tensor!r} is a view of {base!r} in the graph, and one of them was given other data "
+            f"since (x.data = y): a write to it would have gradients of elements that it does not "
+            f"show. Write to its clone(), or under no_grad() to its detach()"
+        )
 
 
 def check_unwritten(function: Any) -> None:
