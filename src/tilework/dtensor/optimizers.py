@@ -57,6 +57,8 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             local = param._local_tensor
             if param._spec.partial_axes or not param._spec.takes_part or param._origin is not None:
                 return None
+            if param._view_of is not None or getattr(param._grad, "_view_of", None) is not None:
+                return None  # others see what is written to it, by more than its memory
             params.append(local)
             if state := optimizer.state.get(param):
                 if not _sharded_alike(param, state):

@@ -345,6 +345,8 @@ class DTensor(DTensorBase):
     def grad(self) -> DTensor | None:
         if self._became is not None and gradients.before_changes(self) is not self:
             return gradients.grad_before_changes(self)  # type: ignore[return-value]
+        if self._grad is not None and self._grad._view_of is not None:
+            gradients.refresh_grad(self)
         if self._origin is not None:
             local, spec = origins.grad_of(self)
         else:
@@ -441,6 +443,7 @@ class DTensor(DTensorBase):
         copied = memo[id(self)] = wrap(
             local, self._spec, self._digest if self._made is None else digest_of(self)
         )
+        copied_views.copy_view(self, copied, memo)
         for name, value in vars(self).items():
             if name not in _OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))

@@ -107,10 +107,38 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
         )
     spec = tensor._spec.grad_spec
     local = local_as(value, spec, "the gradient")
-    origins.set_grad_of(tensor, local)
+    grad = value
     if value._spec != spec:
-        value = wrap_as(type(tensor), local, spec, hash((digest_of(value), spec.digest)))
-    tensor._grad = value
+        grad = wrap_as(type(tensor), local, spec, hash((digest_of(value), spec.digest)))
+        if not local.requires_grad:
+            copied_views.mark(grad, value.detach(), _placed_as(spec), _write_placed)  # type: ignore[arg-type]
+    origins.set_grad_of(tensor, grad._local_tensor)
+    copied_views.hand_out(grad)  # to backward passes, which write to it
+    tensor._grad = grad
+
+
+def _placed_as(spec: DTensorSpec) -> Callable[[Any], Any]:
+    """Makes of a tensor one of the same value that is laid out so."""
+    return lambda x: x.redistribute(placements=spec.placements, order=spec.order).clone()
+
+
+def _write_placed(base: DTensorBase, value: DTensorBase) -> None:
+    base.copy_(value)
+
+
+def refresh_grad(tensor: DTensorBase) -> None:
+    """Have a tensor's gradient show what it is a copied view of. Collective if that has changed."""
+    grad = tensor._grad
+    assert grad is not None
+    local, view = grad._local_tensor, grad._view_of
+    copied_views.refresh(grad)
+    if grad._local_tensor is not local and not local.requires_grad:  # which is autograd's
+        with torch.no_grad():
+            local.copy_(grad._local_tensor)
+        grad._local_tensor = local
+        if view is not None and view is not copied_views.WATCHED:
+            view.value = local
+            copied_views.hand_out(grad)
 
 
 def before_changes(tensor: DTensorBase) -> DTensorBase:

@@ -12,6 +12,7 @@ that owns the memory, since torch counts neither those to ``x.data`` nor those i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -229,6 +230,25 @@ def share_memory(tensor: DTensorBase, value: DTensorBase) -> None:
         tensor._viewed = (value, value._spec, data_of, (), {})
     else:
         mark(tensor, value, data_of, shares=True, apart="data")
+
+
+def copy_view(tensor: DTensorBase, copied: DTensorBase, memo: dict[int, Any]) -> None:
+    """Let the deep copy of a copied view be one of its base's, as copies share memory in torch.
+
+    Args:
+        tensor: The view, or another tensor, which is left as it is.
+        copied: Its copy.
+        memo: What was copied so far.
+    """
+    view = tensor._view_of
+    if view is None or view is WATCHED:
+        return
+    base = view.base
+    if base._viewed is not None and base._viewed[0]._anchor is base:
+        base = base._viewed[0]
+    if not base.is_leaf:
+        base = base.detach()  # type: ignore[assignment]
+    mark(copied, copy.deepcopy(base, memo), view.redo, view.write, view.shares, view.apart)
 
 
 def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
@@ -521,13 +541,14 @@ def _write_back_handed_out(owner: DTensorBase) -> None:
     entries, owner._handed_out = owner._handed_out, None  # while tensors are refreshed for it
     assert entries is not None
     try:
-        for at, (held, version, grad_fn) in enumerate(entries):
-            if version_of(held._local_tensor) != version:
-                # In the graph, if the write was.
-                with torch.set_grad_enabled(_node_of(held._local_tensor) is not grad_fn):
-                    wrote(held)
-                _renew(entries[:at] + entries[at + 1 :])
-                entries[at] = _noted(held)
+        written = [entry for entry in entries if version_of(entry[0]._local_tensor) != entry[1]]
+        for held, _, grad_fn in written:
+            # In the graph, if the write was.
+            with torch.set_grad_enabled(_node_of(held._local_tensor) is not grad_fn):
+                wrote(held)
+        if written:  # all of them, before one is given what another has shown so far
+            _renew(entries)
+            entries[:] = [_noted(held) for held, *_ in entries]
     finally:
         owner._handed_out = entries
 
