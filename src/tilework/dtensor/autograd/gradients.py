@@ -257,14 +257,14 @@ def become_view(
         anchor._left = True
         if anchor._anchor is not None:  # as the base of what is a copy
             anchor._anchor._local_tensor = anchor._local_tensor
-        if view is not None and (view.base is anchor or view.base is anchor._anchor):
-            view.note()
         local = origins.with_data(tensor, result._local_tensor.data, result._spec, used)
         result._local_tensor = local
         tensor._became = None  # hooks are on the leaf
         if view is not None and view is not copied_views.WATCHED:
             view.value = local
     copied_views.take_over(anchor, tensor)
+    if stays and view is not None and (view.base is anchor or view.base is anchor._anchor):
+        view.note()
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
     tensor._view_of, tensor._in_place = view, True
     anchor._leaf_views, tensor._leaf_views = tensor._leaf_views, None
@@ -361,6 +361,8 @@ def set_memory(tensor: DTensorBase, *source: Any) -> None:
     if torch.is_grad_enabled() and (tensor.requires_grad or source[0].requires_grad):
         raise RuntimeError("set_() has no gradient: call it under no_grad(), or x.data = y")
     set_data(tensor, source[0])
+    if tensor._moved is not None:  # which torch counts as a write, unlike x.data = y
+        torch.autograd.graph.increment_version(tensor._local_tensor)
 
 
 def autograd_backward(

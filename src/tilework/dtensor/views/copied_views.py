@@ -246,8 +246,8 @@ def copy_view(tensor: DTensorBase, copied: DTensorBase, memo: dict[int, Any]) ->
     base = view.base
     if base._viewed is not None and base._viewed[0]._anchor is base:
         base = base._viewed[0]
-    if not base.is_leaf:
-        base = base.detach()  # type: ignore[assignment]
+    if not base.is_leaf:  # which has no deep copy
+        return
     mark(copied, copy.deepcopy(base, memo), view.redo, view.write, view.shares, view.apart)
 
 
@@ -295,7 +295,7 @@ def refresh(tensor: DTensorBase) -> None:
         elif _has_own_graph(view):
             view.value.data = anew.detach()
             torch.autograd.graph.increment_version(view.value)
-            _note_bases(view)
+            _note_own_write(view, owner)
         else:
             view.value = anew
         view.note()
@@ -307,12 +307,21 @@ def refresh(tensor: DTensorBase) -> None:
         tensor._local_tensor, tensor._aliases = view.value, None
 
 
-def _note_bases(view: View) -> None:
-    """Remember that the bases of a view show what they are to: they may count its writes, too."""
+def _note_own_write(view: View, owner: DTensorBase) -> None:
+    """Remember that a view and its bases show what they are to: they may share a number of writes.
+
+    Args:
+        view: The view, which was given what its base holds now.
+        owner: The owner of the memory.
+    """
     its: View | None = view
     while its is not None and its is not WATCHED:
         its.note()
         its = its.base._view_of
+    owner._handed_out = owner._handed_out and [
+        _noted(entry[0]) if entry[0]._local_tensor is view.value else entry
+        for entry in owner._handed_out
+    ]
 
 
 class _GradOfNobody(torch.autograd.Function):
