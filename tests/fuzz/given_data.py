@@ -100,7 +100,8 @@ def made(number: int, mesh: Sequence[int]) -> Program:
         makes = rng.choice(((_LEAF,), (_LEAF,), _PLAIN, _COMPUTED))
         parts = [rng.choice(makes), rng.choice(_BEFORE), rng.choice(_OTHERS)]
         parts += [rng.choice(_GIVING).replace("{form}", rng.choice(_FORMS)), "after"]
-        writes, after = _WRITES, _AFTER
+        writes: Sequence[str] = _WRITES
+        after: Sequence[str] = _AFTER
         if makes is not _COMPUTED:
             changes_dims = rng.random() < 0.5
             writes, after = (_WRITES + _DIMS, _AFTER) if changes_dims else (_WRITES, _IN_GRAPH)

@@ -327,8 +327,6 @@ class DTensor(DTensorBase):
             if requires_grad:
                 return self
             origins.leave_graph(self)
-        if not requires_grad:
-            keep_place(self)
         local_graph.local_of(self).requires_grad_(requires_grad)
         local_graph.mirror_requires_grad(self)
         return self
@@ -437,13 +435,17 @@ class DTensor(DTensorBase):
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
         local = local_graph.local_of(self)
-        if self._origin is not None or isinstance(self, Parameter):  # which leave their gradients
-            local = local.detach().requires_grad_(local.requires_grad)
-        local = copy.deepcopy(local, memo)
+        is_param, requires_grad = isinstance(self, Parameter), local.requires_grad
+        if self._origin is not None or is_param:  # which leave their gradients
+            local = local.detach()
+        # torch's copies of parameters share no memory, though these do.
+        local = local.clone() if is_param else copy.deepcopy(local, memo)
+        local.requires_grad_(requires_grad)
         copied = memo[id(self)] = wrap(
             local, self._spec, self._digest if self._made is None else digest_of(self)
         )
-        copied_views.copy_view(self, copied, memo)
+        if not is_param:
+            copied_views.copy_view(self, copied, memo)
         for name, value in vars(self).items():
             if name not in _OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))
