@@ -75,14 +75,16 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
     C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. What a
     Function's own ``forward`` writes is saved afterwards: there, derivatives forward are off.
     """
-    if not (_is_grad_enabled() or _is_forward_grad_enabled() or torch.is_inference_mode_enabled()):
+    is_on = _is_grad_enabled()
+    if not (is_on or _is_forward_grad_enabled() or torch.is_inference_mode_enabled()):
         return
-    graded = _is_grad_enabled() if graded is None else graded
+    if graded is None:
+        graded = is_on
     while True:
         if tensor._made_without_grad or _use_count(tensor) > 1:
             _increment_version((tensor,))
         viewed = tensor._viewed
-        if tensor._moved is not None and graded:
+        if graded and tensor._moved is not None:
             _check_in_place(tensor, tensor._moved.base)
         if viewed is None or viewed[2] is data_of:
             tensor._written_at = _next_number()
