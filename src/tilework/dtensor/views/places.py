@@ -99,6 +99,8 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
 
 def _check_in_place(tensor: DTensorBase, base: DTensorBase) -> None:
     """Raise at a write in the graph to a view, if it or its base was given other data."""
+    if 0 in tensor._spec.shape:
+        return  # nothing is written
     if tensor._local_tensor.requires_grad and base._local_tensor.requires_grad:
         raise RuntimeError(
             f"{tensor!r} is a view of {base!r} in the graph, and one of them was given other data "
