@@ -24,10 +24,11 @@ ranks, sharded along the first dim, the last, and at random.
 {never} operators were never gathered (a dim that an operator needs whole is, but not the others),
 {partly} for some calls, {always} always; {none} have no samples that can be called here.
 
-Strides of results are those of plain tensors in 1,288 of 1,292 calls (one mesh of 2, float64, as
-functions). Others: `linalg.eig` and `linalg.svd`, whose columns torch leaves together on a CPU,
-though it says otherwise of tensors without memory; and the gradient of `max_unpool2d`, of images
-whose channels lie innermost.
+Strides of results are those of plain tensors, and they share memory where those do, however the
+first tensor lies: as it is, transposed, as images, or in steps (39,180 calls in float64). Others:
+`max_unpool2d`; images of one channel or row, which are images in either format
+(`conv_transpose2d`, `pixel_unshuffle`, `max_pool1d`, reductions that keep dims); circular padding
+of images; and `unsafe_split` and its like, whose results are copies.
 
 `python -m tests.dtensor.op_db --table` writes this file.
 

@@ -283,6 +283,17 @@ for _name in SPLITS:
 # -- diagonals -------------------------------------------------------------------------------
 
 
+@dtensor_rule("linalg_diagonal", is_view=True)
+def _linalg_diagonal(
+    A: DTensorArg,
+    *,
+    offset: Any = 0,
+    dim1: int = -2,
+    dim2: int = -1,
+) -> RuleResult:
+    return _diagonal(A, offset, dim1, dim2)
+
+
 @dtensor_rule("diagonal", is_view=True)
 def _diagonal(
     input: DTensorArg, offset: Any = 0, dim1: int = 0, dim2: int = 1, **_: Any

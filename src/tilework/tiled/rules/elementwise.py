@@ -19,9 +19,9 @@ _UNTAGGED = """
     __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rpow__ __rrshift__ __rtruediv__
 """
 #: Linear in their one tensor.
-_LINEAR = "conj_physical deg2rad neg rad2deg zero"
+_LINEAR = "deg2rad neg rad2deg zero"
 #: Linear too, and the tensor itself or a view of it, depending on its dtype.
-_VIEWS = "conj imag real resolve_conj resolve_neg"
+_VIEWS = "conj conj_physical imag real resolve_conj resolve_neg"
 #: Tagged, but with a rule of their own, here or in another family.
 _OTHERS = """
     add addcdiv addcmul clone conj_physical deg2rad div equal frexp lerp max maximum min minimum mul

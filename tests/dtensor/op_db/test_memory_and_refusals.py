@@ -1,4 +1,4 @@
-"""Calls from torch's database: results have torch's strides, and what torch refuses is refused."""
+"""Calls from torch's database: results lie in memory as torch's, and torch's refusals are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.dtensor.op_db.calls import named, operators, samples_of
-from tilework.dtensor import distribute_tensor
+from tilework.dtensor import DTensor, distribute_tensor
+from tilework.dtensor.base import memory_of
 from tilework.layout import Replicate, Shard
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -31,6 +32,8 @@ _OTHER_STRIDES = {
         "images with dims of one element are images in either format",
     ),
 }
+#: Their results share memory in torch, unseen by autograd: here they are copies.
+_COPIED = ("unsafe_chunk", "unsafe_split", "slice")
 #: What is written to out= is cast where torch wants the very dtype.
 _CASTS_TO_OUT = ("aminmax", "complex", "gather", "multinomial")
 
@@ -83,7 +86,14 @@ def _order(tensor: Tensor) -> list[int]:
     return [its for size, its in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _strides_that_differ(part: int) -> list[str]:
+def _shares(result: Any, tensor: Any) -> bool:
+    """True if a result shows memory of a tensor."""
+    if isinstance(result, DTensor) and isinstance(tensor, DTensor):
+        return memory_of(result) is memory_of(tensor)
+    return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+
+
+def _memory_that_differs(part: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1,))
     found = []
     for info in operators()[part::PARTS]:
@@ -94,30 +104,60 @@ def _strides_that_differ(part: int) -> list[str]:
                 input, args, kwargs = arguments(_as_it_is)
                 torch.manual_seed(0)
                 try:
-                    want = info.op(input, *args, **kwargs)
+                    plain, want = input, info.op(input, *args, **kwargs)
                 except Exception:
                     continue
                 input, args, kwargs = arguments(lambda x: distribute_tensor(x, mesh, [Replicate()]))
                 torch.manual_seed(0)
                 got = info.op(input, *args, **kwargs)
-                pairs = zip(tree_flatten(want)[0], tree_flatten(got)[0], strict=True)
-                found += [
-                    f"{named(info)}: {list(a.shape)} lies in {b.stride()}, torch's in {a.stride()}"
-                    for a, b in pairs
-                    if _strided(a) and a.numel() and a.shape == b.shape and _order(a) != _order(b)
-                ]
+                for a, b in zip(tree_flatten(want)[0], tree_flatten(got)[0], strict=True):
+                    if not _strided(a) or not a.numel() or a.shape != b.shape:
+                        continue
+                    if _order(a) != _order(b):
+                        found.append(f"{named(info)}: strides {b.stride()}, torch's {a.stride()}")
+                    if named(info) not in _COPIED and _strided(plain):
+                        shares = _shares(a, plain)
+                        if shares != _shares(b, input):
+                            found.append(f"{named(info)}: {'a copy' if shares else 'no copy'}")
     return found
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_results_have_torchs_strides_however_the_first_tensor_lies(part: int) -> None:
+def test_results_lie_as_torchs_however_the_first_tensor_does(part: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = run_ranks(1, lambda rank: _strides_that_differ(part))[0]
+        found = run_ranks(1, lambda rank: _memory_that_differs(part))[0]
     assert not found, "\n".join(dict.fromkeys(found))
 
 
+def _refused_calls() -> list[tuple[Any, Any, bool]]:
+    """Operators, arguments that torch refuses, and whether ``out=`` is among them."""
+    found = []
+    for info in operators():
+        with contextlib.suppress(Exception):  # of samples on devices that are not there
+            for error in info.error_inputs("cpu") if info.error_inputs_func else ():
+                sample = error.sample_input
+                given = tree_map(
+                    lambda x: x.detach() if isinstance(x, Tensor) else x,
+                    (sample.input, tuple(sample.args), dict(sample.kwargs)),
+                )
+                tensors = [x for x in tree_flatten(given)[0] if _strided(x)]
+                memories = {x.untyped_storage()._cdata for x in tensors}
+                # What is distributed is copied: it shares no memory, and nothing in it repeats.
+                apart = len(memories) == len(tensors) and all(x.is_contiguous() for x in tensors)
+                if apart and _raises(info.op, given):
+                    found.append((info, given, "out" in sample.kwargs))
+    return found
+
+
 def test_calls_that_torch_refuses_are_refused() -> None:
+    calls = [
+        (info, given)
+        for info, given, out in _refused_calls()
+        if not (out and info.name in _CASTS_TO_OUT)
+    ]
+    assert len(calls) > 500
+
     def rank(rank: int) -> list[str]:
         mesh = init_device_mesh("cpu", (2,))
 
@@ -126,20 +166,11 @@ def test_calls_that_torch_refuses_are_refused() -> None:
                 return x
             return distribute_tensor(x.clone(), mesh, [Shard(0) if x.dim() else Replicate()])
 
-        accepted = []
-        for info in operators():
-            if info.error_inputs_func is None:
-                continue
-            with contextlib.suppress(Exception):
-                for error in info.error_inputs("cpu"):
-                    sample = error.sample_input
-                    given = (sample.input, tuple(sample.args), dict(sample.kwargs))
-                    if not _raises(info.op, given):
-                        continue
-                    cast = info.name in _CASTS_TO_OUT and "out" in sample.kwargs
-                    if not cast and not _raises(info.op, tree_map(cut, given)):
-                        accepted.append(f"{named(info)}: {error.error_regex}")
-        return accepted
+        return [
+            f"{named(info)} {given}"
+            for info, given in calls
+            if not _raises(info.op, tree_map(cut, given))
+        ]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
