@@ -84,6 +84,8 @@ class DTensorBase(TiledTensor):
     _made_without_grad: bool = False
     #: Places in the graph that it has left, and a user's own Function took it at.
     _places: tuple[Place, ...] = ()
+    #: Views that a user's own Function took, kept by the tensor that owns the memory.
+    _taken: list[ref[DTensorBase]] | None = None
     #: Its place in the graph, if it was given data in another layout since.
     _origin: Origin | None = None
 

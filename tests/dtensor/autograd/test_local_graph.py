@@ -214,3 +214,17 @@ def test_a_leaf_that_is_frozen_after_a_function_took_it(call: str, lies: str) ->
 
 def test_a_function_takes_what_an_operator_without_a_derivative_made() -> None:
     compare("v0 = leaf('v0', (2, 3), 9, 'S0')\nv1 = v0.heaviside(v0)\nv2 = own(v1)")
+
+
+@pytest.mark.parametrize("call", ["own(v2)", "recomputed(lambda a: a.sin(), v2, reentrant=True)"])
+@pytest.mark.parametrize(
+    "write", ["v1[0, -2] *= -1.5", "v1[1:].copy_(v1[:1])", "v1.mul_(2.0)", "v3.add_(1.0)"]
+)
+@pytest.mark.parametrize("lies", ["R", "S0", "S1", "P"])
+def test_a_view_that_a_function_took_and_a_write_to_another(
+    call: str, write: str, lies: str
+) -> None:
+    compare(
+        f"v0 = leaf('v0', (2, 3, 4), 1, '{lies}')\nv1 = v0 * 2\nv2 = v1[:1].unsqueeze(1)\n"
+        f"v3 = v1.movedim(0, 0)\nv4 = {call}\n{write}\nv5 = v4 * v1"
+    )

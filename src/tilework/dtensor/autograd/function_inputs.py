@@ -15,6 +15,7 @@ import torch
 
 from tilework.dtensor.autograd.local_graph import as_leaf
 from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.views.places import note_taken
 
 #: In torch's error for a Function that writes to a leaf in place.
 _LEAF_WRITTEN = "a leaf Variable that requires grad has been used in an in-place operation"
@@ -46,6 +47,8 @@ def _is_computed(arg: Any) -> bool:
 
 
 def _as_leaf(arg: Any) -> Any:
+    if isinstance(arg, DTensorBase):
+        note_taken(arg)
     is_result = isinstance(arg, DTensorBase) and arg._made_without_grad
     return as_leaf(arg) if is_result else arg
 

@@ -8,6 +8,7 @@ have given the tensor another place there meanwhile: the one before is kept.
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -36,18 +37,53 @@ def keep_place(tensor: DTensorBase, written: bool = False) -> None:
         tensor: The tensor.
         written: True if what it shows has been written to before; False: it is about to be.
     """
+    if not written:
+        _keep_places_of_taken(tensor)
     while True:
-        local = tensor._local_tensor
-        if local.requires_grad and _use_count(tensor) > 1:
-            if tensor._made_without_grad:
-                leave_graph_of_wrappers(tensor)
-            place = same_place(local)
-            left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
-            tensor._places = (*tensor._places, Place(place, tensor._spec, left))
+        _keep_place(tensor, written)
         viewed = tensor._viewed
         if viewed is None or written or viewed[2] is data_of:
             return
         tensor = viewed[0]
+
+
+def _keep_place(tensor: DTensorBase, written: bool) -> None:
+    local = tensor._local_tensor
+    if not local.requires_grad or _use_count(tensor) <= 1:
+        return
+    if tensor._made_without_grad:
+        leave_graph_of_wrappers(tensor)
+    place = same_place(local)
+    left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
+    tensor._places = (*tensor._places, Place(place, tensor._spec, left))
+
+
+def note_taken(tensor: DTensorBase) -> None:
+    """Note that a user's own Function takes a view, which a write to another one moves. Local."""
+    if tensor._viewed is None or not tensor._local_tensor.requires_grad:
+        return
+    owner = memory_of(tensor)
+    known = owner._taken or ()
+    owner._taken = [
+        *(each for each in known if each() is not None and each() is not tensor),
+        ref(tensor),
+    ]
+
+
+def _keep_places_of_taken(tensor: DTensorBase) -> None:
+    """Keep the places of views of a tensor's memory, but those that it is itself a view of."""
+    taken = memory_of(tensor)._taken
+    if taken is None:
+        return
+    own = []
+    while (viewed := tensor._viewed) is not None:
+        own.append(tensor)
+        tensor = viewed[0]
+    for each in taken:
+        view = each()
+        if view is not None and not any(view is base for base in own):
+            view._fix_weakref()  # type: ignore[attr-defined]  # C++ may be all that has it
+            _keep_place(view, written=False)
 
 
 def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
