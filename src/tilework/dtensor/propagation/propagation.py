@@ -344,13 +344,17 @@ def _meta_result(call: Call) -> Any:
         return None
 
 
+#: How Python's own errors begin, where a rule trips over dims or arguments that are not there.
+_TRIPPED = ("tuple index", "list index", "list assignment", "not enough values", "zip() argument")
+
+
 @contextmanager
 def refusals(call: Call) -> Iterator[None]:
     """Raise what torch does where this code trips over arguments that torch refuses."""
     try:
         yield
-    except (IndexError, ValueError):
-        refusal = _refusal(call)
+    except (IndexError, ValueError) as error:
+        refusal = _refusal(call) if str(error).startswith(_TRIPPED) else None
         if refusal is None:
             raise
         raise refusal from None
