@@ -140,6 +140,25 @@ def test_the_store_s_server_dies_with_rank_0() -> None:
     assert results[1:] == [2.0, 2.0]
 
 
+def test_ranks_that_agree_through_a_store_say_that_it_is_gone() -> None:
+    name = f"@tilework-test-gone-{os.getpid()}"
+
+    def program(rank: int) -> None:
+        store = UnixStore(name, is_master=rank == 0, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.PeerLostError):
+            dist.barrier()
+        with pytest.raises(dist.DistNetworkError, match=r"cannot shrink.*one that outlives ranks"):
+            dist.shrink_group()
+
+    results = run_ranks(3, program, kind="processes", init=False, return_exceptions=True)
+    assert isinstance(results[0], RankFailedError)
+    assert results[1:] == [None, None]
+
+
 @pytest.mark.skipif(not dist.is_backend_available("hybrid"), reason="torch has no gloo")
 def test_ranks_of_two_hosts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of five are killed, among them the first of each host."""

@@ -19,7 +19,13 @@ from tilework.comm.elastic.meeting_store import (
 from tilework.comm.elastic.party import drive, party_of
 from tilework.comm.group_plan import GroupPlan, Watch
 from tilework.comm.world import GroupRecord, World, current_world
-from tilework.errors import DistBackendError, DistError, ExcludedError, PeerLostError
+from tilework.errors import (
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    ExcludedError,
+    PeerLostError,
+)
 from tilework.store import PrefixStore, Store
 
 #: The longest that a rank which has not ended is waited for, unless the group's timeout is less.
@@ -80,6 +86,13 @@ class _Shrinking:
                 f"no successor of group {self._old.group_name!r} could be made in {rounds} "
                 f"attempts: {reasons}"
             ) from None
+        except DistNetworkError as error:
+            raise DistNetworkError(
+                f"group {self._old.group_name!r} cannot shrink: its ranks agree through the store, "
+                f"which is gone ({error}). Use one that outlives ranks, such as that of tilework "
+                f"run or init_method='file://...', or the backend 'shm' or 'hybrid', whose ranks "
+                f"agree without it"
+            ) from error
         if self._party.me not in decision.members:
             raise self._excluded_error(decision)
         assert self._group is not None
