@@ -228,3 +228,17 @@ def test_a_view_that_a_function_took_and_a_write_to_another(
         f"v0 = leaf('v0', (2, 3, 4), 1, '{lies}')\nv1 = v0 * 2\nv2 = v1[:1].unsqueeze(1)\n"
         f"v3 = v1.movedim(0, 0)\nv4 = {call}\n{write}\nv5 = v4 * v1"
     )
+
+
+@pytest.mark.parametrize("take", ["v2 = own(v1)", "v2 = own(v1)\nv3 = own(v2) * v1"])
+@pytest.mark.parametrize("write", ["v0.copy_(v9)", "v0[1:].mul_(v9[1:])", "v0.mul_(v9)"])
+@pytest.mark.parametrize("lies", ["R", "S0", "S1", "P"])
+@pytest.mark.parametrize("mesh", [(1,), (2,)])
+def test_a_function_takes_a_view_whose_base_has_entered_the_graph(
+    take: str, write: str, lies: str, mesh: tuple[int, ...]
+) -> None:
+    compare(
+        f"v9 = leaf('v9', (3, 2), 1, 'S0')\nv0 = data((3, 2), 2, '{lies}')\nv1 = v0[1:3:2]\n"
+        f"{write}\n{take}",
+        mesh,
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.autograd.local_graph import as_leaf
+from tilework.dtensor.autograd.local_graph import as_leaf, local_of, mirror_requires_grad
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.views.places import note_taken
 
@@ -48,6 +48,9 @@ def _is_computed(arg: Any) -> bool:
 
 def _as_leaf(arg: Any) -> Any:
     if isinstance(arg, DTensorBase):
+        if arg._viewed is not None:  # what it shows may have entered the graph since
+            local_of(arg)
+            mirror_requires_grad(arg)
         note_taken(arg)
     is_result = isinstance(arg, DTensorBase) and arg._made_without_grad
     return as_leaf(arg) if is_result else arg
