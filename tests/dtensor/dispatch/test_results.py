@@ -53,3 +53,29 @@ def test_out_of_too_little_room_in_the_memory_of_another_is_refused() -> None:
 )
 def test_composed_results_are_no_views_of_what_only_they_know(program: str) -> None:
     compare(program)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "functional.dropout(v1, 0.5, training=False)",
+        "functional.alpha_dropout(v1, 0.5, training=False)",
+        "v1.contiguous()",
+        "v1.to(torch.float64)",
+        "v1.expand_as(v1)",
+        "v1.flatten()",
+        "v1.positive()",
+        "v1.conj_physical()",
+    ],
+)
+@pytest.mark.parametrize(
+    "made", ["torch.einsum('ij,ij->i', v0, v0)", "(v0 * 2).view(-1)", "torch.mm(v0, v0.t())[0]"]
+)
+@pytest.mark.parametrize("lies", ["S0", "S1", "P"])
+def test_what_gives_its_input_without_gradients_leaves_that_in_the_graph(
+    call: str, made: str, lies: str
+) -> None:
+    compare(
+        f"v0 = leaf('v0', (3, 4), 37, '{lies}')\nv1 = {made}\n"
+        f"with torch.no_grad(): v2 = {call}\nv3 = v1 * 3"
+    )

@@ -91,7 +91,8 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
     tensors = tensors_in(result)
     if len(tensors) == 1 and isinstance(tensors[0], DTensor):
         _own_its_memory(tensors[0], operands)
-        if tensors[0]._viewed is None:
+        is_new = not any(tensors[0] is operand for operand in operands)
+        if is_new and tensors[0]._viewed is None:
             tensors[0]._local_tensor = as_no_view(tensors[0]._local_tensor)
     for number, tensor in enumerate(tensors):
         is_new = not any(tensor is operand for operand in operands)
