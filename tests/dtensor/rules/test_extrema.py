@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.fuzz.programs import compare
 from tilework.dtensor import Partial, Replicate
 
 A = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
@@ -24,11 +25,11 @@ def test_extrema_of_partial_extrema_communicate_nothing(op: str) -> None:
     other = "min" if op == "max" else "max"
     both = {"two": TWO[op], "max of two": getattr(torch, op)}
     for fn in both.values():
-        for layout in ([Partial(op)], [Replicate()]):
-            seen = count_op(fn, A, B, layouts=[[Partial(op)], layout])
-            assert seen.forward == []
-            assert seen.placements == [(Partial(op),)]
-        assert "all_reduce" in count_op(fn, A, B, layouts=[[Partial(other)], [Partial(op)]]).forward
+        seen = count_op(fn, A, B, layouts=[[Partial(op)], [Partial(op)]])
+        assert seen.forward == []
+        assert seen.placements == [(Partial(op),)]
+        for layout in ([Partial(other)], [Replicate()]):
+            assert "all_reduce" in count_op(fn, A, B, layouts=[[Partial(op)], layout]).forward
     for fn in (getattr(torch, op), lambda x: getattr(torch, f"a{op}")(x, 0)):
         seen = count_op(fn, A, layouts=[[Partial(op)]])
         assert seen.forward == []
@@ -40,3 +41,12 @@ def test_their_values_and_gradients(op: str) -> None:
     check_op(TWO[op], A, B[0], meshes=[(3,)], partial=(op,), most=12, plain=True)
     check_op(getattr(torch, f"a{op}"), A, meshes=[(2, 2)], partial=(op,))
     check_op(lambda x: getattr(x, op)(1), A, meshes=[(2,)], partial=(op,))
+
+
+@pytest.mark.parametrize("call", ["torch.maximum(v0, v1)", "torch.maximum(v1, v0)", "v0.max(v1)"])
+@pytest.mark.parametrize("lies", ["PM", "R", "S0", "P"])
+@pytest.mark.parametrize("mesh", [(2,), (3,)])
+def test_equal_values_share_the_gradient(call: str, lies: str, mesh: tuple[int, ...]) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 2), 5, 'PM')\nv1 = leaf('v1', (4, 2), 5, '{lies}')\nv2 = {call}", mesh
+    )

@@ -159,6 +159,11 @@ def _roles(mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int) -> list[R
             sizes = _factor_sizes(placement, spec, axis, dim, factor)
             roles += [ShardFactor(factor, sizes), ShardFactor(factor)]
         elif isinstance(placement, Partial):
+            whole = any(each.placements[axis] != placement for each in specs)
+            if whole and placement.reduce_op == mapped.extremum:
+                # What is whole would count on each rank: where it equals the others' extremum it
+                # would have more than its share of the gradient.
+                continue
             roles += [
                 KeepPartial(inputs, placement.reduce_op)
                 for inputs in _partial_together(mapped, placement.reduce_op)
@@ -169,15 +174,8 @@ def _roles(mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int) -> list[R
 
 def _partial_together(mapped: FactorMap, reduce_op: str) -> Sequence[frozenset[int]]:
     """The sets of inputs that may be partial together."""
-    if mapped.rearranges:
+    if mapped.rearranges or reduce_op == mapped.extremum:
         return [frozenset(range(len(mapped.inputs)))]
-    if reduce_op == mapped.extremum:
-        numbers = range(len(mapped.inputs))
-        return [
-            frozenset(some)
-            for count in range(1, len(numbers) + 1)
-            for some in itertools.combinations(numbers, count)
-        ]
     return mapped.linear if reduce_op in ("sum", "avg") else ()
 
 
