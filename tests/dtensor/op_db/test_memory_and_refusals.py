@@ -130,10 +130,10 @@ def test_results_lie_as_torchs_however_the_first_tensor_does(part: int) -> None:
     assert not found, "\n".join(dict.fromkeys(found))
 
 
-def _refused_calls() -> list[tuple[Any, Any, bool]]:
+def _refused_calls(part: int) -> list[tuple[Any, Any, bool]]:
     """Operators, arguments that torch refuses, and whether ``out=`` is among them."""
     found = []
-    for info in operators():
+    for info in operators()[part::PARTS]:
         with contextlib.suppress(Exception):  # of samples on devices that are not there
             for error in info.error_inputs("cpu") if info.error_inputs_func else ():
                 sample = error.sample_input
@@ -150,13 +150,14 @@ def _refused_calls() -> list[tuple[Any, Any, bool]]:
     return found
 
 
-def test_calls_that_torch_refuses_are_refused() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_calls_that_torch_refuses_are_refused(part: int) -> None:
     calls = [
         (info, given)
-        for info, given, out in _refused_calls()
+        for info, given, out in _refused_calls(part)
         if not (out and info.name in _CASTS_TO_OUT)
     ]
-    assert len(calls) > 500
+    assert len(calls) > 30
 
     def rank(rank: int) -> list[str]:
         mesh = init_device_mesh("cpu", (2,))
