@@ -21,8 +21,8 @@ from tilework.tiled.op_table import OpEntry
 #: They keep the order of their first tensor's dims, as elementwise operators do.
 _LIKE_INPUTS = """
     addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout feature_dropout
-    flip fliplr flipud huber_loss index_fill index_put msort normalize
-    poisson_nll_loss polygamma prelu put sort threshold
+    flip fliplr flipud huber_loss index_fill index_put msort normalize poisson_nll_loss polygamma
+    prelu put sort threshold
 """
 #: Their results have the very strides of the first tensor.
 _SAME_STRIDES = frozenset(
@@ -44,9 +44,8 @@ _ASKED_UNLESS_CONTIGUOUS = """
     adaptive_max_pool1d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices argmax
     argmin avg_pool1d avg_pool3d binary_cross_entropy_with_logits conj_physical conv3d
     conv_transpose3d glu hinge_embedding_loss interpolate kl_div local_response_norm lu_unpack
-    margin_ranking_loss max
-    max_pool1d max_pool1d_with_indices max_pool3d max_pool3d_with_indices median min mvlgamma
-    nanmedian stack
+    margin_ranking_loss max max_pool1d max_pool1d_with_indices max_pool3d max_pool3d_with_indices
+    median min mvlgamma nanmedian stack
 """
 #: Losses that compute elementwise, before they reduce.
 _LOSSES = frozenset({"l1_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"})
@@ -58,9 +57,10 @@ _CONTIGUOUS = frozenset(
 _OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2)}
 #: Fourier transforms of which the CPU's results lie otherwise than those without memory.
 _REAL_FFT = frozenset(
-    f"fft_{name}{dims}"
-    for name, kinds in (("rfft", "2n"), ("irfft", " 2n"), ("hfft", " 2n"))
-    for dims in map(str.strip, kinds)
+    {
+        *("fft_rfft2", "fft_rfftn", "fft_irfft", "fft_irfft2", "fft_irfftn"),
+        *("fft_hfft", "fft_hfft2", "fft_hfftn"),
+    }
 )
 #: Elementwise, and torch calls them with their inputs in the other order.
 _REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})

@@ -23,7 +23,7 @@ _use_count = _base._use_count
 _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _next_number = torch._C._autograd._get_sequence_nr
-#: Of nodes that torch numbers not: a leaf's, and those of operators without a derivative.
+#: The sequence number of nodes without one: a leaf's, and of operators without a derivative.
 _NO_NUMBER = 2**64 - 1
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 
