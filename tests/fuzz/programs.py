@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -154,14 +155,19 @@ def expect(program: Program) -> bool:
     grads = _plain_gradients(run)
     uncounted = any(_COUNTED_BY_NONE.search(text) for text in program.statements)
     if grads is None and not (uncounted or _WRITES_LOCAL.search(f"{program}")):
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        with _saving_copies():
             program.kept = _plain_gradients(_on_plain(program)[0])
-    if grads and uncounted:
-        # Fair if they are not of values that torch does not know to be others.
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
-            kept, _ = _on_plain(program)
-        if _difference(_plain_gradients(kept) or {}, grads):
-            grads = None
+    if uncounted:
+        for otherwise in (_saving_copies, _replaying_views):
+            with otherwise():
+                other = _seen_on_plain(program)
+            if other is None:
+                continue
+            state, other_grads = other
+            if _difference(state, program.expected):
+                return False
+            if grads and _difference(other_grads or {}, grads):
+                grads = None
     program.graded = grads is not None
     program.expected |= grads or {}
     if program.refused:
@@ -171,6 +177,33 @@ def expect(program: Program) -> bool:
         if _runs(last, program.refused, "ignore"):
             program.refused = ""
     return True
+
+
+def _saving_copies() -> AbstractContextManager[Any]:
+    """Autograd keeps copies: gradients depend on no write to what it keeps.
+
+    Gradients of memory that was written to behind autograd's back, as through ``.data``, are
+    those of whatever an operator happens to keep: torch leaves them undefined.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
+
+
+def _replaying_views() -> AbstractContextManager[Any]:
+    """Autograd finds a view's elements by its operators instead of its strides.
+
+    After ``view.data = other``, strides are those of other memory than the base's: torch's
+    gradients are then of elements that the view never showed.
+    """
+    return torch.autograd.grad_mode._force_original_view_tracking(True)
+
+
+def _seen_on_plain(program: Program) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
+    """What can be seen of a run on plain tensors, and its gradients; None if torch refuses it."""
+    try:
+        run, state = _on_plain(program)
+    except Exception:
+        return None
+    return state, _plain_gradients(run)
 
 
 def _on_plain(program: Program) -> tuple[Run, dict[str, Any]]:
