@@ -122,6 +122,7 @@ def test_lists_of_which_none_are_written_before_one_is_refused() -> None:
     run_ranks(2, program)
 
 
+@pytest.mark.filterwarnings("ignore:out= of add has shape")
 def test_out_takes_what_is_computed_of_plain_tensors() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

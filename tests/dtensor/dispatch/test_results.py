@@ -79,3 +79,31 @@ def test_what_gives_its_input_without_gradients_leaves_that_in_the_graph(
         f"v0 = leaf('v0', (3, 4), 37, '{lies}')\nv1 = {made}\n"
         f"with torch.no_grad(): v2 = {call}\nv3 = v1 * 3"
     )
+
+
+def test_out_of_which_one_is_refused_writes_none() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.tensor([3.0, 1.0, 2.0]), mesh, [Shard(0)])
+        values = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])
+        places = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match=r"sort casts no result: expected .* torch.int64"):
+            torch.sort(x, out=(values, places))
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.full((3,), 1, out=values, dtype=torch.int64)
+        assert values.full_tensor().tolist() == [0, 0, 0]
+
+    run_ranks(2, on_rank)
+
+
+def test_out_with_elements_that_is_resized_warns_once_for_all_ranks() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.zeros(3), mesh, [Shard(0)])
+        out = distribute_tensor(torch.zeros(2), mesh, [Shard(0)])
+        torch.add(x, 1, out=out)
+        assert out.full_tensor().tolist() == [1, 1, 1]
+
+    with pytest.warns(UserWarning, match="is resized to") as warned:
+        run_ranks(2, on_rank)
+    assert [one.filename for one in warned] == [__file__]

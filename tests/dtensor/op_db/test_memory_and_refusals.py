@@ -34,8 +34,10 @@ _OTHER_STRIDES = {
 }
 #: Their results share memory in torch, unseen by autograd: here they are copies.
 _COPIED = ("unsafe_chunk", "unsafe_split", "slice")
-#: What is written to out= is cast where torch wants the very dtype.
-_CASTS_TO_OUT = ("aminmax", "complex", "gather", "multinomial")
+#: Operators that take ``out=`` of some dtypes that they cast to, and refuse others of them.
+_CASTS_AT_WILL = ("abs", "_batch_norm_with_update")
+#: Those that cast to what results of theirs cannot be cast to, which is refused here.
+_CASTS_ANYTHING = ("bernoulli", "cumprod", "cumsum", "logsumexp", "lu", "nansum")
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -130,8 +132,8 @@ def test_results_lie_as_torchs_however_the_first_tensor_does(part: int) -> None:
     assert not found, "\n".join(dict.fromkeys(found))
 
 
-def _refused_calls(part: int) -> list[tuple[Any, Any, bool]]:
-    """Operators, arguments that torch refuses, and whether ``out=`` is among them."""
+def _refused_calls(part: int) -> list[tuple[Any, Any]]:
+    """Operators, and arguments that torch refuses."""
     found = []
     for info in operators()[part::PARTS]:
         with contextlib.suppress(Exception):  # of samples on devices that are not there
@@ -146,17 +148,13 @@ def _refused_calls(part: int) -> list[tuple[Any, Any, bool]]:
                 # What is distributed is copied: it shares no memory, and nothing in it repeats.
                 apart = len(memories) == len(tensors) and all(x.is_contiguous() for x in tensors)
                 if apart and _raises(info.op, given):
-                    found.append((info, given, "out" in sample.kwargs))
+                    found.append((info, given))
     return found
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_calls_that_torch_refuses_are_refused(part: int) -> None:
-    calls = [
-        (info, given)
-        for info, given, out in _refused_calls(part)
-        if not (out and info.name in _CASTS_TO_OUT)
-    ]
+    calls = _refused_calls(part)
     assert len(calls) > 30
 
     def rank(rank: int) -> list[str]:
@@ -177,6 +175,77 @@ def test_calls_that_torch_refuses_are_refused(part: int) -> None:
         warnings.simplefilter("ignore")
         accepted = run_ranks(2, rank)[0]
     assert not accepted, "\n".join(accepted)
+
+
+def _results(info: Any, given: Any) -> list[Tensor] | None:
+    """The tensors that a call gives; None if it gives something else."""
+    input, args, kwargs = given
+    with contextlib.suppress(Exception):
+        results = tree_flatten(info.op(input, *args, **kwargs))[0]
+        return results if all(map(_strided, results)) else None
+    return None
+
+
+def _out_refusal(info: Any, given: Any, out: list[Tensor]) -> str:
+    """What a call with ``out=`` comes to: an error, a warning, or nothing."""
+    input, args, kwargs = tree_map(lambda x: x.clone() if _strided(x) else x, given)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            info.op(input, *args, **kwargs, out=out[0] if len(out) == 1 else tuple(out))
+        except Exception:
+            return "raises"
+    return "warns" if any("resized" in str(one.message) for one in warned) else "nothing"
+
+
+def _outs(results: list[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Tensors for ``out=`` that are not as results are, and what is otherwise.
+
+    Their dtypes are no smaller: torch writes past the end of others, in places.
+    """
+    for number, result in enumerate(results):
+        for dtype in (torch.float64, torch.int64, torch.complex128):
+            if dtype is not result.dtype and dtype.itemsize >= result.dtype.itemsize:
+                out = [torch.empty_like(each) for each in results]
+                out[number] = torch.empty_like(result, dtype=dtype)
+                yield f"{dtype} for {result.dtype}", out
+    for shape in ((7, 5), (0,)):
+        yield f"shape {shape}", [result.new_empty(shape) for result in results]
+
+
+def _outs_taken_otherwise(part: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+
+    def spread(x: Any) -> Any:
+        return distribute_tensor(x, mesh, [Replicate()]) if _strided(x) else x
+
+    found = []
+    for info in operators()[part::PARTS]:
+        if not info.supports_out or info.name in _CASTS_AT_WILL:
+            continue
+        for dtype in (torch.float32, torch.int64):
+            supported = dtype in info.supported_dtypes("cpu")
+            for sample in samples_of(info, dtype, 1) if supported else ():
+                given = (sample.input, tuple(sample.args), dict(sample.kwargs))
+                given = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, given)
+                results = _results(info, given)
+                if not any(map(_strided, tree_flatten(given)[0])) or not results:
+                    continue
+                for what, out in _outs(results):
+                    want = _out_refusal(info, given, [one.clone() for one in out])
+                    its = tree_map(spread, (given, out))
+                    got = _out_refusal(info, *its)
+                    refused = info.name in _CASTS_ANYTHING and got == "raises"
+                    warned = (got, want) == ("warns", "nothing")  # some resize without a word
+                    if got != want and not (refused or warned):
+                        found.append(f"{named(info)} out= {what}: {got}, torch {want}")
+    return found
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_out_is_refused_and_resized_as_torch_does(part: int) -> None:
+    found = run_ranks(1, lambda rank: _outs_taken_otherwise(part))[0]
+    assert not found, "\n".join(found)
 
 
 def _raises(op: Callable[..., Any], given: Any) -> bool:

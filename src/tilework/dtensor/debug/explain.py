@@ -23,6 +23,7 @@ from tilework.dtensor.debug.event_log import Event, Log
 from tilework.dtensor.debug.formatting import layout_text, tensor_text
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout.steps import Steps
+from tilework.mesh import DeviceMesh
 
 #: The number of ``explain`` and ``strict`` that are open, of all ranks of this process.
 watchers = 0
@@ -154,12 +155,21 @@ def warn_gather(name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.
     if recorder.strict:
         raise NotImplementedError(f"{text}; this is strict()")
     recorder.warned.add(key)
-    if not specs[0].mesh.is_first:
-        return  # a job is told once, not each of its ranks
-    frame = user_frame(sys._getframe(1))
-    warnings.warn_explicit(
+    warn_user(
         f"{text} (told once; tilework.dtensor.register_rule teaches DTensor operators of your own)",
         GatherWarning,
+        specs[0].mesh,
+    )
+
+
+def warn_user(text: str, category: type[Warning], mesh: DeviceMesh) -> None:
+    """Warn at the user's line, on the first rank of a mesh: a job is told, not each rank. Local."""
+    if not mesh.is_first:
+        return
+    frame = user_frame(sys._getframe(1))
+    warnings.warn_explicit(
+        text,
+        category,
         "tilework" if frame is None else frame.f_code.co_filename,
         0 if frame is None else frame.f_lineno,
     )

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import memory_of
+from tilework.dtensor.debug import explain
+from tilework.dtensor.dispatch.out_dtypes import check_out_dtype
 from tilework.dtensor.dispatch.overlapping import (
     check_apart,
     is_window,
@@ -229,18 +231,7 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
             )
     result = func(*args, **kwargs)
     inputs = [x for x in tensors_in([*args, *kwargs.values()]) if isinstance(x, DTensor)]
-    for target, value in zip(tensors_in(out), tensors_in(result), strict=False):
-        for tensor in inputs:
-            if tensor is target or not isinstance(target, DTensor):
-                continue
-            if target.shape == value.shape:
-                check_apart(name, target, tensor)
-            elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
-                raise RuntimeError(
-                    f"{name} with out= of shape {list(target.shape)}, which would be resized for "
-                    f"a result of shape {list(value.shape)}, but is a view of memory that is also "
-                    f"read: pass a tensor of its own as out="
-                )
+    _check_outs(name, tensors_in(out), result, inputs)
     if isinstance(out, Tensor):
         assert isinstance(out, DTensor)
         if out.shape == result.shape and reads_itself(out, inputs) and is_window(name, out):
@@ -253,6 +244,27 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return None
     kind = getattr(torch.return_types, f"{type(result).__name__}_out", type(out))
     return kind(out)
+
+
+def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence[DTensor]) -> None:
+    """Raise, as torch does, if results cannot be written to ``out=``, before any is. Local."""
+    values = tensors_in(result)
+    if len(outs) != len(values):
+        raise TypeError(f"{name} gives {len(values)} tensors, got {len(outs)} in out=")
+    for target, value in zip(outs, values, strict=True):
+        assert isinstance(target, DTensor)
+        for tensor in inputs:
+            if tensor is target:
+                continue
+            if target.shape == value.shape:
+                check_apart(name, target, tensor)
+            elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
+                raise RuntimeError(
+                    f"{name} with out= of shape {list(target.shape)}, which would be resized for "
+                    f"a result of shape {list(value.shape)}, but is a view of memory that is also "
+                    f"read: pass a tensor of its own as out="
+                )
+        check_out(name, target, value, result)
 
 
 def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
@@ -272,22 +284,37 @@ def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
     return math.prod(shape) <= room
 
 
-def write_out(out: Any, value: Any, name: str) -> None:
-    """Write a result to the tensor that was passed as ``out=``."""
-    assert isinstance(out, DTensor)
-    if not isinstance(value, DTensor):  # of plain tensors only: it counts as replicated
-        value = replicated(value, out._spec.mesh)
-    if not torch.can_cast(value.dtype, out.dtype):
-        raise RuntimeError(
-            f"result type {value.dtype} of {name} can't be cast to the desired output type "
-            f"{out.dtype}"
-        )
+def check_out(name: str, out: Tensor, value: Tensor, result: Any) -> None:
+    """Raise RuntimeError, as torch does, if a result cannot be written to ``out=``. Local.
+
+    Args:
+        name: The operator.
+        out: Where it is to be written.
+        value: What is to be written there.
+        result: All that the operator gives.
+    """
+    check_out_dtype(name, result, value.dtype, out.dtype)
     if torch.is_grad_enabled() and (out.requires_grad or value.requires_grad):
         raise RuntimeError(
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "
             f"but one of the arguments requires grad"
         )
+
+
+def write_out(out: Any, value: Any, name: str) -> None:
+    """Write a result to the tensor that was passed as ``out=``."""
+    assert isinstance(out, DTensor)
+    if not isinstance(value, DTensor):  # of plain tensors only: it counts as replicated
+        value = replicated(value, out._spec.mesh)
     if out.shape != value.shape:
+        if out.numel():
+            explain.warn_user(
+                f"out= of {name} has shape {list(out.shape)} and elements, and is resized to "
+                f"{list(value.shape)}: this is deprecated; pass one of that shape, or resize_(0) "
+                f"it first",
+                UserWarning,
+                out._spec.mesh,
+            )
         if _has_room(out, value.shape):
             torch._resize_output_(out, value.shape, out.device)  # in_place_views.py has it
         else:

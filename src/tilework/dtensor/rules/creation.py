@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.dispatch.results import replicated, write_out
+from tilework.dtensor.dispatch.results import check_out, replicated, write_out
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.spec import DTensorSpec, row_major
@@ -94,7 +94,13 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a creation function with DTensors as numbers or as ``out``."""
     out = kwargs.pop("out", None)
     if out is not None:
-        kwargs["dtype"] = kwargs.get("dtype") or out.dtype
+        dtype = kwargs.get("dtype") or out.dtype
+        if dtype != out.dtype:
+            raise RuntimeError(
+                f"{func.__name__} of dtype={dtype} with out= of dtype {out.dtype}: pass out= "
+                f"alone, or one of that dtype"
+            )
+        kwargs["dtype"] = dtype
     values = [out, *args, *kwargs.values()]
     mesh = next(value.device_mesh for value in values if isinstance(value, DTensor))
     result = func(
@@ -102,7 +108,9 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     )
     if out is None:
         return replicated(result, mesh)
-    write_out(out, replicated(result, mesh), func.__name__)
+    value = replicated(result, mesh)
+    check_out(func.__name__, out, value, value)
+    write_out(out, value, func.__name__)
     return out
 
 
