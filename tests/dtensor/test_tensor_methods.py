@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from tilework.dtensor import (
     Placement,
     Replicate,
     Shard,
+    distribute_tensor,
     init_device_mesh,
 )
 from tilework.testing import run_ranks
@@ -208,3 +210,29 @@ def test_item_of_a_partial_value_is_the_value() -> None:
         assert [0, 1, 2, 3][partial_tensor(torch.tensor(2), mesh)] == 2
 
     run_ranks(4, program)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()])
+def test_arrays_have_the_full_value_and_are_read_only(placement: Placement) -> None:
+    """As metrics, plots and solvers outside of torch take them."""
+    values = torch.arange(6.0).view(3, 2)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(values, mesh, [placement])
+        assert x.numpy().tolist() == values.tolist()
+        assert np.asarray(x).mean() == 2.5
+        assert np.asarray(x, dtype=np.float64).dtype == np.float64
+        with pytest.raises(ValueError, match="read-only"):
+            x.detach().cpu().numpy()[0] = 7
+        own = np.array(x)
+        own[0] = 7  # a copy
+        assert x.full_tensor().tolist() == values.tolist()
+        x.requires_grad_()
+        with pytest.raises(RuntimeError, match="detach"):
+            x.numpy()
+        assert x.numpy(force=True).shape == (3, 2)
+        with torch.no_grad():
+            assert x.numpy().shape == (3, 2)
+
+    run_ranks(2, program)

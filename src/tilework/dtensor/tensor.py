@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -457,14 +457,24 @@ class DTensor(DTensorBase):
         layout = serialization.layout_to_save(self)
         return _rebuild, (local, *layout, self.requires_grad, attributes)
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        raise TypeError(
-            f"{self!r} has its elements on several ranks: make it plain with full_tensor(), or "
-            f"take this rank's part with to_local()"
-        )
+    def numpy(self, *, force: bool = False) -> Any:
+        """The full value as an array, on every rank. Collective; blocks.
 
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self.numpy()
+        It is read-only: the ranks that have the elements would not see what is written to it.
+
+        Args:
+            force: Also of a tensor that requires a gradient, as torch has it.
+        """
+        with named_for("numpy"):
+            array = self.full_tensor().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        if dtype is not None:
+            array = array.astype(dtype, copy=False)
+        return array.copy() if copy else array
 
 
 def _takes_values(func: Any, args: Sequence[Any]) -> bool:

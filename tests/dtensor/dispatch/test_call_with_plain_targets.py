@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from tests.dtensor.op_checks import check_op
 from tests.rounding import assert_close
-from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor import (
+    DTensor,
+    GatherWarning,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    strict,
+)
+from tilework.errors import CollectiveMismatchError
 from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.testing import run_ranks
 
@@ -38,9 +49,10 @@ def operands(name: str) -> tuple[Tensor, Tensor]:
     return values if bits else (values[0].double(), values[1].double())
 
 
+@pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_augmented_assignment_makes_a_new_tensor(name: str) -> None:
-    """Python's fallback where the left operand cannot be written to, as for numbers."""
+def test_augmented_assignment_writes_to_the_plain_tensor(name: str) -> None:
+    """Else what shares its memory would not see what was written."""
     assign = IN_PLACE[name]
     left, right = operands(name)
     expected = assign(left.clone(), right)
@@ -48,14 +60,15 @@ def test_augmented_assignment_makes_a_new_tensor(name: str) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         plain = left.clone()
-        try:
-            result = assign(plain, distribute_tensor(right, mesh, [Shard(0)]))
-        except TypeError:
-            assert name == "imatmul"  # which torch does not have either
-        else:
+        shows = plain[:]
+        result = assign(plain, distribute_tensor(right, mesh, [Shard(0)]))
+        if name == "imatmul":  # a new tensor, as torch has it
             assert isinstance(result, DTensor)
             assert_close(result.full_tensor(), expected)
-        assert_close(plain, left)
+            assert_close(plain, left)
+            return
+        assert result is plain
+        assert_close(shows, expected)
 
     run_ranks(2, program)
 
@@ -80,46 +93,146 @@ TARGETS: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda p, x: p.copy_(x),
     "index_add_": lambda p, x: p.index_add_(0, torch.arange(2), x),
     "index_put_": lambda p, x: p.index_put_((torch.arange(2),), x),
-    "masked_fill_": lambda p, x: p.masked_fill_(x > 0, 1.0),
+    "masked_fill_": lambda p, x: p.masked_fill_(x > 1, 1.0),
+    "masked_scatter_": lambda p, x: p.masked_scatter_(x > 1, x * 2),
+    "scatter_add_": lambda p, x: p.scatter_add_(0, (x > 1).long(), x),
     "lerp_": lambda p, x: p.lerp_(x, 0.5),
     "addmm_": lambda p, x: p.addmm_(x, x),
     "view": lambda p, x: p[0].add_(x[0]),
     "named": lambda p, x: torch.Tensor.add_(p, other=x),
     "setitem": lambda p, x: operator.setitem(p, 0, x[0]),
-    "setitem with indices": lambda p, x: operator.setitem(p, x > 0, 1.0),
+    "setitem with indices": lambda p, x: operator.setitem(p, x > 1, 1.0),
+    "setitem with a mask": lambda p, x: operator.setitem(p, torch.tensor([False, True]), x[:1]),
+    "augmented setitem": lambda p, x: operator.setitem(p, 1, p[1].__iadd__(x[0])),
     "out=": lambda p, x: torch.add(x, 1, out=p),
-    "out= of several": lambda p, x: torch.max(x, 0, out=(x[0].clone(), p)),
+    "out= of bools": lambda p, x: torch.gt(x, 1, out=p),
+    "out= of several": lambda p, x: torch.sort(x, 0, out=(p, x.long())),
+    "out= of another shape": lambda p, x: torch.sum(x, 1, out=p.resize_(0)),
     "foreach": lambda p, x: torch._foreach_add_([p], [x]),
     "foreach, the second": lambda p, x: torch._foreach_add_([x.clone(), p], [x, x]),
     "foreach, the third list": lambda p, x: torch._foreach_addcmul_([p], [p], [x]),
 }
+PLACES: dict[str, Placement] = {
+    "rows": Shard(0),
+    "columns": Shard(1),
+    "whole": Replicate(),
+    "partial": Partial(),
+}
 
 
+@pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_is_written_to_a_plain_tensor(name: str) -> None:
+def test_values_are_written_to_a_plain_tensor(name: str) -> None:
+    values = torch.tensor([[2.0, 1.0], [0.5, 3.0]])
+    expected = torch.full((2, 2), 3.0)
+    TARGETS[name](expected, values)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in PLACES.values():
+            x = distribute_tensor(values, mesh, [placement])
+            plain = torch.full((2, 2), 3.0)
+            TARGETS[name](plain, x)
+            assert torch.equal(plain, expected)
+            assert torch.equal(x.full_tensor(), values)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
+@pytest.mark.parametrize("places", PLACES)
+def test_what_is_written_to_a_plain_tensor_has_its_gradient(places: str) -> None:
+    """As the outputs of experts are added up in a new tensor."""
+
+    def losses(weight: Any, factor: Any, bias: Any) -> Any:
+        summed = torch.zeros(4, 3, dtype=torch.float64)
+        for expert in range(2):
+            rows = torch.tensor([[0, 2], [2, 3]][expert])
+            summed.index_add_(0, rows, weight[rows] * (expert + 2))
+        summed[1:3] += weight[:2] * 7
+        summed[torch.tensor([True, False, False, True])] = weight[2:] * bias
+        # Beside DTensors it is a replicated operand, of which each rank uses a part.
+        return (summed * factor).sum() + summed.square().sum()
+
+    generator = torch.Generator().manual_seed(0)
+    full = [
+        torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(2)
+    ] + [torch.randn(3, generator=generator, dtype=torch.float64)]  # fmt: skip
+    whole = [x.clone().requires_grad_() for x in full]
+    losses(*whole).backward()
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        parts = [
+            distribute_tensor(x, mesh, [PLACES[places] if x.dim() == 2 else Shard(0)])
+            for x in full
+        ]  # fmt: skip
+        leaves = [part.requires_grad_() for part in parts]
+        losses(*leaves).backward()
+        for leaf, expected in zip(leaves, whole, strict=True):
+            assert leaf.grad is not None
+            assert expected.grad is not None
+            assert_close(leaf.grad.full_tensor(), expected.grad)
+
+    run_ranks(2, program)
+
+
+def test_a_write_to_a_plain_tensor_is_warned_of_and_strictly_refused() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         plain = torch.full((2, 2), 3.0)
         x = distribute_tensor(torch.full((2, 2), 2.0), mesh, [Shard(0)])
-        with pytest.raises(TypeError, match=r"full_tensor\(\)"):
-            TARGETS[name](plain, x)
+        for name in ("add_", "setitem with indices", "out=", "foreach"):
+            with strict(), pytest.raises(NotImplementedError, match="to a plain tensor"):
+                TARGETS[name](plain, x)
         assert plain.tolist() == [[3.0, 3.0]] * 2
-        assert x.full_tensor().tolist() == [[2.0, 2.0]] * 2
+        plain.mul_(x.redistribute(placements=[Replicate()]))  # nothing is gathered
+        assert plain.tolist() == [[6.0, 6.0]] * 2
+        plain.add_(x)
+        with strict(), pytest.raises(NotImplementedError, match="to a plain tensor"):
+            plain.add_(x)
 
-    run_ranks(2, program)
+    with pytest.warns(GatherWarning, match="add_ writes values of DTensors to a plain") as told:
+        run_ranks(2, program)
+    assert len(told) == 1
 
 
-def test_lists_of_which_none_are_written_before_one_is_refused() -> None:
+@pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
+@pytest.mark.parametrize("name", ["copy_", "index_put_", "setitem", "setitem with a mask", "out="])
+def test_plain_tensors_that_are_written_may_hold_anything_before(name: str) -> None:
+    """As torch.empty gives them."""
+
+    def program(rank: int) -> bool:
+        mesh = init_device_mesh("cpu", (2,))
+        plain = torch.full((2, 2), float(rank))
+        TARGETS[name](plain, distribute_tensor(torch.full((2, 2), 2.0), mesh, [Shard(0)]))
+        return bool((plain > 1).any())
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_plain_tensors_that_differ_are_not_added_to() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        plain = torch.full((2,), 3.0)
-        x = distribute_tensor(torch.full((2,), 2.0), mesh, [Shard(0)])
-        first: Any = x.clone()
-        with pytest.raises(TypeError, match="Nothing was written"):
-            torch._foreach_add_([first, plain], [x, x])
-        assert first.full_tensor().tolist() == [2.0, 2.0]
+        plain = torch.full((2,), float(rank))
+        with pytest.raises(CollectiveMismatchError):
+            plain.add_(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
+        assert plain.tolist() == [rank, rank]
 
-    run_ranks(2, program)
+    with pytest.warns(GatherWarning):
+        run_ranks(2, program)
+
+
+def test_draws_that_are_written_to_plain_tensors_are_the_same_on_all_ranks() -> None:
+    def program(rank: int) -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+        half = distribute_tensor(torch.full((40,), 0.5), mesh, [Replicate()])
+        drawn: list[float] = torch.zeros(40).bernoulli_(half).tolist()
+        return drawn
+
+    first, second = run_ranks(2, program)
+    assert first == second
+    assert 0 < sum(first) < 40
 
 
 @pytest.mark.filterwarnings("ignore:out= of add has shape")
@@ -208,9 +321,6 @@ def test_numbers_are_written_to_items_of_plain_tensors() -> None:
         kept.sum().backward()  # type: ignore[no-untyped-call]
         assert weight.grad is not None
         assert weight.grad.full_tensor().tolist() == [2, 2, 2]
-        with pytest.raises(TypeError, match="would write to a plain tensor"):
-            losses[:] = weight.detach()
-        assert losses.tolist() == [0, 6, 7]
 
     run_ranks(2, program)
 

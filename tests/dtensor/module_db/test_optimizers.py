@@ -95,8 +95,7 @@ def test_steps_are_those_of_plain_parameters(name: str) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
         for kwargs, expected in cases:
-            # LBFGS concatenates all parameters, and refuses to write the result to plain ones.
-            for way in ("rows", "columns", "mixed")[: 2 if name == "LBFGS" else 3]:
+            for way in ("rows", "columns", "mixed"):
                 params = [placed(x, mesh, number, way) for number, x in enumerate(whole)]
                 found = train(info, params, kwargs)
                 assert len(found) == len(expected)

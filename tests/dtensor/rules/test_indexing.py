@@ -304,16 +304,6 @@ def test_places_outside_of_the_tensor() -> None:
     run_ranks(2, program)
 
 
-def test_a_plain_tensor_gets_no_values_of_a_dtensor() -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(A, mesh, [Replicate()], src_data_rank=None)
-        with pytest.raises(TypeError, match="would write to a plain tensor"):
-            A.clone()[0] = x[0]
-
-    run_ranks(2, program)
-
-
 GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
 
 

@@ -29,6 +29,14 @@ from tilework.mesh import DeviceMesh
 watchers = 0
 _lock = threading.Lock()
 
+#: Why an operator gathers.
+NO_RULE = "has no rule for this call on DTensors"
+TO_PLAIN_TENSOR = "writes values of DTensors to a plain tensor, which has no layout"
+_GATHERS = ", and gathers its tensors"
+_REMEDIES = {
+    NO_RULE: "tilework.dtensor.register_rule teaches DTensor operators of your own",
+    TO_PLAIN_TENSOR: "write to a DTensor, or compute a new tensor, and they stay in parts",
+}
 #: Steps that communicate nothing.
 _LOCAL = ("slice", "fill")
 
@@ -137,26 +145,31 @@ def begin_operator(operator: str, gathered: bool = False) -> None:
     recorder = _recorder()
     recorder.operator, recorder.gathered = operator, gathered
     if gathered and recorder.strict:
-        raise NotImplementedError(_no_rule(operator) + "; this is strict()")
+        raise NotImplementedError(f"{operator} {NO_RULE}{_GATHERS}; this is strict()")
 
 
-def warn_gather(name: str, specs: Sequence[DTensorSpec], dtypes: Sequence[torch.dtype]) -> None:
-    """Warn of an operator that has no rule for such a call and will gather; raise if strict."""
+def warn_gather(
+    name: str,
+    specs: Sequence[DTensorSpec],
+    dtypes: Sequence[torch.dtype],
+    why: str = NO_RULE,
+) -> None:
+    """Warn of an operator that will gather, and ``why``; raise if strict."""
     moved = [
         (spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True) if not spec.is_replicated
     ]
     recorder = _recorder()
     key = name, tuple(moved)
-    if not moved or key in recorder.warned:
+    if not moved or (key in recorder.warned and not recorder.strict):
         return
     nbytes = sum(spec.nbytes(dtype.itemsize) for spec, dtype in moved)
     layouts = ", ".join(layout_text(spec, dtype) for spec, dtype in moved)
-    text = f"{_no_rule(name)}: every rank gets {layouts} whole, {nbytes:,} bytes"
+    text = f"{name} {why}{_GATHERS}: every rank gets {layouts} whole, {nbytes:,} bytes"
     if recorder.strict:
         raise NotImplementedError(f"{text}; this is strict()")
     recorder.warned.add(key)
     warn_user(
-        f"{text} (told once; tilework.dtensor.register_rule teaches DTensor operators of your own)",
+        f"{text} (told once; {_REMEDIES[why]})",
         GatherWarning,
         specs[0].mesh,
     )
@@ -173,10 +186,6 @@ def warn_user(text: str, category: type[Warning], mesh: DeviceMesh) -> None:
         "tilework" if frame is None else frame.f_code.co_filename,
         0 if frame is None else frame.f_lineno,
     )
-
-
-def _no_rule(name: str) -> str:
-    return f"{name} has no rule for this call on DTensors, and gathers its tensors"
 
 
 def tag_gradient(moved: Tensor) -> None:

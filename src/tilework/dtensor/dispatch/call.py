@@ -57,6 +57,7 @@ from tilework.dtensor.propagation.propagation import (
     OpSharding,
     ShardingPropagator,
     refusals,
+    written_to,
 )
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import composed_strides, storage_of
@@ -107,6 +108,11 @@ _FOR_THE_CORE = {
 }
 #: Operators that in place leave nothing of the values before.
 _OVERWRITE = frozenset({"copy", "fill", "zero"})
+#: Operators that write without reading what was there before.
+_OVERWRITE_PARTS = _OVERWRITE | {
+    *("__setitem__", "fill_diagonal", "index_copy", "index_fill", "index_put", "masked_fill"),
+    *("masked_scatter", "put", "scatter"),
+}
 #: Operators that do nothing unless their third argument says that it is training.
 _TRAINED = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
 #: Operators that may take a tensor to another kind of device.
@@ -164,6 +170,7 @@ class Operator:
         self.propagator = ShardingPropagator(entry, in_place)
         self._values_matter = entry.values_matter
         self._parameters, self._positions = parameter_names(entry), position_names(entry)
+        self._writes = in_place or self.name == "__setitem__"
         self._overwrites = in_place and self.name in _OVERWRITE
         #: In errors and digests.
         self._title = self.name + "_" * in_place
@@ -307,23 +314,31 @@ class Operator:
 
     def _propagate(self, key: Sequence[Any], call: Call) -> OpSharding:
         """The sharding of a call, cached if it has a key. Local."""
-        func, args, _, tensors, *_ = call
+        func, tensors = call.func, call.tensors
         if any(map(is_torch_dtensor, tensors)):
             return OpSharding([], None, composed=partial(_call_from_torch, func, self.in_place))
-        if self.in_place and args and not isinstance(args[0], DTensor):
-            return OpSharding([], None, composed=partial(write_to_plain, self.name, func))
+        if self._writes and not isinstance(written_to(call), DTensor):
+            composed = partial(write_to_plain, self._title, func, self.propagator.draws)
+            sharding = OpSharding([], None, composed=composed)
+            sharding.overwrites = self.propagator.draws or self.name in _OVERWRITE_PARTS
+            sharding.digest = self._digest(call)
+            return sharding
         if self.name in _TO_DEVICES:
             _check_devices(self.name, call)
         sharding = self.propagator.propagate(call)
-        sharding.digest = call_digest(
-            self._title, self._positions, call.args, call.kwargs, self._values_matter
-        )
+        sharding.digest = self._digest(call)
         if key:
             cache = call.mesh.op_shardings
             if len(cache) >= _MOST_SHARDINGS:
                 cache.clear()
             cache[tuple(key)] = sharding
         return sharding
+
+    def _digest(self, call: Call) -> int:
+        """The digest of everything about a call but its tensors."""
+        return call_digest(
+            self._title, self._positions, call.args, call.kwargs, self._values_matter
+        )
 
     # -- the path with moves -----------------------------------------------------------------
 
@@ -336,11 +351,7 @@ class Operator:
             if cast is not None:
                 return cast()
         if sharding.composed is not None:
-            with moving(digest, self._title), refusals(call):
-                if self.in_place:
-                    return _composed_in_place(sharding.composed, args, kwargs, digest)
-                result = came_from(sharding.composed(*args, **kwargs), tensors, digest)
-            return self._with_strides(sharding, result, call)
+            return self._composed(sharding, sharding.composed, call)
         if not mesh.here:
             return args[0] if self.in_place else result_outside(self.name, sharding, mesh)
         gathered = sharding.outputs is None
@@ -362,6 +373,17 @@ class Operator:
             return self._result(sharding, result, call)
         local_args, local_kwargs = with_tensors(args, kwargs, iter(locals_))
         return self._result(sharding, func(*local_args, **local_kwargs), call)
+
+    def _composed(self, sharding: OpSharding, composed: Callable[..., Any], call: Call) -> Any:
+        """The result of a call that other operators compute."""
+        _, args, kwargs, tensors, _, digest = call
+        if sharding.overwrites:  # what was there before may be what the memory happens to hold
+            digest = _digest_of_rest(sharding, call)
+        with moving(digest, self._title), refusals(call):
+            if self.in_place:
+                return _composed_in_place(composed, args, kwargs, digest)
+            result = came_from(composed(*args, **kwargs), tensors, digest)
+        return self._with_strides(sharding, result, call)
 
     def _on_gathered(self, sharding: OpSharding, call: Call, locals_: list[Tensor]) -> Any:
         """The local result of an operator without a rule, on full tensors."""
@@ -419,8 +441,7 @@ class Operator:
         if self.in_place and result is not None:
             digest = call.digest
             if self._overwrites:
-                seeds = seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))
-                digest = hash(tuple(seeds))
+                digest = _digest_of_rest(sharding, call)
             return self._written(sharding, call.args[0], result, digest)
         outputs = sharding.outputs
         if sharding.reduces_nonlinearly:
@@ -474,6 +495,11 @@ class Operator:
         return target
 
 
+def _digest_of_rest(sharding: OpSharding, call: Call) -> int:
+    """The digest of a call without that of its first argument."""
+    return hash(tuple(seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))))
+
+
 def _check_devices(name: str, call: Call) -> None:
     """Raise RuntimeError where a tensor is to go to devices that are not there."""
     kinds = [name] if name in ("cuda", "xpu") else []
@@ -507,8 +533,13 @@ def _call_from_torch(func: Any, in_place: bool, /, *args: Any, **kwargs: Any) ->
 def _composed_in_place(
     composed: Callable[..., Any], args: Args, kwargs: Kwargs, digest: int
 ) -> Any:
-    """Compute anew what an operator writes to its first argument, and write it."""
-    target = args[0]
+    """Compute anew what an operator writes to its first argument, and write it.
+
+    To a plain tensor it writes itself.
+    """
+    target = args[0] if args else None
+    if not isinstance(target, DTensor):
+        return composed(*args, **kwargs)
     if composed is unchanged:
         return target
     # What is kept for its gradient must not be what is then written to.
@@ -521,6 +552,5 @@ def _composed_in_place(
                 f"written to in place, {target.dtype}"
             )
         target.copy_(result)
-    if isinstance(target, DTensor):
-        note_write(target, digest)
+    note_write(target, digest)
     return target

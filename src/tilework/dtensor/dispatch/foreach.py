@@ -12,7 +12,6 @@ from tilework.comm.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.overlapping import is_window
-from tilework.dtensor.propagation.propagation import refuse_to_write
 from tilework.dtensor.propagation.strides import strides_like
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec
@@ -81,16 +80,12 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
-    """Raise, before anything is written, where torch would not write, or not to what it should."""
+    """Raise, before anything is written, where torch would not write."""
     plain = _plain_name(name)
     for at, target in enumerate(lists[0]):
         others = [its[at] for its in lists[1:] if at < len(its)]
         if target.__class__ is DTensor:
             is_window(plain, target, others)
-            continue
-        for other in others:
-            if other.__class__ is DTensor and other.dim():
-                refuse_to_write(name.removesuffix("_"), target)
 
 
 def _check_number(name: str, args: Sequence[Any]) -> None:

@@ -20,10 +20,11 @@ from tilework.dtensor.dispatch.overlapping import (
     write_in_memory,
 )
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.propagation import OpSharding, refuse_to_write
+from tilework.dtensor.propagation.propagation import OpSharding
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
 from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.provenance.meaning import Moved
+from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
@@ -180,24 +181,35 @@ def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: 
     target._local_tensor.copy_(moved)
 
 
-def write_to_plain(name: str, func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The result of an operator that writes to a plain tensor, with DTensors of no dims.
+def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operator that writes values of DTensors to a plain tensor. Collective.
 
-    These are numbers, the same on all ranks, as a norm that gradients are divided by. Collective.
+    The plain tensor has no layout, so every rank writes the full values to its own. Numbers, as a
+    norm that gradients are divided by, are the same on all ranks; of others it is warned.
+
+    Args:
+        name: The operator's.
+        func: Runs it on plain tensors.
+        draws: True if it draws, which is to be alike on all ranks.
+        args: Its arguments.
+        kwargs: Its named arguments.
 
     Raises:
-        TypeError: A DTensor has dims; nothing is written.
+        NotImplementedError: Within ``strict()``, if tensors are gathered; nothing is written.
     """
     tensors = tensors_in([*args, *kwargs.values()])
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            if tensor.dim():
-                refuse_to_write(name, args[0])
-            if not tensor._spec.takes_part:
-                return args[0]
-    numbers = [x.full_tensor() if isinstance(x, DTensor) else x for x in tensors]
-    args_of_numbers, kwargs_of_numbers = with_tensors(args, kwargs, iter(numbers))
-    return func(*args_of_numbers, **kwargs_of_numbers)
+    among = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not all(tensor._spec.takes_part for tensor in among):
+        return args[0] if args else None
+    large = [tensor for tensor in among if tensor.dim()]
+    explain.warn_gather(
+        name, [x._spec for x in large], [x.dtype for x in large], explain.TO_PLAIN_TENSOR
+    )
+    full = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    full_args, full_kwargs = with_tensors(args, kwargs, iter(full))
+    if draws:
+        return draw_alike(among[0].device_mesh, func, *full_args, **full_kwargs)
+    return func(*full_args, **full_kwargs)
 
 
 def replicated_like(target: DTensor, full: Tensor) -> DTensor:
@@ -222,18 +234,13 @@ def _even(placement: Placement) -> Placement:
 def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The result of a call with ``out=``: computed, then written there."""
     out = kwargs.pop("out")
-    for target in tensors_in(out):
-        if not isinstance(target, DTensor):
-            raise TypeError(
-                f"{name} with out= needs a DTensor there if its inputs are DTensors, got "
-                f"{type(target).__name__}: make the inputs plain with full_tensor(), or out= a "
-                f"DTensor"
-            )
     result = func(*args, **kwargs)
     inputs = [x for x in tensors_in([*args, *kwargs.values()]) if isinstance(x, DTensor)]
     _check_outs(name, tensors_in(out), result, inputs)
     if isinstance(out, Tensor):
-        assert isinstance(out, DTensor)
+        if not isinstance(out, DTensor):
+            write_out(out, result, name)
+            return out
         if out.shape == result.shape and reads_itself(out, inputs) and is_window(name, out):
             return write_in_memory(name, func, out, args, {**kwargs, "out": out})
         write_out(out, result, name)
@@ -252,9 +259,8 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
     if len(outs) != len(values):
         raise TypeError(f"{name} gives {len(values)} tensors, got {len(outs)} in out=")
     for target, value in zip(outs, values, strict=True):
-        assert isinstance(target, DTensor)
         for tensor in inputs:
-            if tensor is target:
+            if tensor is target or not isinstance(target, DTensor):
                 continue
             if target.shape == value.shape:
                 check_apart(name, target, tensor)
@@ -301,9 +307,18 @@ def check_out(name: str, out: Tensor, value: Tensor, result: Any) -> None:
         )
 
 
+def _copy_to_out(out: Tensor, full: Tensor) -> Tensor:
+    """Copy a result to a plain tensor, which takes its shape."""
+    if out.shape != full.shape:
+        out.resize_(full.shape)
+    return out.copy_(full)
+
+
 def write_out(out: Any, value: Any, name: str) -> None:
     """Write a result to the tensor that was passed as ``out=``."""
-    assert isinstance(out, DTensor)
+    if not isinstance(out, DTensor):
+        write_to_plain(f"{name} with out=", _copy_to_out, False, out, value)
+        return
     if not isinstance(value, DTensor):  # of plain tensors only: it counts as replicated
         value = replicated(value, out._spec.mesh)
     if out.shape != value.shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,8 @@ class OpSharding:
     knows_strides: bool = False
     #: Numbers of the tensors that it writes to without torch counting it as a write.
     silent_writes: frozenset[int] = frozenset()
+    #: True if nothing depends on what the plain tensor that is written to held before.
+    overwrites: bool = False
     #: Everything about the call but its tensors and the numbers that the cache's key lacks.
     digest: int = 0
     #: The result without memory, for ranks outside the mesh.
@@ -113,13 +115,7 @@ class ShardingPropagator:
         self.name, self.draws = entry.name, entry.draws
 
     def propagate(self, call: Call) -> OpSharding:
-        """The sharding of calls like this one. Local.
-
-        Raises:
-            TypeError: It would write to a plain tensor; nothing is written, and nothing cached.
-        """
-        if self.in_place and not isinstance(target := _written_to(call), DTensorBase):
-            refuse_to_write(self.name, target)
+        """The sharding of calls like this one, which write to no plain tensor. Local."""
         sharding = self._sharding(call)
         sharding.view = self.entry.is_view and sharding.composed is None
         if sharding.composed is None and not self.in_place:
@@ -269,18 +265,9 @@ class ShardingPropagator:
         return OpSharding(inputs, None, as_is=as_is, rewrite=rewrite, meta_result=meta_result)
 
 
-def _written_to(call: Call) -> Any:
+def written_to(call: Call) -> Any:
     """The argument that an operator in place writes to."""
     return call.args[0] if call.args else call.kwargs.get("input", call.kwargs.get("self"))
-
-
-def refuse_to_write(name: str, target: Any) -> NoReturn:
-    """Raise for a plain tensor that values of DTensors would be written to."""
-    raise TypeError(
-        f"{name}_ would write the values of DTensors to a {type(target).__name__}, which has no "
-        f"layout: make them plain with full_tensor(), or what is written to a DTensor, or "
-        f"compute a new tensor. Nothing was written."
-    )
 
 
 def _reduces_nonlinearly(sharding: OpSharding, call: Call) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.overlapping import check_windows, check_writable
 from tilework.dtensor.propagation.placed_call import DTensorArg
-from tilework.dtensor.propagation.pytree import tensors_in, with_tensors
 from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
 from tilework.dtensor.rules.slicing import Item, basic_index_call, basic_items
@@ -57,10 +56,7 @@ def _setitem(input: Arg, index: Any, value: Any) -> RuleResult:
     return Decomposition(_set)
 
 
-def _set(input: Tensor, index: Any, value: Any) -> None:
-    if not isinstance(input, DTensor):
-        _set_plain(input, index, value)
-        return
+def _set(input: DTensor, index: Any, value: Any) -> None:
     items = basic_items(index, input.shape)
     if items is not None:
         _set_range(input, items, value)
@@ -74,24 +70,6 @@ def _set(input: Tensor, index: Any, value: Any) -> None:
         input.masked_fill_(mask, value)
         return
     _put(input, index, _as_values(value, input))
-
-
-def _set_plain(input: Tensor, index: Any, value: Any) -> None:
-    """Write DTensors of no dims to a plain tensor, as the losses of steps are kept. Collective.
-
-    They are numbers, the same on all ranks.
-    """
-    tensors = tensors_in([index, value])
-    if any(isinstance(each, DTensor) and each.dim() for each in tensors):
-        raise TypeError(
-            "x[index] = value with DTensors would write to a plain tensor, which has no layout: "
-            "make the DTensors plain with full_tensor(), or x a DTensor"
-        )
-    if any(isinstance(each, DTensor) and not each._spec.takes_part for each in tensors):
-        return
-    numbers = [each.full_tensor() if isinstance(each, DTensor) else each for each in tensors]
-    (index, value), _ = with_tensors((index, value), {}, iter(numbers))
-    input[index] = value
 
 
 def _put(input: DTensor, index: Any, values: Tensor, accumulate: bool = False) -> None:
