@@ -205,6 +205,8 @@ def test_item_of_a_partial_value_is_the_value() -> None:
         assert int(x) == 3
         assert bool(x)
         assert f"{x:.1f}" == "3.5"
+        with pytest.raises(TypeError, match="a format for one number"):
+            f"{x.expand(2):.1f}"
         assert round(float(x), 1) == 3.5
         assert cut(GRID, mesh, [Shard(0), Shard(1)]).sum().item() == pytest.approx(GRID.sum())
         assert [0, 1, 2, 3][partial_tensor(torch.tensor(2), mesh)] == 2

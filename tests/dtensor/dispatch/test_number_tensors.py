@@ -81,3 +81,15 @@ def test_another_number_is_another_call() -> None:
             torch.testing.assert_close(x.sum(t(n)).full_tensor(), FULL.sum(n))
 
     run_ranks(2, program)
+
+
+def test_sizes_may_be_among_plain_ones() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        sizes: Any = distribute_tensor(torch.tensor([2, 3]), mesh, [Shard(0)])
+        made: Any = torch.zeros((2, sizes[1]))
+        assert isinstance(made, DTensor)
+        assert made.shape == (2, 3)
+        assert torch.full([sizes[0]], 1.0, out=made.new_empty(0)).shape == (2,)
+
+    run_ranks(2, program)

@@ -123,3 +123,28 @@ def test_a_triangle_is_zeroed_where_elements_repeat() -> None:
 @pytest.mark.parametrize("lies", ["R", "S0", "S1"])
 def test_windows_that_are_read_and_written_are_so_in_torchs_order(write: str, lies: str) -> None:
     compare(f"v0 = data((7, 2), 3, '{lies}')\nv1 = v0.unfold(0, 2, 1)\nv2 = v1 * 0.5\n{write}")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "v0.fill_(v0[1])",
+        "v0[:2].fill_(v0[1])",
+        "v0.masked_fill_(v0 > 2, v0[1])",
+        "v0.index_fill_(0, torch.tensor([0, 2]), v0[1])",
+    ],
+)
+@pytest.mark.parametrize("lies", ["R", "S0", "PA"])
+def test_a_number_of_a_tensor_is_filled_into_it(write: str, lies: str) -> None:
+    compare(f"v0 = data((4,), 3, '{lies}')\n{write}\nv1 = v0 * 2")
+
+
+def test_a_limit_by_name_is_no_view_of_what_is_limited() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="by way of another view"):
+            x.clamp_(min=x[1])
+        assert x.full_tensor().tolist() == [0, 1, 2, 3]
+
+    run_ranks(2, program)

@@ -197,7 +197,8 @@ class Operator:
         def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
             if trained and not (args[2] if len(args) > 2 else kwargs.get("train", True)):
                 return args[0]
-            if args and is_window(name, args[0], args):
+            others = (*args, *kwargs.values()) if kwargs else args
+            if args and is_window(name, args[0], others):
                 return write_in_memory(title, func, args[0], args, kwargs)
             return fast(func, args, kwargs)
 
@@ -207,7 +208,8 @@ class Operator:
     def __call__(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if kwargs and kwargs.get("out") is not None:
             return call_with_out(self.name, func, args, dict(kwargs))
-        if self.in_place and args and is_window(self.name, args[0], args):
+        others = (*args, *kwargs.values()) if kwargs else args
+        if self.in_place and args and is_window(self.name, args[0], others):
             return write_in_memory(self._title, func, args[0], args, kwargs)
         key: list[Any] = [func]
         tensors: list[Tensor] = []

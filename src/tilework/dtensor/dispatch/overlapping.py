@@ -114,11 +114,15 @@ _READ_APART = frozenset(
     }.items()
     for kind in kinds
 )
+#: Operators whose tensors without dims are numbers, read before anything is written.
+_READ_NUMBERS = frozenset({"fill", "masked_fill", "index_fill"})
 
 
 def check_apart(name: str, target: DTensor, other: DTensor) -> None:
     """Raise, as torch does, if an operator reads some of what it writes. Local."""
     if memory_of(target) is not memory_of(other) or not (target.numel() and other.numel()):
+        return
+    if name in _READ_NUMBERS and not other.dim():
         return
     entry = entry_of(name)
     if name != "copy" and not entry.is_elementwise and name not in _READ_APART:

@@ -189,6 +189,8 @@ def _repr(func: Any, args: Any, kwargs: Any) -> str:
 @dtensor_handler("__format__")
 def _format(func: Any, args: Any, kwargs: Any) -> str:
     tensor, spec = args
+    if tensor.dim() and spec:
+        raise TypeError(f"a format for one number, {spec!r}, got {tensor!r}: format its elements")
     return format(tensor.item(), spec) if tensor.dim() == 0 and spec else repr(tensor)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import check_out, replicated, write_out
+from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.spec import DTensorSpec, row_major
@@ -101,7 +102,7 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
                 f"alone, or one of that dtype"
             )
         kwargs["dtype"] = dtype
-    values = [out, *args, *kwargs.values()]
+    values = tensors_in([out, args, kwargs])
     mesh = next(value.device_mesh for value in values if isinstance(value, DTensor))
     result = func(
         *map(_full_value, args), **{name: _full_value(value) for name, value in kwargs.items()}
@@ -115,4 +116,6 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _full_value(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_full_value, value))
     return value.full_tensor() if isinstance(value, DTensor) else value

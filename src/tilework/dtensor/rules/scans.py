@@ -44,7 +44,7 @@ def _shard_totals_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
         place = _shard_number(ranges, factors[dim])
 
         def run(x: Tensor) -> Tensor:
-            total = _KINDS[name][0](x, dim, keepdim=True)
+            total = _KINDS[name][0](x, dim, keepdim=True, dtype=x.dtype)
             none = torch.zeros_like(total)
             return torch.cat([none] * place + [total] + [none] * (count - place - 1), dim)
 
@@ -56,7 +56,7 @@ def _shard_totals_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
 @internal_operator(_shard_totals_rule)
 def _shard_totals(input: Tensor, name: str, dim: int) -> Tensor:
     """The totals of ranks' shards, one for each along the dim; of a full tensor there is one."""
-    return _KINDS[name][0](input, dim, keepdim=True)
+    return _KINDS[name][0](input, dim, keepdim=True, dtype=input.dtype)
 
 
 def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
@@ -68,9 +68,10 @@ def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
         fold, combine = _KINDS[name]
 
         def run(x: Tensor, totals: Tensor) -> Tensor:
-            local: Tensor = getattr(torch, name)(x, dim)
+            local: Tensor = getattr(torch, name)(x, dim, dtype=x.dtype)
             # Of none, too: gradients of gradients take the same way on all ranks.
-            return combine(local, fold(totals.narrow(dim, 0, place), dim, keepdim=True))
+            before = fold(totals.narrow(dim, 0, place), dim, keepdim=True, dtype=x.dtype)
+            return combine(local, before)
 
         return run
 
@@ -80,7 +81,7 @@ def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
 @internal_operator(_scan_rule)
 def _scan(input: Tensor, totals: Tensor, name: str, dim: int) -> Tensor:
     """The cumulative sums or products, from the totals of all shards."""
-    result: Tensor = getattr(torch, name)(input, dim)
+    result: Tensor = getattr(torch, name)(input, dim, dtype=input.dtype)
     return result
 
 

@@ -20,7 +20,13 @@ from tilework.tiled.op_rules import (
 )
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.empty_shards import allow_empty_shards, keep_inputs_in_graph
-from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims, remaining_dims
+from tilework.tiled.rules.reduction_args import (
+    dims_of,
+    numpy_names,
+    reduce_dims,
+    remaining_dims,
+    sums_partial,
+)
 
 
 def _factors_but(shape: Ints, without: Ints = ()) -> list[Factor | Dim | None]:
@@ -68,7 +74,7 @@ def _logcumsumexp(input: Arg, dim: int) -> RuleResult:
 
 @rule("cumsum")
 def _cumsum(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
-    return _along(input, dim, 1, linear=True)
+    return _along(input, dim, 1, linear=sums_partial(input, dtype))
 
 
 @rule("cumprod")

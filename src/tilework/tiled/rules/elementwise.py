@@ -11,6 +11,7 @@ from tilework.tiled.factors import Dim, Factor, broadcast, broadcast_shape
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import register, rule
 from tilework.tiled.pointwise import pointwise_names
+from tilework.tiled.rules.reduction_args import NARROW, keeps_sums
 
 #: Elementwise too, but without torch's tag, or spelled differently.
 _UNTAGGED = """
@@ -42,8 +43,6 @@ _CASTS = {
     "long": torch.int64,
     "short": torch.int16,
 }
-#: Sums of these wrap around, so that partial sums cannot be cast, scaled or divided.
-_NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
 
 
 def tensors(*values: Any) -> list[Arg]:
@@ -83,7 +82,7 @@ def pointwise(
 
 
 def _may_be_partial(value: Any) -> bool:
-    return isinstance(value, Arg) and value.dtype not in _NARROW
+    return isinstance(value, Arg) and value.dtype not in NARROW
 
 
 @rule(
@@ -174,29 +173,17 @@ def _frexp(input: Arg) -> RuleResult:
 
 @rule("copy", values_matter=False, is_elementwise=True)
 def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> RuleResult:
-    return pointwise([self, src], rearranges=_keeps_sums(self.dtype, src.dtype))
+    return pointwise([self, src], rearranges=keeps_sums(self.dtype, src.dtype))
 
 
 # -- types and devices -----------------------------------------------------------------------
 
 
 def _cast(input: Arg, dtype: torch.dtype) -> RuleResult:
-    # Rounding partial sums is not rounding the sum.
-    return pointwise([input], rearranges=_keeps_sums(dtype, input.dtype))
-
-
-def _keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """True if partial sums may be cast from ``other`` to ``dtype`` before they are reduced."""
-    if dtype is other:
-        return True
-    if other in _NARROW or torch.promote_types(dtype, other) is not dtype:
-        return False
-    if other.is_floating_point or other.is_complex:
-        return True
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return True
-    digits = torch.finfo(dtype).eps ** -1  # integers up to it are exact
-    return digits >= torch.iinfo(other).max
+    keeps = keeps_sums(dtype, input.dtype)
+    if dtype.is_complex and not input.dtype.is_complex:  # of which there is no maximum
+        return pointwise([input], linear=[[input]] if keeps else [])
+    return pointwise([input], rearranges=keeps)
 
 
 for _name, _dtype in _CASTS.items():

@@ -24,6 +24,9 @@ from tilework.tiled.op_rules import (
 #: numpy's names of arguments, which torch takes too.
 _NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x2": "other"}
 
+#: Sums of these wrap around, so that partial sums cannot be cast, scaled or divided.
+NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
+
 
 def dims_of(ndim: int, dim: Any) -> Ints | None:
     """The dims that are reduced, all for None or (); None if they do not exist, or come twice."""
@@ -119,3 +122,37 @@ def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are accumulated in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """True if partial sums may be cast from ``other`` to ``dtype`` before they are reduced.
+
+    Rounding partial sums is not rounding the sum.
+    """
+    if dtype is other:
+        return True
+    if other in NARROW or _is_float8(dtype) or _is_float8(other):  # which are not promoted
+        return False
+    if torch.promote_types(dtype, other) is not dtype:
+        return False
+    if other.is_floating_point or other.is_complex:
+        return True
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return True
+    digits = torch.finfo(dtype).eps ** -1  # integers up to it are exact
+    return digits >= torch.iinfo(other).max
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def sums_partial(input: Arg, dtype: torch.dtype | None) -> bool:
+    """True if sums of a tensor's elements may be made of its partial sums. Local.
+
+    Args:
+        input: The tensor.
+        dtype: What its elements are cast to first; None: as torch's sums do.
+    """
+    is_whole = not (input.dtype.is_floating_point or input.dtype.is_complex)
+    return keeps_sums(dtype or (torch.int64 if is_whole else input.dtype), input.dtype)

@@ -12,14 +12,18 @@ from torch import Tensor
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims
+from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims, sums_partial
 
 
 @rule("sum")
 @numpy_names
 def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, "sum", linear=True)
+    return (
+        None
+        if dims is None
+        else reduce_dims(input, dims, keepdim, "sum", linear=sums_partial(input, dtype))
+    )
 
 
 @rule("nansum")
@@ -48,7 +52,7 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
 
     if not (dtype or input.dtype).is_floating_point and not (dtype or input.dtype).is_complex:
         return None  # torch raises where it is run
-    return reduce_dims(input, dims, keepdim, "sum", linear=True, run=make)
+    return reduce_dims(input, dims, keepdim, "sum", linear=sums_partial(input, dtype), run=make)
 
 
 @rule("prod")
@@ -92,7 +96,8 @@ def _trace(input: Arg) -> RuleResult:
         )
         return lambda x: x.diagonal(offset).sum(dtype=wide)
 
-    return local_call({input: [rows, columns]}, [[]], linear=[[input]], run=make)
+    sums = [[input]] if sums_partial(input, None) else []
+    return local_call({input: [rows, columns]}, [[]], linear=sums, run=make)
 
 
 @rule("histc")
