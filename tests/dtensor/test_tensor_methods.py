@@ -62,6 +62,14 @@ USES: dict[str, Use] = {
     "nonzero": lambda x, s, i: (x.nonzero(), x.nonzero(as_tuple=True), torch.where(x > 0)),
     "masked": lambda x, s, i: (x[x > 0], torch.masked_select(x, x > 0)),
     "new": lambda x, s, i: (x.new_zeros(2, 3), x.new_tensor([1.0, 2.0]), x.new_full((2,), 3.0)),
+    "new, of sizes": lambda x, s, i: (
+        *(x.new(2, 3).shape, x.new(x.size()).fill_(2), x.new(s.size()).shape, x.new()),
+        *(x.new([1.0, 2.0]), x.new(x)),
+    ),
+    "numbers to torch's functions": lambda x, s, i: (
+        torch.arange(i.max()),
+        torch.linspace(0, i.sum(), 3),
+    ),
     "several results": lambda x, s, i: torch.aminmax(x),
     "lists": lambda x, s, i: (torch.stack(list(x)), torch.cat([row[None] for row in x])),
     "einsum": lambda x, s, i: torch.einsum("ij,kj->ik", [x, x]),

@@ -90,6 +90,21 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
     return result if isinstance(result, DTensor) else replicated(result, tensor._spec.mesh)
 
 
+@dtensor_handler("new")
+def _new_of_any(func: Any, args: Any, kwargs: Any) -> Any:
+    """A tensor of sizes, like ``new_empty``; of values; or another tensor's memory."""
+    tensor, *others = args
+    if len(others) == 1 and isinstance(others[0], DTensor):
+        return others[0].detach()
+    sizes: Any = kwargs.pop("size", others)
+    if len(sizes) == 1 and isinstance(sizes[0], torch.Size):
+        sizes = sizes[0]
+    if not isinstance(tensor, DTensor) or not all(isinstance(size, int) for size in sizes):
+        return _new_replicated(func, args, kwargs)
+    empty = not (sizes or isinstance(sizes, torch.Size))
+    return tensor.new_empty((0,) if empty else tuple(sizes), **kwargs)
+
+
 @dtensor_handler("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
 def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a creation function with DTensors as numbers or as ``out``."""
