@@ -49,6 +49,8 @@ def hash_of(tensor: Tensor, full: bool = True) -> int:
     if tensor.__class__ not in _PLAIN or not tensor.is_cpu or _core is None:
         return _hash_of_other(tensor, full)
     nbytes = tensor.nbytes
+    if nbytes and not _address(tensor):  # autograd's zeros, or freed
+        return hash_of(tensor.detach().clone(), full) if tensor._is_zerotensor() else 0
     if not full and nbytes > _ALL_BYTES:
         shape, strides = tensor.shape, tensor.stride()
         return _core.hash_samples(_address(tensor), shape, strides, tensor.itemsize, _SAMPLES)
