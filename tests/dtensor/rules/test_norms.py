@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -160,3 +160,29 @@ def test_plain_running_statistics_are_those_of_the_whole_batch() -> None:
             assert_close(module.running_var, plain.running_var)
 
     run_ranks(2, program)
+
+
+#: Norms of rows of eight by a weight, without an epsilon.
+WITHOUT_EPSILON: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (4,), w, eps=0.0),
+    "rms_norm": lambda x, w: F.rms_norm(x, (4,), w, eps=0.0),
+    "group_norm": lambda x, w: F.group_norm(x.mT, 2, w, eps=0.0),
+    "instance_norm": lambda x, w: F.instance_norm(x.mT, weight=w, eps=0.0),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_EPSILON)
+def test_a_rank_without_rows_adds_nothing_to_the_gradient_of_weights(name: str) -> None:
+    """What stands there for a row must have a deviation: none times infinity would be NaN."""
+    x, w = torch.randn(2, 3, 4), torch.randn(4, requires_grad=True)
+    torch.autograd.backward(WITHOUT_EPSILON[name](x, w).square().sum())
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        shards = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+        weight = distribute_tensor(w.detach(), mesh, [Replicate()]).requires_grad_()
+        torch.autograd.backward(WITHOUT_EPSILON[name](shards, weight).square().sum())
+        assert weight.grad is not None
+        assert_close(weight.grad.full_tensor(), w.grad)
+
+    run_ranks(3, program)

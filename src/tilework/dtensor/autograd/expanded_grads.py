@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tilework.comm.world import current_world
 from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
@@ -89,7 +90,7 @@ def shard_expanded(
     return result
 
 
-class _ShardExpanded(torch.autograd.Function):
+class _ShardExpanded(LocalFunction):
     @staticmethod
     def forward(
         ctx: Any,

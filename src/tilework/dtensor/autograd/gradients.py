@@ -21,6 +21,7 @@ from tilework.dtensor.base import (
     root_in_graph,
     wrap_as,
 )
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
@@ -213,7 +214,7 @@ def begin_anew(tensor: DTensorBase) -> None:
         _Anew.apply(local)  # type: ignore[no-untyped-call]
 
 
-class _Anew(torch.autograd.Function):
+class _Anew(LocalFunction):
     """The identity, in place."""
 
     @staticmethod

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, Origin, version_of
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.adjoint import Adjoint
@@ -208,7 +209,7 @@ def _of(tensor: DTensorBase) -> Moved:
 # -- gradients -------------------------------------------------------------------------------
 
 
-class _Relaid(torch.autograd.Function):
+class _Relaid(LocalFunction):
     """New data for a tensor, whose gradient is one of what the tensor was before."""
 
     @staticmethod

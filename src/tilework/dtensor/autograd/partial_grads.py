@@ -19,6 +19,7 @@ from tilework.comm.world import current_world
 from tilework.dtensor.autograd.grad_reduction import PendingGrad, PendingGrads
 from tilework.dtensor.autograd.local_graph import local_of
 from tilework.dtensor.base import Alias, DTensorBase
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
 from tilework.dtensor.redistribution.redistribute import gradient_of, redistribute_local
@@ -128,7 +129,7 @@ def redistribute_with_gradient(
     return result
 
 
-class _RedistributeGrad(torch.autograd.Function):
+class _RedistributeGrad(LocalFunction):
     """A redistribution whose gradient comes in partial and is redistributed in one go."""
 
     @staticmethod
@@ -149,7 +150,7 @@ class _RedistributeGrad(torch.autograd.Function):
         return _reduced(grad, ctx.partial, ctx.source, ctx.of), None, None, None
 
 
-class _ReduceGrad(torch.autograd.Function):
+class _ReduceGrad(LocalFunction):
     """The identity, whose partial gradient is reduced: here, or at the end of the pass."""
 
     @staticmethod

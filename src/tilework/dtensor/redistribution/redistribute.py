@@ -14,6 +14,7 @@ from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.running import run
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
@@ -146,7 +147,7 @@ class _Call:
         self.work: Work | None = None
 
 
-class _Redistribute(torch.autograd.Function):
+class _Redistribute(LocalFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, call: _Call) -> Tensor:
         ctx.adjoint = adjoint = call.prepared.adjoint
@@ -227,7 +228,7 @@ def with_redistributed_grad(local: Tensor, incoming: DTensorSpec, outgoing: DTen
     return result
 
 
-class _RedistributedGrad(torch.autograd.Function):
+class _RedistributedGrad(LocalFunction):
     """The identity, whose gradient is redistributed."""
 
     @staticmethod

@@ -17,6 +17,7 @@ from tilework.dtensor.autograd.partial_grads import (
     redistribute_with_gradient,
 )
 from tilework.dtensor.dispatch.results import replicated
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.placed_call import DTensorArg
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -34,8 +35,9 @@ from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.tiled.factors import Factor, factors_of
-from tilework.tiled.op_rules import Decomposition, RuleResult, local_call
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule, register
+from tilework.tiled.rules.empty_shards import allow_empty_shards
 
 _STATISTICS = ("running_mean", "running_var")
 for _name in (
@@ -73,7 +75,18 @@ def _batch_norm(
     others = unshardable if use else factors_of
     n, *spatial = others([input.shape[dim] for dim in over])
     dims = [n, c, *spatial]
-    return local_call({**dict.fromkeys(every[1:], (c,)), input: dims}, [dims])
+    inputs: dict[Arg, Any] = {**dict.fromkeys(every[1:], (c,)), input: dims}
+    function: Any = torch.batch_norm
+    affine = weight, bias, running_mean, running_var
+
+    def normed(x: Tensor, *its: Tensor) -> Tensor:
+        left = iter(its)
+        tensors: list[Any] = [None if arg is None else next(left) for arg in affine]
+        result: Tensor = function(x, *tensors, training, momentum, eps, cudnn_enabled)
+        return result
+
+    run = None if use else allow_empty_shards(normed)
+    return local_call(inputs, [dims], run=run)
 
 
 def _is_distributed(arg: DTensorArg) -> bool:
@@ -232,7 +245,7 @@ def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: _Rows
     return out.to(x.dtype), mean, var
 
 
-class _Normalized(torch.autograd.Function):
+class _Normalized(LocalFunction):
     """Batch normalisation over the rows of several ranks, on local tensors.
 
     Backward sums over the ranks what gradients of the input and of both parameters need, at once.
@@ -281,8 +294,8 @@ def _differentiable_gradients(grad: Tensor, *inputs: Any) -> list[Tensor | None]
     with torch.enable_grad():
         whole = rows.layout(Replicate(), (x.shape[1],))
         aliases = [
-            None
-            if parameter is None
+            parameter
+            if parameter is None or not parameter.requires_grad
             else alias_local(parameter * 1, whole.as_partial(rows.axes), whole, rows.of)
             for parameter in parameters
         ]

@@ -6,9 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.rules.slicing import resize_to_range
 from tilework.dtensor.spec import DTensorSpec, spec_of
@@ -17,6 +14,7 @@ from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.tiled.op_rules import RuleResult
 from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.concatenation import cat_dim, cat_shape
+from tilework.tiled.rules.empty_shards import cat_shards
 
 
 @dtensor_rule("cat")
@@ -47,18 +45,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
         resized(target, arg.shape, dims, sizes)
         for arg, (_, sizes) in zip(tensors, ways, strict=True)
     ]
-    return PlacedCall(inputs, [target], lambda *local_tensors: _cat_locally(local_tensors, dim))
-
-
-def _cat_locally(local_tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """The concatenation of local tensors, whose gradients all ranks can differentiate.
-
-    Of tensors of shape [0], which torch lets pass beside any others, its gradient is a constant:
-    a rank with such a part would have no second gradient, which other ranks wait for.
-    """
-    if len(local_tensors[0].shape) == 1 and not all(map(len, local_tensors)):
-        return torch.cat([x.unsqueeze(1) for x in local_tensors]).squeeze(1)
-    return torch.cat(local_tensors, dim)  # type: ignore[arg-type]
+    return PlacedCall(inputs, [target], lambda *local_tensors: cat_shards(local_tensors, dim))
 
 
 def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
+from tilework.dtensor.autograd.partial_grads import alias_local
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.layout import Shard
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
@@ -122,18 +125,36 @@ def _equals(x: Tensor, best: Tensor) -> Tensor:
 # -- values and places -------------------------------------------------------------------------
 
 
-class _SharedGradient(torch.autograd.Function):
+class _SharedGradient(LocalFunction):
     """The extreme over all ranks; its gradient goes to the elements of a mask, in equal shares."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, best: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        best: Tensor,
+        mask: Tensor,
+        count: Tensor,
+        layouts: tuple[DTensorSpec, DTensorSpec],
+    ) -> Tensor:
         ctx.save_for_backward(mask, count)
+        ctx.layouts = layouts
         return best.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         mask, count = ctx.saved_tensors
-        return grad * mask / count, None, None, None
+        if torch.is_grad_enabled() and grad.requires_grad:  # each rank takes its elements' share
+            source, target = ctx.layouts
+            axes = tuple(
+                axis
+                for axis, (had, has) in enumerate(
+                    zip(source.placements, target.placements, strict=True)
+                )
+                if had != has and not isinstance(has, Shard)
+            )
+            grad = alias_local(grad, target.as_partial(axes), target)
+        return grad * mask / count, None, None, None, None
 
 
 def _extreme_value(
@@ -172,7 +193,10 @@ def _spec(tensor: Tensor) -> DTensorSpec:
 def _with_gradient(
     input: Tensor, best: Tensor, mask: Tensor, count: Tensor, dims: Ints, keepdim: bool
 ) -> Tensor:
-    value: Tensor = _SharedGradient.apply(_local(input), _local(best), mask, count)  # type: ignore[no-untyped-call]
+    layouts = _spec(input), _spec(best)
+    value: Tensor = _SharedGradient.apply(  # type: ignore[no-untyped-call]
+        _local(input), _local(best), mask, count, layouts
+    )
     kept = wrap(value, _spec(best))
     return kept if keepdim else _drop_dims(kept, dims)
 

@@ -56,20 +56,36 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> RuleResult:
-    return _over_last(input, normalized_shape, present(weight, bias), _decomposed_layer_norm)
+    arguments = {"weight": weight, "bias": bias, "eps": eps}
+    return _over_last(input, normalized_shape, arguments, torch.layer_norm, _decomposed_layer_norm)
 
 
 @dtensor_rule("rms_norm")
 def _rms_norm(
     input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> RuleResult:
-    return _over_last(input, normalized_shape, present(weight), _decomposed_rms_norm)
+    arguments = {"weight": weight, "eps": eps}
+    return _over_last(input, normalized_shape, arguments, torch.rms_norm, _decomposed_rms_norm)
 
 
 def _over_last(
-    input: Arg, shape: Any, affine: Sequence[Arg], composed: Callable[..., Any]
+    input: Arg,
+    shape: Any,
+    arguments: dict[str, Any],
+    function: Callable[..., Tensor],
+    composed: Callable[..., Any],
 ) -> RuleResult:
+    """The call of a norm over the last dims; composed where they are sharded.
+
+    Args:
+        input: The tensor.
+        shape: The sizes of the dims.
+        arguments: The other arguments by name.
+        function: The operator.
+        composed: The same, of other operators.
+    """
     shape = tuple(shape)
+    affine = [arg for arg in arguments.values() if isinstance(arg, Arg)]
     lead = input.ndim - len(shape)
     if lead < 0 or any(arg.shape != shape for arg in affine) or input.shape[lead:] != shape:
         return None
@@ -77,7 +93,14 @@ def _over_last(
         return Decomposition(composed) if may_scale(input, affine) else None
     last = unshardable(shape)
     dims = [*factors_of(input.shape[:lead]), *last]
-    return local_call({input: dims, **dict.fromkeys(affine, last)}, [dims], shapes=[input.shape])
+    inputs = {input: dims, **dict.fromkeys(affine, last)}
+    names = [name for name, arg in arguments.items() if isinstance(arg, Arg)]
+
+    def normed(x: Tensor, *its: Tensor) -> Tensor:
+        return function(x, shape, **{**arguments, **dict(zip(names, its, strict=True))})
+
+    run = allow_empty_shards(normed)
+    return local_call(inputs, [dims], run=run, shapes=[input.shape])
 
 
 def may_scale(input: Arg, affine: Sequence[Arg]) -> bool:

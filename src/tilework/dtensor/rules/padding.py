@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,6 +13,8 @@ from tilework.dtensor.views.resize_shards import Resize, resizable, resized, sha
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.convolution import guard_empty_shards
+from tilework.tiled.rules.empty_shards import cat_shards
 from tilework.tiled.rules.reshaping import sizes_of
 
 
@@ -38,11 +39,10 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
         for dim, factor in enumerate(factors)
     ]
 
-    def run(x: Tensor) -> Tensor:
-        # torch pads empty tensors in no other mode.
-        return F.pad(x, widths, mode) if x.numel() else F.pad(x, widths)
-
-    return local_call({input: factors}, [out], rearranges=True, run=lambda _: run)
+    inputs: dict[Arg, Any] = {input: factors}
+    arguments = {"input": input, "pad": widths, "mode": mode}
+    run = guard_empty_shards(F.pad, arguments, inputs)
+    return local_call(inputs, [out], rearranges=True, run=run)
 
 
 @dtensor_rule("constant_pad_nd")
@@ -79,7 +79,7 @@ def _pad_with_constant(x: Tensor, widths: Sequence[int], value: Any) -> Tensor:
         for width in (before, after):
             shape[dim] = width
             blocks.append(x.new_full(shape, value))
-        x = torch.cat([blocks[0], x, blocks[1]], dim)
+        x = cat_shards([blocks[0], x, blocks[1]], dim)
     return x
 
 

@@ -16,6 +16,7 @@ from tilework.dtensor.rules.index_write import on_mesh, register_writer
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.empty_shards import cat_shards
 from tilework.tiled.rules.index_range import LocalIndexRange
 from tilework.tiled.rules.reshaping import dim_at
 
@@ -72,7 +73,7 @@ def _write_with_spare_place(
     numbers, mine = span.localize(places)
     sizes = list(x.shape)
     sizes[dim] = 1
-    wider = torch.cat([x, x.new_zeros(sizes)], dim)
+    wider = cat_shards([x, x.new_zeros(sizes)], dim)
     return write(wider, numbers.where(mine, span.count)).narrow(dim, 0, span.count)
 
 

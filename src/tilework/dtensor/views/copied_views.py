@@ -33,6 +33,7 @@ from tilework.dtensor.base import (
     version_of,
     wrap_as,
 )
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of, follow
 from tilework.dtensor.views.leaf_views import note_view
 from tilework.dtensor.views.memory_layout import (
@@ -324,7 +325,7 @@ def _note_own_write(view: View, owner: DTensorBase) -> None:
     ]
 
 
-class _GradOfNobody(torch.autograd.Function):
+class _GradOfNobody(LocalFunction):
     """The identity: of a view whose base has left the graph, as detach_() does, and was written to.
 
     torch says then that the view requires a gradient, which goes nowhere.

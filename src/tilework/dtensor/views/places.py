@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, Place, base_then, data_of, memory_of
+from tilework.dtensor.local_function import LocalFunction
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -217,7 +218,7 @@ def _is_there(tensor: DTensorBase, local: Tensor, place: Place) -> bool:
     return place.local.grad_fn.next_functions[0][0] is here.node
 
 
-class _Place(torch.autograd.Function):
+class _Place(LocalFunction):
     """The identity."""
 
     @staticmethod

@@ -15,11 +15,7 @@ from torch import Tensor
 from tilework.tiled.factors import Dim, Factor, factors_of
 from tilework.tiled.op_rules import Arg, LocalRanges, MakeRun, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import (
-    keep_inputs_in_graph,
-    without_rows,
-    zero_rows,
-)
+from tilework.tiled.rules.empty_shards import without_rows, zero_rows
 
 _torch: Any = torch
 _nn: Any = torch._C._nn
@@ -28,46 +24,34 @@ _nn: Any = torch._C._nn
 def guard_empty_shards(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
-    dtypes: Sequence[torch.dtype | None] = (None,),
+    dims: Mapping[Arg, Sequence[Factor | Dim | None]],
     local: Callable[[LocalRanges], Mapping[str, Any]] = lambda ranges: {},
-    dims: Mapping[Arg, Sequence[Factor | Dim | None]] | None = None,
 ) -> MakeRun:
     """Makes the run of an operator on shards, where torch itself takes no empty ones.
+
+    It runs on zeros in place of empty shards: so gradients, and those of gradients, take the same
+    way on all ranks.
 
     Args:
         function: The operator.
         arguments: Its arguments by name.
-        dtypes: The dtypes of its results; None: that of its first tensor.
-        local: The arguments that differ on shards.
-        dims: The factors of its tensors, if it is to run on zeros in place of empty shards: so
-            gradients of gradients take the same way on all ranks. None: it does not run.
+        dims: The factors of its tensors.
+        local: The arguments that differ on shards, of which each has one element at least.
     """
 
     def make(ranges: LocalRanges) -> Callable[..., Any]:
         local_arguments = {**arguments, **local(ranges)}
-        specs = ranges.outputs
+        args = [(name, arg) for name, arg in local_arguments.items() if isinstance(arg, Arg)]
 
         def run(*tensors: Tensor) -> Any:
-            values = {
-                name: tensors[value.number] if isinstance(value, Arg) else value
-                for name, value in local_arguments.items()
-            }
-            args = [value for value in local_arguments.values() if isinstance(value, Arg)]
-            if not any(_is_emptied(tensors[arg.number], arg) for arg in args):
+            values = {**local_arguments, **{name: tensors[arg.number] for name, arg in args}}
+            if not any(_is_emptied(tensors[arg.number], arg) for _, arg in args):
                 return function(**values)  # of empty full tensors, torch decides
-            if dims is not None:
-                for name, value in local_arguments.items():
-                    if isinstance(value, Arg) and not tensors[value.number].numel():
-                        shape = _shape_with_row(value, dims[value], ranges)
-                        values[name] = zero_rows(tensors[value.number], shape)
-                return without_rows(function(**values), specs[0].local_shape)
-            first = tensors[args[0].number]
-            empty = [
-                torch.zeros(spec.local_shape, dtype=dtype or first.dtype, device=first.device)
-                for spec, dtype in zip(specs, dtypes, strict=True)
-            ]
-            empty[0] = keep_inputs_in_graph(empty[0], *(tensors[arg.number] for arg in args))
-            return empty[0] if len(empty) == 1 else tuple(empty)
+            for name, arg in args:
+                if not tensors[arg.number].numel():
+                    shape = _shape_with_row(arg, dims[arg], ranges)
+                    values[name] = zero_rows(tensors[arg.number], shape)
+            return without_rows(function(**values), ranges.outputs[0].local_shape)
 
         return run
 
@@ -155,8 +139,8 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
             run=guard_empty_shards(
                 function,
                 {"input": input, "weight": weight, "bias": bias, **arguments},
+                inputs,
                 local=lambda ranges: {"groups": max(ranges.local_range(group)[1], 1)},
-                dims=inputs,
             ),
         )
 
@@ -207,8 +191,9 @@ def _register_columns(function: Any, names: str, back: bool) -> None:
         batch = factors_of(input.shape[:lead])
         ends = [*batch, c, None, None], [*batch, column, None]
         before, after = ends[::-1] if back else ends
-        run = guard_empty_shards(function, {"input": input, **arguments})
-        return local_call({input: before}, [after], linear=[[input]], run=run)
+        inputs = {input: before}
+        run = guard_empty_shards(function, {"input": input, **arguments}, inputs)
+        return local_call(inputs, [after], linear=[[input]], run=run)
 
     rule(function)(answer)
 
@@ -227,12 +212,13 @@ def _pixel_shuffle(input: Any, upscale_factor: int) -> RuleResult:
     *batch, many, height, width = input.shape
     *lead, c, h, w = factors_of([*batch, many // upscale_factor**2, height, width])
     r, s = [Factor(upscale_factor, unshardable=True) for _ in "rs"]
+    inputs: dict[Arg, Sequence[Any]] = {input: [*lead, (c, r, s), h, w]}
     return local_call(
-        {input: [*lead, (c, r, s), h, w]},
+        inputs,
         [[*lead, c, (h, r), (w, s)]],
         rearranges=True,
         run=guard_empty_shards(
-            _torch.pixel_shuffle, {"input": input, "upscale_factor": upscale_factor}
+            _torch.pixel_shuffle, {"input": input, "upscale_factor": upscale_factor}, inputs
         ),
     )
 
@@ -248,12 +234,13 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> RuleResult:
         [*batch, many, height // downscale_factor, width // downscale_factor]
     )
     r, s = [Factor(downscale_factor, unshardable=True) for _ in "rs"]
+    inputs: dict[Arg, Sequence[Any]] = {input: [*lead, c, (h, r), (w, s)]}
     return local_call(
-        {input: [*lead, c, (h, r), (w, s)]},
+        inputs,
         [[*lead, (c, r, s), h, w]],
         rearranges=True,
         run=guard_empty_shards(
-            _torch.pixel_unshuffle, {"input": input, "downscale_factor": downscale_factor}
+            _torch.pixel_unshuffle, {"input": input, "downscale_factor": downscale_factor}, inputs
         ),
     )
 
@@ -264,5 +251,7 @@ def _channel_shuffle(input: Any, groups: int) -> RuleResult:
         return None
     n, *spatial = factors_of((input.shape[0], *input.shape[2:]))
     dims = [n, None, *spatial]
-    run = guard_empty_shards(_torch.channel_shuffle, {"input": input, "groups": groups})
-    return local_call({input: dims}, [dims], rearranges=True, run=run)
+    inputs = {input: dims}
+    arguments = {"input": input, "groups": groups}
+    run = guard_empty_shards(_torch.channel_shuffle, arguments, inputs)
+    return local_call(inputs, [dims], rearranges=True, run=run)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -33,7 +34,7 @@ def allow_empty_shards(
 
 
 def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
-    """The results for tensors of which empty ones get a row of zeros, which results then lack.
+    """The results for tensors of which empty ones get a row, which results then lack.
 
     The autograd graph is that of ranks that have elements, also for gradients of gradients.
     """
@@ -41,7 +42,7 @@ def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None) ->
     assert first is not None
     result = function(
         *[
-            zero_rows(tensor, [max(size, 1) for size in tensor.shape])
+            _rows_that_vary(tensor, [max(size, 1) for size in tensor.shape])
             if tensor is not None and not tensor.numel()
             else tensor
             for tensor in tensors
@@ -55,6 +56,18 @@ def zero_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.new_zeros(shape) + tensor.sum(dtype=tensor.dtype)
 
 
+def _rows_that_vary(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """1 and -1 in turn, as a function of an empty tensor.
+
+    Their gradient is none times something, which must not be infinite: a norm with an epsilon of 0
+    divides by the deviation.
+    """
+    rows = zero_rows(tensor, shape)
+    signs = torch.ones_like(rows.detach())
+    signs.view(-1)[1::2] = -1
+    return rows + signs
+
+
 def without_rows(result: Any, shape: Sequence[int]) -> Any:
     """Results without the rows of dims that have no elements in ``shape``."""
     empty = [dim for dim, size in enumerate(shape) if size == 0]
@@ -65,6 +78,17 @@ def without_rows(result: Any, shape: Sequence[int]) -> Any:
         return tensor
 
     return tree_map(cut, result)
+
+
+def cat_shards(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """The concatenation of local tensors, whose gradients all ranks can differentiate.
+
+    Of tensors of shape [0], which torch lets pass beside any others, its gradient is a constant:
+    a rank with such a part would have no second gradient, which other ranks wait for.
+    """
+    if tensors[0].dim() == 1 and not all(map(len, tensors)):
+        return torch.cat([x.unsqueeze(1) for x in tensors]).squeeze(1)
+    return torch.cat(list(tensors), dim)
 
 
 def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:

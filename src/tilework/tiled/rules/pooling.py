@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tilework.tiled.factors import Dim, Factor, factors_of
-from tilework.tiled.op_rules import RuleResult, local_call
+from tilework.tiled.op_rules import Arg, RuleResult, local_call
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.convolution import guard_empty_shards, window_factors
 
@@ -45,11 +45,12 @@ def _register_pool(
         batch = factors_of(input.shape[:lead])
         dims = _spatial_factors(input.shape[lead:], arguments, results)
         out: list[Factor | Dim] = [*batch, *(after for _, after in dims)]
+        inputs: dict[Arg, Sequence[Any]] = {input: [*batch, *(before for before, _ in dims)]}
         return local_call(
-            {input: [*batch, *(before for before, _ in dims)]},
+            inputs,
             [out] * results,
             linear=[[input]] if linear else [],
-            run=guard_empty_shards(function, arguments, [None, torch.int64][:results]),
+            run=guard_empty_shards(function, arguments, inputs),
         )
 
     rule(name)(answer)
@@ -86,9 +87,8 @@ def _register_max_unpool(function: Any, spatial: int, names: str) -> None:
         batch = factors_of(input.shape[:lead])
         dims = [*batch, *(None,) * spatial]
         arguments = dict(zip(names.split(), (input, indices, *args), strict=True))
-        return local_call(
-            {input: dims, indices: dims}, [dims], run=guard_empty_shards(function, arguments)
-        )
+        inputs = {input: dims, indices: dims}
+        return local_call(inputs, [dims], run=guard_empty_shards(function, arguments, inputs))
 
     rule(function)(answer)
 
@@ -106,9 +106,9 @@ def _interpolate(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
     if input.ndim < 3:
         return None
     dims = [*factors_of(input.shape[:2]), *(None,) * (input.ndim - 2)]
-    return local_call(
-        {input: dims}, [dims], linear=[[input]], run=guard_empty_shards(F.interpolate, arguments)
-    )
+    inputs = {input: dims}
+    run = guard_empty_shards(F.interpolate, arguments, inputs)
+    return local_call(inputs, [dims], linear=[[input]], run=run)
 
 
 @rule("grid_sample")
@@ -117,11 +117,12 @@ def _grid_sample(input: Any, grid: Any, *args: Any, **kwargs: Any) -> RuleResult
     if input.ndim not in (4, 5) or grid.ndim != input.ndim or grid.shape[0] != input.shape[0]:
         return None
     n, c, *places = factors_of((*input.shape[:2], *grid.shape[1:-1]))
+    inputs = {input: [n, c, *(None,) * (input.ndim - 2)], grid: [n, *places, None]}
     return local_call(
-        {input: [n, c, *(None,) * (input.ndim - 2)], grid: [n, *places, None]},
+        inputs,
         [[n, c, *places]],
         linear=[[input]],
-        run=guard_empty_shards(F.grid_sample, arguments),
+        run=guard_empty_shards(F.grid_sample, arguments, inputs),
     )
 
 
@@ -131,11 +132,11 @@ def _affine_grid(theta: Any, size: Sequence[int], align_corners: bool | None = N
         return None
     n = Factor(theta.shape[0], "n")
     arguments = {"theta": theta, "size": size, "align_corners": align_corners}
+    inputs = {theta: [n, None, None]}
     run = guard_empty_shards(
         F.affine_grid,
         arguments,
-        local=lambda ranges: {"size": [ranges.local_range(n)[1], *size[1:]]},
+        inputs,
+        local=lambda ranges: {"size": [max(ranges.local_range(n)[1], 1), *size[1:]]},
     )
-    return local_call(
-        {theta: [n, None, None]}, [[n, *(None,) * (len(size) - 1)]], linear=[[theta]], run=run
-    )
+    return local_call(inputs, [[n, *(None,) * (len(size) - 1)]], linear=[[theta]], run=run)
