@@ -346,7 +346,7 @@ class Operator:
 
     def _with_moves(self, sharding: OpSharding, call: Call) -> Any:
         """The result of a call whose tensors cannot all be taken as they are."""
-        func, args, kwargs, tensors, mesh, digest = call
+        args, tensors, mesh = call.args, call.tensors, call.mesh
         stands_in = sharding.composed is not None or sharding.run is not None
         if stands_in and autocast.is_enabled() and not self.in_place:
             cast = autocast.in_float32(self.name, call)
@@ -365,6 +365,14 @@ class Operator:
             locals_[0] = locals_[0].clone()
         if gathered:
             return self._result(sharding, self._on_gathered(sharding, call, locals_), call)
+        if sharding.replays:
+            with torch.autograd.grad_mode._force_original_view_tracking(True):
+                return self._on_locals(sharding, call, locals_)
+        return self._on_locals(sharding, call, locals_)
+
+    def _on_locals(self, sharding: OpSharding, call: Call, locals_: list[Tensor]) -> Any:
+        """The result of a call, computed from local tensors in the layouts that it needs."""
+        func, args, kwargs, _, _, digest = call
         if sharding.run is not None:
             if sharding.view:  # which has moved what it needs
                 return self._result(sharding, sharding.run(*locals_), call)

@@ -89,6 +89,10 @@ class OpSharding:
     may_copy_locally: bool = False
     #: True if the result may be the input itself.
     may_be_input: bool = False
+    #: True if its local results have no elements where the full ones have: torch must then keep how
+    #: they were made, to make them again where their base is written to. The gradient of what it
+    #: makes otherwise, ``as_strided``, has no graph for them, unlike the other ranks'.
+    replays: bool = False
     #: The strides of composed results, where they are not those that the composition gives.
     strides: Sequence[Ints] | None = None
     knows_strides: bool = False
@@ -122,6 +126,9 @@ class ShardingPropagator:
             self._add_strides(sharding, call)
             sharding.may_copy_locally = sharding.view and sharding.run is not None
         sharding.copied = sharding.view and _moves_elements(sharding, call.tensors)
+        sharding.replays = sharding.view and not sharding.copied and _has_empty_shard(sharding)
+        if sharding.replays:
+            sharding.as_is = sharding.as_is_without_grad = False
         sharding.silent_writes = self._silent_writes(call)
         sharding.specs = call.specs
         if not call.mesh.here:
@@ -302,6 +309,11 @@ def _moves_elements(sharding: OpSharding, tensors: Sequence[Tensor]) -> bool:
         and layout[0].tiling != tensor._spec.tiling
         for tensor, layout in zip(tensors, sharding.inputs, strict=True)
     )
+
+
+def _has_empty_shard(sharding: OpSharding) -> bool:
+    """True if some result has elements, and none of them is on this rank."""
+    return any(0 in spec.local_shape and 0 not in spec.shape for spec in sharding.outputs or ())
 
 
 def _raised_within(error: TypeError, function: Any) -> bool:
