@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tilework.layout import Box, Layout, Partial, Placement, Replicate, Tiling, mesh_tiling
+from tilework.layout import Box, Layout, Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
 from tilework.layout.placements import native_placement
 from tilework.layout.sharding import Splits, axes_of, box_at, normal_layout, shards, splits_of
 from tilework.mesh import DeviceMesh
@@ -344,3 +344,8 @@ def _new_spec(
     splits = splits_of(shape, mesh.spec.shape, layout)
     layout = normal_layout(layout, splits)
     return DTensorSpec(mesh, layout.placements, shape, layout.order, splits)
+
+
+def without_sizes(placement: Placement) -> Placement:
+    """A placement without sizes of its own."""
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement

@@ -89,6 +89,9 @@ def test_what_gathers_is_told_once() -> None:
             for _ in range(3):
                 assert reverse(x).full_tensor().tolist() == [3, 2, 1, 0]
             reverse(x.redistribute(placements=[Replicate()]))  # nothing moves
+            # Of other sizes, as a cache that grows has from step to step.
+            reverse(distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
+            reverse(distribute_tensor(torch.arange(6.0), mesh, [Shard(0, sizes=(2, 4))]))
         assert [one.category for one in told] == [GatherWarning] * (rank == 0)  # once a job
         for one in told:
             assert "f32[4@dp] whole, 16 bytes" in str(one.message)

@@ -21,7 +21,7 @@ from tilework.comm.callsite import call_site, user_frame
 from tilework.comm.world import current_world
 from tilework.dtensor.debug.event_log import Event, Log
 from tilework.dtensor.debug.formatting import layout_text, tensor_text
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.layout.steps import Steps
 from tilework.mesh import DeviceMesh
 
@@ -159,7 +159,8 @@ def warn_gather(
         (spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True) if not spec.is_replicated
     ]
     recorder = _recorder()
-    key = name, tuple(moved)
+    # Not sizes, which grow from step to step where text is generated.
+    key = name, *((*map(without_sizes, spec.placements), spec.ndim) for spec, _ in moved)
     if not moved or (key in recorder.warned and not recorder.strict):
         return
     nbytes = sum(spec.nbytes(dtype.itemsize) for spec, dtype in moved)

@@ -26,11 +26,10 @@ from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.redistribution.redistribute import redistribute_local
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
-from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
 
 #: A view that torch's graph has for none.
@@ -222,13 +221,8 @@ def _laid_out_like(target: DTensor, tensor: DTensor) -> DTensor:
     if tensor.ndim != target.ndim:
         return tensor
     return tensor.redistribute(
-        placements=[_even(placement) for placement in target.placements], order=target._spec.order
+        placements=[*map(without_sizes, target.placements)], order=target._spec.order
     )
-
-
-def _even(placement: Placement) -> Placement:
-    """The placement without sizes of its own."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
