@@ -255,6 +255,24 @@ def test_a_tensor_made_from_a_leaf_may_be_written_to() -> None:
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("reduce_op", ["sum", "avg"])
+def test_a_part_that_is_a_view_on_one_rank_is_a_leaf_like_others(reduce_op: str) -> None:
+    """What is written to a view of a plain tensor is in the history of that tensor."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        part = torch.ones(3)[:2].view(1, 2) if rank else torch.ones(1, 2)
+        x: Any = DTensor.from_local(part, mesh, [Partial(reduce_op)]).requires_grad_()
+        y = x.expand(2, 1, 2)
+        with torch.no_grad():
+            x.mul_(2)
+        (y * 3).sum().backward()
+        assert x.grad.full_tensor().tolist() == [[6.0, 6.0]]
+        assert part.tolist() == [[2.0, 2.0]]
+
+    run_ranks(2, program)
+
+
 def test_the_gradient_of_a_part_lies_as_grad_placements_say() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -59,6 +59,34 @@ def test_every_operator_on_lists() -> None:
     run_ranks(2, program)
 
 
+def test_every_operator_on_lists_in_place() -> None:
+    """Also where torch has none in place for one tensor, as for maximum."""
+    names = [name for name in NAMES if hasattr(torch, f"_foreach_{name}_")]
+    wanted: dict[str, list[Tensor]] = {}
+    for name in names:
+        wanted[name] = [one.clone() for one in WHOLE]
+        getattr(torch, f"_foreach_{name}_")(wanted[name], *MORE.get(name, ()))
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        others = [cut(one, mesh, [Replicate()]) for one in WHOLE]
+        for name in names:
+            for dim in (0, 1):
+                bases = [cut(one, mesh, [Shard(dim)]).t().clone() for one in WHOLE]
+                for tensors, second in (
+                    ([cut(one, mesh, [Shard(dim)]) for one in WHOLE], others),
+                    ([base.t()[:] for base in bases], others),
+                ):
+                    more = [second if arg is WHOLE else arg for arg in MORE.get(name, ())]
+                    assert getattr(torch, f"_foreach_{name}_")(tensors, *more) is None
+                    for got, want in zip(tensors, wanted[name], strict=True):
+                        assert_close(full(got), want)
+                for base, want in zip(bases, wanted[name], strict=True):
+                    assert_close(full(base).t(), want)
+
+    run_ranks(2, program)
+
+
 def test_operators_that_take_named_tensors_in_any_order() -> None:
     a, b, c = (torch.rand(4, 3) + 1 for _ in range(3))
 

@@ -160,7 +160,9 @@ def test_writing() -> None:
         other = torch.empty_like(x).copy_(y)
         other.lerp_(x, 0.5)
         filled = torch.empty_like(x).fill_(3.0)
-        return [x, other, filled, torch.mul(x, y, out=filled), torch.zeros_like(x).zero_()]
+        number = torch.empty_like(y).copy_(2.5)  # type: ignore[arg-type]
+        number[1:].copy_(True)  # type: ignore[arg-type]
+        return [x, other, filled, number, torch.mul(x, y, out=filled), torch.zeros_like(x).zero_()]
 
     check(write, A, ROW, grads=False)
 

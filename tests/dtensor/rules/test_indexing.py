@@ -208,6 +208,14 @@ WRITING: dict[str, Case] = {
     "scatter of a number": (lambda x, i: x.clone().scatter_(1, i, 1.5), (A, ALONG_1[:2])),
     "scatter_add": (lambda x, i, s: x.scatter_add(1, i, s), (A, ALONG_1, A)),
     "scatter_add_": (lambda x, i, s: x.clone().scatter_add_(0, i, s), (A, ALONG_0, A)),
+    "scatter of several to a point": (
+        lambda x, s: x.scatter(0, torch.zeros(6, dtype=torch.long), s),
+        (POINT, torch.full((6,), 2.5)),
+    ),
+    "scatter_add_ of several to a point": (
+        lambda x, s: x.clone().scatter_add_(-1, torch.zeros(6, dtype=torch.long), s),
+        (POINT, A.flatten()[:6]),
+    ),
     "scatter_reduce": (
         lambda x, i, s: x.scatter_reduce(0, i, s, "amax", include_self=False),
         (A, ALONG_0, A + 0.5),

@@ -83,6 +83,9 @@ def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] |
                 f"each rank has its own gradient of what lies as {list(spec.placements)}: "
                 f"grad_placements cannot change it"
             )
+    if not local.requires_grad and local._is_view():
+        # What is written to it later would be the history of its base, and of this rank alone.
+        return local.detach()
     if not (local.requires_grad and torch.is_grad_enabled()):
         return local
     if outgoing == incoming and not local.is_leaf:

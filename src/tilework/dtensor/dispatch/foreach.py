@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -166,7 +166,10 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     plain = _plain_name(name)
     operator = _SINGLE.get(plain)
     if operator is None:
-        operator = getattr(Tensor, f"{plain}_") if writes else getattr(torch, plain)
+        in_place = getattr(Tensor, f"{plain}_", None) if writes else None
+        operator = in_place or getattr(torch, plain)
+        if writes and in_place is None:  # as maximum, which has none for one tensor
+            operator = _then_copied(operator)
     if plain in _WITH_VALUE:
         args, kwargs = _with_value(*args, **kwargs)
     length = len(next(arg for arg in args if _is_list(arg)))
@@ -180,6 +183,15 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             operator(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
         )
     return None if writes else results
+
+
+def _then_copied(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operator in place that torch has for lists only: its result is copied to its tensor."""
+
+    def write(target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return target.copy_(operator(target, *args, **kwargs))
+
+    return write
 
 
 def _with_value(

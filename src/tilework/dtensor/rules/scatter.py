@@ -85,7 +85,7 @@ def _scatter_in_place(name: str) -> Callable[..., None]:
                     _add_nothing(input, value)
             return
         if input.dim() == 0:
-            input, index = input.view(1), index.reshape(1)
+            input, index = input.view(1), index if index.dim() else index.view(1)
         region = narrow_to(input, index, dim)
         sizes = [size for i, size in enumerate(region.shape) if i != dim % region.dim()]
         if sizes != [size for i, size in enumerate(index.shape) if i != dim % region.dim()]:

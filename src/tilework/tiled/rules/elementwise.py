@@ -172,7 +172,9 @@ def _frexp(input: Arg) -> RuleResult:
 
 
 @rule("copy", values_matter=False, is_elementwise=True)
-def _copy(self: Arg, src: Arg, non_blocking: bool = False) -> RuleResult:
+def _copy(self: Arg, src: Any, non_blocking: bool = False) -> RuleResult:
+    if not isinstance(src, Arg):
+        return pointwise([self])
     return pointwise([self, src], rearranges=keeps_sums(self.dtype, src.dtype))
 
 
