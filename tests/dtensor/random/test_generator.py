@@ -28,6 +28,7 @@ from tilework.dtensor import (
     manual_seed,
     rand,
     randn,
+    zeros,
 )
 from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.random.generator import next_key
@@ -315,3 +316,54 @@ def test_ranks_that_are_threads_draw_alike_however_they_hurry() -> None:
                 assert len(set(agree(lambda t=each: content_hash(t.full_tensor()), group))) == 1  # type: ignore[misc]
 
     run_ranks(4, program)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        *(lambda x, bad=bad: x.exponential_(bad) for bad in (-1.0, math.nan)),
+        lambda x: x.log_normal_(0.0, math.nan),
+        lambda x: x.cauchy_(0.0, math.nan),
+        lambda x: x.geometric_(math.nan),
+        lambda x: x.long().exponential_(),
+        lambda x: x.long().cauchy_(),
+        lambda x: x.long().log_normal_(),
+        lambda x: x.to(torch.complex64).exponential_(),
+        lambda x: x.to(torch.complex64).bernoulli_(),
+        lambda x: x.to(torch.complex64).geometric_(0.5),
+        lambda x: x.bernoulli_(x),
+        lambda x: x.bernoulli_(x * math.nan),
+        lambda x: x.bernoulli_(torch.tensor(1.5)),
+        torch.bernoulli,
+        lambda x: torch.normal(x, -1.0),
+        lambda x: torch.normal(x, -x),
+        lambda x: torch.normal(0.0, -x),
+        lambda x: torch.normal(x, x * math.nan),
+    ],
+)
+def test_what_torch_does_not_draw_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
+    values = torch.tensor([2.0, 3.0, 4.0, 5.0])
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        draw(values.clone())
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(values, init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            draw(x)
+
+    run_ranks(2, program)
+
+
+def test_plain_probabilities_are_drawn_from_alike_in_any_layout() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        drawn = []
+        for placement in (Shard(0), Replicate()):
+            x: Any = zeros(64, device_mesh=mesh, placements=[placement])
+            torch.manual_seed(rank)  # the first rank's counts
+            drawn.append(x.bernoulli_(torch.tensor(0.5)).full_tensor().tolist())
+        assert drawn[0] == drawn[1]
+        assert set(drawn[0]) == {0, 1}
+        assert len(set(agree(lambda: content_hash(x.to_local())))) == 1
+
+    run_ranks(2, program)

@@ -73,25 +73,52 @@ def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Draw:
     return Normal(float(mean), float(std)), None
 
 
+def _check_real(name: str, dtype: torch.dtype) -> None:
+    """Raise RuntimeError, as torch does, for numbers that are no real ones."""
+    if not dtype.is_floating_point:
+        raise RuntimeError(f"{name} draws real numbers, and the tensor has dtype {dtype}")
+
+
+def _check_not_complex(name: str, dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        raise NotImplementedError(f"{name} draws no complex numbers, and the tensor has {dtype}")
+
+
+def _check_all(what: str, fine: Tensor) -> None:
+    """Raise RuntimeError on a rank that has elements which are not as they must be. Local.
+
+    Args:
+        what: What must be.
+        fine: Whether each element is.
+    """
+    local = fine._local_tensor if isinstance(fine, DTensor) else fine
+    if not local.all():
+        raise RuntimeError(f"{what}, and an element is not (of this rank's part)")
+
+
 def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Draw:
-    if std <= 0:
+    _check_real("log_normal_", dtype)
+    if not std > 0:
         raise RuntimeError(f"log_normal_ expects std > 0.0, but found std={std}")
     return Normal(float(mean), float(std)), torch.exp
 
 
 def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> Draw:
-    if lambd <= 0:
+    _check_real("exponential_", dtype)
+    if not lambd > 0:
         raise RuntimeError(f"exponential_ expects lambda > 0.0, but found lambda={lambd}")
     return Uniform(), lambda u: torch.log1p(-u) / -lambd
 
 
 def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Draw:
-    if sigma <= 0:
+    _check_real("cauchy_", dtype)
+    if not sigma > 0:
         raise RuntimeError(f"cauchy_ expects sigma > 0.0, but found sigma={sigma}")
     return Uniform(), lambda u: torch.tan((u - 0.5) * torch.pi) * sigma + median
 
 
 def _geometric(dtype: torch.dtype, p: float) -> Draw:
+    _check_not_complex("geometric_", dtype)
     if not 0 < p < 1:
         raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
     rate = torch.log1p(torch.tensor(-p, dtype=torch.float64)).item()
@@ -127,16 +154,18 @@ _register_fill("random_", _random)
 def _bernoulli_(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, p = args[0], (args[1] if len(args) > 1 else kwargs.get("p", 0.5))
     generator = kwargs.get("generator")
+    _check_not_complex("bernoulli_", tensor.dtype)
     if isinstance(p, Tensor):
-        return tensor.copy_(_bernoulli_of(p, tensor.shape, generator))  # type: ignore[no-any-return]
+        return tensor.copy_(_bernoulli_of(p, tensor, generator))  # type: ignore[no-any-return]
     return _fill(tensor, (Bernoulli(float(p)), None), generator)
 
 
-def _bernoulli_of(p: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    """Ones with these probabilities, else zeros."""
+def _bernoulli_of(p: Tensor, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Ones with these probabilities, else zeros, in the shape and the layout of ``like``."""
     with torch.no_grad():
+        _check_all("bernoulli expects probabilities in [0, 1]", (p >= 0) & (p <= 1))
         # rand_like takes no generator before torch 2.9.
-        drawn = torch.empty_like(p.expand(shape)).uniform_(generator=generator)
+        drawn = torch.empty_like(like, dtype=p.dtype).uniform_(generator=generator)
         return (drawn < p).to(p.dtype)
 
 
@@ -151,7 +180,7 @@ def _with_zero_gradient(drawn: Tensor, input: Tensor) -> Tensor:
 def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResult:
     def run(input: Tensor, p: float | None = None, *, generator: Any = None) -> Tensor:
         if p is None:
-            return _with_zero_gradient(_bernoulli_of(input, input.shape, generator), input)
+            return _with_zero_gradient(_bernoulli_of(input, input, generator), input)
         return _with_zero_gradient(
             torch.empty_like(input).bernoulli_(p, generator=generator), input
         )
@@ -162,6 +191,10 @@ def _bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> RuleResul
 @dtensor_rule("normal")
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResult:
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+        if isinstance(std, Tensor):
+            _check_all("normal expects all elements of std >= 0", std >= 0)
+        elif not std >= 0:
+            raise RuntimeError(f"normal expects std >= 0, but found {std}")
         like = mean + std  # has the shape and the layout that both broadcast to
         with torch.no_grad():
             drawn = mean + std * torch.empty_like(like).normal_(generator=generator)
