@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tilework.dtensor import compiler_disable, optimizers, rules
+from tilework.dtensor import compiler_disable, jit_tracing, optimizers, rules
 from tilework.dtensor.autograd import function_inputs, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
@@ -55,7 +55,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, compiler_disable, foreach, function_inputs, optimizers, rules
+del call, compiler_disable, foreach, function_inputs, jit_tracing, optimizers, rules
 del tensor_attributes, torch_backward
 
 
