@@ -484,3 +484,56 @@ def test_a_hook_may_not_change_the_shape() -> None:
             x.sum().backward()  # type: ignore[no-untyped-call]
 
     run_ranks(2, program)
+
+
+def test_batches_of_gradients_are_those_of_their_rows() -> None:
+    whole, batch = torch.randn(3, 2), torch.randn(4, 3, 2)
+
+    def run(x: Tensor, grads: Tensor) -> list[Tensor | None]:
+        unused = x.detach().clone().requires_grad_()
+        first = torch.autograd.grad(
+            x.sin(), [x, unused], grads, is_grads_batched=True, create_graph=True, allow_unused=True
+        )
+        assert first[0] is not None
+        (second,) = torch.autograd.grad(first[0].square().sum(), x)
+        return [*first, second]
+
+    expected = run(whole.clone().requires_grad_(), batch)
+    jacobian_of: Any = torch.autograd.functional.jacobian
+    jacobian = jacobian_of(torch.sin, whole, vectorize=True)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        x = distribute_tensor(whole, mesh, [Shard(0)]).requires_grad_()
+        for grads in (batch, distribute_tensor(batch, mesh, [Shard(1)])):
+            got = run(x, grads)
+            for one, want in zip(got, expected, strict=True):
+                assert (one is None) == (want is None)
+                if want is not None:
+                    assert_close(full(one), want)
+        mapped = jacobian_of(torch.sin, x, vectorize=True)
+        assert_close(full(mapped), jacobian)
+        with pytest.raises(RuntimeError, match="expected"):
+            torch.autograd.grad(x.sin(), x, torch.ones(4, 2), is_grads_batched=True)
+
+    run_ranks(4, program)
+
+
+def test_what_a_hook_returns_is_checked() -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.randn(3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        x.requires_grad_().register_hook(lambda grad: 3)  # type: ignore[arg-type, return-value]
+        with pytest.raises(TypeError, match="returned a int"):
+            torch.autograd.backward(x.sum())
+
+    run_ranks(2, program)
+
+
+def test_there_is_a_gradient_for_each_root() -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.randn(3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        x.requires_grad_()
+        with pytest.raises(RuntimeError, match="got 2 tensors"):
+            torch.autograd.grad([x * 2, x * 3], x, [torch.ones(3)])
+
+    run_ranks(2, program)

@@ -429,9 +429,11 @@ class _Pass:
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
     """Local tensors that gradients start from, with theirs; none on a rank outside the mesh."""
     grads = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
+    if len(grads) < len(outs):
+        raise RuntimeError(f"got {len(outs)} tensors, and gradients of {len(grads)}: pass one each")
     return [
         root_of(out, grad) if isinstance(out, DTensorBase) else (out, grad)
-        for out, grad in zip(outs, grads, strict=True)
+        for out, grad in zip(outs, grads, strict=False)  # torch leaves further ones, too
         if not isinstance(out, DTensorBase) or out._spec.takes_part
     ]
 
@@ -486,6 +488,11 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
             if seen._digest != digest:  # written in place
                 history.note_gradient(digest_of(seen))
             return None
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"a hook on a gradient has returned a {type(result).__name__}: it has to return "
+                f"None, or another gradient"
+            )
         if result.shape != seen.shape:
             raise RuntimeError(
                 f"a hook on the gradient of a tensor of shape {list(seen.shape)} has returned one "
@@ -540,7 +547,12 @@ def autograd_grad(
     outs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     ins = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if is_grads_batched:
-        raise NotImplementedError("is_grads_batched=True is not possible with DTensors: loop")
+        named = {
+            "create_graph": create_graph,
+            "allow_unused": allow_unused,
+            "materialize_grads": materialize_grads,
+        }
+        return _batched_grads(outs, ins, grad_outputs, retain_graph, named)
     roots = _roots(outs, grad_outputs)
     places = [_place_of(tensor) for tensor in ins]
     locals_ = [local for local, _ in places]
@@ -567,6 +579,53 @@ def autograd_grad(
         if isinstance(tensor, DTensorBase) and grad is not None and spec is not None
         else grad
         for tensor, (_, spec), grad in zip(ins, places, grads, strict=True)
+    )
+
+
+def _batched_grads(
+    outs: list[Tensor],
+    ins: list[Tensor],
+    grad_outputs: Any,
+    retain_graph: bool | None,
+    named: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """The gradients for each row of a batch of gradients of the outputs, stacked. Collective.
+
+    torch maps over the batch; here there is a backward pass for each row.
+
+    Args:
+        outs: The outputs.
+        ins: The inputs.
+        grad_outputs: A batch for each output.
+        retain_graph: As for :func:`autograd_grad`.
+        named: Its other arguments.
+    """
+    batches = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
+    if len(batches) < len(outs) or any(batch is None for batch in batches):
+        raise RuntimeError(
+            "is_grads_batched=True needs a batch of gradients for each output: pass grad_outputs"
+        )
+    for out, batch in zip(outs, batches, strict=False):
+        if batch.dim() == 0 or batch.shape[1:] != out.shape or not len(batch):
+            raise RuntimeError(
+                f"with is_grads_batched=True a gradient has the shape of its output after a first "
+                f"dim that counts them: expected {['n', *out.shape]}, got {list(batch.shape)}"
+            )
+    count = min(map(len, batches))
+    keep = bool(named["create_graph"] if retain_graph is None else retain_graph)
+    rows = [
+        autograd_grad(
+            outs,
+            ins,
+            [batch[number] for batch in batches],
+            retain_graph=keep or number + 1 < count,
+            **named,
+        )
+        for number in range(count)
+    ]
+    return tuple(
+        None if grads[0] is None else torch.stack([x for x in grads if x is not None])
+        for grads in zip(*rows, strict=True)
     )
 
 
