@@ -279,3 +279,27 @@ def test_a_partial_value_passes_a_cast() -> None:
         assert torch.equal(full(exact.int()), full(exact).int())
 
     run_ranks(2, program)
+
+
+#: What gives a tensor of real numbers back, as torch does.
+IDENTITIES = (
+    *("real", "conj", "conj_physical", "resolve_conj", "resolve_neg", "positive", "contiguous"),
+    *("double", "cpu"),
+)
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_a_tensor_of_real_numbers_is_returned_itself_however_it_lies(name: str) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        operator = getattr(torch.Tensor, name)
+        for reduce_op in ("sum", "avg", "product", "max", "min"):
+            for leaf in (False, True):
+                part = torch.full((3,), rank + 1.0).double()
+                x: Any = DTensor.from_local(part, mesh, [Partial(reduce_op)])
+                if leaf and reduce_op != "product":
+                    x.requires_grad_()
+                same = operator(x) if callable(operator) else x.real
+                assert same is x, (reduce_op, leaf)
+
+    run_ranks(2, program)

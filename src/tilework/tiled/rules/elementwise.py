@@ -100,13 +100,15 @@ def _linear(input: Arg) -> RuleResult:
     return pointwise([input], linear=[[input]])
 
 
-rule(*_VIEWS.split(), is_elementwise=True, may_be_input=True)(_linear)
-
-
 @rule("clone", is_elementwise=True)
 @rule("cpu", "positive", is_elementwise=True, may_be_input=True)
 def _same(input: Arg, *options: Any, **named: Any) -> RuleResult:
     return pointwise([input], rearranges=True)
+
+
+@rule(*_VIEWS.split(), is_elementwise=True, may_be_input=True)
+def _part_of_complex(input: Arg) -> RuleResult:
+    return _linear(input) if input.dtype.is_complex else _same(input)
 
 
 @rule("contiguous", is_elementwise=True, is_view=True, may_copy=True)
