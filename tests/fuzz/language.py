@@ -80,6 +80,7 @@ class Run:
             "moved": self.moved,
             "write_local": self.write_local,
             "watch": self.watch,
+            "keep": self.keep,
             "recomputed": self.recomputed,
             "gradient": self.gradient,
             "descend": self.descend,
@@ -154,6 +155,8 @@ class Run:
 
     def watch(self, tensor: Tensor, name: str) -> None:
         """Note the gradients of a tensor."""
+        if self.mesh is None and tensor._is_view() and tensor._version and tensor.retains_grad:
+            raise RuntimeError("a hook on a written view that keeps its gradient: torch crashes")
 
         def note(grad: Tensor) -> None:
             before = sum(known.startswith(f"{name}, ") for known in self.seen)
@@ -162,6 +165,15 @@ class Run:
         is_leaf = any(tensor is leaf for leaf in self.leaves.values())
         if tensor.requires_grad and (is_leaf or tensor.grad_fn is not None):
             tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def keep(self, tensor: Tensor, name: str) -> None:
+        """Have the gradient of a tensor kept and compared, as that of leaves is."""
+        if not tensor.requires_grad:
+            return
+        if tensor.grad_fn is not None:  # asked for first: torch gives views written to one now
+            tensor.retain_grad()
+        if tensor.is_leaf or tensor.retains_grad:
+            self.leaves[name] = tensor
 
     def recomputed(self, function: Callable[..., Tensor], *args: Any, reentrant: bool) -> Any:
         """The function's result, which is computed anew in backward."""

@@ -19,6 +19,7 @@ from tilework.dtensor.views.memory_layout import (
     full_memory,
     offset_of,
     replicated_as,
+    root_in_memory,
     window_of,
     write_memory,
 )
@@ -64,16 +65,20 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
             wrap(local, spec), False, torch.as_strided, (input, *window), {}
         )
 
-    def redo(x: DTensor) -> DTensor:
+    def shown(x: DTensor) -> DTensor:
         return wrap(window.of(full_memory(x)), spec)
 
+    def redo(x: DTensor) -> DTensor:
+        return shown(root_in_memory(x))  # type: ignore[arg-type]
+
     def write(x: DTensor, value: DTensor) -> None:
+        x = root_in_memory(x)  # type: ignore[assignment]  # whose memory reaches as far as torch's
         memory = full_memory(x)
         memory = memory.clone() if memory.requires_grad else memory
         window.of(memory).copy_(value.full_tensor())
         write_memory(x, memory)
 
-    result = redo(input)
+    result = shown(input)
     copied_views.mark(result, input, redo, write)
     anchor, its_spec, *_ = result._viewed  # type: ignore[misc]
     result._viewed = (anchor, its_spec, torch.as_strided, (input, *window), {})

@@ -30,20 +30,24 @@ from tilework.dtensor.base import (
     base_then,
     data_of,
     memory_of,
+    root_in_graph,
     version_of,
     wrap_as,
 )
 from tilework.dtensor.local_function import LocalFunction
+from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, follow
 from tilework.dtensor.views.leaf_views import note_view
 from tilework.dtensor.views.memory_layout import (
+    counts_apart,
     full_in_memory_order,
     full_memory,
     replicated_as,
+    root_in_memory,
     window_of,
     write_memory,
 )
-from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.places import keep_place, same_place
 from tilework.tiled.op_names import canonical_name
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
@@ -123,6 +127,10 @@ def _counting(copy: Tensor) -> Tensor:
         return copy
     with torch.inference_mode(False):
         return copy.clone()
+
+
+#: How views are cut off a graph, from not at all to entirely.
+_APARTNESS = ("", "detach", "data")
 
 
 class Piece:
@@ -285,19 +293,25 @@ def refresh(tensor: DTensorBase) -> None:
     if base._view_of is not None:
         refresh(base)
     if view.is_stale:
+        kept = view.value.requires_grad and view.only_values_changed
         with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
-            anew = view.redo(base)._local_tensor
+            anew = view.redo(base if kept else _behind(base))._local_tensor
         anew = anew if view.shares else _counting(anew)
         if view.value.requires_grad and not (view.apart or anew.requires_grad):
             with torch.inference_mode(False), torch.enable_grad():
                 anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
-        if view.value.requires_grad and view.only_values_changed:
+        if kept:
             view.value.data = anew.detach()
+            if view.source is not None:
+                view.source.data = view.value.data
         elif _has_own_graph(view):
             view.value.data = anew.detach()
             torch.autograd.graph.increment_version(view.value)
             _note_own_write(view, owner)
         else:
+            view.source = anew if anew.requires_grad and not view.shares else None
+            anew = anew if view.source is None else same_place(anew)
+            go_on_keeping_grad(view.value, anew)
             view.value = anew
         view.note()
     elif view.base_joined_graph and view.value.is_leaf:
@@ -306,6 +320,49 @@ def refresh(tensor: DTensorBase) -> None:
     if tensor._local_tensor is not view.value:
         keep_place(tensor, written=True)
         tensor._local_tensor, tensor._aliases = view.value, None
+
+
+def _behind(base: DTensorBase) -> DTensorBase:
+    """What a view is derived from anew, whose base was written to in a way that torch counts.
+
+    torch derives it from what is no view itself: the gradient passes no view by which it was made.
+    """
+    local = base._local_tensor
+    if not local.requires_grad or base._moved is not None or not is_view(base):
+        return base
+    source = _source_of(base)
+    if source is None:
+        return base
+    with torch.inference_mode(False), torch.enable_grad():
+        source = source.as_strided(local.shape, local.stride(), local.storage_offset())
+    result = wrap_as(type(base), source, base._spec)
+    result._viewed = (base, base._spec, None, (), {})
+    return result
+
+
+def _source_of(base: DTensorBase) -> Tensor | None:
+    """A local tensor of the memory that a base shows, at a place behind that of views."""
+    view = base._view_of
+    if view is None or view is WATCHED:
+        root = root_in_graph(base)._local_tensor
+        return root if storage_of(root) == storage_of(base._local_tensor) else None
+    if view.apart or base._local_tensor is not view.value:
+        return None
+    if not view.shares:
+        return view.source
+    source = _source_of(view.base)
+    if source is None and not is_view(view.base):
+        source = view.base._local_tensor
+    return None if source is None or storage_of(source) != storage_of(view.value) else source
+
+
+def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
+    """Keep the gradient of a local tensor if that of the one before was to be kept. Local."""
+    if before.retains_grad and now.requires_grad and not now.is_leaf:
+        grad = before.grad
+        now.retain_grad()
+        if grad is None or grad.shape == now.shape:
+            now.grad = grad
 
 
 def _note_own_write(view: View, owner: DTensorBase) -> None:
@@ -401,7 +458,7 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
     view = tensor._view_of
     if view is None or view is WATCHED:
         return
-    apart = max(apart, view.apart, key=len)
+    apart = max(apart, view.apart, key=_APARTNESS.index)
     base = view.base
     shown = base._local_tensor
     if base._spec.overlaps:
@@ -425,6 +482,8 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
     # the view is and does, too.
     kept = not (view.shares and base._local_tensor is not shown)
     kept = kept and (bool(view.apart) or not view.required or view.base_requires_grad)
+    # A write that torch counts gives the view another place in the graph.
+    kept = kept and (bool(view.apart) or apart == "data" or not tensor._local_tensor.requires_grad)
     if tensor._local_tensor is view.value and kept and not in_graph:
         view.note()
 
@@ -443,7 +502,7 @@ def shown_of(tensor: DTensorBase) -> tuple[DTensorBase, str]:
     while (viewed := base._viewed) is not None:
         view = base._view_of
         if view is not None and view is not WATCHED:
-            apart = max(apart, view.apart, key=len)
+            apart = max(apart, view.apart, key=_APARTNESS.index)
         elif viewed[2] is Tensor.detach or viewed[2] is data_of:
             apart = "data" if viewed[2] is data_of else apart or "detach"
         overlaps, then = base._spec.overlaps, base_then(base)
@@ -464,8 +523,8 @@ def write_overlapping(tensor: DTensorBase, write: Callable[[Tensor], Any], apart
         apart: How what is written to is cut off the view's graph.
     """
     base, its = shown_of(tensor)
-    apart = max(apart, its, key=len)
-    base = _apart(base, apart) if apart else base
+    apart = max(apart, its, key=_APARTNESS.index)
+    base = _apart(base, apart) if apart else root_in_memory(base)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not apart):
         memory = full_memory(base)
         memory = memory.clone() if memory.requires_grad else memory
@@ -493,7 +552,7 @@ def hand_out(tensor: DTensorBase) -> None:
     view = tensor._view_of
     if view is WATCHED:
         view = None
-    if view is None and not _counts_apart(tensor):
+    if view is None and not counts_apart(tensor):
         return
     owner, local = memory_of(tensor), tensor._local_tensor
     known = owner._handed_out or []
@@ -517,16 +576,6 @@ def hand_out(tensor: DTensorBase) -> None:
         if base._view_of is None:
             base._view_of = WATCHED
         base = None if base._viewed is None else base_then(base)
-
-
-def _counts_apart(tensor: DTensorBase) -> bool:
-    """True if torch does not count writes to a local tensor with those to its base's."""
-    base = tensor
-    while (viewed := base._viewed) is not None:
-        if viewed[2] is data_of:
-            return True
-        base = viewed[0]
-    return False
 
 
 #: Of more local tensors of one tensor's views the oldest are forgotten.

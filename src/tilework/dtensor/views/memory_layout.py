@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, DTensorT, base_then, memory_of, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, base_then, data_of, memory_of, wrap_as
 from tilework.dtensor.spec import DTensorSpec, Ints
 
 
@@ -88,7 +88,10 @@ def _flat(owner: DTensorBase) -> Tensor:
 
 
 def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
-    """Write all elements of the memory that a tensor shows. Collective; differentiable."""
+    """Write all elements of the memory that a tensor shows. Collective; differentiable.
+
+    Counted as a write to the tensor is.
+    """
     owner = memory_of(tensor)
     order = memory_order(owner._spec)
     inverse = [order.index(dim) for dim in range(len(order))]
@@ -98,8 +101,29 @@ def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
         return
     with torch.no_grad():
         full = memory.detach().view(shape).permute(inverse)
-        owner.detach().copy_(replicated_as(owner, full))
-    tensor.copy_(replicated_as(tensor, window_of(tensor).of(memory)))
+        shown = owner.data if counts_apart(tensor) else owner.detach()
+        shown.copy_(replicated_as(owner, full))
+    if torch.is_grad_enabled() and (memory.requires_grad or tensor.requires_grad):
+        tensor.copy_(replicated_as(tensor, window_of(tensor).of(memory)))
+
+
+def counts_apart(tensor: DTensorBase) -> bool:
+    """True if torch counts writes to a tensor not as ones to what owns its memory. Local."""
+    while (viewed := tensor._viewed) is not None:
+        if viewed[2] is data_of:
+            return True
+        tensor = viewed[0]
+    return False
+
+
+def root_in_memory(tensor: DTensorBase) -> DTensorBase:
+    """What a tensor is a view of in the graph, and showed its memory when it was viewed. Local."""
+    while tensor._viewed is not None and tensor._viewed[2] not in (Tensor.detach, data_of):
+        base = base_then(tensor)
+        if base is None:
+            break
+        tensor = base
+    return tensor
 
 
 def offset_of(tensor: DTensorBase) -> int:
