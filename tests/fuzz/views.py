@@ -8,7 +8,8 @@ the graph or gives data; and looks at all of them again.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from tests.fuzz.programs import Program, expect
 
@@ -16,7 +17,10 @@ _SHAPES = ((4, 4), (5, 3), (2, 3, 4), (6, 4), (1, 4), (3, 1, 2), (2, 2))
 _MAKES = (
     *("v9 = leaf('v9', {s}, 1, {p})\nv0 = v9 * 2", "v9 = leaf('v9', {s}, 1, {p})\nv0 = v9 + 0.25"),
     *("v0 = leaf('v0', {s}, 1, {p})", "v0 = data({s}, 1, {p})"),
-    *("v9 = leaf('v9', {s}, 1, {p})\nv0 = v9.detach()", "v9 = leaf('v9', {s}, 1, {p})\nv0 = v9[1:]"),
+    *(
+        "v9 = leaf('v9', {s}, 1, {p})\nv0 = v9.detach()",
+        "v9 = leaf('v9', {s}, 1, {p})\nv0 = v9[1:]",
+    ),
     "v9 = leaf('v9', {s}, 1, {p})\nv0 = (v9 * 2).t()",
     "v9 = leaf('v9', {s}, 1, {p})\nv0 = v9.exp()",
 )
@@ -49,8 +53,7 @@ _CHANGES = (
 _LOCAL = ("write_local({x}.detach(), 3.0)", "with torch.no_grad(): write_local({x}, 3.0)")
 _DIMS = (
     *("{x}.squeeze_()", "{x}.unsqueeze_(0)", "{x}.t_()", "{x}.transpose_(0, -1)"),
-    *("{x}.swapaxes_(0, -1)", "{x}.as_strided_((2, 2), (2, 1), 1)", "{x}.unsqueeze_(-1)"),
-    *("{x}.resize_(2, 2)", "{x}.swapdims_(0, 1)", "{x}.squeeze_(0)"),
+    *("{x}.swapaxes_(0, -1)", "{x}.unsqueeze_(-1)", "{x}.swapdims_(0, 1)", "{x}.squeeze_(0)"),
 )
 _CUTS = ("{x}.detach_()", "{x}.requires_grad_()", "{x}.requires_grad_(False)")
 _DATA = ("{x}.data = {x}.data * 2", "{x}.data = {x}.detach().clone()")
@@ -70,9 +73,22 @@ def _layout(rng: random.Random, shape: tuple[int, ...], mesh: Sequence[int]) -> 
     if len(mesh) == 1 and rng.random() < 0.4:  # parts of other sizes, empty ones too
         dim = rng.randrange(len(shape))
         cuts = sorted(rng.randint(0, shape[dim]) for _ in range(mesh[0] - 1))
-        sizes = [after - before for before, after in zip([0, *cuts], [*cuts, shape[dim]], strict=True)]
+        sizes = [
+            after - before for before, after in zip([0, *cuts], [*cuts, shape[dim]], strict=True)
+        ]
         words = [f"S{dim}({','.join(map(str, sizes))})"]
     return repr(" ".join(words))
+
+
+def _looks(
+    rng: random.Random, forms: Sequence[str], names: list[str], numbers: Iterator[int], some: int
+) -> list[str]:
+    """Some statements of these forms; fewer if some are empty."""
+    texts = [
+        rng.choice(forms).format(x=rng.choice(names), y=rng.choice(names), n=next(numbers))
+        for _ in range(some)
+    ]
+    return [text for text in texts if text]
 
 
 def made(number: int, mesh: Sequence[int], kind: str = "") -> Program:
@@ -91,16 +107,8 @@ def made(number: int, mesh: Sequence[int], kind: str = "") -> Program:
         if rng.random() < 0.6:
             lines.append("v2 = " + rng.choice(_VIEWS).format(of=rng.choice(("v0", "v1", "v1"))))
         names = [line.split()[0] for line in lines]
-        count = 20
-
-        def look(forms: Sequence[str]) -> None:
-            nonlocal count
-            count += 1
-            text = rng.choice(forms).format(x=rng.choice(names), y=rng.choice(names), n=count)
-            lines.extend([text] if text else [])
-
-        for _ in range(rng.randint(0, 3)):
-            look(_SEES)
+        numbers = count(20)
+        lines += _looks(rng, _SEES, names, numbers, rng.randint(0, 3))
         groups = KINDS[kind or rng.choice(list(KINDS))]
         for _ in range(rng.randint(1, 3)):
             form = rng.choice(rng.choice(groups))
@@ -108,9 +116,8 @@ def made(number: int, mesh: Sequence[int], kind: str = "") -> Program:
             text = form.format(t=rng.choice(_TARGETS).format(x=x), x=x, y=y)
             lines.append(text if text.startswith("with") else rng.choice(_MODES).format(text))
             if rng.random() < 0.5:
-                look(_SEES)
-        for _ in range(rng.randint(1, 3)):
-            look(_ENDS)
+                lines += _looks(rng, _SEES, names, numbers, 1)
+        lines += _looks(rng, _ENDS, names, numbers, rng.randint(1, 3))
         for line in list(lines):
             if line[0] == "n":
                 name, _, node = line.partition(" = ")

@@ -49,6 +49,8 @@ class DTensorBase(TiledTensor):
     _moved: Any = None
     #: True of a stand-in from which no gradient of what it stands for comes any more.
     _left: bool = False
+    #: The local tensor that it had before it left the graph, where nothing was written.
+    _left_as: Tensor | None = None
     #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
     _writes: int = 0
     #: Autograd's number when that memory was last written to, where torch would count the write.
@@ -314,7 +316,7 @@ class View:
         """True if the base was written to since."""
         local, owner = self.base._local_tensor, memory_of(self.base)
         return (
-            local is not self.local
+            not (local is self.local or self.local is self.base._left_as)
             or version_of(local) != self.version
             or owner._writes != self.writes
             or version_of(owner._local_tensor) != self.counted

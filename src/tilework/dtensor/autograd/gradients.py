@@ -234,7 +234,7 @@ def become_view(
     tensor: DTensorT,
     anchor: DTensorT,
     result: DTensorT,
-    change: Callable[[Any], Any],
+    change: Callable[[Any], Any] | None,
     used: bool,
     stays: bool,
 ) -> DTensorT:
@@ -244,7 +244,7 @@ def become_view(
         tensor: The tensor.
         anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
         result: The view.
-        change: Makes the view of the anchor.
+        change: Makes the view of the anchor; None: the local tensor itself was changed.
         used: What :func:`~tilework.dtensor.autograd.origins.is_in_graph` said before.
         stays: True if the tensor stays at its place in the graph.
     """
@@ -252,7 +252,7 @@ def become_view(
     base = anchor._local_tensor
     shares = result._local_tensor is base or result._local_tensor._is_view()
     is_place = anchor._became is not None or not base._is_view()
-    tensor._became = (anchor, change) if shares and is_place else None
+    tensor._became = (anchor, change) if change and shares and is_place else None
     view, shown = result._view_of, result._viewed
     before, memory = tensor._local_tensor, storage_of(tensor._local_tensor)
     if stays:
@@ -278,6 +278,56 @@ def become_view(
         if memory == storage_of(tensor._local_tensor):
             derive_anew(tensor, before)
     return tensor
+
+
+def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
+    """True if a tensor's local tensor may become that of a view of it by changing its dims."""
+    local, shown = tensor._local_tensor, result._local_tensor
+    return (
+        (tensor._view_of is None or tensor._view_of is copied_views.WATCHED)
+        and tensor._origin is None
+        and tensor._moved is None
+        and tensor._became is None
+        and not local.is_inference()
+        and storage_of(shown) == storage_of(local)
+        and not (local._is_view() and not copied_views.is_view(tensor))
+    )
+
+
+def change_local(
+    anchor: DTensorBase,
+    result: DTensorBase,
+    in_place: Callable[[Tensor], Any],
+    change: Callable[[Tensor], Any],
+) -> None:
+    """Change the dims of an anchor's local tensor to the result's, whose local tensor it becomes.
+
+    So torch derives local views of its memory anew as it does of plain tensors. The anchor gets a
+    view with the dims from before.
+
+    Args:
+        anchor: The anchor.
+        result: The view that the tensor becomes.
+        in_place: Changes a plain tensor so in place.
+        change: Makes such a view of a plain tensor.
+    """
+    local, window = anchor._local_tensor, _window_of(result._local_tensor)
+    before = _window_of(local)
+    try:
+        alike = _window_of(change(local.detach())) == window
+    except (RuntimeError, IndexError):  # a local tensor has another number of elements
+        alike = False
+    if alike:  # of elements that overlap, too
+        in_place(local)
+    else:
+        local.as_strided_(*window)
+    result._local_tensor = local
+    with torch.inference_mode(False), torch.enable_grad():
+        anchor._local_tensor = local.as_strided(*before)
+
+
+def _window_of(local: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return local.shape, local.stride(), int(local.storage_offset())
 
 
 def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:

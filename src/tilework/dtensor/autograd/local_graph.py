@@ -81,7 +81,11 @@ def grad_fn_of(tensor: DTensorBase) -> Any:
     """The node that computed it: a user's own Function, or that of the local tensor."""
     with _WithoutInterception():
         node = _grad_fn_of(tensor)
-    return local_of(tensor).grad_fn if node is None else node
+    if node is not None:
+        return node
+    local, origin = local_of(tensor), tensor._origin
+    is_there = origin is not None and local.grad_fn is origin.node
+    return origin.local.grad_fn if is_there else local.grad_fn  # type: ignore[union-attr]
 
 
 def _linked(tensor: DTensorBase) -> Tensor:

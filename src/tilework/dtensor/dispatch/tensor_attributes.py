@@ -148,6 +148,10 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     # A tensor that is no view may have a local tensor that is one.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
     tensor._made_without_grad, tensor._became = False, None
+    base = tensor
+    while base._in_place and base._viewed is not None:  # as it was before its dims were changed
+        base = base._viewed[0]
+        base._left_as, base._local_tensor = base._local_tensor, base._local_tensor.detach()
     leave_graph_of_wrappers(tensor)
     local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]

@@ -53,10 +53,15 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
             tensor._aliases = None
         used = origins.is_in_graph(tensor)
         anchor = copied_views.anchor_of(tensor)
-        if graded:
-            gradients.begin_anew(anchor)
         result: DTensor = change(anchor)
-    return gradients.become_view(tensor, anchor, result, change, used, stays)
+        changes = not stays and gradients.may_change_local(tensor, result)
+        if graded and not changes:
+            gradients.begin_anew(anchor)
+            result = change(anchor)
+
+    if changes:
+        gradients.change_local(anchor, result, lambda local: func(local, *rest, **kwargs), change)
+    return gradients.become_view(tensor, anchor, result, None if changes else change, used, stays)
 
 
 @dtensor_handler("resize_")

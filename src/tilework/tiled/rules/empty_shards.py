@@ -99,5 +99,7 @@ def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:
     """
     for tensor in inputs:
         if tensor is not None:
+            if tensor.is_inference():  # which may require a gradient, as its views do not
+                tensor = tensor.clone()
             result = result + tensor.reshape(-1)[:0].sum().to(result.dtype)
     return result

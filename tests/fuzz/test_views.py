@@ -1,0 +1,45 @@
+"""Views of what is written to, in ways that torch counts and in others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import views
+from tests.fuzz.programs import MESHES, compare, run_programs
+
+#: Programs of each mesh and kind.
+COUNT = 40
+
+
+@pytest.mark.parametrize("kind", ["writes", "local"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_views_go_where_torch_derives_them_from(mesh: tuple[int, ...], kind: str) -> None:
+    programs = [views.made(number, mesh, kind) for number in range(7000, 7000 + COUNT)]
+    bad = [each for each in run_programs(programs) if each.kind != "right"]
+    assert not bad, f"{bad[0].kind}: {bad[0].why}\n{bad[0].program}"
+
+
+_COMPUTED = "v9 = leaf('v9', (4, 6), 1, {layout})\nv0 = v9 * 2\n"
+
+
+@pytest.mark.parametrize("layout", ["R", "P", "S0", "S1"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        # A hook on a view stays where a write is not counted.
+        "v1 = v0[None].expand(2, 4, 6).reshape(1, 2, 4, 6)\nv2 = v1.mean()\n"
+        "v1[..., 0].data[:, :1].mul_(2)\nwatch(v1, 'v1')",
+        "v1 = v0.flatten()\nkeep(v1, 'v1')\nv2 = v1 * 3\nv1.data.detach()[:2].mul_(2)\nv3 = v1 * 2",
+        # Counted writes have torch derive views from what is no view.
+        "v1 = v0.view(-1, 2)\nv2 = v1.transpose(0, 1)[1]\nkeep(v1, 'v1')\nv0.detach().mul_(3)",
+        "v1 = v0.flatten()\nkeep(v1, 'v1')\nwith torch.no_grad(): v1.mul_(3)\nv2 = v1 * 2",
+        # Changed dims count as a write: views go where the tensor has gone.
+        "v1 = v0[-2, -2]\nv0.unsqueeze_(0)\nv0.detach_()\nv2 = v1 * 2",
+        "v1 = v0[-2, -2]\nv0.t_()\nv3 = v1 * 3\nv0.detach_()\nv2 = v1 * 2",
+        "v1 = v0[1:]\nwatch(v0, 'v0')\nv0.t_()\nkeep(v0, 'v00')\nv2 = v0 * v0",
+        # Empty parts of inference tensors are in the graph.
+        "v1 = v0[:, 3:3]\nwith torch.inference_mode(): v1.data = v1.data * 2\nv2 = v1[v1 > 0.3]",
+    ],
+)
+def test_views_that_went_wrong_once(program: str, layout: str) -> None:
+    compare(_COMPUTED.format(layout=repr(layout)) + program)
