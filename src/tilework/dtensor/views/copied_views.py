@@ -323,7 +323,7 @@ def refresh(tensor: DTensorBase) -> None:
 
 
 def _behind(base: DTensorBase) -> DTensorBase:
-    """What a view is derived from anew, whose base was written to in a way that torch counts.
+    """A stand-in for a base that was written to in a way that torch counts, to derive views of.
 
     torch derives it from what is no view itself: the gradient passes no view by which it was made.
     """

@@ -117,7 +117,7 @@ def counts_apart(tensor: DTensorBase) -> bool:
 
 
 def root_in_memory(tensor: DTensorBase) -> DTensorBase:
-    """What a tensor is a view of in the graph, and showed its memory when it was viewed. Local."""
+    """The tensor of the same memory that one is a view of in the graph, or itself. Local."""
     while tensor._viewed is not None and tensor._viewed[2] not in (Tensor.detach, data_of):
         base = base_then(tensor)
         if base is None:
