@@ -117,3 +117,14 @@ def test_parts_that_several_ranks_have_are_refused() -> None:
             to_sharded(WHOLE)  # type: ignore[arg-type]
 
     run_ranks(4, program)
+
+
+def test_a_sharded_tensor_and_a_dtensor_in_one_operator() -> None:
+    def program(rank: int) -> None:
+        x: Any = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        other: Any = shard_tensor(torch.ones(4, 3), ChunkShardingSpec(0, ["rank:0/cpu"]))
+        for meet in (lambda: x + other, lambda: x == other, lambda: torch.cat([x, other])):
+            with pytest.raises(RuntimeError, match=r"to_dtensor\(\) makes a DTensor of the one"):
+                meet()
+
+    run_ranks(2, program)

@@ -10,6 +10,7 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.from_local import sizes_along
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, wrap
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Box, Placement, Replicate, Shard
 from tilework.layout.sharding import infer_splits
 from tilework.mesh import DeviceMesh
@@ -146,6 +147,7 @@ def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor
         >>> run_ranks(2, program)[0]
         ShardedTensor(float32[3, 2] in 2 chunks along dim 0 on ranks 0-1)
     """
+    refuse_torch_dtensor(tensor, "to_sharded")
     if not isinstance(tensor, DTensor):
         raise TypeError(f"to_sharded takes a DTensor, got {type(tensor).__name__}")
     spec = tensor._spec

@@ -382,6 +382,12 @@ def test_verify_names_what_has_parted() -> None:
         verify(model)
 
     all_raise(program, "'2.bias' is not the same on all ranks")
+    error = str(outcomes(program)[0])
+    assert "on rank 0 at " in error
+    assert "on rank 1 at " in error
+    assert error.count(f"{__file__}:") == 2, error
+    with pytest.raises(TypeError, match="got int"):
+        verify(3)  # type: ignore[arg-type]
 
 
 def test_verify_sees_how_a_shard_came_about() -> None:

@@ -109,3 +109,9 @@ def test_sizes_are_some_and_not_negative(sizes: Ints) -> None:
 def test_placements_are_values() -> None:
     assert Shard(1) == Shard(1) != Shard(0)
     assert {Replicate(), Replicate(), Partial(), Partial("sum")} == {Partial(), Replicate()}
+
+
+def test_a_partial_placement_names_a_reduction() -> None:
+    assert Partial("max").reduce_op == "max"
+    with pytest.raises(ValueError, match=r"one of sum, avg, .*; got 'mean'"):
+        Partial("mean")

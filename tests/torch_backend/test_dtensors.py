@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import tilework.checkpoint as tilework_checkpoint
 import tilework.distributed as dist
+import tilework.distributed.functional as functional
 from tests.jobs import Launcher, Rank
 from tests.rounding import assert_close
 from tilework.dtensor import (
@@ -30,14 +31,20 @@ from tilework.dtensor import (
     Shard,
     distribute_tensor,
     local_map,
+    manual_seed,
     module_from_torch,
     module_to_torch,
+    plan_redistribution,
+    show,
+    to_sharded,
     verify,
     zeros,
 )
+from tilework.dtensor import init_device_mesh as init_tilework_mesh
 from tilework.parallel import (
     ColwiseParallel,
     DistributedDataParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -137,6 +144,13 @@ def mix(rank: Rank) -> None:
             device_mesh=cast(Any, theirs),
         )
         assert doubled(x).full_tensor().tolist() == (VALUES * 2).tolist()
+        replicated: Any = torch_tensor.Replicate()
+        manual_seed(3, cast(Any, theirs))
+        whole = ColwiseParallel(input_layouts=replicated, output_layouts=replicated)
+        layer = parallelize_module(nn.Linear(2, 4), cast(Any, theirs), whole)
+        assert layer(VALUES).shape == (7, 4)
+        kept = PrepareModuleInput(input_layouts=replicated, desired_input_layouts=[replicated])
+        assert kept.input_layouts == kept.desired_input_layouts == (Replicate(),)
         sharded: Any = tilework_fully_shard(nn.Linear(2, 2), mesh=cast(Any, theirs))
         assert sharded(VALUES).shape == (7, 2)
         replicas = DistributedDataParallel(
@@ -146,6 +160,8 @@ def mix(rank: Rank) -> None:
         ones = torch.ones(3)
         dist.all_reduce(ones, group=cast(Any, torch_dist.group.WORLD))
         assert ones.tolist() == [2, 2, 2]
+        world = cast(Any, torch_dist.group.WORLD)
+        assert functional.all_reduce(ones, "sum", world).tolist() == [4, 4, 4]
         y: Any = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(1)])
         for sum_ in (x + y, y + x, torch.stack([x, y]).sum(0), x.clone().add_(y)):
             assert isinstance(sum_, DTensor)
@@ -158,6 +174,10 @@ def mix(rank: Rank) -> None:
         assert x.full_tensor().tolist() == y.full_tensor().tolist() == VALUES.tolist()
 
 
+def torchs_module(mesh: DeviceMesh) -> nn.Module:
+    return T.distribute_module(nn.Linear(2, 2), cast(Any, mesh.to_torch()))
+
+
 T = torch_tensor
 OURS: Any = Shard(0)
 COLWISE: Any = torch_style.ColwiseParallel()
@@ -166,6 +186,28 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: distribute_tensor(y, m, [Shard(0)])): ["torch.distributed", "from_torch"],
     (lambda x, y, m: DTensor.from_local(y, m, [Shard(0)])): ["torch.distributed", "from_torch"],
     (lambda x, y, m: y.add_(x)): ["torch.distributed", "from_torch"],
+    (lambda x, y, m: local_map(lambda a: a, out_placements=[Shard(0)])(y)): [
+        "local_map",
+        "from_torch",
+    ],
+    (lambda x, y, m: show(y)): ["show", "from_torch"],
+    (lambda x, y, m: plan_redistribution(y, [Replicate()])): ["plan_redist", "from_torch"],
+    (lambda x, y, m: to_sharded(y)): ["to_sharded", "from_torch"],
+    (lambda x, y, m: setattr(x, "data", y)): ["data", "from_torch"],
+    (lambda x, y, m: setattr(x.clone().requires_grad_(), "grad", y)): ["gradient", "from_torch"],
+    (lambda x, y, m: tilework_fully_shard(torchs_module(m), mesh=m)): ["weight", "from_torch"],
+    (lambda x, y, m: functional.all_reduce(y)): ["torch.distributed", "to_local"],
+    (lambda x, y, m: functional.all_reduce(x)): ["DTensor", "to_local"],
+    (lambda x, y, m: functional.all_reduce(VALUES, group=m.to_torch())): ["group", "DeviceMesh"],
+    (lambda x, y, m: functional.all_reduce(VALUES, cast(Any, torch_dist.ReduceOp.MAX))): [
+        "ReduceOp.MAX",
+        "from_torch",
+    ],
+    (
+        lambda x, y, m: parallelize_module(
+            nn.Linear(2, 4), m, ColwiseParallel(input_layouts=Replicate())
+        )(y)
+    ): ["the input of Linear", "from_torch"],
     (lambda x, y, m: verify({"weight": y})): ["weight", "torch.distributed", "from_torch"],
     (lambda x, y, m: nn.utils.get_total_norm([x, y])): [
         "_NormPartial",
@@ -259,6 +301,24 @@ def on_gloo(rank: Rank) -> None:
             DeviceMesh.from_torch(theirs)
         with pytest.raises(TypeError, match="init_process_group"):
             dist.all_reduce(torch.ones(2), group=cast(Any, torch_dist.group.WORLD))
+        x = distribute_tensor(VALUES, init_tilework_mesh("cpu", (1,)), [Shard(0)])
+        y: Any = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(0)])
+        for by_name in (lambda: torch.add(x, y), lambda: y.add(x), lambda: x.eq(y)):
+            with pytest.raises(TypeError, match="init_process_group"):
+                by_name()
+        # Of a TypeError Python would make "unsupported operand", False, or another tensor.
+        for symbol in (
+            *(lambda: x + y, lambda: y + x, lambda: x == y, lambda: y == x, lambda: x != y),
+            *(lambda: x @ y, lambda: y // x, lambda: x in [y], lambda: iadd(x, y)),
+        ):
+            with pytest.raises(RuntimeError, match="init_process_group"):
+                symbol()
+        with pytest.raises(RuntimeError, match="from_torch"):
+            iadd(y, x)
+
+
+def iadd(x: Any, y: Any) -> None:
+    x += y
 
 
 def test_groups_of_other_backends_are_refused(ranks: Launcher) -> None:

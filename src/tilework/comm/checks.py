@@ -21,19 +21,24 @@ def check_tensor(value: Any, name: str) -> None:
     """``value`` is a tensor with memory to move."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
-    if type(value) is not Tensor and hasattr(value, "full_tensor"):
-        theirs = type(value).__module__.startswith("torch.")
-        whose = " of torch.distributed.tensor's" if theirs else ""
-        raise TypeError(
-            f"{name} is a {type(value).__name__}{whose}, whose parts lie on several ranks: "
-            f"collectives take plain tensors, such as its local tensor ({name}.to_local())"
-        )
+    refuse_parts(value, name)
     if value.layout is not torch.strided or value.is_meta or value.is_nested:
         kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
         kind = "nested" if value.is_nested else kind
         raise ValueError(
             f"{name} is a {kind} tensor, which collectives cannot move; pass a dense tensor "
             f"with data (to_dense(), or move its values and indices)"
+        )
+
+
+def refuse_parts(value: Tensor, name: str) -> None:
+    """Raise TypeError for a tensor whose parts lie on several ranks: a DTensor, for one."""
+    if type(value) is not Tensor and hasattr(value, "full_tensor"):
+        theirs = type(value).__module__.startswith("torch.")
+        whose = " of torch.distributed.tensor's" if theirs else ""
+        raise TypeError(
+            f"{name} is a {type(value).__name__}{whose}, whose parts lie on several ranks: "
+            f"collectives take plain tensors, such as its local tensor ({name}.to_local())"
         )
 
 

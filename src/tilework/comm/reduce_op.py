@@ -88,7 +88,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     def __init__(self, op: AnyReduceOp, factor: float = 1.0) -> None:
         if not isinstance(op, ReduceOp):
-            raise TypeError(_no_reduction(op))
+            raise TypeError(no_reduction(op))
         bare = isinstance(op, RedOpType)
         object.__setattr__(self, "type", op if bare else op.type)
         object.__setattr__(self, "factor", factor if bare else op.factor)
@@ -107,7 +107,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
         """
         if isinstance(op, ReduceOp):
             return op
-        name = str(getattr(op, "name", op)).rpartition(".")[2].rstrip(">")
+        name = _name_in_torch(op)
         if name not in RedOpType.__members__ or name == "PREMUL_SUM":
             raise TypeError(f"{op!r} is no reduction of torch.distributed's that tilework has")
         return RedOpType[name]
@@ -190,12 +190,21 @@ _LEGAL: dict[torch.dtype, frozenset[RedOpType]] = {
 }
 
 
-def _no_reduction(op: object) -> str:
+def _name_in_torch(op: object) -> str:
+    return str(getattr(op, "name", op)).rpartition(".")[2].rstrip(">")
+
+
+def no_reduction(op: object) -> str:
     """The message for what is no reduction of this library's."""
     names = f"ReduceOp.{', '.join(RedOpType.__members__)}"
     kind = type(op)
     if kind.__module__.startswith(("torch.distributed", "torch._C._distributed")):
-        name = str(getattr(op, "name", op)).rpartition(".")[2]
+        name = _name_in_torch(op)
+        if name not in RedOpType.__members__:
+            return (
+                f"{op!r} of torch.distributed's was passed: tilework's functions take "
+                f"tilework.distributed's ReduceOp.{', '.join(RedOpType.__members__)}"
+            )
         return (
             f"ReduceOp.{name} of torch.distributed's was passed: tilework's functions take "
             f"tilework.distributed.ReduceOp.{name}, which ReduceOp.from_torch(op) converts it to"
@@ -210,7 +219,7 @@ def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
     if legal is not None and kind in legal:
         return
     if kind is None:
-        raise TypeError(_no_reduction(op))
+        raise TypeError(no_reduction(op))
     if legal is None:
         raise ValueError(f"cannot reduce {dtype}: convert to a standard number type first")
     names = ", ".join(sorted(member.name for member in legal))

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.layout.placements import native_placement
 from tilework.mesh import DeviceMesh
@@ -93,6 +94,8 @@ def local_map(
                 "local_map takes DTensors by position: placements are given by position, too"
             )
         values, structure = pytree.tree_flatten(args)
+        for value in (*values, *pytree.tree_leaves(kwargs)):
+            refuse_torch_dtensor(value, "local_map")
         if not any(isinstance(value, DTensor) for value in values):
             return func(*args, **kwargs)
         mesh = _mesh(values, None if device_mesh is None else mesh_or_current(device_mesh))

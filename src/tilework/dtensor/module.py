@@ -53,6 +53,7 @@ def distribute_module(
 
     Raises:
         ValueError: A function takes another number of arguments.
+        TypeError: ``partition_fn`` is no function.
         RuntimeError: No mesh is given or active.
 
     Example:
@@ -72,6 +73,11 @@ def distribute_module(
         (torch.Size([2, 3]), torch.Size([4]))
     """
     mesh = mesh_or_current(device_mesh)
+    if partition_fn is not None and not callable(partition_fn):
+        raise TypeError(
+            f"partition_fn is a function of name, module and mesh, which puts DTensors in the "
+            f"place of the module's parameters; got {type(partition_fn).__name__}"
+        )
     before = _hook("input_fn", "inputs", input_fn)
     after = _hook("output_fn", "outputs", output_fn)
     shared: dict[int, tuple[Tensor, Tensor]] = {}

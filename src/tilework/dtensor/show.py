@@ -8,6 +8,7 @@ from tilework.comm.world import get_rank
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Box
 from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import (
@@ -44,6 +45,7 @@ def show(tensor: DTensor) -> None:
         DTensor f32[8@tp, 4] on cpu mesh tp=2
         ...
     """
+    refuse_torch_dtensor(tensor, "show()")
     if not isinstance(tensor, DTensor):
         raise TypeError(f"show() takes a DTensor, got {type(tensor).__name__}")
     spec = tensor._spec

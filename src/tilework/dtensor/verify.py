@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from tilework.comm.agreement import agree, check_equal
+from tilework.comm.callsite import call_site
 from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import device_of
@@ -107,8 +108,10 @@ def _named_tensors(what: Any) -> Named:
         named = list(what.items())
     elif isinstance(what, Tensor):
         named = [("the tensor", what)]
-    else:
+    elif isinstance(what, Iterable):
         named = [(f"tensor {i}", tensor) for i, tensor in enumerate(what)]
+    else:
+        raise TypeError(f"verify() takes a module or tensors, got {type(what).__name__}")
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"verify() compares tensors, got {type(tensor).__name__} as {name!r}")
@@ -267,7 +270,8 @@ def _compare_each(tensors: Named, group: ProcessGroup, full: bool) -> None:
         else:
             what = _difference(tensor, of_tensor, group)
         if what:
-            _raise(name, tensor, (ranks[one], ranks[other]), what)
+            sites: list[str] = agree(call_site, group)
+            _raise(name, tensor, [(ranks[rank], sites[rank]) for rank in (one, other)], what)
 
 
 def _facts(name: str, tensor: DTensor, full: bool) -> _Facts:
@@ -310,10 +314,12 @@ def _difference(tensor: DTensor, facts: Sequence[_Facts], group: ProcessGroup) -
     return ""
 
 
-def _raise(name: str, tensor: DTensor, ranks: tuple[int, int], what: str) -> NoReturn:
+def _raise(name: str, tensor: DTensor, sides: Sequence[tuple[int, str]], what: str) -> NoReturn:
     text = layout_text(tensor._spec, tensor.dtype)
+    where = " and ".join(
+        [f"on rank {rank} at {site}" if site else f"on rank {rank}" for rank, site in sides]
+    )
     raise CollectiveMismatchError(
-        f"{name!r} is not the same on all ranks: {text} on rank {ranks[0]} and on rank {ranks[1]}: "
-        f"{what}{_NEXT_STEP}",
-        ranks=ranks,
+        f"{name!r} is not the same on all ranks: {text} {where}: {what}{_NEXT_STEP}",
+        ranks=tuple(rank for rank, _ in sides),
     )

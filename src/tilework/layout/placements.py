@@ -15,6 +15,9 @@ _OURS = (
 )
 
 
+_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+
+
 class _PlacementKind:
     """The predicates of all placements."""
 
@@ -85,10 +88,21 @@ class Partial(_PlacementKind):
     """The value is the reduction of what the ranks along a mesh axis hold.
 
     Args:
-        reduce_op: The reduction, by name.
+        reduce_op: The reduction, by name: "sum", "avg", "product", "min", "max", "band", "bor" or
+            "bxor". (Of "premul_sum" nothing can be made.)
+
+    Raises:
+        ValueError: There is no such reduction.
     """
 
     reduce_op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in _REDUCTIONS:
+            raise ValueError(
+                f"Partial takes the name of a reduction, one of {', '.join(_REDUCTIONS)}; got "
+                f"{self.reduce_op!r}"
+            )
 
 
 Placement = Shard | Replicate | Partial

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from tilework.comm.agreement import agree_equal
 from tilework.comm.world import AnyGroup, get_rank
 from tilework.layout import Box
+from tilework.mesh.devices import check_device_is_there
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tilework.sharded.placement import Place
 from tilework.sharded.specs import (
@@ -83,6 +84,7 @@ def new_shards(
 
 
 def _new_tensor(shard: ShardMetadata, device: torch.device, properties: TensorProperties) -> Tensor:
+    check_device_is_there(device.type, "a shard")
     # Pinning serves an accelerator; without one torch has no pinned memory to give.
     pin = properties.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
     return torch.empty(

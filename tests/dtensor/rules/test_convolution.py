@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dtensor.op_checks import check_op, count_op
-from tilework.dtensor import Partial, Replicate, Shard
+from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.layout import Placement
+from tilework.testing import run_ranks
 
 FEW: dict[str, Any] = {"meshes": [(2,), (2, 2)], "most": 4, "gathers": False}
 
@@ -142,3 +144,33 @@ def test_more_ranks_than_channels() -> None:
     three = {**FEW, "meshes": [(3,)]}
     check_op(F.conv1d, randn(2, 2, 5), randn(2, 2, 3), randn(2), **three)
     check_op(lambda x: F.max_pool1d(x, 2), randn(2, 2, 5), **three)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize(
+    ("convolve", "shape", "weight"),
+    [
+        (F.conv1d, (3, 4), (1, 1, 1)),
+        (F.conv1d, (2, 4, 5), (1, 2, 1)),
+        (F.conv1d, (2, 2, 5), (1, 1, 1)),
+        (F.conv2d, (3, 4, 4), (1, 1, 1, 1)),
+        (F.conv_transpose1d, (3, 4), (1, 1, 1)),
+        (F.conv_transpose2d, (2, 4, 3, 3), (2, 1, 1, 1)),
+    ],
+)
+def test_channels_that_do_not_fit(
+    convolve: Callable[..., Tensor],
+    shape: Sequence[int],
+    weight: Sequence[int],
+    placement: Placement,
+) -> None:
+    """Also where some ranks' parts do: one row of three fits a weight for one channel."""
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(randn(*shape), init_device_mesh("cpu", (2,)), [placement])
+        with pytest.raises(RuntimeError, match="Given "):
+            convolve(x, randn(*weight))
+
+    with pytest.raises(RuntimeError, match="Given "):
+        convolve(randn(*shape), randn(*weight))
+    run_ranks(2, program)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from tilework.comm.functional.tracing import constant
-from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
+from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp, no_reduction
 
 _FACTOR = "premul_sum*"
 
@@ -23,7 +23,7 @@ def op_text(op: AnyReduceOp | str) -> str:
     if isinstance(op, RedOpType):
         return str(op.value)
     if not isinstance(op, ReduceOp):
-        raise TypeError(f'a reduction must be a ReduceOp, or its name like "sum"; got {op!r}')
+        raise TypeError(no_reduction(op))
     if op.type is RedOpType.PREMUL_SUM:
         return f"{_FACTOR}{op.factor!r}"
     return str(op.type.value)

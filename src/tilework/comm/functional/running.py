@@ -18,7 +18,7 @@ from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.tracing import constant, traced, transformed
-from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank
+from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank, native_group
 
 #: Smaller collectives are done before the call returns: another thread would cost more.
 AT_ONCE_BYTES = 1 << 16
@@ -75,6 +75,7 @@ def run(kind: type[Collective], x: Tensor, group: GroupOrName, *args: Any) -> Te
     """``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
     if not isinstance(x, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")
+    checks.refuse_parts(x, "tensor")
     if torch.compiler.is_compiling():
         return _operators(kind, x, group, args)
     transforms = transformed()
@@ -223,6 +224,7 @@ def named(group: AnyGroup | str) -> GroupOrName:
 
     Raises:
         ValueError: This rank is not in it, or there is none of that name.
+        TypeError: It is no group, or one of torch's on a backend of torch's own.
     """
     if torch.compiler.is_compiling():
         if group is None:
@@ -230,12 +232,15 @@ def named(group: AnyGroup | str) -> GroupOrName:
         return group if isinstance(group, str) else group.group_name
     if group is None:
         return current_world().default()
+    if isinstance(group, str):
+        return group_named(group)
+    group = native_group(group)
     if isinstance(group, NonMember):
         raise ValueError(
             f"this rank is not in {group!r}, so there is no result here; call functional "
             f"collectives on member ranks only (rank_not_in_group(group) tells)"
         )
-    return group_named(group) if isinstance(group, str) else group
+    return group
 
 
 def size_of(group: GroupOrName) -> int:

@@ -34,6 +34,7 @@ from tilework.dtensor.redistribution.redistribute import (
     with_redistributed_grad,
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.leaf_views import derive_anew
 from tilework.dtensor.views.places import keep_place, same_place
@@ -100,6 +101,7 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
         before, change = tensor._became
         set_grad(before, _before_change(before, change, value))
         return
+    refuse_torch_dtensor(value, "the gradient of a DTensor")
     if not isinstance(value, DTensorBase):
         raise TypeError(
             f"the gradient of a DTensor is a DTensor, got {type(value).__name__}: distribute it "
@@ -338,6 +340,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         value: The other.
         is_new: True if nothing else will show its memory.
     """
+    refuse_torch_dtensor(value, "the data of a DTensor")
     if not isinstance(value, DTensorBase):
         raise TypeError(
             f"a DTensor's data is a DTensor, got {type(value).__name__}: distribute it first"

@@ -48,6 +48,7 @@ from tilework.dtensor.dispatch.results import (
     write,
     write_to_plain,
 )
+from tilework.dtensor.dispatch.symbols import as_seen_by_symbols
 from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
@@ -533,9 +534,12 @@ def _own_memory(result: Tensor, tensor: Tensor) -> Tensor:
 def _call_from_torch(func: Any, in_place: bool, /, *args: Any, **kwargs: Any) -> Any:
     """The result of a call in which torch's DTensors become DTensors."""
     tensors = tensors_in([*args, *kwargs.values()])
-    if in_place:
-        refuse_torch_dtensor(tensors[0], "an operator in place")
-    native = [DTensor.from_torch(x) if is_torch_dtensor(x) else x for x in tensors]
+    try:
+        if in_place:
+            refuse_torch_dtensor(tensors[0], "an operator in place")
+        native = [DTensor.from_torch(x) if is_torch_dtensor(x) else x for x in tensors]
+    except TypeError as error:
+        raise as_seen_by_symbols(func, error) from None
     args_of_native, kwargs_of_native = with_tensors(args, kwargs, iter(native))
     return func(*args_of_native, **kwargs_of_native)
 

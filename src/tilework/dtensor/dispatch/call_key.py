@@ -17,6 +17,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import OpEntry, aten_parameters
+from tilework.tiled.tensor import TiledTensor
 
 NUMBERS = frozenset({int, float, bool, complex})
 _SEQUENCES = frozenset({list, tuple, torch.Size})
@@ -57,6 +58,11 @@ def add_to_key(
         key.append(END)
         return all(plain)
     if isinstance(arg, Tensor):
+        if kind is not Tensor and isinstance(arg, TiledTensor):
+            raise RuntimeError(
+                f"a {kind.__name__} and a DTensor meet in one operator: to_dtensor() makes a "
+                f"DTensor of the one, and to_sharded() the other way round"
+            )
         tensors.append(arg)
         seeds.append(content_digest(arg))
         key.append(arg.shape)

@@ -22,6 +22,7 @@ from tilework.dtensor.random import philox
 from tilework.dtensor.random.philox import Distribution, Key
 from tilework.dtensor.spec import DTensorSpec
 from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
 
 #: Held by the thread that uses torch's default generator.
 _default = threading.Lock()
@@ -48,6 +49,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
         >>> run_ranks(2, program)
         [True, True]
     """
+    device_mesh = mesh_or_current(device_mesh)
     if device_mesh.here:
         group = device_mesh.axes_group(range(device_mesh.ndim))
         agree_equal(

@@ -27,6 +27,7 @@ from tilework.dtensor.redistribution.prepared import (
     prepared_from,
 )
 from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Steps
 from tilework.mesh import DeviceMesh
 
@@ -129,6 +130,7 @@ def plan_redistribution(
     if isinstance(tensor, DTensorSpec):
         source, tensor_dtype = tensor, torch.float32
     else:
+        refuse_torch_dtensor(tensor, "plan_redistribution")
         source, tensor_dtype = tensor._spec, tensor.dtype
     return plan_steps(source, source.with_placements(placements, order), dtype or tensor_dtype)
 

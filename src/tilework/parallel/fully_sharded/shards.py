@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tilework.dtensor import DTensor, Replicate, Shard
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import wrap
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, chunk_sizes, offsets_of
 from tilework.mesh import DeviceMesh
 
@@ -106,10 +107,12 @@ def sharded_param(
         placement: The dim to shard; None: the first.
 
     Raises:
+        TypeError: It is a DTensor of torch.distributed.tensor's.
         ValueError: The placement does not fit, or the meshes have no common root.
     """
     dim = placement.dim if placement is not None else 0
     value: Any = parameter
+    refuse_torch_dtensor(value, f"fully_shard of parameter {name!r}")
     tensor_parallel = value._spec if isinstance(value, DTensor) else None
     local_shape = tuple(value._spec.local_shape if tensor_parallel else parameter.shape)
     if not -len(local_shape) <= dim < len(local_shape):

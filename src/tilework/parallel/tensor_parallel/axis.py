@@ -11,6 +11,7 @@ from torch import Tensor
 from tilework.dtensor import DTensor
 from tilework.dtensor.autograd import partial_grads
 from tilework.dtensor.provenance.plain_parts import note_input, note_output
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
@@ -46,7 +47,7 @@ class MeshAxis:
             extent: The global size of the dim that ``layout`` shards, where it is known.
 
         Raises:
-            TypeError: It is no tensor.
+            TypeError: It is no tensor, or a DTensor of torch.distributed.tensor's.
             ValueError: It is a DTensor on another mesh.
             CollectiveMismatchError: It is plain, the axis replicates it, and another one shards it;
                 and ranks along the axis passed different values.
@@ -56,6 +57,7 @@ class MeshAxis:
                 f"{what} has the layout {layout}, but is no tensor: {type(value).__name__}. "
                 f"Give None as the layout of what is to stay as it is"
             )
+        refuse_torch_dtensor(value, what)
         if isinstance(value, DTensor):
             if value.device_mesh != self.mesh:
                 raise ValueError(

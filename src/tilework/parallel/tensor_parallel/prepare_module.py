@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from tilework.layout import Placement
+from tilework.layout.placements import native_placement
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 
@@ -65,8 +66,8 @@ class PrepareModuleInput(_WithoutParameters):
         self.input_layouts = _sequence(input_layouts)
         self.desired_input_layouts = _sequence(desired_input_layouts)
         _check_pairs("input", self.input_layouts, self.desired_input_layouts)
-        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
-        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.input_kwarg_layouts = _by_name(input_kwarg_layouts)
+        self.desired_input_kwarg_layouts = _by_name(desired_input_kwarg_layouts)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
                 f"input_kwarg_layouts and desired_input_kwarg_layouts name the same inputs, got "
@@ -253,11 +254,17 @@ class PrepareModuleInputOutput(_WithoutParameters):
 def _sequence(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
     if layouts is None:
         return None
-    sequence = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+    layouts = native_placement(layouts)
+    given = (layouts,) if isinstance(layouts, Placement) else layouts
+    sequence = tuple(map(native_placement, given))
     for layout in sequence:
         if layout is not None and not isinstance(layout, Placement):
             raise TypeError(f"layouts are placements or None, got {layout!r}")
     return sequence
+
+
+def _by_name(layouts: Mapping[str, Placement | None] | None) -> dict[str, Placement | None]:
+    return {name: native_placement(layout) for name, layout in (layouts or {}).items()}
 
 
 def _check_pairs(

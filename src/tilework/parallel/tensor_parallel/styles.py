@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
+from tilework.layout.placements import native_placement
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 
 
@@ -247,6 +248,7 @@ class SequenceParallel(ParallelStyle):
 def _layout(layout: Placement | None, default: Placement) -> Placement:
     if layout is None:
         return default
+    layout = native_placement(layout)
     if not isinstance(layout, Placement):
         raise TypeError(
             f"a layout is one placement, Shard(dim), Replicate() or Partial(): what the axis does. "

@@ -119,6 +119,10 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
         many = weight.shape[0] if transposed else input.shape[lead]
         if lead not in (0, 1) or weight.ndim != spatial + 2 or groups < 1 or many % groups:
             return None
+        if not transposed and weight.shape[1] * groups != input.shape[lead]:
+            return None  # torch says so; parts of the two may fit where the tensors do not
+        if transposed and weight.shape[0] != input.shape[lead]:
+            return None
         group = Factor(groups, "group")
         i = Factor(input.shape[lead] // groups, "i")
         o = Factor(weight.shape[1] if transposed else weight.shape[0] // groups, "o")
