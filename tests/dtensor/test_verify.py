@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http
 import math
+import operator
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -319,6 +322,81 @@ def test_a_write_to_what_shares_the_memory(placement: Placement, through: Any) -
 @pytest.mark.parametrize("numbers", [(-1, -2), (-1.0, -2.0), (0.0, -0.0)])
 def test_numbers_that_hash_alike(numbers: tuple[float, float]) -> None:
     all_raise(lambda rank, mesh: (cut(X, mesh, [Shard(0)]) * numbers[rank]).full_tensor())
+
+
+#: Writes at a place that is a rank's own, of values that are the same on all.
+PLACES: dict[str, Callable[[Any, int], Any]] = {
+    "item": lambda x, i: operator.setitem(x, i, 5.0),
+    "item of two": lambda x, i: operator.setitem(x, (i, 2), 5.0),
+    "item after others": lambda x, i: operator.setitem(x, (..., i), 5.0),
+    "item of numpy": lambda x, i: operator.setitem(x, numpy.int64(i), 5.0),
+    "slice": lambda x, i: operator.setitem(x, slice(i, i + 2), 5.0),
+    "tensor": lambda x, i: operator.setitem(x, i, torch.ones(3)),
+    "select": lambda x, i: x.select(0, i).fill_(5.0),
+    "unbind": lambda x, i: x.unbind()[i].zero_(),
+    "chunk": lambda x, i: x.chunk(2)[i].zero_(),
+    "narrow": lambda x, i: x.narrow(0, i, 2).copy_(torch.ones(2, 3)),
+    "iterated": lambda x, i: list(x)[i].zero_(),
+    "after the base": lambda x, i: overwritten_after(x[i], x),
+}
+
+
+def overwritten_after(view: Any, base: Any) -> None:
+    view.fill_(1.0)
+    base.zero_()
+    view.fill_(2.0)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize("how", PLACES)
+def test_a_write_to_another_place(how: str, placement: Placement) -> None:
+    def program(rank: int, mesh: DeviceMesh, places: tuple[int, int] = (0, 1)) -> Any:
+        x = cut(X, mesh, [placement])
+        first = x[0]
+        PLACES[how](x, places[rank])
+        verify([x])
+        return (first * 1).redistribute(placements=[Replicate()]).tolist()
+
+    all_raise(program)
+    of_one_place = outcomes(lambda rank, mesh: program(rank, mesh, (1, 1)))
+    assert of_one_place[0] == of_one_place[1]
+    assert isinstance(of_one_place[0], list), of_one_place
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
+def test_a_view_of_what_is_written_elsewhere(placement: Placement) -> None:
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        x = cut(X, mesh, [placement])
+        first = x[0]
+        x[rank] = 5.0
+        return (first * 1).sum().item()
+
+    all_raise(program)
+
+
+class Half(float):
+    pass
+
+
+@pytest.mark.parametrize("kind", [numpy.float64, numpy.float32, numpy.int64, Half, http.HTTPStatus])
+def test_numbers_of_other_classes(kind: Any) -> None:
+    """numpy's, as a learning rate may be, and subclasses: their values count."""
+
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        number = kind((200, 201)[rank] if kind is http.HTTPStatus else rank)
+        x = cut(X, mesh, [Shard(0)])
+        return (x * number).sum().item()
+
+    def trained(rank: int, mesh: DeviceMesh) -> Any:
+        weight: Any = torch.nn.Parameter(cut(X, mesh, [Shard(0)]))
+        optimizer = torch.optim.SGD([weight], lr=kind(201 if kind is http.HTTPStatus else 1))
+        if rank == 0:
+            optimizer.param_groups[0]["lr"] = kind(200 if kind is http.HTTPStatus else 0)
+        weight.sum().backward()
+        optimizer.step()
+
+    all_raise(program)
+    all_raise(trained)
 
 
 def test_a_write_to_what_a_view_shows() -> None:

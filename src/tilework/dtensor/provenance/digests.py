@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from math import copysign
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -27,6 +27,7 @@ from tilework.dtensor.provenance.history import history_of
 #: Tensors of the same memory and layout, whose digests are one.
 Family = list["ref[DTensorBase]"]
 _FEW = 16
+_NUMBER_CLASSES: tuple[Any, ...] = (int, float, complex)
 NUMBERS = frozenset({int, float, bool, complex})
 #: Stand for NaN, whose ``hash`` is that of the object, -1, whose is that of -2, and -0.0.
 _NAN, _MINUS_ONE, _MINUS_ZERO = ((1 << 60) + n for n in (1, 3, 5))
@@ -96,8 +97,11 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
     if tensor._noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, history_of(tensor._spec.mesh).passes))
     owner = memory_of(tensor)
+    is_view = owner is not tensor
+    if is_view:  # which part of the memory it shows counts, though its values before may not
+        digest = hash((digest_of(tensor) if tensor._made is None else tensor._made, digest))
     owner._written = hash((owner._written, digest))
-    if owner is not tensor:
+    if is_view:
         tensor._made, tensor._digest = digest, None
         tensor = owner
         tensor._digest = digest = hash((digest_of(tensor), digest))
@@ -162,7 +166,9 @@ def _facts(value: Any, values: bool) -> Any:
     kind = value.__class__
     if kind in NUMBERS:
         return repr(value) if values else kind.__name__
-    if isinstance(value, (list, tuple)):
+    if (number := plain_number(value)) is not None:  # numpy's, for one: the key has its value
+        return kind.__name__, repr(number)
+    if isinstance(value, (list, tuple, range)):
         return [_facts(item, values) for item in value]
     if kind is dict:
         return [(str(key), _facts(item, values)) for key, item in value.items()]
@@ -182,6 +188,25 @@ def number_seed(number: Any) -> Any:
     return number
 
 
+def plain_number(value: Any) -> complex | None:
+    """The number that a value of another class is: of numpy's, or of one's own; else None.
+
+    Example:
+        >>> import numpy
+        >>> plain_number(numpy.float32(0.5)), plain_number(True), plain_number("1")
+        (0.5, True, None)
+    """
+    if value.__class__ in NUMBERS:
+        return cast(complex, value)
+    for kind in _NUMBER_CLASSES:
+        if isinstance(value, kind):
+            return cast(complex, kind(value))
+    if value.__class__.__module__ == "numpy" and not getattr(value, "ndim", 1):
+        number: Any = value.item()
+        return cast(complex, number) if number.__class__ in NUMBERS else None
+    return None
+
+
 def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
     """Digests of the tensors, and the numbers, among the arguments of a call."""
     if isinstance(value, Tensor):
@@ -194,4 +219,6 @@ def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
     elif isinstance(value, dict):
         for item in value.values():
             seeds_in(item, seeds)
+    elif (number := plain_number(value)) is not None:
+        seeds.append(number_seed(number))
     return seeds
