@@ -20,6 +20,7 @@ from tilework.dtensor.views.places import check_unwritten, leave_graph_of_wrappe
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
+_apply: Any = torch.autograd.Function.apply  # before results that it takes are linked
 _flag_of = _base.requires_grad.__get__
 _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
@@ -102,8 +103,10 @@ def _linked(tensor: DTensorBase) -> Tensor:
         return tensor._local_tensor
     places, functions = _places(node)
     with _WithoutInterception():
+        # It keeps the node in memory when the tensor leaves the graph.
+        following = _apply.__func__(_Following, tensor)
         edge = torch.autograd.graph.GradientEdge(node, _output_number(tensor))
-    result = _Result(edge, type(tensor), tensor._spec, functions)
+    result = _Result(edge, following, type(tensor), tensor._spec, functions)
     tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
         tensor._local_tensor, result, places, *[place.local for place in places.values()]
     )
@@ -115,10 +118,12 @@ def _linked(tensor: DTensorBase) -> Tensor:
 class _Result(NamedTuple):
     """A result of a user's own autograd.Function: its edge in the wrappers' graph, and its layout.
 
-    Operators in place may change the tensor's. With the nodes from there on in that graph.
+    Operators in place may change the tensor's. With the nodes from there on in that graph, and a
+    tensor computed from it: before torch 2.9 an edge alone keeps no Function's node in memory.
     """
 
     edge: torch.autograd.graph.GradientEdge
+    following: Tensor
     kind: type[DTensorBase]
     spec: DTensorSpec
     nodes: Sequence[Any]
@@ -148,6 +153,14 @@ def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
             elif next_node is not None:
                 todo.append(next_node)
     return places, [node for node in seen if not hasattr(node, "variable")]
+
+
+class _Following(torch.autograd.Function):
+    """What follows a tensor in the graph, without elements."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.empty(0)
 
 
 class _Link(torch.autograd.Function):
