@@ -76,7 +76,10 @@ def _hash_of_other(tensor: Tensor, full: bool) -> int:
     """The hash of a tensor that the core cannot read as it is."""
     if tensor.layout is not torch.strided or tensor.device.type not in _HAVE_MEMORY:
         return 0
-    if not tensor.data_ptr():  # empty, or a wrapper of others, such as torch's DTensor
+    try:
+        if not tensor.data_ptr():  # empty, or a wrapper of others, such as torch's DTensor
+            return 0
+    except RuntimeError:  # one that is traced, before torch 2.8: what takes it says what is wrong
         return 0
     with torch.no_grad():
         tensor = tensor.detach().resolve_conj().resolve_neg()
