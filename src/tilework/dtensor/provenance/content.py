@@ -79,7 +79,7 @@ def _hash_of_other(tensor: Tensor, full: bool) -> int:
     try:
         if not tensor.data_ptr():  # empty, or a wrapper of others, such as torch's DTensor
             return 0
-    except RuntimeError:  # one that is traced, before torch 2.8: what takes it says what is wrong
+    except RuntimeError:  # one that is traced, in torch 2.6: what takes it says what is wrong
         return 0
     with torch.no_grad():
         tensor = tensor.detach().resolve_conj().resolve_neg()
