@@ -57,6 +57,8 @@ def _setitem(input: Arg, index: Any, value: Any) -> RuleResult:
 
 
 def _set(input: DTensor, index: Any, value: Any) -> None:
+    if index is False:  # torch writes nothing, and the value's gradient is none
+        return
     items = basic_items(index, input.shape)
     if items is not None:
         _set_range(input, items, value)
