@@ -391,6 +391,7 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
         return
     anchor, tensor._anchor = copied_views.anchor_of(tensor), None
     anchor._local_tensor, anchor._left = same_place(local) if used else local.detach(), True
+    anchor._left_as = local  # nothing was written: hooks on copies stay where they are
     copied_views.take_over(anchor, tensor)
     while (viewed := value._viewed) is not None:
         base, spec, func, args, kwargs = viewed
