@@ -12,6 +12,7 @@ from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module, module_from_torch, module_to_torch
 from tilework.dtensor.propagation.register_rule import register_rule
 from tilework.dtensor.provenance.mode import verifying
+from tilework.dtensor.random import distributions
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
 from tilework.dtensor.show import show
@@ -55,7 +56,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, compiler_disable, foreach, function_inputs, jit_tracing, optimizers, rules
+del call, compiler_disable, distributions, foreach, function_inputs, jit_tracing, optimizers, rules
 del tensor_attributes, torch_backward
 
 
