@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -141,3 +142,44 @@ def test_of_recurrent_layers(kind: type[nn.Module], batch_first: bool) -> None:
                 assert result.stride() == plain.stride(), (train, placement)
 
     run_ranks(2, program)
+
+
+_IMAGES = torch.randn(2, 6, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.transpose(2, 3),
+        lambda x: x.permute(3, 2, 1, 0),
+        lambda x: x[..., ::2].transpose(0, 3),
+        lambda x: x[0, 0].t(),
+        lambda x: x[0, 0].expand(3, 4, 8),
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+    ],
+)
+@pytest.mark.parametrize(("n", "placement"), [(1, Shard(1)), (2, Replicate()), (2, Shard(1))])
+def test_of_cropping_and_of_complex_angles(
+    view: Callable[[Tensor], Tensor], n: int, placement: Placement
+) -> None:
+    """Of what is not contiguous, a crop is copied as it lies, and angles are in rows."""
+    widths = [(0, 0), (-1, -1), (-1, 0, -1, 0), (1, -1), (-1, -1, 1, 0), (1, 1), (-1, -1, 0, 0)]
+    operators: list[Callable[[Tensor], Tensor]] = [
+        *(functools.partial(F.pad, pad=each) for each in widths),
+        lambda x: torch.angle(x + 1j),
+        lambda x: (x + 1j).angle(),
+        *(lambda x, of=of: of(x + 1j) for of in (torch.abs, torch.sgn, torch.exp, torch.conj)),
+        torch.angle,
+    ]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (n,))
+        for number, operator in enumerate(operators):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", GatherWarning)
+                result = operator(view(distribute_tensor(_IMAGES, mesh, [placement])))
+            expected = operator(view(_IMAGES))
+            assert result.shape == expected.shape
+            assert result.stride() == expected.stride(), number
+
+    run_ranks(n, program)

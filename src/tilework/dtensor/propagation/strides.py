@@ -109,7 +109,9 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
         found = [tuple(like.stride())]
     elif contiguous:
         found = None
-    elif name in _asked_unless_contiguous:
+    elif name == "angle" and tensors[0].is_complex():
+        found = None  # the CPU's lie in rows; those without memory as the input
+    elif name in _asked_unless_contiguous or (name == "pad" and _pads_with_constant(call)):
         found = meta_strides(called(call, without_memory(tensors)), outputs)
     elif name == "scaled_dot_product_attention":
         found = _attention_strides(call, outputs)
@@ -200,6 +202,12 @@ def _operands(name: str, call: Any, strides: Sequence[Ints]) -> list[tuple[Ints,
     if name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
         operands.append(((), ()))
     return operands[::-1] if name in _REVERSED else operands
+
+
+def _pads_with_constant(call: Any) -> bool:
+    """True if no elements are repeated: then torch crops by views, and may copy what they give."""
+    given = dict(zip(("input", "pad", "mode"), call.args, strict=False)) | call.kwargs
+    return bool(given.get("mode", "constant") == "constant")
 
 
 def _real_fft_strides(name: str, call: Any, out: DTensorSpec) -> Ints:
