@@ -127,7 +127,7 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
             tensor._written_at = _next_number()
             return
         base = viewed[0]
-        if base._spec is not viewed[1] and graded:
+        if graded and (base._left or base._spec is not viewed[1]):
             then = base_then(tensor)
             if then is None or then._left:
                 _check_in_place(tensor, base)
