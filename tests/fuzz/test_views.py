@@ -11,10 +11,9 @@ from tests.fuzz.programs import MESHES, compare, run_programs
 COUNT = 40
 
 
-@pytest.mark.parametrize("kind", ["writes", "local"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_views_go_where_torch_derives_them_from(mesh: tuple[int, ...], kind: str) -> None:
-    programs = [views.made(number, mesh, kind) for number in range(7000, 7000 + COUNT)]
+def test_views_go_where_torch_derives_them_from(mesh: tuple[int, ...]) -> None:
+    programs = [views.made(number, mesh, "writes") for number in range(7000, 7000 + COUNT)]
     bad = [each for each in run_programs(programs) if each.kind != "right"]
     assert not bad, f"{bad[0].kind}: {bad[0].why}\n{bad[0].program}"
 
@@ -30,9 +29,11 @@ _COMPUTED = "v9 = leaf('v9', (4, 6), 1, {layout})\nv0 = v9 * 2\n"
         "v1 = v0[None].expand(2, 4, 6).reshape(1, 2, 4, 6)\nv2 = v1.mean()\n"
         "v1[..., 0].data[:, :1].mul_(2)\nwatch(v1, 'v1')",
         "v1 = v0.flatten()\nkeep(v1, 'v1')\nv2 = v1 * 3\nv1.data.detach()[:2].mul_(2)\nv3 = v1 * 2",
-        # Counted writes have torch derive views from what is no view.
-        "v1 = v0.view(-1, 2)\nv2 = v1.transpose(0, 1)[1]\nkeep(v1, 'v1')\nv0.detach().mul_(3)",
+        # Counted writes move what keeps its gradient along.
         "v1 = v0.flatten()\nkeep(v1, 'v1')\nwith torch.no_grad(): v1.mul_(3)\nv2 = v1 * 2",
+        # Writes through a view of a view that was written to.
+        "v1 = v0.view(8, 3)[:, 1:3]\nv1.mul_(2)\nv1[..., 0] = 5.0\nv2 = v1 * v1",
+        "v1 = v0.view(2, 12)[1].view(3, 4)[:, 1:3]\nv1.mul_(2)\nv1[..., 0] = 5.0\nv2 = v1 * v1",
         # Changed dims count as a write: views go where the tensor has gone.
         "v1 = v0[-2, -2]\nv0.unsqueeze_(0)\nv0.detach_()\nv2 = v1 * 2",
         "v1 = v0[-2, -2]\nv0.t_()\nv3 = v1 * 3\nv0.detach_()\nv2 = v1 * 2",

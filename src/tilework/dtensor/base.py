@@ -279,7 +279,6 @@ class View:
             "redo",
             "required",
             "shares",
-            "source",
             "value",
         ),
         *("version", "write", "writes"),
@@ -297,9 +296,6 @@ class View:
         self.base, self.value, self.redo, self.write = base, value, redo, write
         self.shares, self.apart = shares, apart
         self.graded = torch.is_grad_enabled()
-        #: The value at the place in the graph that further views are derived from once the base was
-        #: written to: behind the view's own, as torch's go to their base alone; None: no other.
-        self.source: Tensor | None = None
         self.note()
         self.first = self.version
 

@@ -156,7 +156,7 @@ def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
 
 
 class _Following(torch.autograd.Function):
-    """What follows a tensor in the graph, without elements."""
+    """A tensor without elements that follows another in the graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

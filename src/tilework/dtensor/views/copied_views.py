@@ -30,12 +30,10 @@ from tilework.dtensor.base import (
     base_then,
     data_of,
     memory_of,
-    root_in_graph,
     version_of,
     wrap_as,
 )
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, follow
 from tilework.dtensor.views.leaf_views import note_view
 from tilework.dtensor.views.memory_layout import (
@@ -47,7 +45,7 @@ from tilework.dtensor.views.memory_layout import (
     window_of,
     write_memory,
 )
-from tilework.dtensor.views.places import keep_place, same_place
+from tilework.dtensor.views.places import keep_place
 from tilework.tiled.op_names import canonical_name
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
@@ -295,22 +293,18 @@ def refresh(tensor: DTensorBase) -> None:
     if view.is_stale:
         kept = view.value.requires_grad and view.only_values_changed
         with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
-            anew = view.redo(base if kept else _behind(base))._local_tensor
+            anew = view.redo(base)._local_tensor
         anew = anew if view.shares else _counting(anew)
         if view.value.requires_grad and not (view.apart or anew.requires_grad):
             with torch.inference_mode(False), torch.enable_grad():
                 anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
         if kept:
             view.value.data = anew.detach()
-            if view.source is not None:
-                view.source.data = view.value.data
         elif _has_own_graph(view):
             view.value.data = anew.detach()
             torch.autograd.graph.increment_version(view.value)
             _note_own_write(view, owner)
         else:
-            view.source = anew if anew.requires_grad and not view.shares else None
-            anew = anew if view.source is None else same_place(anew)
             go_on_keeping_grad(view.value, anew)
             view.value = anew
         view.note()
@@ -320,40 +314,6 @@ def refresh(tensor: DTensorBase) -> None:
     if tensor._local_tensor is not view.value:
         keep_place(tensor, written=True)
         tensor._local_tensor, tensor._aliases = view.value, None
-
-
-def _behind(base: DTensorBase) -> DTensorBase:
-    """A stand-in for a base that was written to in a way that torch counts, to derive views of.
-
-    torch derives it from what is no view itself: the gradient passes no view by which it was made.
-    """
-    local = base._local_tensor
-    if not local.requires_grad or base._moved is not None or not is_view(base):
-        return base
-    source = _source_of(base)
-    if source is None:
-        return base
-    with torch.inference_mode(False), torch.enable_grad():
-        source = source.as_strided(local.shape, local.stride(), local.storage_offset())
-    result = wrap_as(type(base), source, base._spec)
-    result._viewed = (base, base._spec, None, (), {})
-    return result
-
-
-def _source_of(base: DTensorBase) -> Tensor | None:
-    """A local tensor of the memory that a base shows, at a place behind that of views."""
-    view = base._view_of
-    if view is None or view is WATCHED:
-        root = root_in_graph(base)._local_tensor
-        return root if storage_of(root) == storage_of(base._local_tensor) else None
-    if view.apart or base._local_tensor is not view.value:
-        return None
-    if not view.shares:
-        return view.source
-    source = _source_of(view.base)
-    if source is None and not is_view(view.base):
-        source = view.base._local_tensor
-    return None if source is None or storage_of(source) != storage_of(view.value) else source
 
 
 def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
