@@ -119,7 +119,9 @@ def _refused(rng: random.Random, run: Run, mesh: tuple[int, ...]) -> str:
             text = refused_statement(Chooser(rng, run.tensors(), mesh, "v99"))
         except (LookupError, ValueError, RuntimeError):
             continue
-        if not (_WRITTEN_TWICE.search(text) or _runs(run, text, "ignore")):
+        if _WRITTEN_TWICE.search(text) or "write_local" in text:
+            continue  # a rank without elements refuses no write to its local tensor
+        if not _runs(run, text, "ignore"):
             return text
     return ""
 
@@ -246,7 +248,8 @@ def _state(run: Run) -> dict[str, Any]:
 def _gradients(run: Run) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, leaf in run.leaves.items():
-        state[f"{name}.grad"] = None if leaf.grad is None else _full(leaf.grad)
+        # Given data of another dtype, it gets gradients of both: the first to come decides.
+        state[f"{name}.grad"] = None if leaf.grad is None else _full(leaf.grad).to(leaf.dtype)
     for name, grad in sorted(run.seen.items()):
         state[f"gradient of {name}"] = _full(grad)
     return state

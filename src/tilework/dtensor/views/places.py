@@ -179,7 +179,9 @@ def same_place(local: Tensor) -> Tensor:
 
 def _last_write(tensor: DTensorBase) -> int:
     """Autograd's number of the last write in the graph to what a tensor shows; or of its making."""
-    node = memory_of(tensor)._local_tensor.grad_fn
+    local = memory_of(tensor)._local_tensor
+    # A view, as in-place changes of dims leave one, gets its node only when it is asked for.
+    node = local._base.grad_fn if local._base is not None else local.grad_fn
     number = 0 if node is None else int(node._sequence_nr())
     return 0 if number == _NO_NUMBER else number
 
