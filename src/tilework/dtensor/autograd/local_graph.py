@@ -119,7 +119,7 @@ class _Result(NamedTuple):
     """A result of a user's own autograd.Function: its edge in the wrappers' graph, and its layout.
 
     Operators in place may change the tensor's. With the nodes from there on in that graph, and a
-    tensor computed from it: before torch 2.9 an edge alone keeps no Function's node in memory.
+    tensor computed from it: in torch 2.6 an edge alone keeps no Function's node in memory.
     """
 
     edge: torch.autograd.graph.GradientEdge
