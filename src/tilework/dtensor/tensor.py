@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from tilework.comm import provenance
 from tilework.dtensor import serialization
-from tilework.dtensor.autograd import gradients, local_graph, origins
+from tilework.dtensor.autograd import gradients, in_place_views, local_graph, origins
 from tilework.dtensor.base import DTensorBase, data_of, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
@@ -341,8 +341,8 @@ class DTensor(DTensorBase):
 
     @property
     def grad(self) -> DTensor | None:
-        if self._became is not None and gradients.before_changes(self) is not self:
-            return gradients.grad_before_changes(self)  # type: ignore[return-value]
+        if self._became is not None and in_place_views.before_changes(self) is not self:
+            return in_place_views.grad_before_changes(self)  # type: ignore[return-value]
         if self._grad is not None and self._grad._view_of is not None:
             gradients.refresh_grad(self)
         if self._origin is not None:
@@ -368,7 +368,7 @@ class DTensor(DTensorBase):
     def grad(self) -> None:
         note_cleared(self)
         self._grad = None
-        origins.set_grad_of(gradients.before_changes(self), None)
+        origins.set_grad_of(in_place_views.before_changes(self), None)
 
     @property
     def data(self) -> DTensor:
@@ -415,11 +415,11 @@ class DTensor(DTensorBase):
         return local.register_post_accumulate_grad_hook(lambda _: hook(self))
 
     def retain_grad(self) -> None:
-        local_graph.in_graph(gradients.before_changes(self)).retain_grad()
+        local_graph.in_graph(in_place_views.before_changes(self)).retain_grad()
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
-        return origins.place_in_graph(gradients.before_changes(self))[0].retains_grad
+        return origins.place_in_graph(in_place_views.before_changes(self))[0].retains_grad
 
     # -- Python's own ------------------------------------------------------------------------
 

@@ -10,19 +10,17 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import origins
 from tilework.dtensor.autograd.expanded_grads import watching
+from tilework.dtensor.autograd.in_place_views import (
+    before_changes,
+    changed_grad,
+    changed_hook,
+    check_no_leaf,
+    show_shape,
+    undo_change,
+)
 from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
-from tilework.dtensor.base import (
-    DTensorBase,
-    DTensorT,
-    base_in_graph,
-    data_of,
-    memory_of,
-    root_in_graph,
-    wrap_as,
-)
-from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.propagation.strides import storage_of
+from tilework.dtensor.base import DTensorBase, base_in_graph, data_of, root_in_graph, wrap_as
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -36,12 +34,8 @@ from tilework.dtensor.redistribution.redistribute import (
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.leaf_views import derive_anew
 from tilework.dtensor.views.places import keep_place, same_place
 from tilework.layout import Placement
-
-_WithoutInterception = torch._C.DisableTorchFunctionSubclass
-_base: Any = torch._C.TensorBase
 
 
 def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Tensor:
@@ -99,7 +93,7 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     tensor._grad = None
     if tensor._became is not None and before_changes(tensor) is not tensor:
         before, change = tensor._became
-        set_grad(before, _before_change(before, change, value))
+        set_grad(before, undo_change(before, change, value))
         return
     refuse_torch_dtensor(value, "the gradient of a DTensor")
     if not isinstance(value, DTensorBase):
@@ -147,191 +141,6 @@ def refresh_grad(tensor: DTensorBase) -> None:
             copied_views.hand_out(grad)
 
 
-def before_changes(tensor: DTensorBase) -> DTensorBase:
-    """A tensor as it was before operators in place changed its dims alone, if it was in a graph.
-
-    The gradient is whole there: views that were made before pass theirs to that place.
-    """
-    while tensor._became is not None and tensor._became[0]._local_tensor.requires_grad:
-        tensor = tensor._became[0]
-    return tensor
-
-
-def changed_grad(tensor: DTensorBase, grad: Any) -> Any:
-    """The gradient of a tensor, from that of what it was before its dims were changed."""
-    if tensor._became is None or before_changes(tensor) is tensor:
-        return grad
-    before, change = tensor._became
-    return change(changed_grad(before, grad))
-
-
-def grad_before_changes(tensor: DTensorBase) -> DTensorBase | None:
-    """The gradient of a tensor that is whole at what it was before; the same one each time."""
-    grad: Any = before_changes(tensor).grad
-    known = tensor._grad
-    if grad is None:
-        tensor._grad = None
-    elif known is None or memory_of(known) is not memory_of(grad):
-        tensor._grad = changed_grad(tensor, grad)
-    return tensor._grad
-
-
-def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
-    """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
-    check_no_leaf(tensor)
-    tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
-    tensor._aliases = tensor._grad = tensor._anchor = None
-    note_write(tensor, digest_of(value))
-    _show_shape(tensor)
-    return tensor
-
-
-def _show_shape(tensor: DTensorBase) -> None:
-    """Have C++ see the shape that a tensor has by now."""
-    with torch.inference_mode(False):
-        shown = wrap_as(type(tensor), tensor._local_tensor.detach(), tensor._spec)
-    with _WithoutInterception():
-        _base.data.__set__(tensor, shown)
-
-
-def check_no_leaf(tensor: DTensorBase) -> None:
-    """Raise if a tensor is a leaf of a graph, or a view of one: it may not be changed in place."""
-    if not torch.is_grad_enabled():
-        return
-    graded = tensor.requires_grad
-    base: DTensorBase | None = tensor
-    while base is not None:
-        if base.is_leaf and (base.requires_grad or (graded and base is not tensor)):
-            which = "a leaf" if base is tensor else "a view of a leaf"
-            raise RuntimeError(
-                f"{which} Variable that requires grad is being used in an in-place operation."
-            )
-        base = base_in_graph(base)
-
-
-def begin_anew(tensor: DTensorBase) -> None:
-    """Give a tensor a place of its own in the graph, as an operator in place does.
-
-    Hooks that follow get the gradient of what is computed from now on.
-    """
-    local = tensor._local_tensor
-    if local.requires_grad and not local._is_view() and not local.is_leaf:
-        _Anew.apply(local)  # type: ignore[no-untyped-call]
-
-
-class _Anew(LocalFunction):
-    """The identity, in place."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        ctx.mark_dirty(local)
-        return local
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def become_view(
-    tensor: DTensorT,
-    anchor: DTensorT,
-    result: DTensorT,
-    change: Callable[[Any], Any] | None,
-    used: bool,
-    stays: bool,
-) -> DTensorT:
-    """Make ``tensor`` a view of its own anchor, which takes over its memory.
-
-    Args:
-        tensor: The tensor.
-        anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
-        result: The view.
-        change: Makes the view of the anchor; None: the local tensor itself was changed.
-        used: What :func:`~tilework.dtensor.autograd.origins.is_in_graph` said before.
-        stays: True if the tensor stays at its place in the graph.
-    """
-    anchor._became, anchor._in_place = tensor._became, tensor._in_place
-    base = anchor._local_tensor
-    shares = result._local_tensor is base or result._local_tensor._is_view()
-    is_place = anchor._became is not None or not base._is_view()
-    tensor._became = (anchor, change) if change and shares and is_place else None
-    view, shown = result._view_of, result._viewed
-    before, memory = tensor._local_tensor, storage_of(tensor._local_tensor)
-    if stays:
-        local = anchor._local_tensor
-        anchor._local_tensor = same_place(local) if used else local.detach()
-        anchor._left = True
-        if anchor._anchor is not None:  # as the base of what is a copy
-            anchor._anchor._local_tensor = anchor._local_tensor
-        local = origins.with_data(tensor, result._local_tensor.data, result._spec, used)
-        result._local_tensor = local
-        tensor._became = None  # hooks are on the leaf
-        if view is not None and view is not copied_views.WATCHED:
-            view.value = local
-    copied_views.take_over(anchor, tensor)
-    if stays and view is not None and (view.base is anchor or view.base is anchor._anchor):
-        view.note()
-    tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
-    tensor._view_of, tensor._in_place = view, True
-    anchor._leaf_views, tensor._leaf_views = tensor._leaf_views, None
-    become(tensor, result)
-    if stays and used:
-        torch.autograd.graph.increment_version(before)  # for what was saved of it
-        if memory == storage_of(tensor._local_tensor):
-            derive_anew(tensor, before)
-    return tensor
-
-
-def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
-    """True if a tensor's local tensor may become that of a view of it by changing its dims."""
-    local, shown = tensor._local_tensor, result._local_tensor
-    return (
-        (tensor._view_of is None or tensor._view_of is copied_views.WATCHED)
-        and tensor._origin is None
-        and tensor._moved is None
-        and tensor._became is None
-        and not local.is_inference()
-        and storage_of(shown) == storage_of(local)
-        and not (local._is_view() and not copied_views.is_view(tensor))
-    )
-
-
-def change_local(
-    anchor: DTensorBase,
-    result: DTensorBase,
-    in_place: Callable[[Tensor], Any],
-    change: Callable[[Tensor], Any],
-) -> None:
-    """Change the dims of an anchor's local tensor to the result's, whose local tensor it becomes.
-
-    So torch derives local views of its memory anew as it does of plain tensors. The anchor gets a
-    view with the dims from before.
-
-    Args:
-        anchor: The anchor.
-        result: The view that the tensor becomes.
-        in_place: Changes a plain tensor so in place.
-        change: Makes such a view of a plain tensor.
-    """
-    local, window = anchor._local_tensor, _window_of(result._local_tensor)
-    before = _window_of(local)
-    try:
-        alike = _window_of(change(local.detach())) == window
-    except (RuntimeError, IndexError):  # a local tensor has another number of elements
-        alike = False
-    if alike:  # of elements that overlap, too
-        in_place(local)
-    else:
-        local.as_strided_(*window)
-    result._local_tensor = local
-    with torch.inference_mode(False), torch.enable_grad():
-        anchor._local_tensor = local.as_strided(*before)
-
-
-def _window_of(local: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
-    return local.shape, local.stride(), int(local.storage_offset())
-
-
 def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     """Give the tensor the memory and layout of another, as ``tensor.data = value`` does.
 
@@ -369,7 +178,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         tensor._moved = origins.MovedView(tensor, root_in_graph(graph_base))
         if tensor._view_of is None:
             tensor._view_of = copied_views.WATCHED
-    _show_shape(tensor)
+    show_shape(tensor)
 
 
 def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
@@ -522,7 +331,7 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
     if tensor._became is not None and before_changes(tensor) is not tensor:
-        return register_hook(tensor._became[0], _changed_hook(hook, tensor._became[1]))
+        return register_hook(tensor._became[0], changed_hook(hook, tensor._became[1]))
     local: Any = in_graph(tensor)
     _, shown = origins.place_in_graph(tensor)
     is_leaf = local.is_leaf
@@ -559,31 +368,6 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
         return pull_back(adjoint, whole, value, Moved(digest, "what a hook returns"))
 
     return local.register_hook(called)
-
-
-def _changed_hook(
-    hook: Callable[[Tensor], Tensor | None], change: Callable[[Any], Any]
-) -> Callable[[Tensor], Tensor | None]:
-    """A hook for what a tensor was before an operator in place that only changed its dims.
-
-    torch orphans what was registered on a view once its base is written to.
-    """
-
-    def called(grad: Tensor) -> Tensor | None:
-        result = hook(change(grad))
-        if result is None:
-            return None
-        return _before_change(grad, change, result)
-
-    return called
-
-
-def _before_change(like: Tensor, change: Callable[[Any], Any], value: Tensor) -> Tensor:
-    """The tensor that becomes a value by an operator that only changes dims."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad):
-        before = torch.empty_like(like)
-        change(before).copy_(value)
-    return before
 
 
 def autograd_grad(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import gradients, local_graph
+from tilework.dtensor.autograd import in_place_views, local_graph
 from tilework.dtensor.base import version_of, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch import autocast, tensor_attributes
@@ -486,7 +486,7 @@ class Operator:
         """The first argument, which the operator has written to or which gets the result."""
         assert isinstance(target, DTensor)  # the propagator refuses others
         if sharding.outputs is None and result.shape != target._spec.size:
-            gradients.become(target, replicated_like(target, result))
+            in_place_views.become(target, replicated_like(target, result))
             note_write(target, digest)
             return target
         if sharding.rewrite and result is not target._local_tensor:

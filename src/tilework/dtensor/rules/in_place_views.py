@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import gradients, local_graph, origins
+from tilework.dtensor.autograd import in_place_views, local_graph, origins
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.overlapping import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
@@ -30,7 +30,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     """
     tensor: DTensor = args[0]
     operator = getattr(Tensor, canonical_name(func)[0])
-    gradients.check_no_leaf(tensor)
+    in_place_views.check_no_leaf(tensor)
     check_in_graph(canonical_name(func)[0], tensor)
     rest = args[1:]
 
@@ -54,14 +54,18 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         used = origins.is_in_graph(tensor)
         anchor = copied_views.anchor_of(tensor)
         result: DTensor = change(anchor)
-        changes = not stays and gradients.may_change_local(tensor, result)
+        changes = not stays and in_place_views.may_change_local(tensor, result)
         if graded and not changes:
-            gradients.begin_anew(anchor)
+            in_place_views.begin_anew(anchor)
             result = change(anchor)
 
     if changes:
-        gradients.change_local(anchor, result, lambda local: func(local, *rest, **kwargs), change)
-    return gradients.become_view(tensor, anchor, result, None if changes else change, used, stays)
+        in_place_views.change_local(
+            anchor, result, lambda local: func(local, *rest, **kwargs), change
+        )
+    return in_place_views.become_view(
+        tensor, anchor, result, None if changes else change, used, stays
+    )
 
 
 @dtensor_handler("resize_")
@@ -101,7 +105,7 @@ def _resized(
             f"it shows has room for {room} elements where it begins: clone() it first"
         )
     full = full_in_memory_order(tensor).resize_(shape, memory_format=memory_format)
-    return gradients.become(tensor, replicated_like(tensor, full))
+    return in_place_views.become(tensor, replicated_like(tensor, full))
 
 
 @dtensor_handler("resize_as_")
