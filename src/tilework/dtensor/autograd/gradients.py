@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import origins
+from tilework.dtensor.autograd.batched_grads import batched_grads
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.in_place_views import (
     before_changes,
@@ -390,7 +391,7 @@ def autograd_grad(
             "allow_unused": allow_unused,
             "materialize_grads": materialize_grads,
         }
-        return _batched_grads(outs, ins, grad_outputs, retain_graph, named)
+        return batched_grads(autograd_grad, outs, ins, grad_outputs, retain_graph, named)
     roots = _roots(outs, grad_outputs)
     places = [_place_of(tensor) for tensor in ins]
     locals_ = [local for local, _ in places]
@@ -417,53 +418,6 @@ def autograd_grad(
         if isinstance(tensor, DTensorBase) and grad is not None and spec is not None
         else grad
         for tensor, (_, spec), grad in zip(ins, places, grads, strict=True)
-    )
-
-
-def _batched_grads(
-    outs: list[Tensor],
-    ins: list[Tensor],
-    grad_outputs: Any,
-    retain_graph: bool | None,
-    named: dict[str, Any],
-) -> tuple[Tensor | None, ...]:
-    """The gradients for each row of a batch of gradients of the outputs, stacked. Collective.
-
-    torch maps over the batch; here there is a backward pass for each row.
-
-    Args:
-        outs: The outputs.
-        ins: The inputs.
-        grad_outputs: A batch for each output.
-        retain_graph: As for :func:`autograd_grad`.
-        named: Its other arguments.
-    """
-    batches = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
-    if len(batches) < len(outs) or any(batch is None for batch in batches):
-        raise RuntimeError(
-            "is_grads_batched=True needs a batch of gradients for each output: pass grad_outputs"
-        )
-    for out, batch in zip(outs, batches, strict=False):
-        if batch.dim() == 0 or batch.shape[1:] != out.shape or not len(batch):
-            raise RuntimeError(
-                f"with is_grads_batched=True a gradient has the shape of its output after a first "
-                f"dim that counts them: expected {['n', *out.shape]}, got {list(batch.shape)}"
-            )
-    count = min(map(len, batches))
-    keep = bool(named["create_graph"] if retain_graph is None else retain_graph)
-    rows = [
-        autograd_grad(
-            outs,
-            ins,
-            [batch[number] for batch in batches],
-            retain_graph=keep or number + 1 < count,
-            **named,
-        )
-        for number in range(count)
-    ]
-    return tuple(
-        None if grads[0] is None else torch.stack([x for x in grads if x is not None])
-        for grads in zip(*rows, strict=True)
     )
 
 

@@ -1,0 +1,58 @@
+"""Gradients for each row of a batch of them: ``torch.autograd.grad(…, is_grads_batched=True)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def batched_grads(
+    autograd_grad: Callable[..., tuple[Tensor | None, ...]],
+    outs: list[Tensor],
+    ins: list[Tensor],
+    grad_outputs: Any,
+    retain_graph: bool | None,
+    named: dict[str, Any],
+) -> tuple[Tensor | None, ...]:
+    """The gradients for each row of a batch of gradients of the outputs, stacked. Collective.
+
+    torch maps over the batch; here there is a backward pass for each row.
+
+    Args:
+        autograd_grad: Gives the gradients for one row.
+        outs: The outputs.
+        ins: The inputs.
+        grad_outputs: A batch for each output.
+        retain_graph: As for ``torch.autograd.grad``.
+        named: Its other arguments.
+    """
+    batches = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
+    if len(batches) < len(outs) or any(batch is None for batch in batches):
+        raise RuntimeError(
+            "is_grads_batched=True needs a batch of gradients for each output: pass grad_outputs"
+        )
+    for out, batch in zip(outs, batches, strict=False):
+        if batch.dim() == 0 or batch.shape[1:] != out.shape or not len(batch):
+            raise RuntimeError(
+                f"with is_grads_batched=True a gradient has the shape of its output after a first "
+                f"dim that counts them: expected {['n', *out.shape]}, got {list(batch.shape)}"
+            )
+    count = min(map(len, batches))
+    keep = bool(named["create_graph"] if retain_graph is None else retain_graph)
+    rows = [
+        autograd_grad(
+            outs,
+            ins,
+            [batch[number] for batch in batches],
+            retain_graph=keep or number + 1 < count,
+            **named,
+        )
+        for number in range(count)
+    ]
+    return tuple(
+        None if grads[0] is None else torch.stack([x for x in grads if x is not None])
+        for grads in zip(*rows, strict=True)
+    )
