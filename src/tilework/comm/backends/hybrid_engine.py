@@ -165,15 +165,22 @@ class HybridEngine(PythonEngine):
     def _await_headers(self, host: int, memory: memoryview) -> None:
         """Read what the leader of ``host`` sends, on this very thread: that is what is quick."""
         line, begun = self._leaders[host], time.monotonic()
+        lost_at: float | None = None
         while memory:
             self.check_open()
             lost = self._lost(self.hosts.ranks[host][0])
+            if lost and lost_at is None:
+                lost_at = time.monotonic()
             count = _read(line, memory)
-            memory = memory[count:]
-            if lost and not count:  # it was read after they had gone: what they sent came first
+            memory = memory[count or 0 :]
+            now = time.monotonic()
+            # What they sent may come after the news, which took another connection: it is read
+            # up to its end, or for a while where a connection that was cut has none.
+            if lost_at is not None and (
+                count is None or (not count and now - lost_at > _ASK_SECONDS)
+            ):
                 self.check_open()  # the group ended first, and then they left
                 raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
-            now = time.monotonic()
             if memory and now > self._deadline:
                 raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
 
@@ -441,8 +448,8 @@ class HybridEngine(PythonEngine):
         }
 
 
-def _read(line: socket.socket, memory: memoryview) -> int:
-    """The count of bytes read, after waiting a moment; 0 if nothing came."""
+def _read(line: socket.socket, memory: memoryview) -> int | None:
+    """The count of bytes read, after waiting a moment; None if no more will come."""
     try:
         count = line.recv_into(memory)
     except TimeoutError:
@@ -451,7 +458,7 @@ def _read(line: socket.socket, memory: memoryview) -> int:
         count = 0
     if not count:  # the other end is gone, which the control channel notices
         time.sleep(LOOK_SECONDS)
-    return count
+    return count or None
 
 
 def _wait(work: Any, memory: Tensor, limit: timedelta) -> None:
