@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tilework.dtensor import (
     init_device_mesh,
     zeros,
 )
+from tilework.errors import PeerLostError
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 
@@ -157,6 +159,29 @@ def test_a_gather_is_told_once_by_a_job() -> None:
     first, second = run_ranks(2, program, kind="processes")
     assert len(first) == 1, first
     assert second == []
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("handled", [False, True])
+def test_an_operator_that_raises_on_one_rank_alone(
+    kind: Literal["threads", "processes"], handled: bool
+) -> None:
+    """Its rows have a target out of range; the other rank waits in the operator."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        logits = cut(X, mesh, [Shard(0)])
+        target = cut(torch.tensor([0, 1, 2, 9]), mesh, [Shard(0)])
+        with pytest.raises(IndexError) if handled and rank else nullcontext():
+            nn.functional.cross_entropy(logits, target)
+
+    lost, culprit = run_ranks(2, program, kind=kind, return_exceptions=True)
+    assert isinstance(lost, PeerLostError)
+    assert "cross_entropy_loss of a DTensor" in str(lost)
+    assert "may have raised on another rank alone" in str(lost) or "rank 1 raised Index" in str(
+        lost
+    )
+    assert culprit is None if handled else isinstance(culprit, IndexError)
 
 
 def after_fork(rank: int) -> str:

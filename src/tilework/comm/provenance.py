@@ -28,7 +28,9 @@ _ADVICE = (
     "number, or other data in a plain tensor, which counts as replicated along all axes of a mesh "
     "(rows of each rank's own are DTensor.from_local(rows, mesh, [Shard(0)]); modules of "
     "parallelize_module, and they alone, take a plain input as such rows along the other axes). "
-    "tilework.dtensor.verify(model) tells which parameters have parted."
+    "tilework.dtensor.verify(model) tells which parameters have parted. Or the operator may have "
+    "raised on another rank alone, for its own part of the data (a target out of range): see that "
+    "rank's traceback."
 )
 
 

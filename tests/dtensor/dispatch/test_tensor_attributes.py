@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.dlpack
 from torch import nn
 
 from tests.rounding import assert_close
@@ -134,3 +135,17 @@ def test_a_module_is_converted_where_it_is(convert: Callable[[nn.Module], nn.Mod
 def _tensors(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = dict(model.named_parameters())
     return found | {f"{name}.grad": p.grad for name, p in model.named_parameters()}
+
+
+def test_no_capsule_is_made_of_a_dtensor() -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        for module, name in ((torch, "to"), (torch, "from"), (torch.utils.dlpack, "to")):
+            with pytest.raises(TypeError, match=r"full_tensor\(\)"):
+                getattr(module, f"{name}_dlpack")(x)
+
+    run_ranks(2, program)
+    plain = torch.ones(3)
+    for module in (torch, torch.utils.dlpack):
+        shown: Any = module
+        assert shown.from_dlpack(shown.to_dlpack(plain)).data_ptr() == plain.data_ptr()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients, local_graph, origins
-from tilework.dtensor.base import memory_of
+from tilework.dtensor.base import DTensorBase, memory_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
@@ -220,6 +222,23 @@ def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
         f"does with DTensors (torch.distributed.checkpoint, for one) make it torch's, in the same "
         f"memory, with to_torch(), or all of a model with module_to_torch(model)"
     )
+
+
+def _asking_for_memory(original: Any) -> Any:
+    """Torch's function of a tensor's memory, which asks no class: for a DTensor there is none."""
+
+    @functools.wraps(original)
+    def to_dlpack(tensor: Any) -> Any:
+        if isinstance(tensor, DTensorBase):
+            _no_memory(original, (tensor,), {})
+        return original(tensor)
+
+    return to_dlpack
+
+
+_place: Any
+for _place in (torch, torch.utils.dlpack):
+    _place.to_dlpack = _asking_for_memory(_place.to_dlpack)
 
 
 # -- properties that are operators -----------------------------------------------------------
