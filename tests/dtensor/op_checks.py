@@ -49,6 +49,21 @@ Layouts = Sequence[Layout | Sequence[Placement] | None]
 # -- the plain call --------------------------------------------------------------------------
 
 
+def add_note(error: Exception, text: str) -> None:
+    """Add a note to an error; Python 3.10 has none."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+
+
+def torch_computes(fn: Callable[[], object]) -> bool:
+    """True if the installed torch computes what older ones refuse of plain tensors, too."""
+    try:
+        fn()
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
 @dataclass
 class Outcome:
     """What a call came to."""
@@ -425,7 +440,7 @@ def check_op(
                     if gathers is not None and call.tensors:
                         assert gathers == bool(one.gathered), f"gathered {one.gathered}"
                 except Exception as error:
-                    error.add_note(f"[mesh {shape}, layouts {describe(combination)}]")
+                    add_note(error, f"[mesh {shape}, layouts {describe(combination)}]")
                     raise
                 seen.append(one)
             return seen

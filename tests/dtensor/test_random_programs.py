@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.dtensor.op_checks import Call, Layout, describe, noting_gatherings, run_on
+from tests.dtensor.op_checks import Call, Layout, add_note, describe, noting_gatherings, run_on
 from tilework.dtensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
@@ -345,5 +345,5 @@ def test_random_programs_give_what_plain_tensors_give(data: st.DataObject) -> No
     except Exception as error:
         shapes = [list(one.shape) for one in tensors]
         lines = [f"mesh {mesh}, layouts {describe(layouts)}, shapes {shapes}", *maker.text]
-        error.add_note("\n".join(lines))
+        add_note(error, "\n".join(lines))
         raise

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from tests.dtensor.op_checks import (
     Layout,
+    add_note,
     describe,
     distributed,
     noting_gatherings,
@@ -143,7 +144,7 @@ def test_dtensors_are_used_as_plain_tensors_are(placement: Placement) -> None:
             try:
                 found[name] = _plain(use(x, s, i))
             except Exception as error:
-                error.add_note(name)
+                add_note(error, name)
                 raise
         return found
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.dtensor.op_checks import (
     check_op,
     count_op,
+    torch_computes,
 )
 from tests.dtensor.rules.test_elementwise import check, together
 from tilework.dtensor import (
@@ -56,6 +57,21 @@ def test_sums(shape: Sequence[int]) -> None:
     )
 
 
+def trace(x: Tensor) -> Tensor:
+    """The trace; of the square part only, where torch's gradient of a tall one is wrong.
+
+    Up to torch 2.6 at least it goes on below the square, to every (columns + 1)-th element.
+    """
+    return torch.trace(x if _TALL_TRACES else x[: x.shape[1]])
+
+
+def _trace_grad(x: Tensor) -> Tensor:
+    return torch.autograd.grad(torch.trace(x), x)[0]
+
+
+_TALL_TRACES = _trace_grad(torch.ones(5, 3, requires_grad=True)).count_nonzero() == 3
+
+
 def test_sums_of_other_kinds() -> None:
     check(
         together(
@@ -64,7 +80,7 @@ def test_sums_of_other_kinds() -> None:
             lambda x: (x > 0).sum(),
             lambda x: x.long().mean(1, dtype=torch.float64),
             *(torch.prod, lambda x: torch.prod(x, 0), lambda x: x.prod(1, keepdim=True)),
-            *(torch.trace, lambda x: torch.trace(x.T), lambda x: torch.trace((4 * x).long())),
+            *(trace, lambda x: torch.trace(x.T), lambda x: torch.trace((4 * x).long())),
         ),
         A,
     )
@@ -179,12 +195,11 @@ def test_norms_of_matrices() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0)])
 def test_norms_of_matrices_without_elements(shape: tuple[int, int]) -> None:
-    orders = ("fro", 1, math.inf)
-    check(
-        together(*[lambda x, order=order: matrix_norm(x, order) for order in orders]),
-        torch.zeros(shape),
-        grads=False,
-    )
+    x = torch.zeros(shape)
+    for order in ("fro", 1, math.inf):
+        # torch 2.6 has none where there is nothing to take the maximum of.
+        if torch_computes(lambda order=order: matrix_norm(x, order)):  # type: ignore[misc]
+            check(lambda x, order=order: matrix_norm(x, order), x, grads=False)
 
 
 def test_distances() -> None:
@@ -352,7 +367,7 @@ def test_few_small_reductions(function: Callable[..., Any], count: int) -> None:
 
 def test_sums_pass_through_what_is_linear() -> None:
     seen = count_op(
-        together(lambda x: x.sum(0), torch.mean, lambda x: x.cumsum(0), torch.trace, torch.diff),
+        together(lambda x: x.sum(0), torch.mean, lambda x: x.cumsum(0), trace, torch.diff),
         A,
         layouts=[[Partial()]],
     )
