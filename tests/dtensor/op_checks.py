@@ -55,6 +55,17 @@ def add_note(error: Exception, text: str) -> None:
         error.add_note(text)
 
 
+@contextmanager
+def skipping_without_derivatives() -> Iterator[None]:
+    """Skip the test if the installed torch has no derivative of an operator of plain tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "derivative for aten::" not in str(error):
+            raise
+        pytest.skip(f"torch {torch.__version__}: {error}")
+
+
 def torch_computes(fn: Callable[[], object]) -> bool:
     """True if the installed torch computes what older ones refuse of plain tensors, too."""
     try:
