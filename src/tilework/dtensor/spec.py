@@ -109,6 +109,14 @@ class DTensorSpec:
         )
 
     @cached_property
+    def has_empty_parts(self) -> bool:
+        """True if the tensor has elements, and some rank none of them."""
+        return 0 not in self.shape and any(
+            splits and any(not size for _, size in self.shards_of(dim))
+            for dim, splits in enumerate(self.splits)
+        )
+
+    @cached_property
     def takes_part(self) -> bool:
         """True if this rank is in the mesh."""
         return self.mesh.get_coordinate() is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.propagation import strides
+from tilework.dtensor.propagation.empty_parts import refused_dtypes
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
@@ -117,6 +118,8 @@ class ShardingPropagator:
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
         self.entry, self.in_place = entry, in_place
         self.name, self.draws = entry.name, entry.draws
+        #: True if kernels may look at dtypes only where there are elements.
+        self._may_skip_checks = not (entry.is_elementwise or entry.is_view or entry.draws)
 
     def propagate(self, call: Call) -> OpSharding:
         """The sharding of calls like this one, which write to no plain tensor. Local."""
@@ -186,19 +189,29 @@ class ShardingPropagator:
         )
         meta_result = None if known and call.mesh.here else _meta_result(call)
         if isinstance(result, PlacedCall):
+            self._refuse_dtypes(call, result.inputs, runs_on_locals=False)
             inputs: list[InputLayout | None] = [
                 None if needed == arg.spec else (needed, ())
                 for needed, arg in zip(result.inputs, args, strict=True)
             ]
             return OpSharding(inputs, list(result.outputs), result.run, meta_result=meta_result)
         if isinstance(result, LocalCall):
-            sharding = self._local_call(result, args, meta_result)
+            sharding = self._local_call(call, result, args, meta_result)
             if sharding is not None:
                 return sharding
         if not self.entry.has_rule or _refusal(call) is None:
             dtypes = [arg.dtype for arg in args]
             explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
         return self._gathered(args, meta_result)
+
+    def _refuse_dtypes(
+        self, call: Call, specs: Sequence[DTensorSpec], runs_on_locals: bool
+    ) -> None:
+        """Raise what ranks that have elements do for the dtypes of a call. Local."""
+        if self._may_skip_checks:
+            refusal = refused_dtypes(call, specs, runs_on_locals)
+            if refusal is not None:
+                raise refusal
 
     def _silent_writes(self, call: Call) -> frozenset[int]:
         """The numbers of the tensors that are written to without torch counting it."""
@@ -229,7 +242,7 @@ class ShardingPropagator:
         return None
 
     def _local_call(
-        self, local_call: LocalCall, args: Sequence[DTensorArg], meta_result: Any
+        self, call: Call, local_call: LocalCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding | None:
         """The operator on local tensors in the cheapest layouts; None if there are none."""
         shapes = local_call.shapes
@@ -250,6 +263,7 @@ class ShardingPropagator:
             strategy, rewrite = choose(local_call.map, specs, sizes, shapes), True
         if strategy is None or (self.in_place and strategy.outputs[0].shape != specs[0].shape):
             return None
+        self._refuse_dtypes(call, strategy.inputs, local_call.run is None)
         inputs = _input_layouts(strategy, specs)
         run = None if local_call.run is None else local_call.run(strategy)
         return OpSharding(

@@ -66,6 +66,8 @@ _REAL_FFT = frozenset(
 _REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})
 #: Their results have the memory format of images only if all their inputs have.
 _JOINED = frozenset({"cat", "concat", "concatenate"})
+#: torch gives a view of what it computes, and refuses strides that have none.
+_VIEWED = frozenset({"kron"})
 #: They take a number as a tensor without dims.
 _WITH_NUMBERS = """
     add bitwise_and bitwise_or bitwise_xor div eq floor_divide fmod ge gt le lt mul ne remainder
@@ -101,7 +103,8 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
     elif name in _REAL_FFT:
         found = [_real_fft_strides(name, call, outputs[0])]
     elif entry.is_view or name in _asked:
-        found = meta_strides(called(call, without_memory(tensors), entry.is_view), outputs)
+        raises = entry.is_view or name in _VIEWED
+        found = meta_strides(called(call, without_memory(tensors), raises), outputs)
     elif call.kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format:
         like = torch.empty_like(
             without_memory(tensors)[0], memory_format=call.kwargs["memory_format"]
@@ -130,7 +133,11 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
 def composed_strides(
     entry: OpEntry, call: Any, results: Sequence[DTensorSpec]
 ) -> list[Ints] | None:
-    """The strides of results that were composed of other operators'; None if theirs are right."""
+    """The strides of results that were composed of other operators'; None if theirs are right.
+
+    Raises:
+        RuntimeError: torch refuses inputs of such strides.
+    """
     if entry.may_be_input:
         return None
     contiguous = all(
@@ -143,6 +150,8 @@ def composed_strides(
     try:
         found = result_strides(entry, call, results)
     except RuntimeError:
+        if entry.name in _VIEWED:
+            raise
         return None
     return found if found is not None or asked else [row_major(spec.shape) for spec in results]
 
