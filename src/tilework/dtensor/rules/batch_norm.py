@@ -122,7 +122,10 @@ def _over_ranks(
         return wrap(x._local_tensor, x._spec)
     rows = _Rows(x._spec, eps, Moved(digest_of(x), "batch_norm"))
     w, b = (None if each is None else _by_channels(each, rows.channels) for each in (weight, bias))
-    out, mean, var = _Normalized.apply(local_graph.local_of(x), w, b, rows)  # type: ignore[no-untyped-call]
+    local = local_graph.local_of(x)
+    if not x.numel():
+        local = local.clone()  # as torch, which keeps nothing of it: it may be written to
+    out, mean, var = _Normalized.apply(local, w, b, rows)  # type: ignore[no-untyped-call]
     if rows.count:
         update_running(running_mean, wrap(mean, rows.channels), momentum)
         update_running(running_var, wrap(unbiased(var, rows.count), rows.channels), momentum)
