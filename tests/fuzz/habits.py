@@ -105,7 +105,8 @@ READS: Mapping[str, Sequence[str]] = {
         "torch.tensordot({x}, {y}, dims={nd})",
         "functional.linear({x}, {z})", "functional.linear({x}, {x}, {x}[..., 0])",
         "torch.addmm({x}, {x}, {y}.t())", "torch.baddbmm({x}, {x}, {y}.mT @ {x})",
-        "torch.kron({x}.clone(), {y}.clone())",  # for it counts no writes to what it keeps
+        # Of copies in rows: it counts no writes to what it keeps, and torch's refuses some strides.
+        "torch.kron({x}.contiguous().clone(), {y}.contiguous().clone())",
         "functional.scaled_dot_product_attention({x}[None], {y}[None], {x}[None])",
         "functional.scaled_dot_product_attention({x}, {y}, {x}, is_causal=True)",
         "functional.conv1d({x}[None], {x}[:, :, None], padding=1)",

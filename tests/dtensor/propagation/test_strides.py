@@ -23,7 +23,7 @@ from tilework.dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from tilework.dtensor.propagation.strides import elementwise_strides
+from tilework.dtensor.propagation.strides import elementwise_strides, like_strides
 from tilework.layout import Placement
 from tilework.testing import run_ranks
 
@@ -49,6 +49,32 @@ def operands(draw: st.DrawFn) -> list[Tensor]:
             tensor, dropped = tensor[0], dropped - 1
         tensors.append(tensor)
     return tensors
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape and strides, of dims in any order, in steps, empty or of one element."""
+    shape = draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+    strides, step = [0] * len(shape), 1
+    for dim in draw(st.permutations(range(len(shape)))):
+        strides[dim] = step * draw(st.sampled_from([1, 1, 1, 2]))
+        step = strides[dim] * max(shape[dim], 1)
+    for dim in range(len(shape)):
+        if draw(st.integers(0, 6)) == 0:
+            strides[dim] = draw(st.integers(0, 5))
+    return tuple(shape), tuple(strides)
+
+
+@given(layouts())
+def test_strides_of_what_is_like_another_are_torch_s(
+    layout: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    shape, strides = layout
+    formats = [torch.preserve_format, torch.contiguous_format]
+    formats += {4: [torch.channels_last], 5: [torch.channels_last_3d]}.get(len(shape), [])
+    for memory_format in formats:
+        like = torch.empty_like(torch.empty_strided(*layout), memory_format=memory_format)
+        assert like_strides(shape, strides, memory_format) == like.stride()
 
 
 @given(operands())

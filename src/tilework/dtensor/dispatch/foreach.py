@@ -12,7 +12,7 @@ from tilework.comm.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.overlapping import is_window
-from tilework.dtensor.propagation.strides import strides_like
+from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor, wrap
@@ -60,9 +60,13 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     local_graph.mirror_in_bases(tensor)
         return None
     return [
-        tensor if spec is None else wrap(tensor, spec.with_strides(strides_like(spec)))
+        tensor if spec is None else _wrapped_like(tensor, spec)
         for tensor, spec in zip(result, layouts, strict=True)
     ]
+
+
+def _wrapped_like(local: Tensor, spec: DTensorSpec) -> DTensor:
+    return wrap(local, spec.with_strides(like_strides(spec.shape, spec.strides)))
 
 
 @dtensor_handler("_amp_foreach_non_finite_check_and_unscale_")

@@ -106,10 +106,7 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
         raises = entry.is_view or name in _VIEWED
         found = meta_strides(called(call, without_memory(tensors), raises), outputs)
     elif call.kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format:
-        like = torch.empty_like(
-            without_memory(tensors)[0], memory_format=call.kwargs["memory_format"]
-        )
-        found = [tuple(like.stride())]
+        found = [like_strides(tuple(tensors[0].shape), inputs[0], call.kwargs["memory_format"])]
     elif contiguous:
         found = None
     elif name == "angle" and tensors[0].is_complex():
@@ -268,8 +265,7 @@ def _with_columns(name: str, outputs: Sequence[DTensorSpec]) -> list[Ints]:
 def _like_first(first: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
     if tuple(first.shape) != out.shape:
         return elementwise_strides(out.shape, [(tuple(first.shape), strides)])
-    like = torch.empty_like(torch.empty_strided(first.shape, strides, device="meta"))
-    return tuple(like.stride())
+    return like_strides(out.shape, strides)
 
 
 def _attention_strides(call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
@@ -379,12 +375,15 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
     return 0 not in shape
 
 
-def strides_like(spec: DTensorSpec) -> Ints:
-    """The strides of a new tensor that is like one of a layout: its own, if it is dense."""
-    if is_dense(spec.shape, spec.strides):
-        return spec.strides
-    shown = torch.empty_strided(spec.shape, spec.strides, device="meta")
-    return tuple(torch.empty_like(shown).stride())
+def like_strides(
+    shape: Ints, strides: Ints, memory_format: torch.memory_format = torch.preserve_format
+) -> Ints:
+    """The strides of a new tensor that is like one of these: the same, if they are dense."""
+    if memory_format is torch.preserve_format and is_dense(shape, strides):
+        return strides
+    # Without memory, empty_like gives dims of one element other strides than a CPU's does.
+    shown = torch.empty_strided(shape, strides, device="meta")
+    return tuple(shown.clone(memory_format=memory_format).stride())
 
 
 def _is_row_major(shape: Ints, strides: Ints) -> bool:

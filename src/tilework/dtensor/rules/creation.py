@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilework.dtensor.dispatch.results import check_out, replicated, write_out
 from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Distribution, Integers, Normal, Uniform
 from tilework.dtensor.spec import DTensorSpec, row_major
@@ -40,8 +41,7 @@ def _like_spec(tensor: DTensor, kwargs: dict[str, Any]) -> DTensorSpec:
     if spec.strides == row_major(spec.shape) and "memory_format" not in kwargs:
         return spec
     memory_format = kwargs.get("memory_format", torch.preserve_format)
-    like = torch.empty_like(spec.on_meta(tensor.dtype), memory_format=memory_format)
-    return spec.with_strides(like.stride())
+    return spec.with_strides(like_strides(spec.shape, spec.strides, memory_format))
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[Any]:
