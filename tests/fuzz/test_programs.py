@@ -34,6 +34,11 @@ def test_what_goes_wrong_is_made_short() -> None:
 @pytest.mark.parametrize(
     "program",
     [
+        # Dims that change in place of views without elements on some ranks.
+        "v0 = leaf('v0', (1,), 81, 'S0')\nv1 = v0 * 2\nv2 = v1.swapaxes(-1, 0)\n"
+        "v2.unsqueeze_(-1)\nv2.mul_(2.0)",
+        "v0 = leaf('v0', (3, 2), 81, 'S1(0,2)')\nv1 = v0 * 2\nv2 = v1[1:]\nv2.t_()\n"
+        "v2.mul_(2.0)\nv1.mul_(3.0)\nv3 = v2 * v2",
         # torch keeps nothing of an input without elements, which may then be written to.
         "v0 = leaf('v0', (0, 4), 64, 'S0')\nv1 = v0 + -1.5\n"
         "v2 = functional.batch_norm(v1, None, None, training=True)\nv1[v1 > 0.3] = 0.0",
