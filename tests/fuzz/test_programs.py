@@ -34,6 +34,8 @@ def test_what_goes_wrong_is_made_short() -> None:
 @pytest.mark.parametrize(
     "program",
     [
+        "v0 = leaf('v0', (2, 0, 4), 24, 'R')\nv1 = module('v1', 'buffers', v0, 70, 'S0')\n"
+        "v2 = functional.batch_norm(v0, None, None, training=True)\nv3 = v0 * 2",
         # Dims that change in place of views without elements on some ranks.
         "v0 = leaf('v0', (1,), 81, 'S0')\nv1 = v0 * 2\nv2 = v1.swapaxes(-1, 0)\n"
         "v2.unsqueeze_(-1)\nv2.mul_(2.0)",

@@ -62,6 +62,8 @@ def _batch_norm(
 ) -> RuleResult:
     if input.ndim < 2:
         return None
+    if 0 in input.shape:
+        return Decomposition(_without_elements)
     every: list[DTensorArg] = present(input, weight, bias, running_mean, running_var)
     if not may_scale(input, every):
         return None  # torch raises
@@ -101,6 +103,14 @@ def _has_empty_channels(arg: DTensorArg) -> bool:
     )
 
 
+def _without_elements(input: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
+    """A copy of an input without elements, whatever its channels: torch saves nothing of it."""
+    out = reduce_partial(input).clone()
+    if weight is not None:
+        out = out * weight[0]
+    return out if bias is None else out + bias[0]
+
+
 # -- over the rows of several ranks ----------------------------------------------------------
 
 
@@ -122,13 +132,9 @@ def _over_ranks(
         return wrap(x._local_tensor, x._spec)
     rows = _Rows(x._spec, eps, Moved(digest_of(x), "batch_norm"))
     w, b = (None if each is None else _by_channels(each, rows.channels) for each in (weight, bias))
-    local = local_graph.local_of(x)
-    if not x.numel():
-        local = local.clone()  # as torch, which keeps nothing of it: it may be written to
-    out, mean, var = _Normalized.apply(local, w, b, rows)  # type: ignore[no-untyped-call]
-    if rows.count:
-        update_running(running_mean, wrap(mean, rows.channels), momentum)
-        update_running(running_var, wrap(unbiased(var, rows.count), rows.channels), momentum)
+    out, mean, var = _Normalized.apply(local_graph.local_of(x), w, b, rows)  # type: ignore[no-untyped-call]
+    update_running(running_mean, wrap(mean, rows.channels), momentum)
+    update_running(running_var, wrap(unbiased(var, rows.count), rows.channels), momentum)
     return wrap(out, x._spec)
 
 
@@ -230,10 +236,10 @@ def _statistics(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
     every = redistribute_with_gradient(own, source, target, target.as_partial(rows.axes), rows.of)
     counts = rows.counts.to(x)
     means = every[:, :width]
-    mean = (means * counts).sum(0) / max(1, rows.count)
+    mean = (means * counts).sum(0) / rows.count
     # Chan, Golub, LeVeque: the squares around one mean, from those around each rank's own.
     apart = ((means - mean).square() * counts).sum(0)
-    return mean, (every[:, width:].sum(0) + apart) / max(1, rows.count)
+    return mean, (every[:, width:].sum(0) + apart) / rows.count
 
 
 def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: _Rows) -> Any:
@@ -280,7 +286,7 @@ class _Normalized(LocalFunction):
         of_bias, of_weight = sums[: x.shape[1]], sums[x.shape[1] :]
         if weight is not None:
             scale = scale * weight
-        means = [rows.view(each / max(1, rows.count)) for each in (of_bias, of_weight)]
+        means = [rows.view(each / rows.count) for each in (of_bias, of_weight)]
         of_x = (grads - means[0] - standard * means[1]) * rows.view(scale)
         return (
             of_x.to(x.dtype),
