@@ -199,7 +199,10 @@ class ShardingPropagator:
             sharding = self._local_call(call, result, args, meta_result)
             if sharding is not None:
                 return sharding
-        if not self.entry.has_rule or _refusal(call) is None:
+        refusal = _refusal(call)
+        if refusal is not None and not self.draws:
+            _raise_if_certain(refusal, call, self.in_place)
+        if not self.entry.has_rule or refusal is None:
             dtypes = [arg.dtype for arg in args]
             explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
         return self._gathered(args, meta_result)
@@ -382,3 +385,30 @@ def _refusal(call: Call) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def _raise_if_certain(refusal: Exception, call: Call, in_place: bool) -> None:
+    """Raise what torch says of a call if that is about shapes, dims and dtypes, not of elements.
+
+    Then no rank has to gather elements to hear it. Of tensors without memory alone torch may raise
+    what it does not of others: those of zeros and of ones must be refused alike, too.
+    """
+    if "meta" in str(refusal) or any(map(callable, (*call.args, *call.kwargs.values()))):
+        return  # it says that it needs elements, or is given what would see ours
+    said = []
+    for fill in (torch.zeros, torch.ones):
+        # One element stands for all, but where they are written to.
+        tensors = [fill((), dtype=x.dtype).expand(x.shape) for x in call.tensors]
+        if in_place:
+            tensors[0] = tensors[0].clone()
+        try:
+            call.on_tensors(tensors)
+        except Exception as error:
+            said.append(error)
+        else:
+            return
+    first, second = said
+    if "written-to" in str(first):
+        return
+    if type(first) is type(second) is type(refusal) and str(first) == str(second):
+        raise first
