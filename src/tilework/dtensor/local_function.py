@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class LocalFunction(torch.autograd.Function):
     """A Function whose backward is called only if a gradient came; else it gives none.
 
     The ranks agree on that, for they have one graph. Of several results, those without a gradient
-    have None.
+    have None. Of an inference tensor the result is one, too.
     """
 
     def __init_subclass__(cls) -> None:
@@ -32,9 +33,22 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(ctx: Any, *args: Any) -> Any:
         ctx.set_materialize_grads(False)
-        return original(ctx, *args)
+        result = original(ctx, *args)
+        if args[0].is_inference() and result is not args[0]:
+            return as_inference(result)
+        return result
 
     return forward
+
+
+def as_inference(result: Any) -> Any:
+    """What was moved of an inference tensor, as one: torch records operators on none but such in
+    no graph, even if one requires a gradient, as what was given such data.
+    """
+    if not isinstance(result, Tensor) or result.is_inference():
+        return result
+    with torch.inference_mode():
+        return result.clone(memory_format=torch.preserve_format)
 
 
 def _backward(original: Callable[..., Any]) -> Callable[..., Any]:

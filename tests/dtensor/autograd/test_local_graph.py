@@ -131,6 +131,19 @@ def test_what_is_written_to_data_or_before_a_function_does_not_count(dim: int) -
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P", "PA", "PM"])
+@pytest.mark.parametrize("made", ["v0 * 1", "leaf('v1', (4, 4), 2, 'S0')"])
+def test_what_is_computed_of_data_of_inference_mode_alone_is_in_no_graph(
+    placement: str, made: str
+) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 4), 1, '{placement}')\nv1 = {made}\n"
+        "with torch.inference_mode(): v1.data = v1.data * 2\n"
+        "v2 = torch.maximum(v1, v1)\nv3 = v1 @ v1.mT\nv4 = v1 + v0\nv5 = v1.nansum(0)\n"
+        "v6 = v1.cumsum(0)\nv7 = functional.gelu(v1)\nv8 = v1 * 2"
+    )
+
+
 def test_a_hook_in_inference_mode() -> None:
     compare(
         "v0 = leaf('v0', (4,), 5, 'S0')\nv1 = own(own(v0))\n"

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilework.dtensor.autograd import expanded_grads, local_graph, partial_grads
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.results import replicated
+from tilework.dtensor.local_function import as_inference
 from tilework.dtensor.propagation.propagation import OpSharding
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -60,6 +61,8 @@ def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints, operator: str) -> T
     else:
         local = local_graph.local_of(tensor)
         local = redistribute_local(local, source, target, of=Moved(digest_of(tensor), operator))
+    if torch.is_grad_enabled() and tensor._local_tensor.is_inference():
+        local = as_inference(local)
     if explain.watchers:
         explain.tag_gradient(local)
     return local
