@@ -141,6 +141,29 @@ def test_views_made_before_show_the_memory_of_then(placement: str, views: str, d
     )
 
 
+@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P"])
+@pytest.mark.parametrize("view", ["v0.flatten()", "v0[1]", "v0.view(2, 8)[0]"])
+@pytest.mark.parametrize(
+    "afterwards",
+    [
+        "v0.mul_(3)",
+        "v0[1:].mul_(3)\nwatch(v1, 'v1')",
+        "watch(v1, 'v1')\nv0.mul_(3)\nwith torch.no_grad(): v1.mul_(2)\nv0.mul_(2)",
+        "v2 = v1 * 3\nv0.mul_(3)\ndescend(v1, v2)\nwith torch.no_grad(): v1.detach().mul_(2)",
+        "with torch.no_grad(): v0.mul_(3)\nv1.data.mul_(2)\nv2 = v1 * 2\nv0.mul_(3)",
+        "v0.mul_(3)\nv0.data = v0.data * 2\nv2 = v0.flatten()\nv0.mul_(2)\nv3 = v2 * 2",
+        "keep(v1, 'v1')\nv0.mul_(3)\nv0.detach_()",
+    ],
+)
+def test_views_made_before_follow_the_tensor_in_the_graph(
+    placement: str, view: str, afterwards: str
+) -> None:
+    compare(
+        f"v9 = leaf('v9', (4, 4), 1, '{placement}')\nv0 = v9 * 2\nv1 = {view}\n"
+        f"v0.data = v0.detach().clone()\n{afterwards}\nv8 = v1 * v1"
+    )
+
+
 def test_a_view_that_is_given_its_own_data_has_an_owner() -> None:
     compare(
         "v0 = data((4, 3), 1, 'S0')\nv1 = v0.detach()\nv1.set_(v1)\nv1.t_()\nv2 = v1[0]\n"

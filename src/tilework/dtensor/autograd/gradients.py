@@ -21,7 +21,14 @@ from tilework.dtensor.autograd.in_place_views import (
 )
 from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
-from tilework.dtensor.base import DTensorBase, base_in_graph, data_of, root_in_graph, wrap_as
+from tilework.dtensor.base import (
+    DTensorBase,
+    Successor,
+    base_in_graph,
+    data_of,
+    root_in_graph,
+    wrap_as,
+)
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -162,7 +169,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     used = origins.is_in_graph(tensor)
     digest = digest_of(value)
     shown = local_of(value).data
-    _leave_memory(tensor, value, used)
+    anchor = _leave_memory(tensor, value, used)
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
             shown = shown.clone()
@@ -172,6 +179,11 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     graph_base = tensor._graph_base
     tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
     tensor._spec, tensor._grad = value._spec.copy(), None
+    origins.note_successor(tensor)
+    if anchor is not None and anchor._local_tensor.requires_grad:
+        successor = tensor._successor or Successor(tensor._local_tensor, tensor._spec)
+        anchor._successor = tensor._successor = successor
+        anchor._left_at = successor.now
     note_write(tensor, digest)
     if not is_new:
         copied_views.share_memory(tensor, value)
@@ -194,11 +206,15 @@ def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
     return True
 
 
-def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
-    """Let views of a tensor that is given a value show the memory that they were made of. Local."""
+def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTensorBase | None:
+    """Let views of a tensor that is given a value show the memory that they were made of. Local.
+
+    Returns:
+        What stands for the tensor as it was; None: it has no views.
+    """
     local = tensor._local_tensor
     if tensor._anchor is None and not copied_views.is_shown_elsewhere(local):
-        return
+        return None
     anchor, tensor._anchor = copied_views.anchor_of(tensor), None
     anchor._local_tensor, anchor._left = same_place(local) if used else local.detach(), True
     anchor._left_as = local  # nothing was written: hooks on copies stay where they are
@@ -208,8 +224,9 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
         if base is tensor:
             if func is data_of and spec is anchor._spec:  # else its own value would keep it
                 value._viewed = (anchor, spec, func, (anchor, *args[1:]), kwargs)
-            return
+            break
         value = base
+    return anchor
 
 
 def set_memory(tensor: DTensorBase, *source: Any) -> None:

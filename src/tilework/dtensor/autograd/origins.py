@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Origin, version_of
+from tilework.dtensor.base import DTensorBase, Origin, Redo, version_of, wrap_as
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -179,14 +179,53 @@ class MovedView:
         self.note(tensor)
 
 
-def _relaid(place: Tensor, data: Tensor, spec: DTensorSpec, tensor: DTensorBase) -> Tensor:
+def _relaid(
+    place: Tensor,
+    data: Tensor,
+    spec: DTensorSpec,
+    tensor: DTensorBase,
+    function: type[LocalFunction] | None = None,
+) -> Tensor:
     """The data of a tensor, whose gradient goes to a place of another layout."""
     with torch.inference_mode(False), torch.enable_grad():
-        anew: Tensor = _Relaid.apply(  # type: ignore[no-untyped-call]
+        anew: Tensor = (function or _Relaid).apply(  # type: ignore[no-untyped-call]
             place, [data], (spec, tensor._spec), _of(tensor)
         )
         anew.data = data
     return anew
+
+
+def note_successor(tensor: DTensorBase) -> None:
+    """Let stand-ins for a tensor as it was know where it is in the graph by now."""
+    if tensor._successor is not None:
+        tensor._successor.move(tensor._local_tensor, tensor._spec)
+
+
+def at_successor(
+    base: DTensorBase, redo: Redo, local: Tensor, tensor: DTensorBase, graded: bool
+) -> Tensor:
+    """The local tensor of a copied view whose base was given other data: at its place in the graph.
+
+    Collective if the base was written to since.
+
+    Args:
+        base: What stands for the base as it was.
+        redo: Makes the view of it.
+        local: The local tensor that it makes.
+        tensor: The view.
+        graded: True if the view was made while gradients were on.
+    """
+    successor = base._successor
+    if successor is None or successor.now == base._left_at or not local.requires_grad:
+        return local
+    spec, then = successor.spec, base._spec
+    if not graded or (spec.shape, spec.strides) != (then.shape, then.strides):
+        return local
+    if not successor.local.requires_grad:
+        return local.detach()
+    with torch.inference_mode(False), torch.enable_grad():
+        place = redo(wrap_as(type(base), successor.local, spec))
+    return _relaid(place._local_tensor, local.detach(), place._spec, tensor, _AtSuccessor)
 
 
 def leave_graph(tensor: DTensorBase) -> None:
@@ -233,6 +272,10 @@ class _Relaid(LocalFunction):
         adjoint = Adjoint(source, source.dual)
         value = ctx.local if adjoint.nonlinear else None
         return pull_back(adjoint, grad, value, of), None, None, None
+
+
+class _AtSuccessor(_Relaid):
+    """The same, of a view that is derived from its base whenever that is written to."""
 
 
 def _summed_to(grad: Tensor, source: DTensorSpec, target: DTensorSpec, of: Moved) -> Tensor:
