@@ -51,9 +51,9 @@ class DTensorBase(TiledTensor):
     _left: bool = False
     #: The local tensor that it had before it left the graph, where nothing was written.
     _left_as: Tensor | None = None
-    #: Where a tensor goes on that was given other data in the graph; its own, and of its stand-ins.
-    _successor: Successor | None = None
-    #: Of a stand-in: what that was when the tensor left it.
+    #: Where a tensor that was given other data goes on in the graph: see ``Successor``.
+    _successor: Any = None
+    #: Of a stand-in: the successor's ``now`` when the tensor left it.
     _left_at: tuple[int, int] = (0, 0)
     #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
     _writes: int = 0
@@ -200,35 +200,6 @@ class Origin:
         self.grad_spec: DTensorSpec | None = None
 
 
-class Successor:
-    """The place in the graph of a tensor that was given other data, now.
-
-    Torch takes views that were made before for views of the tensor still, and gives them a place
-    there once it is written to, though they show the memory of then.
-
-    Args:
-        local: The tensor's local tensor.
-        spec: Its layout.
-    """
-
-    __slots__ = ("local", "moves", "spec")
-
-    def __init__(self, local: Tensor, spec: DTensorSpec) -> None:
-        self.local, self.spec = local, spec
-        #: How many times it was another local tensor.
-        self.moves = 0
-
-    def move(self, local: Tensor, spec: DTensorSpec) -> None:
-        """Note that the tensor has another local tensor, or layout."""
-        self.moves += local is not self.local
-        self.local, self.spec = local, spec
-
-    @property
-    def now(self) -> tuple[int, int]:
-        """What changes once the tensor was written to."""
-        return self.moves, version_of(self.local)
-
-
 #: The tensor that a view was made of; the layout that it had then, which forms in place such as
 #: ``t_`` change; and the call that made the view, with the tensor as its first argument, or None
 #: for the whole tensor. A plain tuple, for views are made in a few microseconds.
@@ -344,7 +315,7 @@ class View:
 
     @property
     def base_now(self) -> tuple[int, int]:
-        """What its base's place in the graph is now, if the tensor was given other data since."""
+        """The number of writes to the tensor that the base stands for, and of its moves."""
         successor = self.base._successor
         return (0, 0) if successor is None else successor.now
 

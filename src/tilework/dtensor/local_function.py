@@ -42,7 +42,7 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_inference(result: Any) -> Any:
-    """What was moved of an inference tensor, as one: torch records operators on none but such in
+    """An inference tensor of what was moved of one: torch records operators on none but such in
     no graph, even if one requires a gradient, as what was given such data.
     """
     if not isinstance(result, Tensor) or result.is_inference():

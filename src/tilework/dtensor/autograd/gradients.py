@@ -21,14 +21,7 @@ from tilework.dtensor.autograd.in_place_views import (
 )
 from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
-from tilework.dtensor.base import (
-    DTensorBase,
-    Successor,
-    base_in_graph,
-    data_of,
-    root_in_graph,
-    wrap_as,
-)
+from tilework.dtensor.base import DTensorBase, base_in_graph, data_of, root_in_graph, wrap_as
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -179,11 +172,11 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     graph_base = tensor._graph_base
     tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
     tensor._spec, tensor._grad = value._spec.copy(), None
-    origins.note_successor(tensor)
+    if tensor._successor is not None:
+        tensor._successor.follow(tensor)
     if anchor is not None and anchor._local_tensor.requires_grad:
-        successor = tensor._successor or Successor(tensor._local_tensor, tensor._spec)
-        anchor._successor = tensor._successor = successor
-        anchor._left_at = successor.now
+        anchor._successor = tensor._successor = tensor._successor or origins.Successor(tensor)
+        anchor._left_at = tensor._successor.now
     note_write(tensor, digest)
     if not is_new:
         copied_views.share_memory(tensor, value)

@@ -95,7 +95,8 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     check_no_leaf(tensor)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
     tensor._aliases = tensor._grad = tensor._anchor = None
-    origins.note_successor(tensor)
+    if tensor._successor is not None:
+        tensor._successor.follow(tensor)
     note_write(tensor, digest_of(value))
     show_shape(tensor)
     return tensor

@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Origin, Redo, version_of, wrap_as
+from tilework.dtensor.base import DTensorBase, Origin, View, version_of, wrap_as
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -195,37 +195,54 @@ def _relaid(
     return anew
 
 
-def note_successor(tensor: DTensorBase) -> None:
-    """Let stand-ins for a tensor as it was know where it is in the graph by now."""
-    if tensor._successor is not None:
-        tensor._successor.move(tensor._local_tensor, tensor._spec)
+class Successor:
+    """The place in the graph of a tensor that was given other data, now.
 
-
-def at_successor(
-    base: DTensorBase, redo: Redo, local: Tensor, tensor: DTensorBase, graded: bool
-) -> Tensor:
-    """The local tensor of a copied view whose base was given other data: at its place in the graph.
-
-    Collective if the base was written to since.
+    Torch takes views that were made before for views of the tensor still, and gives them a place
+    there once it is written to, though they show the memory of then.
 
     Args:
-        base: What stands for the base as it was.
-        redo: Makes the view of it.
-        local: The local tensor that it makes.
-        tensor: The view.
-        graded: True if the view was made while gradients were on.
+        tensor: The tensor, with its new data.
     """
-    successor = base._successor
-    if successor is None or successor.now == base._left_at or not local.requires_grad:
-        return local
-    spec, then = successor.spec, base._spec
-    if not graded or (spec.shape, spec.strides) != (then.shape, then.strides):
-        return local
-    if not successor.local.requires_grad:
-        return local.detach()
-    with torch.inference_mode(False), torch.enable_grad():
-        place = redo(wrap_as(type(base), successor.local, spec))
-    return _relaid(place._local_tensor, local.detach(), place._spec, tensor, _AtSuccessor)
+
+    __slots__ = ("local", "moves", "spec")
+
+    def __init__(self, tensor: DTensorBase) -> None:
+        self.local, self.spec = tensor._local_tensor, tensor._spec
+        #: How many times it was another local tensor.
+        self.moves = 0
+
+    def follow(self, tensor: DTensorBase) -> None:
+        """Note that the tensor has another local tensor, or layout."""
+        self.moves += tensor._local_tensor is not self.local
+        self.local, self.spec = tensor._local_tensor, tensor._spec
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """Numbers of moves and of writes."""
+        return self.moves, version_of(self.local)
+
+    def derive(self, view: View, local: Tensor, tensor: DTensorBase) -> Tensor:
+        """The local tensor of a copied view, at its place in the graph.
+
+        Collective if the tensor was written to since it was given other data.
+
+        Args:
+            view: How the view is made of the tensor's stand-in.
+            local: The local tensor that it makes.
+            tensor: The view.
+        """
+        base = view.base
+        spec, then = self.spec, base._spec
+        if self.now == base._left_at or view.apart or not (local.requires_grad and view.graded):
+            return local
+        if (spec.shape, spec.strides) != (then.shape, then.strides):
+            return local
+        if not self.local.requires_grad:
+            return local.detach()
+        with torch.inference_mode(False), torch.enable_grad():
+            place = view.redo(wrap_as(type(base), self.local, spec))
+        return _relaid(place._local_tensor, local.detach(), place._spec, tensor, _AtSuccessor)
 
 
 def leave_graph(tensor: DTensorBase) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd.origins import at_successor
 from tilework.dtensor.base import (
     DTensorBase,
     DTensorT,
@@ -296,8 +295,8 @@ def refresh(tensor: DTensorBase) -> None:
         with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
             anew = view.redo(base)._local_tensor
         anew = anew if view.shares else _counting(anew)
-        if base._successor is not None and not view.apart:
-            anew = at_successor(base, view.redo, anew, tensor, view.graded)
+        if base._successor is not None:
+            anew = base._successor.derive(view, anew, tensor)
         if view.value.requires_grad and not (view.apart or anew.requires_grad):
             with torch.inference_mode(False), torch.enable_grad():
                 anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
