@@ -238,8 +238,10 @@ def _state(run: Run) -> dict[str, Any]:
             # That of a dim of size 1 leads nowhere, and depends on how torch sorts equal strides.
             sizes = zip(tensor.shape, tensor.stride(), strict=True)
             state[f"{name}.stride()"] = tuple(stride if size > 1 else 0 for size, stride in sizes)
-        state[f"{name}.requires_grad"] = tensor.requires_grad
-        state[f"{name}.is_leaf"] = tensor.is_leaf
+        # Of integers that graded values were written to, torch says so, and raises when it is used.
+        if tensor.is_floating_point() or tensor.is_complex():
+            state[f"{name}.requires_grad"] = tensor.requires_grad
+            state[f"{name}.is_leaf"] = tensor.is_leaf
     for name, leaf in run.leaves.items():
         state[f"{name}.grad before"] = None if leaf.grad is None else _full(leaf.grad)
     return state

@@ -107,3 +107,20 @@ def test_out_with_elements_that_is_resized_warns_once_for_all_ranks() -> None:
     with pytest.warns(UserWarning, match="is resized to") as warned:
         run_ranks(2, on_rank)
     assert [one.filename for one in warned] == [__file__]
+
+
+@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        *("v1[v3] = v2.sum()", "v1[0] = v2[0]", "v1[:, 1] = v2.sum()", "v1[1:] = v2.sum()"),
+        *("v1.copy_(v2)", "v1.copy_(v2.t())", "v1.fill_(v2.sum())", "v1[1:].fill_(v2.sum())"),
+        *("v1.masked_fill_(v3, v2.sum())", "v1.index_fill_(0, index([1], 'R'), v2.sum())"),
+        *("torch._foreach_copy_([v1], [v2])", "v3[v3] = v2.sum()", "v3.copy_(v2)"),
+    ],
+)
+def test_integers_take_values_that_require_gradients(placement: str, write: str) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 4), 1, '{placement}')\n"
+        f"v1 = (data((4, 4), 2, '{placement}') * 9).long()\nv2 = v0 * 2\nv3 = data((4, 4), 3, '{placement}') > 0.2\n{write}"
+    )

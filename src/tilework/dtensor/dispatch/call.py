@@ -347,6 +347,9 @@ class Operator:
 
     def _with_moves(self, sharding: OpSharding, call: Call) -> Any:
         """The result of a call whose tensors cannot all be taken as they are."""
+        if sharding.ungraded and _grad_enabled():  # torch's would say that integers require one
+            with torch.no_grad():
+                return self._with_moves(sharding, call)
         args, tensors, mesh = call.args, call.tensors, call.mesh
         stands_in = sharding.composed is not None or sharding.run is not None
         if stands_in and autocast.is_enabled() and not self.in_place:

@@ -44,7 +44,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_targets(name, lists)
     is_elementwise = name in _FUSED or entry_of(_plain_name(name)).is_elementwise
     layouts = _layouts(lists) if is_elementwise else None
-    if _has_graded_numbers(args, kwargs, lists):
+    if _has_graded_numbers(args, kwargs, lists) or _converts(name, lists):
         layouts = None
     if layouts is None or (name not in _FUSED and _writes_views(name, lists[0])):
         return _one_by_one(name, args, kwargs)
@@ -112,6 +112,13 @@ def _has_graded_numbers(args: Any, kwargs: Any, lists: Sequence[Sequence[Tensor]
         *(x for its in lists[1:] for x in its if x.__class__ is not DTensor),
     ]
     return any(number.requires_grad for number in numbers)
+
+
+def _converts(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """True if values of another dtype are written, of which integers take no gradients."""
+    return name == "_foreach_copy_" and any(
+        target.dtype != value.dtype for target, value in zip(*lists[:2], strict=False)
+    )
 
 
 def _writes_views(name: str, tensors: Sequence[Tensor]) -> bool:

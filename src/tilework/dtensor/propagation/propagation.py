@@ -99,6 +99,8 @@ class OpSharding:
     knows_strides: bool = False
     #: Numbers of the tensors that it writes to without torch counting it as a write.
     silent_writes: frozenset[int] = frozenset()
+    #: True if it writes what may require a gradient to what can have none, integers or bools.
+    ungraded: bool = False
     #: True if nothing depends on what the plain tensor that is written to held before.
     overwrites: bool = False
     #: Everything about the call but its tensors and the numbers that the cache's key lacks.
@@ -124,6 +126,9 @@ class ShardingPropagator:
     def propagate(self, call: Call) -> OpSharding:
         """The sharding of calls like this one, which write to no plain tensor. Local."""
         sharding = self._sharding(call)
+        sharding.ungraded = self.in_place and _has_graded_operands(call)
+        if sharding.ungraded:
+            sharding.as_is = False
         sharding.view = self.entry.is_view and sharding.composed is None
         if sharding.composed is None and not self.in_place:
             self._add_strides(sharding, call)
@@ -316,6 +321,17 @@ def _input_layouts(strategy: Strategy, specs: Sequence[DTensorSpec]) -> list[Inp
         None if needed == spec and not axes else (needed, axes)
         for needed, spec, axes in zip(strategy.inputs, specs, strategy.partial_grads, strict=True)
     ]
+
+
+def _has_graded_operands(call: Call) -> bool:
+    """True if an operand can require a gradient, and what is written to, the first, cannot."""
+    if not call.args or _can_have_grad(call.args[0]):
+        return False
+    return any(map(_can_have_grad, call.tensors))
+
+
+def _can_have_grad(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _moves_elements(sharding: OpSharding, tensors: Sequence[Tensor]) -> bool:
