@@ -122,5 +122,6 @@ def test_out_with_elements_that_is_resized_warns_once_for_all_ranks() -> None:
 def test_integers_take_values_that_require_gradients(placement: str, write: str) -> None:
     compare(
         f"v0 = leaf('v0', (4, 4), 1, '{placement}')\n"
-        f"v1 = (data((4, 4), 2, '{placement}') * 9).long()\nv2 = v0 * 2\nv3 = data((4, 4), 3, '{placement}') > 0.2\n{write}"
+        f"v1 = (data((4, 4), 2, '{placement}') * 9).long()\n"
+        f"v2 = v0 * 2\nv3 = data((4, 4), 3, '{placement}') > 0.2\n{write}"
     )
