@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.fuzz.programs import compare
 from tests.rounding import assert_close
 from tests.user_functions import Squared
-from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 _GIVEN = "v0 = leaf('v0', (4,), 1, 'R')\nv1 = data((3, 4), 2, 'S1')\n"
@@ -254,4 +254,79 @@ def test_a_function_takes_a_view_whose_base_has_entered_the_graph(
         f"v9 = leaf('v9', (3, 2), 1, 'S0')\nv0 = data((3, 2), 2, '{lies}')\nv1 = v0[1:3:2]\n"
         f"{write}\n{take}",
         mesh,
+    )
+
+
+class _Crossed(torch.autograd.Function):
+    """Three results, the gradient of whose inputs has products of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x, y)
+        ctx.calls = []
+        return x * 2, y * 3, x + y
+
+    @staticmethod
+    def backward(ctx: Any, a: Any, b: Any, c: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return a * c * y + b, b * c + x * a
+
+
+_crossed: Callable[[Any, Any], Any] = _Crossed.apply
+
+
+def _without_one(x: Any, y: Any) -> None:
+    _, b, c = _crossed(x * 1, y)
+    (b * c).sum().backward()
+
+
+def _one_by_one(x: Any, y: Any) -> None:
+    a, b, c = _crossed(x, y)
+    a.sum().backward(retain_graph=True)
+    (b.mul_(2) * c).sum().backward()
+
+
+def _twice(x: Any, y: Any) -> None:
+    a, b, c = _crossed(x, y)
+    grads = torch.autograd.grad((a * b * c).sum(), [x, y], create_graph=True)
+    (grads[0] * grads[1]).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _with_hooks(x: Any, y: Any) -> None:
+    a, b, c = _crossed(x, y)
+    a.register_hook(lambda grad: grad * 2)
+    (a + b * c).sum().backward()
+
+
+@pytest.mark.parametrize("program", [_without_one, _one_by_one, _twice, _with_hooks])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_the_results_of_a_function_are_passed_back_at_once(
+    program: Callable[[Any, Any], None], dim: int | None
+) -> None:
+    plain = [torch.randn(3, 4, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    program(*plain)
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        lies = [Replicate() if dim is None else Shard(dim)]
+        tensors: list[Any] = [
+            distribute_tensor(x.detach(), mesh, lies).requires_grad_() for x in plain
+        ]
+        program(*tensors)
+        for tensor, x in zip(tensors, plain, strict=True):
+            assert_close(tensor.grad.full_tensor(), x.grad)
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("write", ["v1.sub_(2.0)", "v1[0].zero_()", "v1.view(-1)[1:].mul_(2.0)"])
+@pytest.mark.parametrize("view", ["v1[:1]", "v1.mT", "v1.unfold(1, 2, 2)", "v1.detach()"])
+@pytest.mark.parametrize("lies", ["R", "S0", "S1", "P"])
+def test_what_a_checkpoint_took_must_not_be_written_to_by_another_view(
+    write: str, view: str, lies: str
+) -> None:
+    compare(
+        f"v0 = leaf('v0', (2, 2, 2), 1, '{lies}')\nv1 = v0 * 1\nv2 = {view}\n"
+        f"v3 = recomputed(lambda a: (a * 2).sin() + a, v2, reentrant=False)\n"
+        f"with torch.no_grad(): {write}"
     )

@@ -12,8 +12,14 @@ import functools
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
-from tilework.dtensor.autograd.local_graph import as_leaf, local_of, mirror_requires_grad
+from tilework.dtensor.autograd.local_graph import (
+    as_leaf,
+    local_of,
+    mirror_requires_grad,
+    note_results,
+)
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.views.places import note_taken
 
@@ -29,7 +35,7 @@ def linking(original: Any) -> Any:
         args = tuple([_as_leaf(arg) for arg in args])
         kwargs = {name: _as_leaf(arg) for name, arg in kwargs.items()}
         try:
-            return original(cls, *args, **kwargs)
+            results = original(cls, *args, **kwargs)
         except RuntimeError as error:
             if _LEAF_WRITTEN not in str(error) or not any(map(_is_computed, args)):
                 raise
@@ -38,6 +44,9 @@ def linking(original: Any) -> Any:
                 f"(mark_dirty), which torch takes for a leaf: return a new tensor instead, or "
                 f"apply it to to_local()"
             ) from error
+        if results.__class__ is tuple and len(results) > 1:
+            note_results(results)
+        return results
 
     return classmethod(apply)
 
@@ -58,3 +67,22 @@ def _as_leaf(arg: Any) -> Any:
 
 _function: Any = torch.autograd.Function
 _function.apply = linking(_function.apply.__func__)
+
+
+def noting_saved(original: Any) -> Any:
+    """``save_inputs`` of a checkpoint, of whose tensors C++ compares the versions afterwards."""
+
+    @functools.wraps(original)
+    def save_inputs(frame: Any, *args: Any) -> Any:
+        for arg in args:
+            if isinstance(arg, DTensorBase):
+                note_taken(arg)
+        return original(frame, *args)
+
+    return save_inputs
+
+
+# Torch before 2.13 saves them by a Function, which the above takes in.
+_frame: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
+if hasattr(_frame, "save_inputs"):
+    _frame.save_inputs = noting_saved(_frame.save_inputs)

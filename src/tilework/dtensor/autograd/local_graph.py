@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -101,32 +102,70 @@ def _linked(tensor: DTensorBase) -> Tensor:
         tensor._local_tensor.requires_grad_()
     if node is None:
         return tensor._local_tensor
+    results = _unlinked_results(node, tensor)
     places, functions = _places(node)
+    links = _Link.apply(  # type: ignore[no-untyped-call]
+        [_result(each, node) for each in results],
+        functions,
+        places,
+        *[each._local_tensor for each in results],
+        *[place.local for place in places.values()],
+    )
+    for each, link in zip(results, links, strict=True):
+        each._local_tensor = link
+        if _use_count(each) == 1:  # what a checkpoint has saved must not be detached
+            leave_graph_of_wrappers(each)
+    return tensor._local_tensor
+
+
+def note_results(results: Sequence[Any]) -> None:
+    """Note which results one call of a user's own autograd.Function gave. Local.
+
+    They are linked together: its backward runs once, with the gradients of all of them.
+    """
+    for result in results:
+        if isinstance(result, DTensorBase):
+            with _WithoutInterception():
+                node = _grad_fn_of(result)
+            if node is not None:
+                node._tilework_results = [ref(x) for x in results if isinstance(x, DTensorBase)]
+                return
+
+
+def _unlinked_results(node: Any, tensor: DTensorBase) -> list[DTensorBase]:
+    """The results of a call of a user's own autograd.Function that are not linked, or are gone."""
+    known = [found() for found in getattr(node, "_tilework_results", ())]
+    others = [
+        each
+        for each in known
+        if each is not None
+        and each is not tensor
+        and each._made_without_grad
+        and not each._local_tensor.requires_grad
+    ]
+    with _WithoutInterception():
+        return [tensor, *(each for each in others if _grad_fn_of(each) is node)]
+
+
+def _result(tensor: DTensorBase, node: Any) -> _Result:
     with _WithoutInterception():
         # It keeps the node in memory when the tensor leaves the graph.
         following = _apply.__func__(_Following, tensor)
         edge = torch.autograd.graph.GradientEdge(node, _output_number(tensor))
-    result = _Result(edge, following, type(tensor), tensor._spec, functions)
-    tensor._local_tensor = _Link.apply(  # type: ignore[no-untyped-call]
-        tensor._local_tensor, result, places, *[place.local for place in places.values()]
-    )
-    if _use_count(tensor) == 1:  # what a checkpoint has saved must not be detached
-        leave_graph_of_wrappers(tensor)
-    return tensor._local_tensor
+    return _Result(edge, following, type(tensor), tensor._spec)
 
 
 class _Result(NamedTuple):
     """A result of a user's own autograd.Function: its edge in the wrappers' graph, and its layout.
 
-    Operators in place may change the tensor's. With the nodes from there on in that graph, and a
-    tensor computed from it: in torch 2.6 an edge alone keeps no Function's node in memory.
+    Operators in place may change the tensor's. With a tensor computed from it: in torch 2.6 an
+    edge alone keeps no Function's node in memory.
     """
 
     edge: torch.autograd.graph.GradientEdge
     following: Tensor
     kind: type[DTensorBase]
     spec: DTensorSpec
-    nodes: Sequence[Any]
 
 
 def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
@@ -169,27 +208,32 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        local: Tensor,
-        result: _Result,
+        results: Sequence[_Result],
+        nodes: Sequence[Any],
         leaves: dict[DTensorBase, Place],
         *locals_: Tensor,
-    ) -> Tensor:
-        ctx.result, ctx.leaves = result, leaves
-        return local.detach()
+    ) -> tuple[Tensor, ...]:
+        ctx.results, ctx.nodes, ctx.leaves = results, nodes, leaves
+        ctx.set_materialize_grads(False)
+        return tuple(local.detach() for local in locals_[: len(results)])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        result: _Result = ctx.result
-        specs = [result.spec, *[place.spec for place in ctx.leaves.values()]]
+    def backward(ctx: Any, *result_grads: Tensor | None) -> Any:
+        results: Sequence[_Result] = ctx.results
+        specs = [each.spec for each in (*results, *ctx.leaves.values())]
         if torch.is_grad_enabled() and any(spec.partial_axes for spec in specs):
             raise RuntimeError(
                 f"a gradient of a gradient through your own autograd.Function, of which a tensor "
                 f"is partial ({[list(spec.placements) for spec in specs]}): redistribute() it to "
                 f"Replicate() or Shard() before the call"
             )
-        for node in result.nodes:
+        for node in ctx.nodes:
             check_unwritten(node)
-        root = wrap_as(result.kind, grad, result.spec.grad_spec)
+        roots = {
+            result.edge: wrap_as(result.kind, grad, result.spec.grad_spec)
+            for result, grad in zip(results, result_grads, strict=True)
+            if grad is not None
+        }
         changed = [leaf for leaf, place in ctx.leaves.items() if leaf._spec is not place.spec]
         for leaf in changed:
             _show(leaf, ctx.leaves[leaf])
@@ -197,7 +241,7 @@ class _Link(torch.autograd.Function):
             for leaf in ctx.leaves:  # one that has left the graph since gets its gradient, too
                 _base.requires_grad_(leaf)
         try:
-            leaf_grads = _passed(result.edge, root, list(ctx.leaves))
+            leaf_grads = _passed(roots, list(ctx.leaves))
         finally:
             for leaf in ctx.leaves:
                 mirror_requires_grad(leaf)
@@ -210,22 +254,28 @@ class _Link(torch.autograd.Function):
             None if grad is None else local_as(grad, place.spec.grad_spec, "the gradient")
             for grad, place in zip(leaf_grads, ctx.leaves.values(), strict=True)
         ]
-        return None, None, None, *grads
+        return None, None, None, *[None for _ in results], *grads
 
 
 def _passed(
-    edge: torch.autograd.graph.GradientEdge, root: DTensorBase, leaves: Sequence[DTensorBase]
+    roots: dict[torch.autograd.graph.GradientEdge, DTensorBase], leaves: Sequence[DTensorBase]
 ) -> Sequence[Tensor | None]:
-    """Gradients of the leaves of the wrappers' graph, from that of a result in it."""
+    """Gradients of the leaves of the wrappers' graph, from those of results in it."""
     engine: Any = torch.autograd.Variable._execution_engine
     if torch.is_grad_enabled():  # to be differentiated further
         grads: Sequence[Tensor | None] = engine.run_backward(
-            (edge,), (root,), True, True, tuple(leaves), allow_unreachable=True
+            tuple(roots), tuple(roots.values()), True, True, tuple(leaves), allow_unreachable=True
         )
         return grads
     # Reentrant checkpoints want gradients to be accumulated.
     engine.run_backward(
-        (edge,), (root,), True, False, (), allow_unreachable=True, accumulate_grad=True
+        tuple(roots),
+        tuple(roots.values()),
+        True,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
     )
     with _WithoutInterception():
         accumulated = [_grad_of(leaf) for leaf in leaves]

@@ -60,8 +60,11 @@ def _keep_place(tensor: DTensorBase, written: bool) -> None:
 
 
 def note_taken(tensor: DTensorBase) -> None:
-    """Note that a user's own Function takes a view, which a write to another one moves. Local."""
-    if tensor._viewed is None or not tensor._local_tensor.requires_grad:
+    """Note that C++ may save a view, as of a user's own Function or a checkpoint. Local.
+
+    A write to another view of the memory moves it in the graph, and is counted for it.
+    """
+    if tensor._viewed is None:
         return
     owner = memory_of(tensor)
     known = owner._taken or ()
@@ -85,6 +88,15 @@ def _keep_places_of_taken(tensor: DTensorBase) -> None:
         if view is not None and not any(view is base for base in own):
             view._fix_weakref()  # type: ignore[attr-defined]  # C++ may be all that has it
             _keep_place(view, written=False)
+
+
+def _count_for_taken(owner: DTensorBase) -> None:
+    """Count a write to a tensor's memory for the views of it that C++ may have saved."""
+    for each in owner._taken or ():
+        view = each()
+        if view is not None:
+            view._fix_weakref()  # type: ignore[attr-defined]  # C++ may be all that has it
+            _increment_version((view,))
 
 
 def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
@@ -125,6 +137,8 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
             _check_in_place(tensor, tensor._moved.base)
         if viewed is None or viewed[2] is data_of:
             tensor._written_at = _next_number()
+            if tensor._taken is not None:
+                _count_for_taken(tensor)
             return
         base = viewed[0]
         if graded and (base._left or base._spec is not viewed[1]):
