@@ -19,6 +19,7 @@ from tests.dtensor.op_checks import (
     check_op,
     count_op,
 )
+from tests.fuzz.programs import compare
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -307,6 +308,9 @@ def test_places_outside_of_the_tensor() -> None:
                 x[wrong]
         with pytest.raises(IndexError, match="mask"):
             x[torch.ones(3, dtype=torch.bool)]
+        columns = distribute_tensor(A, mesh, [Shard(1)], src_data_rank=None)
+        with pytest.raises(IndexError):  # also of a rank that no element would be written on
+            columns.put_(torch.tensor([A.numel()]), torch.ones(1))
         assert torch.equal(x.full_tensor(), A)
 
     run_ranks(2, program)
@@ -335,6 +339,9 @@ def test_index_put_writes_where_torch_does() -> None:
         lambda x: x.index_add_(0, torch.tensor([1, 2]), torch.tensor(2.0)),
         lambda x: x.index_add_(0, torch.tensor([1]), torch.tensor(2.0)),
         lambda x: x.index_copy_(0, torch.tensor([1, 2]), torch.tensor(2.0)),
+        lambda x: x.index_copy_(0, torch.tensor([-1]), torch.ones(1)),
+        lambda x: x.index_add_(0, torch.tensor([-6]), torch.ones(1)),
+        lambda x: x.index_add(0, torch.tensor(6), torch.ones(1)),
         lambda x: x.index_copy_(0, torch.tensor([[1]]), torch.tensor([2.0])),
         lambda x: x[None].index_add(0, torch.tensor([0]), torch.ones(6)),
         lambda x: x[None].index_copy(0, torch.tensor([0]), torch.ones(6)),
@@ -378,3 +385,13 @@ def test_what_no_element_of_is_scattered_is_in_the_graph(name: str, shape: tuple
         assert torch.equal(values.grad.full_tensor(), torch.zeros(shape))
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("lies", ["R", "S0", "S1"])
+@pytest.mark.parametrize("target", ["v1", "v1[:, :0]"])
+def test_what_no_element_of_is_scattered_is_a_write(target: str, lies: str) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 6), 1, '{lies}')\nv1 = v0.narrow(1, 3, 2)\nv2 = v1[:]\n"
+        f"watch(v1, 'v1')\nv3 = torch.cat([v2, v2], 1)\n"
+        f"with torch.no_grad(): {target}.scatter_(0, torch.tensor([]), 2.0)"
+    )

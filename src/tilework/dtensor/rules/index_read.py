@@ -112,6 +112,8 @@ def local_indices(
         IndexError: An index is out of the global range.
     """
     rest = iter(spans)
+    # Torch looks at no index of an empty tensor, and at none of elements that are not local.
+    checks_all = is_empty or not all(span.is_full for span in spans)
     at: list[Any] = []
     here: Tensor | None = None
     for place in places:
@@ -120,7 +122,7 @@ def local_indices(
             continue
         span = next(rest)
         if span.is_full:
-            if is_empty:  # where torch looks at no index
+            if checks_all:
                 span.localize(place.where(place >= 0, place + span.total))
             at.append(place)
             continue

@@ -219,11 +219,15 @@ def _index_rule(linear: bool) -> Callable[..., RuleResult]:
 def _write_along_dim(
     input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool
 ) -> None:
-    """Write to the places along a dim that an index of one dim, or a number, has."""
+    """Write to the places along a dim that an index of one dim, or a number, has.
+
+    These operators count none from the end: a negative one is out of range, and stays so.
+    """
     if input.dim() == 0:
         input = input.view(1)
     places: list[Any] = [None] * input.dim()
-    places[dim] = index.reshape(-1)
+    numbers = index.reshape(-1)
+    places[dim] = torch.where(numbers < 0, numbers - input.shape[dim], numbers)
     put_at_(input, places, source, accumulate)
 
 

@@ -5,7 +5,7 @@ Into a sharded dim each rank writes the elements of its shard; the written tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,9 +80,8 @@ def _write_with_spare_place(
 def _scatter_in_place(name: str) -> Callable[..., None]:
     def body(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> None:
         if not index.numel():  # of whatever shape
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    _add_nothing(input, value)
+            values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            _write_nothing(input, [value for value in values if value.requires_grad])
             return
         if input.dim() == 0:
             input, index = input.view(1), index if index.dim() else index.view(1)
@@ -106,10 +105,13 @@ def _scatter_in_place(name: str) -> Callable[..., None]:
     return body
 
 
-def _add_nothing(target: Tensor, value: Tensor) -> None:
-    """Bring a tensor into the graph of what it is written to, though none of it is written."""
+def _write_nothing(target: Tensor, graded: Sequence[Tensor]) -> None:
+    """A write of no elements, which counts as one; what it takes enters the graph of the target."""
     empty = (target if target.dim() else target.view(1)).narrow(0, 0, 0)
-    empty.add_(value.flatten()[:0].reshape(empty.shape))
+    if not graded:
+        empty.zero_()
+    for value in graded:
+        empty.add_(value.flatten()[:0].reshape(empty.shape))
 
 
 for _name in ("scatter", "scatter_add", "scatter_reduce"):
