@@ -1,4 +1,4 @@
-"""Refusals for dtypes, on all ranks alike: kernels look at none where there are no elements.
+"""Refusals of calls, on all ranks alike: kernels look at little where there are no elements.
 
 A rank whose part of a tensor is empty would accept ``float32 @ float64``, and wait later for the
 ranks that raised.
@@ -22,9 +22,7 @@ _FLOATS = (torch.float32, torch.float64)
 _MOST_TRIED = 1 << 16
 
 
-def refused_dtypes(
-    call: Any, specs: Sequence[DTensorSpec], runs_on_locals: bool
-) -> Exception | None:
+def refused(call: Any, specs: Sequence[DTensorSpec], runs_on_locals: bool) -> Exception | None:
     """The error of the ranks that have elements, if some have none; None if there is none. Local.
 
     Args:
@@ -32,9 +30,11 @@ def refused_dtypes(
         specs: The layouts of its tensors, as it needs them.
         runs_on_locals: True if its function runs on local tensors, with its other arguments.
     """
+    dtypes = [tensor.dtype for tensor in call.tensors]
+    if all(0 in spec.shape for spec in specs):  # a rank without a batch would look at no other dim
+        return _refusal(call, [spec.shape for spec in specs], dtypes)
     if not any(spec.has_empty_parts for spec in specs):
         return None
-    dtypes = [tensor.dtype for tensor in call.tensors]
     if len(dtypes) == 1 and dtypes[0] in _FLOATS:
         return None
     shapes = _shapes_with_elements(specs) if runs_on_locals else _small_shapes(specs)

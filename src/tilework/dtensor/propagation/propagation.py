@@ -13,7 +13,7 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.propagation import strides
-from tilework.dtensor.propagation.empty_parts import refused_dtypes
+from tilework.dtensor.propagation.empty_parts import refused
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
@@ -194,7 +194,7 @@ class ShardingPropagator:
         )
         meta_result = None if known and call.mesh.here else _meta_result(call)
         if isinstance(result, PlacedCall):
-            self._refuse_dtypes(call, result.inputs, runs_on_locals=False)
+            self._refuse_as_others(call, result.inputs, runs_on_locals=False)
             inputs: list[InputLayout | None] = [
                 None if needed == arg.spec else (needed, ())
                 for needed, arg in zip(result.inputs, args, strict=True)
@@ -212,12 +212,12 @@ class ShardingPropagator:
             explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
         return self._gathered(args, meta_result)
 
-    def _refuse_dtypes(
+    def _refuse_as_others(
         self, call: Call, specs: Sequence[DTensorSpec], runs_on_locals: bool
     ) -> None:
-        """Raise what ranks that have elements do for the dtypes of a call. Local."""
+        """Raise what ranks that have elements do, where others would go on. Local."""
         if self._may_skip_checks:
-            refusal = refused_dtypes(call, specs, runs_on_locals)
+            refusal = refused(call, specs, runs_on_locals)
             if refusal is not None:
                 raise refusal
 
@@ -271,7 +271,7 @@ class ShardingPropagator:
             strategy, rewrite = choose(local_call.map, specs, sizes, shapes), True
         if strategy is None or (self.in_place and strategy.outputs[0].shape != specs[0].shape):
             return None
-        self._refuse_dtypes(call, strategy.inputs, local_call.run is None)
+        self._refuse_as_others(call, strategy.inputs, local_call.run is None)
         inputs = _input_layouts(strategy, specs)
         run = None if local_call.run is None else local_call.run(strategy)
         return OpSharding(
