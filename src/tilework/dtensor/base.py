@@ -51,6 +51,8 @@ class DTensorBase(TiledTensor):
     _left: bool = False
     #: The local tensor that it had before it left the graph, where nothing was written.
     _left_as: Tensor | None = None
+    #: The layout that it had when it was told to retain its gradient, if its dims changed since.
+    _retained: DTensorSpec | None = None
     #: Where a tensor that was given other data goes on in the graph: see ``Successor``.
     _successor: Any = None
     #: Of a stand-in: the successor's ``now`` when the tensor left it.

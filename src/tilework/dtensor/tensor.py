@@ -353,7 +353,9 @@ class DTensor(DTensorBase):
             return None
         known = self._grad
         if known is None or known._local_tensor is not local:
-            known = self._grad = wrap(local, self._spec.grad_spec if spec is None else spec)
+            if spec is None:
+                spec = (self._retained or self._spec).grad_spec
+            known = self._grad = wrap(local, spec)
         note_gradient(self, known)
         return known
 

@@ -90,3 +90,17 @@ def test_what_a_leaf_whose_dims_changed_was_saved_for_is_refused() -> None:
 
 def test_a_leaf_that_has_views_is_copied_and_saved() -> None:
     compare("v0 = leaf('v0', (4, 4), 62, 'S0')\nv1 = v0[1]\nv2 = copied(v0)\nv3 = pickled(v0)")
+
+
+@pytest.mark.parametrize(
+    "change", ["t_()", "swapaxes_(0, 1)", "unsqueeze_(0)", "as_strided_([4, 4], [1, 4])"]
+)
+@pytest.mark.parametrize("views", ["", "v3 = v1.flatten()\n", "v3 = v1[1]\n"])
+@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P"])
+def test_a_retained_gradient_has_the_dims_from_before(
+    change: str, views: str, placement: str
+) -> None:
+    compare(
+        f"v0 = leaf('v0', (4, 4), 1, '{placement}')\nv1 = v0 * 2\n{views}v1.retain_grad()\n"
+        f"v1.{change}\nv2 = v1 * v1\ndescend(v2)\nv4 = moved(v1.grad, 'R')"
+    )

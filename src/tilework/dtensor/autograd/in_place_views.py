@@ -42,6 +42,8 @@ def changed_grad(tensor: DTensorBase, grad: Any) -> Any:
 def grad_before_changes(tensor: DTensorBase) -> DTensorBase | None:
     """The gradient of a tensor that is whole at what it was before; the same one each time."""
     grad: Any = before_changes(tensor).grad
+    if tensor._retained is not None:  # as torch's, of the dims from before
+        return grad  # type: ignore[no-any-return]
     known = tensor._grad
     if grad is None:
         tensor._grad = None
@@ -94,7 +96,7 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
     check_no_leaf(tensor)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
-    tensor._aliases = tensor._grad = tensor._anchor = None
+    tensor._aliases = tensor._grad = tensor._anchor = tensor._retained = None
     if tensor._successor is not None:
         tensor._successor.follow(tensor)
     note_write(tensor, digest_of(value))

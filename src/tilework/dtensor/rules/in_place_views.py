@@ -42,6 +42,9 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     # without gradients what an operator made.
     stays = tensor.requires_grad and tensor.is_leaf
     stays = stays or (tensor.requires_grad and not (graded or copied_views.is_view(tensor)))
+    retained = tensor._retained
+    if retained is None and not stays and tensor.retains_grad:
+        retained = tensor._spec
     with (
         torch.inference_mode(tensor._local_tensor.is_inference()),
         torch.set_grad_enabled(not stays),
@@ -63,9 +66,9 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         in_place_views.change_local(
             anchor, result, lambda local: func(local, *rest, **kwargs), change
         )
-    return in_place_views.become_view(
-        tensor, anchor, result, None if changes else change, used, stays
-    )
+    in_place_views.become_view(tensor, anchor, result, None if changes else change, used, stays)
+    tensor._retained = retained
+    return tensor
 
 
 @dtensor_handler("resize_")
