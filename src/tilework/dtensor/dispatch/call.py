@@ -57,10 +57,10 @@ from tilework.dtensor.propagation.propagation import (
     Call,
     OpSharding,
     ShardingPropagator,
-    refusals,
     written_to,
 )
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.refusals import refusals
 from tilework.dtensor.propagation.strides import composed_strides, storage_of
 from tilework.dtensor.provenance.digests import (
     call_digest,

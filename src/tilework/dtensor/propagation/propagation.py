@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,10 +12,15 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.propagation import strides
-from tilework.dtensor.propagation.empty_parts import refused
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.refusals import (
+    empty_parts_refusal,
+    meta_refusal,
+    raise_if_certain,
+    refusals,
+)
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.mesh import DeviceMesh
@@ -204,9 +208,9 @@ class ShardingPropagator:
             sharding = self._local_call(call, result, args, meta_result)
             if sharding is not None:
                 return sharding
-        refusal = _refusal(call)
+        refusal = meta_refusal(call)
         if refusal is not None and not self.draws:
-            _raise_if_certain(refusal, call, self.in_place)
+            raise_if_certain(refusal, call)
         if not self.entry.has_rule or refusal is None:
             dtypes = [arg.dtype for arg in args]
             explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
@@ -217,7 +221,7 @@ class ShardingPropagator:
     ) -> None:
         """Raise what ranks that have elements do, where others would go on. Local."""
         if self._may_skip_checks:
-            refusal = refused(call, specs, runs_on_locals)
+            refusal = empty_parts_refusal(call, specs, runs_on_locals)
             if refusal is not None:
                 raise refusal
 
@@ -374,57 +378,3 @@ def _meta_result(call: Call) -> Any:
         return call.on_meta()
     except Exception:  # what is wrong with the call will be raised where it is run
         return None
-
-
-#: How Python's own errors begin, where a rule trips over dims or arguments that are not there.
-_TRIPPED = ("tuple index", "list index", "list assignment", "not enough values", "zip() argument")
-
-
-@contextmanager
-def refusals(call: Call) -> Iterator[None]:
-    """Raise what torch does where this code trips over arguments that torch refuses."""
-    try:
-        yield
-    except (IndexError, ValueError) as error:
-        refusal = _refusal(call) if str(error).startswith(_TRIPPED) else None
-        if refusal is None:
-            raise
-        raise refusal from None
-
-
-def _refusal(call: Call) -> Exception | None:
-    """The error that torch raises for a call, and will where it is run; None if there is none."""
-    try:
-        call.on_meta()
-    except NotImplementedError:  # it has to see elements
-        return None
-    except Exception as error:
-        return error
-    return None
-
-
-def _raise_if_certain(refusal: Exception, call: Call, in_place: bool) -> None:
-    """Raise what torch says of a call if that is about shapes, dims and dtypes, not of elements.
-
-    Then no rank has to gather elements to hear it. Of tensors without memory alone torch may raise
-    what it does not of others: those of zeros and of ones must be refused alike, too.
-    """
-    if "meta" in str(refusal) or any(map(callable, (*call.args, *call.kwargs.values()))):
-        return  # it says that it needs elements, or is given what would see ours
-    said = []
-    for fill in (torch.zeros, torch.ones):
-        # One element stands for all, but where they are written to.
-        tensors = [fill((), dtype=x.dtype).expand(x.shape) for x in call.tensors]
-        if in_place:
-            tensors[0] = tensors[0].clone()
-        try:
-            call.on_tensors(tensors)
-        except Exception as error:
-            said.append(error)
-        else:
-            return
-    first, second = said
-    if "written-to" in str(first):
-        return
-    if type(first) is type(second) is type(refusal) and str(first) == str(second):
-        raise first

@@ -1,0 +1,166 @@
+"""Refusals of calls, on all ranks alike and before anything is communicated.
+
+Kernels look at little where there are no elements: a rank whose part of a tensor is empty would
+accept ``float32 @ float64``, and wait later for the ranks that raised. And what torch refuses for
+shapes or dims need not be gathered to hear it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.spec import DTensorSpec, Ints
+
+if TYPE_CHECKING:
+    from tilework.dtensor.propagation.propagation import Call
+
+#: Most operators take them, if there is but one tensor.
+_FLOATS = (torch.float32, torch.float64)
+#: Full tensors of more elements are not made to try an operator that they may be right for.
+_MOST_TRIED = 1 << 16
+#: Nor for one that torch refuses without memory.
+_MOST_REFUSED = 1 << 22
+#: How Python's own errors begin, where a rule trips over dims or arguments that are not there.
+_TRIPPED = ("tuple index", "list index", "list assignment", "not enough values", "zip() argument")
+
+
+@contextmanager
+def refusals(call: Call) -> Iterator[None]:
+    """Raise what torch does where this code trips over arguments that torch refuses."""
+    try:
+        yield
+    except (IndexError, ValueError) as error:
+        refusal = meta_refusal(call) if str(error).startswith(_TRIPPED) else None
+        if refusal is None:
+            raise
+        raise refusal from None
+
+
+def meta_refusal(call: Call) -> Exception | None:
+    """The error that torch raises for a call without memory; None if there is none."""
+    try:
+        call.on_meta()
+    except NotImplementedError:  # it has to see elements
+        return None
+    except Exception as error:
+        return error
+    return None
+
+
+def raise_if_certain(refusal: Exception, call: Call) -> None:
+    """Raise what torch says of a call if that is about shapes, dims and dtypes, not of elements.
+
+    Then no rank has to gather elements to hear it. Of tensors without memory alone torch may raise
+    what it does not of others: those of zeros and of ones must be refused alike, too.
+    """
+    if "meta" in str(refusal).lower() or sum(x.numel() for x in call.tensors) > _MOST_REFUSED:
+        return
+    errors = _errors_on_trial(
+        call, [x.shape for x in call.tensors], [x.dtype for x in call.tensors]
+    )
+    if errors is None:
+        return
+    first, second = errors
+    if type(first) is type(second) is type(refusal) and str(first) == str(second):
+        raise first
+
+
+def empty_parts_refusal(
+    call: Call, specs: Sequence[DTensorSpec], runs_on_locals: bool
+) -> Exception | None:
+    """The error of the ranks that have elements, if some have none; None if there is none. Local.
+
+    Args:
+        call: A call.
+        specs: The layouts of its tensors, as it needs them.
+        runs_on_locals: True if its function runs on local tensors, with its other arguments.
+    """
+    dtypes = [tensor.dtype for tensor in call.tensors]
+    if all(0 in spec.shape for spec in specs):  # a rank without a batch would look at no other dim
+        return _trial_refusal(call, [spec.shape for spec in specs], dtypes)
+    if not any(spec.has_empty_parts for spec in specs):
+        return None
+    if len(dtypes) == 1 and dtypes[0] in _FLOATS:
+        return None
+    shapes = _shapes_with_elements(specs) if runs_on_locals else _small_shapes(specs)
+    if shapes is None:
+        return None
+    refusal = _trial_refusal(call, shapes, dtypes)
+    if refusal is None:
+        return None
+    # What is refused whatever the dtypes are is so for the elements that it was tried with.
+    rest = len(dtypes) - 1
+    for others in (torch.float64, torch.int64):
+        if _trial_refusal(call, shapes, [torch.float64, *[others] * rest]) is None:
+            return refusal
+    return None
+
+
+def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """The local shapes on the first rank where no tensor is empty; None if there is none."""
+    if any(0 in spec.shape for spec in specs):
+        return None
+    for coordinate in product(*map(range, specs[0].mesh.spec.shape)):
+        shapes = [spec.box_at(coordinate).sizes for spec in specs]
+        if all(0 not in shape for shape in shapes):
+            return shapes
+    return None
+
+
+def _small_shapes(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """The shapes of the full tensors; None if one of them is large."""
+    shapes = [spec.shape for spec in specs]
+    return None if any(prod(shape) > _MOST_TRIED for shape in shapes) else shapes
+
+
+def _trial_refusal(
+    call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype]
+) -> Exception | None:
+    """The error for tensors of these shapes and dtypes, whatever they hold; None if none."""
+    errors = _errors_on_trial(call, shapes, dtypes)
+    return None if errors is None else errors[1]
+
+
+def _errors_on_trial(
+    call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype]
+) -> tuple[Exception, Exception] | None:
+    """The errors for zeros and for ones; None if either is right, or it may not be tried.
+
+    Indices have to be in range, and divisors not 0. Only torch's own operators are tried: others
+    may do more than return a result, and so may functions that a call is given.
+    """
+    if not _is_of_torch(call.func) or any(map(callable, (*call.args, *call.kwargs.values()))):
+        return None
+    errors = []
+    for number in (0, 1):
+        tensors = [
+            _full(tensor, shape, number, dtype)
+            for tensor, shape, dtype in zip(call.tensors, shapes, dtypes, strict=True)
+        ]
+        try:
+            call.on_tensors(tensors)
+        except Exception as error:
+            errors.append(error)
+        else:
+            return None
+    return errors[0], errors[1]
+
+
+def _full(tensor: Tensor, shape: Ints, number: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, number, dtype=dtype, device=tensor.device)
+
+
+def _is_of_torch(func: Any) -> bool:
+    """True for torch's own functions, methods and operators."""
+    owner = getattr(func, "__objclass__", func)  # a method's type
+    module: str = getattr(owner, "__module__", None) or ""
+    if module.startswith("torch._ops."):
+        return module == "torch._ops.aten"
+    return module.partition(".")[0] == "torch" and not module.startswith("torch._library.")
