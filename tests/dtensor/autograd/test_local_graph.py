@@ -140,7 +140,9 @@ def test_what_is_computed_of_data_of_inference_mode_alone_is_in_no_graph(
         f"v0 = leaf('v0', (4, 4), 1, '{placement}')\nv1 = {made}\n"
         "with torch.inference_mode(): v1.data = v1.data * 2\n"
         "v2 = torch.maximum(v1, v1)\nv3 = v1 @ v1.mT\nv4 = v1 + v0\nv5 = v1.nansum(0)\n"
-        "v6 = v1.cumsum(0)\nv7 = functional.gelu(v1)\nv8 = v1 * 2"
+        "v6 = v1.cumsum(0)\nv7 = functional.gelu(v1)\nv8 = v1 * 2\nv9 = v1.softmax(1)\n"
+        "v10 = v1.std(1)\nv11 = functional.layer_norm(v1, (4,))\nv12 = v1.log_softmax(0)\n"
+        "v13 = v1[[1, 0]]\nv14 = functional.pad(v1, (1, 1))"  # which torch does record
     )
 
 

@@ -120,6 +120,8 @@ _TRAINED = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_al
 _TO_DEVICES = frozenset({"to", "cuda", "xpu", "type", "zeros_like", "ones_like", "empty_like"})
 #: A mesh that has cached so many shardings forgets all.
 _MOST_SHARDINGS = 1 << 14
+#: Larger full tensors are not made to ask torch whether it records a call.
+_MOST_TRIED = 1 << 16
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -347,11 +349,15 @@ class Operator:
 
     def _with_moves(self, sharding: OpSharding, call: Call) -> Any:
         """The result of a call whose tensors cannot all be taken as they are."""
-        if sharding.ungraded and _grad_enabled():  # torch's would say that integers require one
+        stands_in = sharding.composed is not None or sharding.run is not None
+        if _grad_enabled() and (
+            sharding.ungraded  # torch's would say that integers require one
+            # torch records no operator on them, as which others stand in on tensors of their own
+            or (stands_in and not (sharding.view or self.in_place) and _is_unrecorded(call))
+        ):
             with torch.no_grad():
                 return self._with_moves(sharding, call)
         args, tensors, mesh = call.args, call.tensors, call.mesh
-        stands_in = sharding.composed is not None or sharding.run is not None
         if stands_in and autocast.is_enabled() and not self.in_place:
             cast = autocast.in_float32(self.name, call)
             if cast is not None:
@@ -512,6 +518,25 @@ class Operator:
 def _digest_of_rest(sharding: OpSharding, call: Call) -> int:
     """The digest of a call without that of its first argument."""
     return hash(tuple(seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))))
+
+
+def _is_unrecorded(call: Call) -> bool:
+    """True if all tensors are inference tensors, and torch would record nothing for gradients."""
+    if not all(local_graph.plain(tensor).is_inference() for tensor in call.tensors):
+        return False
+    if sum(x.numel() for x in call.tensors) > _MOST_TRIED:
+        return True
+    with torch.inference_mode():
+        tensors = [
+            torch.zeros(x.shape, dtype=x.dtype).requires_grad_(x.requires_grad)
+            for x in call.tensors
+        ]
+    args, kwargs = with_tensors(call.args, call.kwargs, iter(tensors))
+    try:  # indices and results that it makes by itself are none, and recorded
+        result = call.func(*args, **kwargs)
+    except Exception:  # what is wrong with the call will be raised where it is run
+        return True
+    return not any(tensor.requires_grad for tensor in tensors_in(result))
 
 
 def _check_devices(name: str, call: Call) -> None:
