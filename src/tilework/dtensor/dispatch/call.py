@@ -52,9 +52,9 @@ from tilework.dtensor.dispatch.symbols import as_seen_by_symbols
 from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
+from tilework.dtensor.propagation.call import Call
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import (
-    Call,
     OpSharding,
     ShardingPropagator,
     written_to,

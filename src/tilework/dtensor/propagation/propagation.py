@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.propagation import strides
+from tilework.dtensor.propagation.call import Call
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.pytree import tensors_in, with_tensors
 from tilework.dtensor.propagation.refusals import (
     empty_parts_refusal,
     meta_refusal,
@@ -23,42 +23,11 @@ from tilework.dtensor.propagation.refusals import (
 )
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.mesh import DeviceMesh
 from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
 from tilework.tiled.op_table import OpEntry, aten_parameters
 
 #: The layout that an input must have, and the axes along which its gradient is then partial.
 InputLayout = tuple[DTensorSpec, Ints]
-
-
-class Call(NamedTuple):
-    """A call of an operator."""
-
-    func: Callable[..., Any]
-    args: Args
-    kwargs: Kwargs
-    #: Those among the arguments, in order: DTensors and plain ones.
-    tensors: Sequence[Tensor]
-    mesh: DeviceMesh
-    #: The provenance digest of its result.
-    digest: int = 0
-
-    @property
-    def specs(self) -> list[DTensorSpec]:
-        """The layouts of its DTensors."""
-        return [tensor._spec for tensor in self.tensors if isinstance(tensor, DTensorBase)]
-
-    def on_meta(self) -> Any:
-        """The result for tensors without memory."""
-        return self.on_tensors(
-            [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
-        )
-
-    def on_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """The result for other tensors."""
-        args, kwargs = with_tensors(self.args, self.kwargs, iter(tensors))
-        with torch.no_grad():
-            return self.func(*args, **kwargs)
 
 
 @dataclass(eq=False, slots=True)

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilework.dtensor.propagation.call import Call
 from tilework.dtensor.spec import DTensorSpec, Ints
-
-if TYPE_CHECKING:
-    from tilework.dtensor.propagation.propagation import Call
 
 #: Most operators take them, if there is but one tensor.
 _FLOATS = (torch.float32, torch.float64)
