@@ -81,6 +81,15 @@ def test_what_gives_its_input_without_gradients_leaves_that_in_the_graph(
     )
 
 
+def test_a_result_without_elements_counts_no_writes_to_what_it_was_computed_of() -> None:
+    """Else that rank alone would compute views of the result anew."""
+    compare(
+        "v0 = data((1, 6), 88, 'S0 R')\nv1 = v0.quantile(0.5, -1)\nv2 = v1[0]\n"
+        "v1.mul_(2.0)\nv0[v0 > 0.3] = v2",
+        mesh=(2, 2),
+    )
+
+
 def test_out_of_which_one_is_refused_writes_none() -> None:
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -28,6 +28,7 @@ from tilework.layout import Placement
 from tilework.testing import run_ranks
 
 SIZES = st.sampled_from([1, 2, 3])
+X64 = torch.zeros(1, dtype=torch.float64)
 
 
 @st.composite
@@ -209,3 +210,21 @@ def test_of_cropping_and_of_complex_angles(
             assert result.stride() == expected.stride(), number
 
     run_ranks(n, program)
+
+
+@pytest.mark.parametrize("call", [lambda x: x.type_as(X64), F.logsigmoid, F.softplus])
+@pytest.mark.parametrize(
+    "lies", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.t()[1:], lambda x: x[:, None, :]]
+)
+def test_of_what_lies_otherwise_than_in_rows(
+    call: Callable[[Tensor], Tensor], lies: Callable[[Tensor], Tensor]
+) -> None:
+    expected = call(lies(torch.rand(4, 6)))
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            x = lies(distribute_tensor(torch.rand(4, 6), mesh, [placement]))
+            assert call(x).stride() == expected.stride()
+
+    run_ranks(2, program)

@@ -106,9 +106,11 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
 def as_no_view(local: Tensor) -> Tensor:
     """A local result that is no view of what only the computation had, for torch's graph.
 
-    Once that is written to, hooks of such a view would see nothing of its own views.
+    Once that is written to, hooks of such a view would see nothing of its own views. And one
+    without elements may be a view of an input, on such ranks alone: it would count its writes.
     """
-    if local.__class__ is Tensor and local.requires_grad and local._is_view():
+    matters = local.__class__ is Tensor and (local.requires_grad or not local.numel())
+    if matters and local._is_view():
         return _unsafe_view(local, local.shape)  # type: ignore[no-any-return]
     return local
 

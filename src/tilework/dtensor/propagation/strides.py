@@ -22,7 +22,7 @@ from tilework.tiled.op_table import OpEntry
 _LIKE_INPUTS = """
     addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout feature_dropout
     flip fliplr flipud huber_loss index_fill index_put msort normalize poisson_nll_loss polygamma
-    prelu put sort threshold
+    prelu put sort threshold type_as
 """
 #: Their results have the very strides of the first tensor.
 _SAME_STRIDES = frozenset(
@@ -51,7 +51,16 @@ _ASKED_UNLESS_CONTIGUOUS = """
 _LOSSES = frozenset({"l1_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"})
 #: Elementwise, or of images, but their results are contiguous.
 _CONTIGUOUS = frozenset(
-    {"cdist", "grid_sample", "instance_norm", "masked_fill", "matmul", "tril", "triu"}
+    {
+        "cdist",
+        "grid_sample",
+        "instance_norm",
+        "log_sigmoid",
+        "masked_fill",
+        "matmul",
+        "tril",
+        "triu",
+    }
 )
 #: Which results are matrices with columns in one piece; without memory, they have rows.
 _OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2)}
