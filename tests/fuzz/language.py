@@ -147,10 +147,12 @@ class Run:
 
     def write_local(self, tensor: Tensor, number: float) -> None:
         """Multiply a tensor by a number, by way of its local tensor."""
-        if isinstance(tensor, DTensor) and tensor._spec.reduce_op in (None, "sum"):
-            tensor.to_local().mul_(number)
-        else:  # plain, or a product of local tensors
-            tensor.mul_(number)
+        is_linear = isinstance(tensor, DTensor) and tensor._spec.reduce_op in (None, "sum")
+        written = tensor.to_local() if isinstance(tensor, DTensor) and is_linear else tensor
+        if number == 0:  # a partial value's zeros, of which some are negative, sum to positive ones
+            written.zero_()
+        else:
+            written.mul_(number)
         tensor.detach()  # a view that is a copy is written to its base when it is next used
 
     def watch(self, tensor: Tensor, name: str) -> None:
