@@ -178,6 +178,12 @@ def torchs_module(mesh: DeviceMesh) -> nn.Module:
     return T.distribute_module(nn.Linear(2, 2), cast(Any, mesh.to_torch()))
 
 
+def sharded_linear(weight: DTensor) -> nn.Module:
+    layer = nn.Linear(2, 7, bias=False)
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
 T = torch_tensor
 OURS: Any = Shard(0)
 COLWISE: Any = torch_style.ColwiseParallel()
@@ -195,6 +201,11 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: to_sharded(y)): ["to_sharded", "from_torch"],
     (lambda x, y, m: setattr(x, "data", y)): ["data", "from_torch"],
     (lambda x, y, m: setattr(x.clone().requires_grad_(), "grad", y)): ["gradient", "from_torch"],
+    (lambda x, y, m: (x.clone().requires_grad_() * 2).backward(y)): ["backward", "from_torch"],
+    (lambda x, y, m: torch.autograd.grad([z := x.clone().requires_grad_()], z, grad_outputs=y)): [
+        "backward",
+        "from_torch",
+    ],
     (lambda x, y, m: tilework_fully_shard(torchs_module(m), mesh=m)): ["weight", "from_torch"],
     (lambda x, y, m: functional.all_reduce(y)): ["torch.distributed", "to_local"],
     (lambda x, y, m: functional.all_reduce(x)): ["DTensor", "to_local"],
@@ -258,6 +269,10 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: y.redistribute(m.to_torch(), [Replicate()])): ["tilework", "to_torch"],
     (lambda x, y, m: T.distribute_module(nn.Linear(2, 2), m)): ["tilework", "to_torch"],
     (lambda x, y, m: fully_shard(nn.Linear(2, 2), mesh=m)): ["tilework", "to_torch"],
+    (lambda x, y, m: fully_shard(sharded_linear(x), mesh=m.to_torch())): [
+        "fully_shard",
+        "module_to_torch",
+    ],
     (lambda x, y, m: torch_dist.barrier(group=m.get_group())): ["tilework", "new_group"],
     (lambda x, y, m: torch_dist.get_rank(m.get_group())): ["tilework", "new_group"],
     (lambda x, y, m: parallelize_module(nn.Linear(2, 2), m, COLWISE)): [

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
@@ -56,25 +57,43 @@ def refuse_of_torch_distributed(func: Any, args: Any, kwargs: Any) -> NoReturn:
     )
 
 
-def refuse_as_local(view_as: Handler) -> Handler:
-    """The handler of ``view_as``, but for torch's ``DTensor.from_local``, which begins with it.
+def refuse_within_torch(func: Any, handler: Handler) -> Handler:
+    """The handler of an operator, but for functions of torch.distributed's that begin with it.
 
-    torch would take the DTensor for a local tensor, and make one within the other.
+    They would take a DTensor for a local tensor: ``from_local`` makes one within the other, and
+    ``fully_shard`` cuts the whole.
     """
+    if func not in _BEGINNINGS:
+        return handler
+    module, name, remedy = _BEGINNINGS[func]
 
-    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+    def checked(func: Any, args: Any, kwargs: Any) -> Any:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and "tilework" in frame.f_globals.get("__name__", ""):
             frame = frame.f_back
-        if frame is not None and frame.f_globals.get("__name__") == "torch.distributed.tensor._api":
+        if frame is not None and frame.f_globals.get("__name__", "").startswith(module):
             raise TypeError(
-                "DTensor.from_local of torch.distributed.tensor's got a DTensor of tilework's: "
-                "to_torch() makes it one of torch's, in the same memory, and to_local() gives its "
-                "local tensor"
+                f"{name} of torch.distributed's got a DTensor of tilework's: {remedy}, in the same "
+                f"memory, and to_local() gives a tensor's local part"
             )
-        return view_as(func, args, kwargs)
+        return handler(func, args, kwargs)
 
-    return handler
+    return checked
+
+
+#: The first operator on a tensor in functions that ask nothing: their module, name and remedy.
+_BEGINNINGS: dict[Any, tuple[str, str, str]] = {
+    Tensor.view_as: (
+        "torch.distributed.tensor._api",
+        "DTensor.from_local",
+        "to_torch() makes it one of torch.distributed.tensor's",
+    ),
+    torch.chunk: (
+        "torch.distributed.fsdp.",
+        "fully_shard",
+        "module_to_torch(model) makes a model's torch.distributed.tensor's",
+    ),
+}
 
 
 def spec_from_torch(tensor: Any) -> DTensorSpec:

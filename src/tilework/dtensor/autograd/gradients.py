@@ -321,6 +321,7 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
         with torch.enable_grad():  # as inside of another backward pass, that of a checkpoint
             local = redistribute_local(local, spec, spec.dual, of=of)
     if gradient is not None:
+        refuse_torch_dtensor(gradient, "the backward pass")
         if gradient.shape != tensor.shape:
             raise RuntimeError(
                 f"a gradient has its tensor's shape, {list(tensor.shape)}, got "

@@ -75,9 +75,9 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import (
     is_of_torch_distributed,
     is_torch_dtensor,
-    refuse_as_local,
     refuse_of_torch_distributed,
     refuse_torch_dtensor,
+    refuse_within_torch,
 )
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.leaf_views import note_view
@@ -149,7 +149,7 @@ def _handler(func: Any) -> Handler:
     if body is not None and (not entry.has_rule or "inplace" in body.__code__.co_varnames):
         return lambda func, args, kwargs: body(*args, **kwargs)
     handler = Operator(entry, in_place).handler()
-    return refuse_as_local(handler) if func is Tensor.view_as else handler
+    return refuse_within_torch(func, handler)
 
 
 def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -44,7 +44,7 @@ def tracked(name: str, handler: Handler) -> Handler:
         handler: Runs it.
     """
     own = stable_digest(name)
-    writes = name.endswith("_")
+    writes = name.endswith("_") and not name.endswith("__")  # as __float__ does
     first = int(name in _OVERWRITE)
 
     def run(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -202,8 +202,8 @@ def _with_gradient(
 
 
 def _drop_dims(tensor: Tensor, dims: Ints) -> Tensor:
-    """The tensor without some dims of size one."""
-    return tensor.sum(dims, dtype=tensor.dtype)
+    """The tensor without some dims of size one; a sum of them would make 0.0 of -0.0."""
+    return tensor.squeeze(dims).clone()
 
 
 def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import DimFactors, Factor, broadcast
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph, zero_addend
 from tilework.tiled.rules.index_range import LocalIndexRange
 from tilework.tiled.rules.reshaping import common_shape, dim_at
 
@@ -143,10 +143,11 @@ def _read_local(
     if x.numel() == 0:
         shape = [size for size, place in zip(x.shape, places, strict=True) if place is None]
         shape[front:front] = common_shape(*[place.shape for place in places if place is not None])
-        return keep_inputs_in_graph(x.new_zeros(shape), x)
+        return keep_inputs_in_graph(x.new_full(shape, zero_addend(x.dtype)), x)
     values = _index_local(x, at)
     after = values.dim() - front - here.dim()
-    return values.masked_fill(~here.reshape(here.shape + (1,) * after), 0)
+    elsewhere = ~here.reshape(here.shape + (1,) * after)
+    return values.masked_fill(elsewhere, zero_addend(x.dtype))
 
 
 def _index_local(x: Tensor, at: Sequence[Any]) -> Tensor:
@@ -200,8 +201,9 @@ def _gather(input: Arg, dim: int, index: Arg, *, sparse_grad: bool = False) -> R
                 return x.gather(dim, places)
             at, here = span.localize(places)
             if x.numel() == 0:
-                return keep_inputs_in_graph(x.new_zeros(places.shape), x)
-            return x.gather(dim, at).masked_fill(~here, 0)
+                zeros = x.new_full(places.shape, zero_addend(x.dtype))
+                return keep_inputs_in_graph(zeros, x)
+            return x.gather(dim, at).masked_fill(~here, zero_addend(x.dtype))
 
         return look_up
 

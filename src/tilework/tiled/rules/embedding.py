@@ -18,7 +18,7 @@ from torch import Tensor
 from tilework.tiled.factors import Factor, factors_of
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
+from tilework.tiled.rules.empty_shards import keep_inputs_in_graph, zero_addend
 from tilework.tiled.rules.index_range import LocalIndexRange
 
 
@@ -48,9 +48,10 @@ def _embedding(
                 return torch.embedding(table, wanted, padding, scale_grad_by_freq)
             numbers, here = local_rows.localize(wanted)
             if local_rows.count == 0:
-                return keep_inputs_in_graph(table.new_zeros(*wanted.shape, table.shape[1]), table)
+                zeros = table.new_full((*wanted.shape, table.shape[1]), zero_addend(table.dtype))
+                return keep_inputs_in_graph(zeros, table)
             rows_found = torch.embedding(table, numbers, padding)
-            return rows_found.masked_fill(~here.unsqueeze(-1), 0)
+            return rows_found.masked_fill(~here.unsqueeze(-1), zero_addend(table.dtype))
 
         return look_up
 

@@ -101,5 +101,14 @@ def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:
         if tensor is not None:
             if tensor.is_inference():  # which may require a gradient, as its views do not
                 tensor = tensor.clone()
-            result = result + tensor.reshape(-1)[:0].sum().to(result.dtype)
+            nothing = tensor.reshape(-1)[:0].sum().to(result.dtype)
+            # Less 0.0, -0.0 stays what it is.
+            result = result + nothing if result.dtype is torch.bool else result - nothing
     return result
+
+
+def zero_addend(dtype: torch.dtype) -> complex:
+    """What changes no number that it is added to: -0.0, as 0.0 makes 0.0 of -0.0."""
+    if dtype.is_complex:
+        return complex(-0.0, -0.0)
+    return -0.0 if dtype.is_floating_point else 0
