@@ -108,7 +108,7 @@ def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:
 
 
 def zero_addend(dtype: torch.dtype) -> complex:
-    """What changes no number that it is added to: -0.0, as 0.0 makes 0.0 of -0.0."""
+    """The number whose sum with any other is the other: -0.0, as 0.0 makes 0.0 of -0.0."""
     if dtype.is_complex:
         return complex(-0.0, -0.0)
     return -0.0 if dtype.is_floating_point else 0
