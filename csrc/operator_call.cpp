@@ -1,7 +1,14 @@
 #include "operator_call.h"
 
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
 namespace tilework {
 namespace {
+
+/// Larger whole numbers are hashed by their digits: see ``number_seed`` in Python.
+constexpr long long kMostHashed = 1LL << 60;
 
 /// Names of attributes, interned once: their look-up compares addresses.
 struct Attributes {
@@ -59,17 +66,22 @@ bool is_number(PyTypeObject* type) {
          type == &PyComplex_Type;
 }
 
-/// True for the few numbers whose hash is that of another one, of an object, or of either zero.
+/// True for numbers whose hash is that of another one: Python hashes modulo 2**61 - 1.
 bool hashes_oddly(PyObject* number) {
-  if (PyFloat_CheckExact(number)) {
-    const double value = PyFloat_AS_DOUBLE(number);
-    return value != value || value == -1 || value == 0;
-  }
   if (PyLong_CheckExact(number)) {
     int overflow = 0;
-    return PyLong_AsLongAndOverflow(number, &overflow) == -1;
+    const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    return overflow != 0 || value == -1 || value >= kMostHashed || value <= -kMostHashed;
   }
   return PyComplex_CheckExact(number);
+}
+
+/// A float as it goes into digests: its bits, which tell zeros and powers of two apart.
+nb::object bits_of(double value) {
+  if (value != value) value = std::numeric_limits<double>::quiet_NaN();
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof bits);
+  return taken(PyLong_FromUnsignedLongLong(bits));
 }
 
 }  // namespace
@@ -138,6 +150,8 @@ bool OperatorCall::read_number(Reading& reading, PyObject* number) {
       append(reading.key, number);
     else
       append(reading.key, taken(PyObject_Repr(number)));
+  } else if (PyFloat_CheckExact(number)) {
+    append(reading.seeds, bits_of(PyFloat_AS_DOUBLE(number)));
   } else if (hashes_oddly(number)) {
     append(reading.seeds, call_with(number_seed, number));
   } else {

@@ -26,6 +26,7 @@ from tilework.dtensor import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    manual_seed,
     verify,
     verifying,
     zeros,
@@ -319,9 +320,34 @@ def test_a_write_to_what_shares_the_memory(placement: Placement, through: Any) -
     all_raise(base, "full_tensor")
 
 
-@pytest.mark.parametrize("numbers", [(-1, -2), (-1.0, -2.0), (0.0, -0.0)])
-def test_numbers_that_hash_alike(numbers: tuple[float, float]) -> None:
-    all_raise(lambda rank, mesh: (cut(X, mesh, [Shard(0)]) * numbers[rank]).full_tensor())
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        *(
+            (-1, -2),
+            (-1.0, -2.0),
+            (0.0, -0.0),
+            (0.5, 2.0**60),
+            (1.0, 2.0**61),
+            (math.inf, 314159.0),
+        ),
+        *((complex(-1, 2), complex(-2, 2)), (2 - 1j, 2 - 2j), (1j, -1j)),
+    ],
+)
+def test_numbers_that_hash_alike(numbers: tuple[complex, complex]) -> None:
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        x: Any = cut(X, mesh, [Shard(0)])
+        return (x * numbers[rank]).full_tensor()
+
+    all_raise(program)
+
+
+def test_whole_numbers_that_hash_alike() -> None:
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        x: Any = cut(X.long(), mesh, [Shard(0)])
+        return (x + rank * (2**61 - 1)).full_tensor()
+
+    all_raise(program)
 
 
 #: Writes at a place that is a rank's own, of values that are the same on all.
@@ -466,6 +492,41 @@ def test_verify_names_what_has_parted() -> None:
     assert error.count(f"{__file__}:") == 2, error
     with pytest.raises(TypeError, match="got int"):
         verify(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_verify_names_what_one_rank_lacks(shape: tuple[int, ...]) -> None:
+    def program(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", shape)
+        model: Any = model_on(mesh)
+        model(torch.ones(2, 3)).sum().backward()
+        if rank == 1:
+            model[2].bias.grad = None
+        with pytest.raises(DistError) as told:
+            verify(model)
+        return str(told.value)
+
+    for text in run_ranks(torch.Size(shape).numel(), program):
+        assert text.startswith("'2.bias.grad' is not the same on all ranks: f32[")
+        assert "missing on rank 1 at " in text
+        assert "look for" in text
+
+
+@pytest.mark.parametrize("other", ["distribute_tensor", "init_device_mesh", "manual_seed"])
+def test_agreements_of_another_kind(other: str) -> None:
+    """What one rank alone agrees on pairs with no agreement on something else."""
+
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        if rank == 0:
+            DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        elif other == "distribute_tensor":
+            distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        elif other == "manual_seed":
+            manual_seed(3, mesh)
+        else:
+            init_device_mesh("cpu", (2,))
+
+    all_raise(program, "from_local")
 
 
 def test_verify_sees_how_a_shard_came_about() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree, check_equal
 from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Shard
@@ -45,10 +46,11 @@ def spec_from_local(
         return _outside(local, mesh, placements, shape, order)
     if not (sharded or run_check):
         return _checked(local, spec_of(mesh, placements, shape or local.shape, order), None)
-    facts = agree(
-        lambda: _facts(local, mesh, placements, shape, order, run_check),
-        mesh.axes_group(range(mesh.ndim)),
-    )
+    with agreeing("from_local"):
+        facts = agree(
+            lambda: _facts(local, mesh, placements, shape, order, run_check),
+            mesh.axes_group(range(mesh.ndim)),
+        )
     if run_check:
         return _spec_from_facts(facts, mesh, placements, shape, order)
     key = "from_local", tuple(placements), None if order is None else tuple(order), tuple(facts)

@@ -1,8 +1,8 @@
 """Steps of torch's elementwise optimizers, run on this rank's local tensors of all parameters.
 
 Such a step on the local tensors is the step on the DTensors, without an interception for every
-operator of every parameter. A hook that torch calls before each optimizer's step hands the step a
-*twin*: the same optimizer over the local tensors, with the local tensors of its states.
+operator of every parameter. The last hook before a step hands it a *twin*: the same optimizer over
+the local tensors, with the local tensors of its states.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
     digest_of,
     note_gradient,
     note_write,
+    number_seed,
     seeds_in,
     stable_digest,
 )
@@ -37,13 +39,63 @@ from tilework.tiled.local_optimizer import ELEMENTWISE, is_per_element
 _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
 
 
+def _surround_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Have the step itself run on the twin: within all hooks that the program registered.
+
+    torch calls hooks of all optimizers outside of an optimizer's own, which read and write options
+    and states: so these become its last own hook before the step, and the first one after it.
+    """
+    if type(optimizer) in ELEMENTWISE and _has_dtensors(optimizer):
+        _place_hook(optimizer._optimizer_step_pre_hooks, _step_on_twin, last=True)
+        _place_hook(optimizer._optimizer_step_post_hooks, _keep_states, last=False)
+
+
+def _place_hook(hooks: Any, hook: Any, last: bool) -> None:
+    """Make a hook the first or the last one of an optimizer's own."""
+    keys = iter(reversed(hooks) if last else hooks)
+    key = next(keys, None)
+    if key is None or hooks[key] is not hook:
+        for known in [key for key, each in hooks.items() if each is hook]:
+            del hooks[known]
+        number = RemovableHandle(hooks).id
+        hooks[number] = hook
+        hooks.move_to_end(number, last=last)
+
+
 def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """The step's arguments with the twin for the optimizer, if all of its tensors allow one."""
-    if type(optimizer) not in ELEMENTWISE or not _has_dtensors(optimizer):
-        return None
+    """The step's arguments, with the twin for the optimizer."""
     twin = _twins.get(optimizer)
     if twin is None:
         twin = _twins[optimizer] = object.__new__(type(optimizer))
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        _fill(twin, optimizer)
+        return (twin, *args[1:]), kwargs
+
+    def close() -> Any:  # the step begins with it: gradients, options and states are those after it
+        result = closure()
+        _fill(twin, optimizer)
+        return result
+
+    twin.__dict__.update(optimizer.__dict__)
+    if len(args) > 1:
+        return (twin, close, *args[2:]), kwargs
+    return (twin,), {**kwargs, "closure": close}
+
+
+def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
+    """Give the twin local tensors, if all of the optimizer's allow one; else what that has."""
+    twin.__dict__.update(optimizer.__dict__)
+    of_locals = _on_locals(optimizer)
+    if of_locals is not None:
+        _keep_digests(optimizer)
+        twin.param_groups, twin.state = of_locals
+
+
+def _on_locals(
+    optimizer: Optimizer,
+) -> tuple[list[dict[str, Any]], defaultdict[Tensor, Any]] | None:
+    """The groups and the states of an optimizer over local tensors; None if there are none."""
     states: defaultdict[Tensor, Any] = defaultdict(dict)
     groups = []
     for group in optimizer.param_groups:
@@ -70,10 +122,7 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         groups.append({**group, "params": params})
         if group.get("differentiable"):
             return None
-    _keep_digests(optimizer)
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups, twin.state = groups, states
-    return (twin, *args[1:]), kwargs
+    return groups, states
 
 
 def _keep_digests(optimizer: Optimizer) -> None:
@@ -104,9 +153,8 @@ def _sharded_alike(param: DTensor, state: dict[str, Any]) -> bool:
 
 def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Give the optimizer the states and options that the step left in its twin."""
-    twin = args[0]
-    if twin is optimizer:
-        compare_after_step(optimizer)
+    twin = _twins[optimizer]
+    if twin.param_groups is optimizer.param_groups:
         return
     for group, local_group in zip(optimizer.param_groups, twin.param_groups, strict=True):
         states: list[dict[str, Any]] = []
@@ -120,9 +168,8 @@ def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 _wrap_states(state, local_state, param, local)
             states.append(state)
         group.update({name: value for name, value in local_group.items() if name != "params"})
-        _note_step(type(optimizer).__name__, group, states)
+        _note_step(optimizer, group, states)
     twin.param_groups, twin.state = [], defaultdict(dict)
-    compare_after_step(optimizer)
 
 
 def _wrap_states(
@@ -139,13 +186,22 @@ def _wrap_states(
             state[name] = value
 
 
-def _note_step(name: str, group: dict[str, Any], states: Sequence[dict[str, Any]]) -> None:
+#: Options that change no result: how a step is computed.
+_WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def _note_step(
+    optimizer: Optimizer, group: dict[str, Any], states: Sequence[dict[str, Any]]
+) -> None:
     """Mix a step into the digests of the parameters that it has changed, and of their states."""
-    seeds: list[Any] = [_digest_of_name(name)]
-    for option, value in group.items():
+    seeds: list[Any] = [_digest_of_name(type(optimizer).__name__)]
+    for option in optimizer.defaults:
+        value = group.get(option)
+        if option in _WAYS:
+            continue
         if value.__class__ in NUMBERS:
-            seeds.append(value)
-        elif value is not None and option != "params":
+            seeds.append(number_seed(value))
+        elif value is not None:
             seeds_in(value, seeds)
     step = hash(tuple(seeds))
     mesh, passes = None, 0
@@ -169,5 +225,5 @@ def _note_step(name: str, group: dict[str, Any], states: Sequence[dict[str, Any]
 
 _digest_of_name = cache(stable_digest)
 
-register_optimizer_step_pre_hook(_step_on_twin)
-register_optimizer_step_post_hook(_keep_states)
+register_optimizer_step_pre_hook(_surround_step)
+register_optimizer_step_post_hook(lambda optimizer, args, kwargs: compare_after_step(optimizer))

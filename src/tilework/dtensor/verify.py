@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from tilework.comm.agreement import agree, check_equal
+from tilework.comm.agreement import agree
 from tilework.comm.callsite import call_site
 from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
@@ -253,12 +253,7 @@ def _compare_each(tensors: Named, group: ProcessGroup, full: bool) -> None:
     every: list[Any] = agree(lambda: [tuple(_facts(*each, full)) for each in tensors], group)
     facts = [[_Facts(*fact) for fact in of_rank] for of_rank in every]
     ranks = group.global_ranks
-    check_equal(
-        [{"tensors": [(fact.name, fact.layout) for fact in of_rank]} for of_rank in facts],
-        ranks,
-        "ranks compare different tensors:",
-        error=CollectiveMismatchError,
-    )
+    _check_same_tensors(facts, group)
     for number, (name, tensor) in enumerate(tensors):
         of_tensor = [of_rank[number] for of_rank in facts]
         odd = _odd(of_tensor)
@@ -272,6 +267,28 @@ def _compare_each(tensors: Named, group: ProcessGroup, full: bool) -> None:
         if what:
             sites: list[str] = agree(call_site, group)
             _raise(name, tensor, [(ranks[rank], sites[rank]) for rank in (one, other)], what)
+
+
+def _check_same_tensors(facts: Sequence[Sequence[_Facts]], group: ProcessGroup) -> None:
+    """Raise if some rank has another tensor than the first, naming it. Collective in that case."""
+    by_rank = [{fact.name: fact.layout for fact in of_rank} for of_rank in facts]
+    for other, theirs in enumerate(by_rank):
+        if list(theirs.items()) == list(by_rank[0].items()):
+            continue
+        names = [*by_rank[0], *theirs]
+        odd = [name for name in names if by_rank[0].get(name) != theirs.get(name)]
+        name = odd[0] if odd else names[0]
+        sites: list[str] = agree(call_site, group)
+        each = [
+            f"{of_rank.get(name, 'missing')} on rank {group.global_ranks[rank]}"
+            + (f" at {sites[rank]}" if sites[rank] else "")
+            for rank, of_rank in ((0, by_rank[0]), (other, theirs))
+        ]
+        what = " and ".join(each) if odd else "in another order on other ranks"
+        raise CollectiveMismatchError(
+            f"{name!r} is not the same on all ranks: {what}{_NEXT_STEP}",
+            ranks=(group.global_ranks[0], group.global_ranks[other]),
+        )
 
 
 def _facts(name: str, tensor: DTensor, full: bool) -> _Facts:

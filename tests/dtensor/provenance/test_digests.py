@@ -104,6 +104,8 @@ LOOKS: dict[str, Callable[[Loop], object]] = {
     "at states": lambda loop: [repr(each) for each in loop.optimizer.state[loop.weight].values()],
     "at gradients in a hook": lambda loop: loop.weight.register_hook(lambda grad: None),
     "at copies": lambda loop: loop.optimizer.state_dict(),
+    "at options of its own": lambda loop: loop.optimizer.param_groups[0].update(log_step=17),
+    "at how it is computed": lambda loop: loop.optimizer.param_groups[0].update(foreach=False),
     "at nothing, and clears twice": lambda loop: loop.optimizer.zero_grad(),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -147,6 +147,32 @@ def test_one_rank_whose_data_differ(
         assert all(isinstance(each, DistError) for each in found), (name, how, found)
 
 
+#: What one rank alone does to a module that hands out a plain tensor.
+ALONE: dict[str, Callable[[Any], Any]] = {
+    "a write": lambda m: m.weight.data.mul_(2),
+    "a write to its detached form": lambda m: m.weight.detach().fill_(1),
+    "other values": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+    "no bias": lambda m: setattr(m, "bias", None),
+    "other initial values": lambda m: nn.init.ones_(m.weight),
+}
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize("what", ALONE)
+def test_one_rank_that_changes_a_module_before_plain_operators(what: str, with_grad: bool) -> None:
+    def program(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        model: Any = parallelize_module(copy.deepcopy(MODEL.mlp), mesh, plan)
+        if rank == 1:
+            ALONE[what](model[0])
+        with torch.set_grad_enabled(with_grad), pytest.raises(DistError) as told:
+            model(torch.ones(2, WIDTH))
+        return str(told.value)
+
+    assert all("differ in how their tensors came about" in each for each in run_ranks(2, program))
+
+
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_rows_that_differ_along_data_parallel_ranks_are_no_fault(wrap: Any) -> None:
     """Each group of the plan's ranks has a batch of its own; within one all have the same."""

@@ -171,6 +171,8 @@ class _ReduceGrad(LocalFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.leaf is not None and not ctx.leaf.variable.requires_grad:  # frozen since
+            return None, None, None, None, None
         if ctx.leaf is not None and _may_wait(ctx.leaf):
             of = ctx.of
             digest = of.digest if of.__class__ is Moved else _digest_now(of)

@@ -12,7 +12,7 @@ from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.provenance.history import history_of
-from tilework.dtensor.provenance.meaning import TensorText, moving
+from tilework.dtensor.provenance.meaning import TensorText, agreeing, moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
@@ -80,9 +80,10 @@ def distribute_tensor(
         source, meta = None, bool(checked()["meta"])
     else:
         group = mesh.axes_group(range(mesh.ndim))
-        facts = agree_equal(
-            checked, group, "distribute_tensor got different arguments on ranks:", own=("meta",)
-        )
+        with agreeing("distribute_tensor"):
+            facts = agree_equal(
+                checked, group, "distribute_tensor got different arguments on ranks:", own=("meta",)
+            )
         source = _source(mesh, src_data_rank)
         meta = bool(facts[group.global_ranks.index(source)]["meta"])
     if spec is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from math import copysign
+from struct import pack, unpack
 from typing import Any, cast
 from weakref import ref
 
@@ -29,8 +29,12 @@ Family = list["ref[DTensorBase]"]
 _FEW = 16
 _NUMBER_CLASSES: tuple[Any, ...] = (int, float, complex)
 NUMBERS = frozenset({int, float, bool, complex})
-#: Stand for NaN, whose ``hash`` is that of the object, -1, whose is that of -2, and -0.0.
-_NAN, _MINUS_ONE, _MINUS_ZERO = ((1 << 60) + n for n in (1, 3, 5))
+#: Whole numbers of this size and more are hashed by their digits: ``hash`` is modulo 2**61 - 1.
+_MOST_HASHED = 1 << 60
+#: Stands for -1, whose ``hash`` is that of -2.
+_MINUS_ONE = _MOST_HASHED + 3
+#: The bits of NaN, however it came about.
+_NAN = 0x7FF8 << 48
 #: Arguments whose text says what they are, and nothing of this process.
 _PLAIN = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -177,15 +181,20 @@ def _facts(value: Any, values: bool) -> Any:
     return repr(value) if isinstance(value, _PLAIN) else kind.__qualname__
 
 
-def number_seed(number: Any) -> Any:
-    """A number as it goes into digests: itself, but for those whose ``hash`` tells too little."""
-    if number != number:
-        return _NAN
+def number_seed(number: complex) -> int:
+    """A number as it goes into digests: its bits, or itself where its ``hash`` tells it from others.
+
+    Example:
+        >>> hash(0.5) == hash(2.0**60), number_seed(0.5) == number_seed(2.0**60)
+        (True, False)
+    """
+    if isinstance(number, complex):
+        return hash((number_seed(number.real), number_seed(number.imag)))
+    if isinstance(number, float):
+        return _NAN if number != number else int(unpack("<Q", pack("<d", number))[0])
     if number == -1:
         return _MINUS_ONE
-    if not number and isinstance(number, float) and copysign(1, number) < 0:
-        return _MINUS_ZERO
-    return number
+    return number if abs(number) < _MOST_HASHED else stable_digest(number)
 
 
 def plain_number(value: Any) -> complex | None:

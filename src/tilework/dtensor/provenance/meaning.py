@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from tilework.comm import provenance
 from tilework.comm.provenance import carrying
 from tilework.dtensor.debug.formatting import layout_text
+from tilework.dtensor.provenance.digests import stable_digest
 from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.spec import DTensorSpec
 
@@ -46,6 +49,14 @@ def moving(digest: int, operator: str, tensor: TensorText | None = None) -> carr
         tensor: The tensor.
     """
     return carrying(carried(digest), operator, tensor)
+
+
+def agreeing(method: str) -> carrying:
+    """Let ranks that agree on a method's arguments meanwhile carry that they are the method's."""
+    return moving(_digest_of_name(method), method)
+
+
+_digest_of_name = cache(stable_digest)
 
 
 def named_for(method: str) -> carrying:

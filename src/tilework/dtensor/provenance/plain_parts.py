@@ -2,7 +2,7 @@
 
 What a plain operator computes has no digest. But such a module takes a plain tensor that is the
 same on all ranks, as the plan says, and a later one on the same mesh communicates what was made of
-it. So the mesh remembers what came in.
+it. So the mesh remembers what came in, and what modules have handed out.
 """
 
 from __future__ import annotations
@@ -36,18 +36,25 @@ def note_input(tensor: DTensorBase, was_plain: bool) -> None:
 
 
 def note_output(tensor: DTensorBase, local: Any) -> None:
-    """Have the gradient of a local tensor, which plain operators compute, be compared. Local.
+    """Have what ranks communicate later depend on a module's output, and on its gradient. Local.
 
-    Where the tensor is replicated, they have to give all ranks the same one: what backward
-    communicates then depends on it. Where one axis of several replicates, ranks compare it at once.
+    Plain operators compute what is made of it, and its gradient. Where the tensor is replicated
+    they have to give all ranks the same gradient, on which then depends what backward communicates.
+    Where one axis of several replicates, ranks compare it at once.
+
+    Args:
+        tensor: The output.
+        local: Its local tensor, with which the program goes on.
     """
     spec = tensor._spec
-    if not local.requires_grad or not spec.takes_part or spec.partial_axes:
+    if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
         return
-    if spec.mesh.size() == 1 or mode() == "off":
+    history = history_of(spec.mesh)
+    history.inputs = hash((history.inputs, digest_of(tensor)))
+    if not local.requires_grad or spec.partial_axes:
         return
     if spec.is_replicated:
-        history, digest = history_of(spec.mesh), spec.digest
+        digest = spec.digest
         local.register_hook(
             lambda grad: history.note_plain_gradient(hash((digest, content_digest(grad))))
         )

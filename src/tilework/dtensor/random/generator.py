@@ -18,6 +18,7 @@ from tilework.comm import provenance
 from tilework.comm.agreement import agree_equal
 from tilework.comm.collectives import broadcast
 from tilework.comm.world import current_world
+from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.random import philox
 from tilework.dtensor.random.philox import Distribution, Key
 from tilework.dtensor.spec import DTensorSpec
@@ -52,9 +53,12 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     device_mesh = mesh_or_current(device_mesh)
     if device_mesh.here:
         group = device_mesh.axes_group(range(device_mesh.ndim))
-        agree_equal(
-            lambda: {"seed": int(seed)}, group, "manual_seed needs one seed on all ranks of a mesh:"
-        )
+        with agreeing("manual_seed"):
+            agree_equal(
+                lambda: {"seed": int(seed)},
+                group,
+                "manual_seed needs one seed on all ranks of a mesh:",
+            )
     torch.manual_seed(int(seed))
 
 
