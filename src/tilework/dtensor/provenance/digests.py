@@ -182,7 +182,7 @@ def _facts(value: Any, values: bool) -> Any:
 
 
 def number_seed(number: complex) -> int:
-    """A number as it goes into digests: its bits, or itself where its ``hash`` tells it from others.
+    """A number as it goes into digests: its bits, or itself if its ``hash`` tells it from others.
 
     Example:
         >>> hash(0.5) == hash(2.0**60), number_seed(0.5) == number_seed(2.0**60)

@@ -15,7 +15,7 @@ class History:
     def __init__(self) -> None:
         #: Collectives that made tensors of values from one rank.
         self.creations = 0
-        #: The digest of all inputs and outputs so far of modules whose tensors are plain in between.
+        #: The digest of all inputs and outputs so far of modules with plain tensors in between.
         self.inputs = 0
         #: The sum of the digests of all backward passes, and of what they communicated.
         self.passes = 0
