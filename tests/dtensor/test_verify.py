@@ -436,6 +436,27 @@ def test_a_write_to_what_a_view_shows() -> None:
     all_raise(program)
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_write_to_what_a_strided_view_shows(placement: Placement) -> None:
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        x = distribute_tensor(torch.zeros(4, 3), mesh, [placement])
+        y = x.as_strided((2, 2), (3, 1))
+        if rank == 0:
+            x.add_(1)
+        return (y.sum() * partial_loss(mesh)).item()
+
+    all_raise(program)
+
+
+def test_another_function_of_elements() -> None:
+    def program(rank: int, mesh: DeviceMesh) -> Any:
+        x: Any = cut(X, mesh, [Shard(0)])
+        x.apply_((lambda each: each + 1) if rank else (lambda each: each + 2))
+        return x.full_tensor()
+
+    all_raise(program)
+
+
 def test_uninitialised_memory_that_is_overwritten() -> None:
     def program(rank: int, mesh: DeviceMesh) -> Any:
         x = DTensor.from_local(torch.full((4,), float(rank)), mesh, [Replicate()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 import io
 import weakref
 from typing import Any
@@ -268,6 +269,48 @@ def test_frozen_and_ignored_parameters() -> None:
         mse(plain(x), y).backward()
         assert model.blocks[0].up.weight.grad is None
         assert_close(full(model.blocks[1].up.weight.grad), plain.blocks[1].up.weight.grad)
+
+    run_ranks(2, program)
+
+
+def _clamped(parameter: Any) -> None:
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+#: What is done to a parameter after it was wrapped.
+LATER: dict[str, Callable[[Any], Any]] = {
+    "frozen": lambda p: p.requires_grad_(False),
+    "frozen and thawed": lambda p: p.requires_grad_(False).requires_grad_(),
+    "a hook": lambda p: p.register_hook(lambda grad: grad * 2),
+    "a hook that looks": lambda p: p.register_hook(lambda grad: None),
+    "a hook after the gradient": lambda p: p.register_post_accumulate_grad_hook(_clamped),
+}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("what", LATER)
+def test_parameters_that_are_frozen_or_hooked_later(what: str, at: int) -> None:
+    def program(rank: int) -> None:
+        model, plain = seeded(), seeded()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        own = slice(2 * rank, 2 * rank + 2)
+        for step in range(3):
+            if step == at:
+                LATER[what](model.blocks[0].up.weight)
+                LATER[what](plain.blocks[0].up.weight)
+            x, y = rows(2, step)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            mse(model(x[own]), y[own]).backward()
+            mse(plain(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (wanted.grad is None)
+            assert_close(full(mine), wanted.detach(), rtol=1e-4, atol=1e-6)
 
     run_ranks(2, program)
 

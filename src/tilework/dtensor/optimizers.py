@@ -219,6 +219,8 @@ def _note_step(
         for value in state.values():
             if value.__class__ is DTensor:
                 value._digest = digest = hash((digest, value._digest or digest_of(value)))
+            elif value.__class__ is Tensor and value.is_cpu and not value.dim():  # its steps
+                digest = hash((digest, value.item()))
         note_write(param, digest)
         count_write(param)
 

@@ -89,12 +89,18 @@ def first_state(loop: Loop) -> Any:
     return state["momentum_buffer"] if "momentum_buffer" in state else state["exp_avg"]
 
 
+def first_count(loop: Loop) -> Any:
+    state = loop.optimizer.state[loop.weight]
+    return state.get("step", first_state(loop))
+
+
 DEVIATIONS: dict[str, Callable[[Loop], object]] = {
     "gradients that are not cleared": keep_gradients,
     "a hook": lambda loop: loop.weight.register_hook(lambda grad: grad * 2),
     "a hook that writes": lambda loop: loop.weight.register_hook(doubled),
     "a function of its own": own_function,
     "a state that is written to": lambda loop: first_state(loop).zero_(),
+    "a count of steps that is written to": lambda loop: first_count(loop).add_(3),
     "states that are forgotten": lambda loop: loop.optimizer.state.clear(),
     "states of before": lambda loop: loop.optimizer.load_state_dict(loop.saved),
 }

@@ -98,8 +98,12 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
             tensors[0]._local_tensor = as_no_view(tensors[0]._local_tensor)
     for number, tensor in enumerate(tensors):
         is_new = not any(tensor is operand for operand in operands)
-        if is_new and isinstance(tensor, DTensor) and not (tensor._made or tensor._family):
+        if not is_new or not isinstance(tensor, DTensor) or tensor._made or tensor._family:
+            continue
+        if tensor._viewed is None:
             tensor._digest = hash((digest, number))
+        else:  # what it shows counts, too
+            tensor._made, tensor._digest = hash((digest, number)), None
     return result
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack, unpack
+from types import FunctionType
 from typing import Any, cast
 from weakref import ref
 
@@ -178,6 +179,9 @@ def _facts(value: Any, values: bool) -> Any:
         return [(str(key), _facts(item, values)) for key, item in value.items()]
     if kind is slice:
         return [_facts(end, values) for end in (value.start, value.stop, value.step)]
+    if kind is FunctionType:  # of apply_(), for one
+        code = value.__code__
+        return value.__qualname__, code.co_code, _facts(code.co_consts, values=True)
     return repr(value) if isinstance(value, _PLAIN) else kind.__qualname__
 
 

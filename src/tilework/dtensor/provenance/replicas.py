@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from tilework.comm.callsite import call_site
 from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import device_of
@@ -69,10 +70,15 @@ def _compare(
             pair = group.global_ranks[its_first], group.global_ranks[rank]
             raise CollectiveMismatchError(
                 f"ranks {pair[0]} and {pair[1]} are to have {what} {list(spec.placements)}, but "
-                f"their values differ: give the ranks of an axis that replicates the same values, "
+                f"their values differ{_here()}: give the ranks of an axis that replicates the same values, "
                 f"or say with the placements how they differ",
                 ranks=pair,
             )
+
+
+def _here() -> str:
+    site = call_site()
+    return f", at {site}" if site else ""
 
 
 @lru_cache(maxsize=512)

@@ -138,6 +138,8 @@ class FlatGroup:
             if pairs:
                 torch._foreach_copy_([full for _, full in pairs], [row for row, _ in pairs])
         for param in self.params:
+            if param.full_local.requires_grad != param.requires_grad:
+                param.full.requires_grad_(param.requires_grad)
             if param.tensor_parallel is not None:
                 # It was made on empty memory, and its values are those of the shards.
                 param.full._digest = digest_of(param.sharded)
@@ -219,7 +221,9 @@ class FlatGroup:
 
     def _accumulate(self, param: ShardedParam, part: Tensor) -> None:
         local = param.sharded._local_tensor
-        if local.grad is None:
+        if local._backward_hooks or local._post_accumulate_grad_hooks:  # autograd calls them
+            torch.autograd.backward([local], [part.to(local.dtype, copy=True)])
+        elif local.grad is None:
             local.grad = part.to(local.dtype, copy=True)
         else:
             local.grad += part.to(local.dtype)

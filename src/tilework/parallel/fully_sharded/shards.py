@@ -32,6 +32,7 @@ class ShardedParam:
         sizes: The size of each rank's shard along it.
         offset: Where its shard begins in the flat buffer of a rank, in elements.
         padded: The elements that it takes there: those of the largest shard.
+        requires_grad: True if the parameter that the optimizer sees requires a gradient now.
     """
 
     name: str
@@ -41,13 +42,19 @@ class ShardedParam:
     sizes: list[int]
     spec: DTensorSpec
     tensor_parallel: DTensorSpec | None
-    requires_grad: bool
+    required_grad: bool
     dtype: torch.dtype
     offset: int = 0
     sharded: Any = None
     full: Any = None
     full_local: Any = None
     attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def requires_grad(self) -> bool:
+        if self.sharded is None:
+            return self.required_grad
+        return bool(self.sharded._local_tensor.requires_grad)
 
     @property
     def padded(self) -> int:
