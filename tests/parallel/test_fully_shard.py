@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 import io
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest

@@ -173,12 +173,12 @@ def _facts(value: Any, values: bool) -> Any:
         return repr(value) if values else kind.__name__
     if (number := plain_number(value)) is not None:  # numpy's, for one: the key has its value
         return kind.__name__, repr(number)
+    if kind is slice:
+        value = [value.start, value.stop, value.step]
     if isinstance(value, (list, tuple, range)):
         return [_facts(item, values) for item in value]
     if kind is dict:
         return [(str(key), _facts(item, values)) for key, item in value.items()]
-    if kind is slice:
-        return [_facts(end, values) for end in (value.start, value.stop, value.step)]
     if kind is FunctionType:  # of apply_(), for one
         code = value.__code__
         return value.__qualname__, code.co_code, _facts(code.co_consts, values=True)

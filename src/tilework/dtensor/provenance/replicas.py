@@ -70,8 +70,8 @@ def _compare(
             pair = group.global_ranks[its_first], group.global_ranks[rank]
             raise CollectiveMismatchError(
                 f"ranks {pair[0]} and {pair[1]} are to have {what} {list(spec.placements)}, but "
-                f"their values differ{_here()}: give the ranks of an axis that replicates the same values, "
-                f"or say with the placements how they differ",
+                f"their values differ{_here()}: give the ranks of an axis that replicates the same "
+                f"values, or say with the placements how they differ",
                 ranks=pair,
             )
 
