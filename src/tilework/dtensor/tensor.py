@@ -37,6 +37,7 @@ from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
+from tilework.tiled.argument_names import torch_arguments
 from tilework.tiled.tensor import TiledTensor, is_called_within
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
@@ -78,10 +79,11 @@ class DTensor(DTensorBase):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torch_arguments(func, args, kwargs) if kwargs else (args, {})
         handler = HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs or {})
-        return DTensor._dispatch(func, args, kwargs or {})
+            return handler(func, args, kwargs)
+        return DTensor._dispatch(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

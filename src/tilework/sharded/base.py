@@ -19,6 +19,7 @@ from tilework.sharded.formatting import Overview, as_text, headline, overview
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
 from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
+from tilework.tiled.argument_names import torch_arguments
 from tilework.tiled.tensor import TiledTensor
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
@@ -191,7 +192,7 @@ class ShardedTensorBase(TiledTensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = torch_arguments(func, args, kwargs) if kwargs else (args, {})
         first = _first_sharded(args, kwargs)
         handler = None if first is None else find_handler(func, first._sharding_spec)
         if first is None or handler is None:

@@ -21,7 +21,6 @@ from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.extrema import extreme_dims
 from tilework.tiled.rules.reduction_args import (
     any_sharded,
-    numpy_names,
     reduce_dims,
     remaining_dims,
 )
@@ -236,7 +235,6 @@ def _register(name: str) -> None:
     kind = getattr(torch.return_types, name)
 
     @dtensor_rule(fold)
-    @numpy_names
     def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
         dims = _sharded_dims(input, dim)
         if dims is None:
@@ -244,7 +242,6 @@ def _register(name: str) -> None:
         return Decomposition(lambda input, *_, **__: _extreme_value(input, fold, dims, keepdim))
 
     @dtensor_rule(name)
-    @numpy_names
     def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> RuleResult:
         if isinstance(dim, Arg) or isinstance(other, Arg):
             return None
@@ -260,7 +257,6 @@ def _register(name: str) -> None:
         )
 
     @dtensor_rule(f"arg{name}")
-    @numpy_names
     def argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
         dims = _sharded_dims(input, dim)
         if dims is None or input.dtype is torch.bool:  # torch refuses the latter
@@ -281,7 +277,6 @@ _register("min")
 
 
 @dtensor_rule("aminmax")
-@numpy_names
 def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     dims = _sharded_dims(input, dim)
     if dims is None:

@@ -12,11 +12,9 @@ from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.empty_shards import keep_inputs_in_graph
-from tilework.tiled.rules.reduction_args import numpy_names
 
 
 @dtensor_rule("nanmean")
-@numpy_names
 def _nanmean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     is_refused = not (input.dtype.is_floating_point or input.dtype.is_complex)
     return None if is_refused else Decomposition(_mean_of_numbers)

@@ -18,7 +18,6 @@ from tilework.tiled.rules.reduction_args import (
     accumulation_dtype,
     any_sharded,
     dims_of,
-    numpy_names,
 )
 from tilework.tiled.rules.statistics import softmax_dims, spread_dims
 
@@ -30,7 +29,6 @@ _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
 
 def _spread(name: str) -> None:
     @dtensor_rule(name)
-    @numpy_names
     def spread_rule(
         input: Arg,
         dim: Any = None,
@@ -81,7 +79,6 @@ def _root(input: Tensor) -> Tensor:
 
 
 @dtensor_rule("linalg_vector_norm")
-@numpy_names
 def _vector_norm(
     input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> RuleResult:
@@ -123,7 +120,6 @@ def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
 
 
 @dtensor_rule("linalg_matrix_norm")
-@numpy_names
 def _matrix_norm(
     A: Arg,
     ord: Any = "fro",
@@ -204,7 +200,6 @@ def _exponentials(name: str, input: Tensor, dims: Ints, dtype: torch.dtype | Non
 
 
 @dtensor_rule("logsumexp")
-@numpy_names
 def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None or not _has_sharded_elements(input, dims) or input.dtype.is_complex:

@@ -30,10 +30,9 @@ from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.box_propagation import LocalOp, TileRanges, propagate_boxes, shape_of
 from tilework.tiled.op_rules import MakeRun
+from tilework.tiled.rules.reshaping import SWAPAXES
 
 _NO_BOX = "its tiles would be no boxes of the new shape: reshard first"
-#: Names of ``swapaxes`` for arguments of the operator that it is.
-_ALIASES = {"axis0": "dim0", "axis1": "dim1"}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,7 +75,7 @@ def _evaluate(
     """The view that these arguments make; None if tiles would be no boxes of it."""
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return None
-    named = {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+    named = {SWAPAXES.get(name, name): value for name, value in kwargs.items()}
     call = local_call(name, getattr(Tensor, name), (tensor, *args), named)
     op = None if call is None else propagate_boxes(call.map, [tensor.tiling])
     if call is None or not isinstance(op, LocalOp):

@@ -22,7 +22,6 @@ from tilework.tiled.op_table import rule
 from tilework.tiled.rules.empty_shards import allow_empty_shards, keep_inputs_in_graph
 from tilework.tiled.rules.reduction_args import (
     dims_of,
-    numpy_names,
     reduce_dims,
     remaining_dims,
     sums_partial,
@@ -113,19 +112,16 @@ def _topk(
 
 
 @rule("kthvalue")
-@numpy_names
 def _kthvalue(input: Arg, k: int, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _selection(input, dim, keepdim)
 
 
 @rule("mode")
-@numpy_names
 def _mode(input: Arg, dim: int = -1, keepdim: bool = False) -> RuleResult:
     return _selection(input, dim, keepdim)
 
 
 @rule("median", "nanmedian")
-@numpy_names
 def _median(input: Arg, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     return None if dim is None else _selection(input, dim, keepdim)
 
@@ -139,7 +135,6 @@ def _register_quantile(name: str) -> None:
     quantile: Callable[..., Tensor] = getattr(torch, name)
 
     @rule(name)
-    @numpy_names
     def answer(
         input: Arg,
         q: Any,

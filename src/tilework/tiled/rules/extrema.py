@@ -8,7 +8,7 @@ from tilework.layout.box import Ints
 from tilework.tiled.op_rules import Arg, RuleResult
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.elementwise import pointwise
-from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims
+from tilework.tiled.rules.reduction_args import dims_of, reduce_dims
 
 
 def extreme_dims(input: Arg, dim: Any) -> Ints | None:
@@ -21,13 +21,11 @@ def _register(name: str) -> None:
     """Register the rules of amax and max, or of amin and min."""
 
     @rule(f"a{name}")
-    @numpy_names
     def amax(input: Arg, dim: Any = (), keepdim: bool = False) -> RuleResult:
         dims = extreme_dims(input, dim)
         return None if dims is None else reduce_dims(input, dims, keepdim, None, extremum=name)
 
     @rule(name)
-    @numpy_names
     def max(input: Arg, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> RuleResult:
         if isinstance(dim, Arg) or isinstance(other, Arg):
             given = [arg for arg in (input, dim, other) if isinstance(arg, Arg)]
@@ -45,14 +43,12 @@ _register("min")
 
 
 @rule("argmax", "argmin")
-@numpy_names
 def _argmax(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = extreme_dims(input, dim)
     return None if dims is None else reduce_dims(input, dims, keepdim, None)
 
 
 @rule("aminmax")
-@numpy_names
 def _aminmax(input: Arg, *, dim: int | None = None, keepdim: bool = False) -> RuleResult:
     dims = extreme_dims(input, dim)
     return None if dims is None else reduce_dims(input, dims, keepdim, None, results=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,17 +11,11 @@ from tilework.layout.box import Ints
 from tilework.tiled.factors import Dim, Factor
 from tilework.tiled.op_rules import (
     Arg,
-    Decomposition,
     LocalCall,
     LocalRanges,
     MakeRun,
-    RuleFunction,
-    RuleResult,
     local_call,
 )
-
-#: numpy's names of arguments, which torch takes too.
-_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x2": "other"}
 
 #: Sums of these wrap around, so that partial sums cannot be cast, scaled or divided.
 NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
@@ -95,28 +88,6 @@ def remaining_dims(dims: Sequence[Factor], gone: Ints, keepdim: bool) -> list[Fa
 def any_sharded(input: Arg, dims: Ints) -> bool:
     """True if one of these dims is sharded."""
     return any(map(input.is_sharded, dims))
-
-
-def numpy_names(function: RuleFunction) -> RuleFunction:
-    """The rule for calls whose arguments may also have numpy's names, such as ``axis``."""
-    signature = inspect.signature(function)
-
-    def with_torch_names(*args: Any, **kwargs: Any) -> RuleResult:
-        try:
-            bound = signature.bind(*args, **_torch_names(kwargs))
-        except TypeError:
-            return None
-        result = function(*bound.args, **bound.kwargs)
-        if isinstance(result, Decomposition):
-            run = result.run
-            return Decomposition(lambda *args, **kwargs: run(*args, **_torch_names(kwargs)))
-        return result
-
-    return with_torch_names
-
-
-def _torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {_NUMPY.get(name, name): value for name, value in kwargs.items()}
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

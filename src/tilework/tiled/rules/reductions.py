@@ -12,11 +12,10 @@ from torch import Tensor
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.reduction_args import dims_of, numpy_names, reduce_dims, sums_partial
+from tilework.tiled.rules.reduction_args import dims_of, reduce_dims, sums_partial
 
 
 @rule("sum")
-@numpy_names
 def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return (
@@ -27,14 +26,12 @@ def _sum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) 
 
 
 @rule("nansum")
-@numpy_names
 def _nansum(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduce_dims(input, dims, keepdim, "sum")
 
 
 @rule("mean")
-@numpy_names
 def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None:
@@ -56,28 +53,24 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
 
 
 @rule("prod")
-@numpy_names
 def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduce_dims(input, dims, keepdim, "product")
 
 
 @rule("all")
-@numpy_names
 def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduce_dims(input, dims, keepdim, "min")
 
 
 @rule("any")
-@numpy_names
 def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduce_dims(input, dims, keepdim, "max")
 
 
 @rule("count_nonzero")
-@numpy_names
 def _count_nonzero(input: Arg, dim: Any = None) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     return None if dims is None else reduce_dims(input, dims, False, "sum")

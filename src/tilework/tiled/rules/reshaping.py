@@ -222,6 +222,8 @@ for _name in ("as_strided", "alias"):
 
 # -- permutations ----------------------------------------------------------------------------
 
+#: Names of ``swapaxes`` for arguments of ``transpose``, which it is.
+SWAPAXES = {"axis0": "dim0", "axis1": "dim1"}
 #: The first stride of a meta tensor whose strides are all different.
 _APART = 1 << 20
 
@@ -233,6 +235,7 @@ def _permutation_rule(name: str) -> Callable[..., RuleResult]:
     def answer(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
         strides = [_APART + i for i in range(input.ndim)]
         probe = torch.empty_strided([2] * input.ndim, strides, device="meta")
+        kwargs = {SWAPAXES.get(name, name): value for name, value in kwargs.items()}
         try:
             order = [stride - _APART for stride in operator(probe, *args, **kwargs).stride()]
         except (RuntimeError, IndexError):  # raised by torch when it is run

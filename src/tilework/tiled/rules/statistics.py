@@ -12,7 +12,7 @@ from tilework.layout.box import Ints
 from tilework.tiled.factors import Factor, broadcast_shape
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import rule
-from tilework.tiled.rules.reduction_args import any_sharded, dims_of, numpy_names, reduce_dims
+from tilework.tiled.rules.reduction_args import any_sharded, dims_of, reduce_dims
 
 # torch has no types for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -39,7 +39,6 @@ def _spread(name: str) -> None:
     of_shard: Callable[..., Any] = getattr(torch, name)
 
     @rule(name)
-    @numpy_names
     def spread_rule(
         input: Arg,
         dim: Any = None,
@@ -77,7 +76,6 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 
 
 @rule("linalg_vector_norm")
-@numpy_names
 def _vector_norm(
     input: Arg, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> RuleResult:
@@ -88,7 +86,6 @@ def _vector_norm(
 
 
 @rule("linalg_matrix_norm")
-@numpy_names
 def _matrix_norm(
     A: Arg,
     ord: Any = "fro",
@@ -104,7 +101,6 @@ def _matrix_norm(
 
 
 @rule("linalg_norm")
-@numpy_names
 def _linalg_norm(
     A: Arg, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> RuleResult:
@@ -151,7 +147,6 @@ def _softmax(input: Arg, dim: Any = None, *args: Any, dtype: Any = None, **_: An
 
 
 @rule("logsumexp")
-@numpy_names
 def _logsumexp(input: Arg, dim: Any, keepdim: bool = False) -> RuleResult:
     dims = dims_of(input.ndim, dim)
     if dims is None or (input.dtype.is_complex and any_sharded(input, dims)):
