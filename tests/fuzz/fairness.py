@@ -10,12 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+_RESIZE = torch.ops.aten.resize_.default
+
+
 class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether operators on plain tensors mean one thing only.
 
     They do not where one reads some of the elements that it writes by way of another view: torch
     refuses it only of dense tensors. Nor where torch enlarges the memory of ``out=``, by which
-    those that have shown it in part are written to.
+    those that have shown it in part are written to, or that of a tensor by ``resize_()``, which
+    then shows what happens to be there.
     """
 
     def __init__(self) -> None:
@@ -32,7 +36,7 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for target, (shape, size) in zip(written, before, strict=True):
             grew = target.untyped_storage().nbytes() > size > 0
-            if grew and target.shape != shape and "out" in (kwargs or {}):
+            if grew and target.shape != shape and (func is _RESIZE or "out" in (kwargs or {})):
                 self.is_fair = False
         return result
 

@@ -430,7 +430,9 @@ def statement(c: Chooser) -> str:
     moded = kind not in (_become_view, _gradient) and not text.startswith(("with ", "for "))
     if moded and c.rng.random() < 0.22:
         mode = _MODES[0] if makes or c.rng.random() < 0.5 else c.of(*_MODES)
-        text = f"{mode} {text}"
+        # Of what is given data of inference mode, torch's writes are neither refused nor recorded.
+        if mode != _MODES[1] or ".data = " not in text:
+            text = f"{mode} {text}"
     return text
 
 

@@ -24,6 +24,7 @@ from tests.fuzz.programs import Program, expect
         ("torch.sum(x, 0, out=y[0, 0, :0])", True),
         ("torch.sum(x, 0, out=y[2, 2, 3:])", False),
         ("y.resize_([2, 2])", True),
+        ("y.resize_([40])", False),
         ("torch._foreach_add_([x[0]], [x[1]])", True),
     ],
 )

@@ -36,6 +36,19 @@ def test_what_goes_wrong_is_made_short() -> None:
     [
         "v0 = leaf('v0', (2, 0, 4), 24, 'R')\nv1 = module('v1', 'buffers', v0, 70, 'S0')\n"
         "v2 = functional.batch_norm(v0, None, None, training=True)\nv3 = v0 * 2",
+        # Views without elements on some ranks, whose base leaves the graph.
+        "v0 = leaf('v0', (7, 2), 77, 'S0')\nv1 = v0[3:4]\nv0.requires_grad_(False)\n"
+        "v3 = v1[..., 0]\nwith torch.no_grad(): torch._foreach_mul_([v3[0]], -1.5)\nv5 = v1 * 2",
+        "v2 = leaf('v2', (1, 6), 10, 'S0')\nv3 = torch.cdist(v2, v2)\nv4 = v3.reshape([1, 1, 1])\n"
+        "v3.masked_fill_(v3 > 0.3, -1.5)\nv3.detach_()\nv5 = v3.expand([3, 3])",
+        "v0 = leaf('v0', (1, 6), 77, 'S0')\nv1 = v0 * 2\nv3 = v1[0]\nv1.detach_()\nv1.add_(2.0)\n"
+        "v7 = v3 * 2",
+        # A gradient that is partial, of a leaf that is frozen by then.
+        "v1 = data((), 97, 'P')\nv2 = leaf('v2', (), 76, 'R')\nv1.addcmul_(v2, v2, value=0.5)\n"
+        "v2.requires_grad_(False)\nv3 = v1 * 2",
+        # Attention of nothing, which may be written to.
+        "v0 = leaf('v0', (2, 3, 4), 46, 'R')\nv1 = v0[:, 1:1] * 1\n"
+        "v2 = functional.scaled_dot_product_attention(v1, v1, v1, is_causal=True)\nv1.mul_(2.0)",
         # Dims that change in place of views without elements on some ranks.
         "v0 = leaf('v0', (1,), 81, 'S0')\nv1 = v0 * 2\nv2 = v1.swapaxes(-1, 0)\n"
         "v2.unsqueeze_(-1)\nv2.mul_(2.0)",

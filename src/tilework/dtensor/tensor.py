@@ -32,6 +32,7 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.leaf_views import before_leaving_graph
 from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
@@ -325,6 +326,7 @@ class DTensor(DTensorBase):
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         if not requires_grad and self._local_tensor.requires_grad:
             keep_place(self)  # where a user's own Function took it
+            before_leaving_graph(self, remains_leaf=True)
         if self._origin is not None:
             if requires_grad:
                 return self

@@ -375,7 +375,7 @@ class Operator:
             locals_[0] = locals_[0].clone()
         if gathered:
             return self._result(sharding, self._on_gathered(sharding, call, locals_), call)
-        if sharding.replays:
+        if sharding.replays and _root_requires_grad(locals_[0]):
             with torch.autograd.grad_mode._force_original_view_tracking(True):
                 return self._on_locals(sharding, call, locals_)
         return self._on_locals(sharding, call, locals_)
@@ -513,6 +513,11 @@ class Operator:
             if graded:
                 local_graph.mirror_in_bases(target)
         return target
+
+
+def _root_requires_grad(local: Tensor) -> bool:
+    """True if what a local tensor is a view of requires a gradient, or it is none."""
+    return bool((local if local._base is None else local._base).requires_grad)
 
 
 def _digest_of_rest(sharding: OpSharding, call: Call) -> int:

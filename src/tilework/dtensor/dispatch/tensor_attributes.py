@@ -16,6 +16,7 @@ from tilework.dtensor.base import DTensorBase, memory_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.leaf_views import after_leaving_graph, before_leaving_graph
 from tilework.dtensor.views.memory_layout import offset_of
 from tilework.dtensor.views.places import keep_place, leave_graph_of_wrappers
 from tilework.tiled.op_table import dtensor_handler
@@ -146,9 +147,11 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     keep_place(tensor)
     if tensor._origin is not None:
         origins.leave_graph(tensor)
+    before_leaving_graph(tensor, remains_leaf=False)
     local = tensor._local_tensor
     # A tensor that is no view may have a local tensor that is one.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
+    after_leaving_graph(tensor)
     tensor._made_without_grad, tensor._became = False, None
     base = tensor
     while base._in_place and base._viewed is not None:  # as it was before its dims were changed

@@ -33,9 +33,8 @@ from tilework.dtensor.base import (
     version_of,
     wrap_as,
 )
-from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of, follow
-from tilework.dtensor.views.leaf_views import note_view
+from tilework.dtensor.views.leaf_views import note_view, with_grad_of_nobody
 from tilework.dtensor.views.memory_layout import (
     counts_apart,
     full_in_memory_order,
@@ -298,8 +297,7 @@ def refresh(tensor: DTensorBase) -> None:
         if base._successor is not None:
             anew = base._successor.derive(view, anew, tensor)
         if view.value.requires_grad and not (view.apart or anew.requires_grad):
-            with torch.inference_mode(False), torch.enable_grad():
-                anew = _GradOfNobody.apply(anew.detach().requires_grad_())  # type: ignore[no-untyped-call]
+            anew = with_grad_of_nobody(anew)
         if kept:
             view.value.data = anew.detach()
         elif _has_own_graph(view):
@@ -342,21 +340,6 @@ def _note_own_write(view: View, owner: DTensorBase) -> None:
         _noted(entry[0]) if entry[0]._local_tensor is view.value else entry
         for entry in owner._handed_out
     ]
-
-
-class _GradOfNobody(LocalFunction):
-    """The identity: of a view whose base has left the graph, as detach_() does, and was written to.
-
-    torch says then that the view requires a gradient, which goes nowhere.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
 
 
 def _has_own_graph(view: View) -> bool:

@@ -1,28 +1,33 @@
-"""Views of leaves, which torch gives another place in the graph where a leaf's dims are changed.
+"""Views that get another place in the graph where the tensor is changed that they are views of.
 
 ``w.t_()`` without gradients leaves the leaf at its place. Views of its memory that were made before
 are derived anew when they are next used: their gradients go to the same elements of memory, which
 are others of the leaf by now. What was computed before passes on gradients as it did.
+
+Views without elements are made again as they were made, once something was written: torch's own way
+(by strides) forgets their graph. But where the tensor has left the graph, torch fails to.
 """
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, data_of, memory_of
+from tilework.dtensor.base import DTensorBase, data_of, memory_of, version_of
+from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.views.places import keep_place
 
 _FEW = 16
 
 
 def note_view(view: DTensorBase, base: DTensorBase) -> None:
-    """Let the owner of a leaf's memory know of a view. Local.
+    """Let the owner of the memory know of a view, if it is a leaf, or some rank has no elements.
 
     Args:
-        view: The view; nothing is done if it is in no leaf's graph.
+        view: The view; nothing is done if it is in no graph.
         base: What it was made of.
     """
     if not view._local_tensor.requires_grad:
@@ -30,7 +35,7 @@ def note_view(view: DTensorBase, base: DTensorBase) -> None:
     owner = memory_of(base)
     views = owner._leaf_views
     if views is None:
-        if base._local_tensor.is_leaf:
+        if base._local_tensor.is_leaf or view._spec.has_empty_parts:
             owner._leaf_views = [ref(view)]
         return
     if len(views) >= _FEW and not len(views) & (len(views) - 1):
@@ -57,9 +62,65 @@ def derive_anew(tensor: DTensorBase, before: Tensor) -> None:
         viewed = viewed[0]._viewed
 
 
-def _move(view: DTensorBase, leaf: DTensorBase) -> None:
-    """Derive the local tensor of a view from that of a leaf."""
-    local, shown = leaf._local_tensor, view._local_tensor
+def before_leaving_graph(tensor: DTensorBase, remains_leaf: bool) -> None:
+    """Let views of a tensor that have no elements on this rank outlast that it leaves the graph.
+
+    Args:
+        tensor: The tensor.
+        remains_leaf: True if it is a leaf, which takes no gradient any more.
+    """
+    if remains_leaf or not version_of(tensor._local_tensor):  # else they show a write to come
+        for view in _views_without_elements(tensor):
+            keep_place(view, written=True)
+            _move(view, tensor)
+            view._aliases = None
+
+
+def after_leaving_graph(tensor: DTensorBase) -> None:
+    """Let views without elements, of what was written to, require a gradient that goes nowhere."""
+    for view in _views_without_elements(tensor):
+        try:
+            _ = view._local_tensor.grad_fn
+        except RuntimeError:  # torch made it anew of what requires no gradient
+            view._local_tensor, view._aliases = with_grad_of_nobody(view._local_tensor), None
+
+
+def _views_without_elements(tensor: DTensorBase) -> list[DTensorBase]:
+    """The views of a tensor in its graph, whose local tensors have no elements, but others'."""
+    local = tensor._local_tensor
+    views = [each() for each in memory_of(tensor)._leaf_views or ()]
+    return [
+        view
+        for view in views
+        if view is not None and view._local_tensor._base is local and not view._local_tensor.numel()
+    ]
+
+
+def with_grad_of_nobody(local: Tensor) -> Tensor:
+    """A local tensor that requires a gradient, which goes nowhere.
+
+    So torch has views whose base has left the graph, as by ``detach_()``, and was written to.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        result: Tensor = _GradOfNobody.apply(local.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GradOfNobody(LocalFunction):
+    """The identity, whose gradient ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def _move(view: DTensorBase, base: DTensorBase) -> None:
+    """Derive the local tensor of a view from that of its base."""
+    local, shown = base._local_tensor, view._local_tensor
     with torch.inference_mode(False), torch.enable_grad():
         local = local.as_strided(shown.shape, shown.stride(), shown.storage_offset())
     view._local_tensor = local
