@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -28,7 +29,13 @@ from tilework.comm.world import (
 from tilework.layout.torch_callers import refuse_torch_caller
 from tilework.mesh.devices import check_device_is_there, check_device_type
 from tilework.mesh.spec import MeshSpec
-from tilework.mesh.torch_meshes import adopt_torch_world, is_torch_mesh, new_torch_mesh
+from tilework.mesh.torch_meshes import (
+    adopt_torch_world,
+    flattened_in_torch,
+    is_torch_mesh,
+    new_torch_mesh,
+    torch_part,
+)
 
 
 @dataclass(eq=False)
@@ -109,6 +116,10 @@ class DeviceMesh:
         self.history: Any = None
         #: torch's mesh of the same ranks, where there is one.
         self._torch: Any = None
+        #: Those made for the mesh's parts, of the root: by content.
+        self._torch_parts: dict[MeshSpec, Any] = {}
+        #: That which flatten() made it of.
+        self._flat_of: DeviceMesh | None = None
         #: The seats of its ranks, which they keep when ranks are numbered anew.
         self._seats = _seats_of(spec.ranks)
         #: True if this rank is in the mesh.
@@ -146,6 +157,11 @@ class DeviceMesh:
     def shape(self) -> tuple[int, ...]:
         """The number of ranks along each axis."""
         return self.spec.shape
+
+    @cached_property
+    def descending_axis(self) -> int | None:
+        """The first axis along which ranks do not ascend everywhere; None if there is none."""
+        return self.spec.descending_axis()
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks along an axis; of all if None."""
@@ -227,6 +243,10 @@ class DeviceMesh:
         ):
             return flat
         self._here()
+        if len(wanted) == 1 and wanted[0] not in (self._root.mesh_dim_names or ()):
+            theirs = torch_part(self._root._torch, wanted)  # that torch's flattening made
+            if theirs is not None:
+                return DeviceMesh.from_torch(theirs)
         part = self.spec.through(wanted, get_rank())
         groups = [self._groups[self.spec.axis(name)] for name in wanted]
         return self._related(part, groups)
@@ -255,6 +275,7 @@ class DeviceMesh:
             )
         group = self._groups[0] if self.ndim == 1 else self._new_group(spec.ranks)
         mesh = self._related(spec, [group])
+        mesh._flat_of = self
         if name:
             self._root._flat[name] = mesh
         return mesh
@@ -398,20 +419,29 @@ class DeviceMesh:
     def to_torch(self) -> Any:
         """torch.distributed's mesh of the same ranks.
 
-        That which it came from, if it did; else one with new groups, which is made once: collective
-        over *all* ranks of torch's default group; blocks.
+        That which it came from, if it did, or its part; else one with new groups, which is made
+        once: collective over *all* ranks of torch's default group; blocks. So is that of a mesh
+        that :meth:`flatten` made, or of axes in another order.
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
         """
         if self._torch is None:
-            root = self._root
-            if self is not root and root._torch is not None and self.mesh_dim_names:
-                names = self.mesh_dim_names
-                self._link(root._torch[names if len(names) > 1 else names[0]])
-            else:
-                self._link(new_torch_mesh(self.device_type, self.mesh, self.mesh_dim_names))
+            made = self._root._torch_parts
+            known = self._part_in_torch() or made.get(self.spec)
+            if known is None:
+                known = new_torch_mesh(self.device_type, self.mesh, self.mesh_dim_names)
+                made[self.spec] = known
+            self._link(known)
         return self._torch
+
+    def _part_in_torch(self) -> Any:
+        """The part of the root's mesh of torch's that has the same ranks; None if there is none."""
+        whole, names = self._flat_of or self, self.mesh_dim_names
+        part = torch_part(self._root._torch, whole.mesh_dim_names)
+        if part is None or names is None or whole is self:
+            return part
+        return flattened_in_torch(part, names[0])
 
     @property
     def _is_current_rank_part_of_mesh(self) -> NoReturn:

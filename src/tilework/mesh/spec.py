@@ -151,6 +151,24 @@ class MeshSpec:
         names = self.names and tuple(self.names[number] for number in numbers)
         return MeshSpec(shape, tuple(ranks), names)
 
+    def descending_axis(self) -> int | None:
+        """The first axis along which ranks do not ascend everywhere; None if there is none.
+
+        Example:
+            >>> MeshSpec((2, 2), (3, 2, 0, 1)).descending_axis()
+            0
+        """
+        inner = 1
+        found = None
+        for axis in reversed(range(self.ndim)):
+            extent = self.shape[axis]
+            for position, rank in enumerate(self.ranks):
+                is_last = position // inner % extent == extent - 1
+                if not is_last and self.ranks[position + inner] < rank:
+                    found = axis
+            inner *= extent
+        return found
+
     def flattened(self, name: str | None = None) -> MeshSpec:
         """The same ranks along one axis.
 

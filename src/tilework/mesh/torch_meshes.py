@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +39,32 @@ def adopt_torch_world() -> bool:
             f"torch's as rank {group.rank()} of {group.size()}: their meshes are of other ranks"
         )
     return False
+
+
+def torch_part(mesh: Any, names: tuple[str, ...] | None) -> Any:
+    """The part of a mesh of torch's along the named axes; None if it has none, or there is none.
+
+    Local. torch takes axes in the order of the mesh only; and any axis made by flattening.
+    """
+    if mesh is None or names is None:
+        return None
+    try:
+        with warnings.catch_warnings():  # it warns of axes made by flattening
+            warnings.simplefilter("ignore")
+            return mesh[names if len(names) > 1 else names[0]]
+    except (KeyError, RuntimeError):
+        return None
+
+
+def flattened_in_torch(mesh: Any, name: str) -> Any:
+    """The mesh of torch's with another's axes as one; None if its root has an axis of that name.
+
+    Collective over all ranks of torch's default group the first time.
+    """
+    try:
+        return mesh._flatten(name)
+    except ValueError:
+        return None
 
 
 def new_torch_mesh(device_type: str, ranks: Tensor, names: tuple[str, ...] | None) -> Any:
