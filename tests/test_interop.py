@@ -58,6 +58,17 @@ def test_there_and_back_with_the_same_memory() -> None:
     run_ranks(4, program)
 
 
+def test_writes_to_a_shard_reach_copied_views() -> None:
+    def program(rank: int) -> None:
+        base = distribute_tensor(WHOLE, init_device_mesh("cpu", (2,)), [Shard(1)])
+        view: Any = base.flatten()  # a copy
+        (shard,) = to_sharded(base.data).local_shards()
+        shard.tensor.add_(1)
+        assert torch.equal(view.full_tensor(), WHOLE.flatten() + 1)
+
+    run_ranks(2, program)
+
+
 def test_gradients_flow_through() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

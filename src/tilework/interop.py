@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations, product
 
 from tilework.comm.world import AnyGroup, get_rank
-from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.from_local import sizes_along
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, wrap
@@ -166,7 +165,7 @@ def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor
         shard = ShardMetadata(box.offsets, box.sizes, f"rank:{rank}/{tensor.device.type}")
         shards.append(shard)
         if rank == here:
-            local_shards.append(LocalShard(local_graph.local_of(tensor), shard))
+            local_shards.append(LocalShard(tensor.to_local(), shard))
     properties = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
     return ShardedTensor.from_local_shards_and_global_metadata(
         local_shards,

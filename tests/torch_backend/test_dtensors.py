@@ -14,6 +14,7 @@ import torch.distributed.tensor as torch_tensor
 import torch.distributed.tensor.parallel as torch_style
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -121,6 +122,120 @@ def gradients(rank: Rank) -> None:
 
 def test_gradients_pass_conversions(ranks: Launcher) -> None:
     ranks(2, gradients)
+
+
+def writes(rank: Rank) -> None:
+    with rank.joined():
+        mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (2,)))
+        x: Any = distribute_tensor(VALUES, mesh, [Shard(1)])
+        view = x.flatten()  # a copy
+        view.to_torch().add_(1)
+        assert x.full_tensor().tolist() == (VALUES + 1).tolist()
+        x.to_torch().add_(1)
+        assert view.full_tensor().tolist() == (VALUES + 2).flatten().tolist()
+        model = nn.Module()
+        model.register_buffer("view", view)
+        cast(Any, module_to_torch(model)).view.zero_()
+        assert x.full_tensor().count_nonzero() == 0
+        with torch.inference_mode():
+            x.to_torch().add_(1)
+        assert view.full_tensor().tolist() == [1.0] * 14
+
+
+def test_writes_to_what_became_torchs_reach_all_that_has_the_memory(ranks: Launcher) -> None:
+    ranks(2, writes)
+
+
+def writes_in_the_graph(rank: Rank) -> None:
+    with rank.joined():
+        mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (2,)))
+        x: Any = distribute_tensor(VALUES, mesh, [Shard(0)]).requires_grad_()
+        for each in (x, x * 1):
+            with pytest.raises(RuntimeError, match="modified inplace"):
+                each.to_torch().mul_(2)
+        doubled = x * 2
+        square = doubled * doubled
+        with torch.no_grad():
+            doubled.to_torch().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.backward(square.sum())
+        cubes = (x.to_torch() ** 3).sum().full_tensor()
+        (grad,) = torch.autograd.grad(cubes, x, create_graph=True)
+        grad.sum().backward()
+        assert x.grad is not None
+        assert x.grad.full_tensor().tolist() == (6 * VALUES).tolist()
+
+
+def test_writes_that_would_be_lost_to_the_graph_raise(ranks: Launcher) -> None:
+    ranks(2, writes_in_the_graph)
+
+
+def strides(rank: Rank) -> None:
+    with rank.joined():
+        theirs = init_device_mesh("cpu", (2,))
+        mesh = DeviceMesh.from_torch(theirs)
+        x: Any = distribute_tensor(VALUES, mesh, [Shard(0)])
+        y = x.t().to_torch()
+        z = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(0)]).t()
+        back: Any = DTensor.from_torch(z)
+        assert y.stride() == z.stride() == back.stride() == (1, 2)
+        assert not y.is_contiguous()
+        for each in (y, back):
+            assert each.reshape(-1).full_tensor().tolist() == VALUES.t().flatten().tolist()
+        images: Any = distribute_tensor(torch.ones(4, 2, 3, 3), mesh, [Shard(0)])
+        last = images.to(memory_format=torch.channels_last).to_torch()
+        assert last.stride() == (18, 1, 6, 2)
+        assert last.contiguous().view(4, -1).shape == (4, 18)
+        part = DTensor.from_torch(z[:, :3])
+        assert part.stride() == (1, 2)  # none that leave gaps
+        row: Any = distribute_tensor(VALUES[:1], mesh, [Replicate()])
+        assert row.expand(3, 2).to_torch().stride() == (0, 1)
+
+
+def test_strides_are_those_of_the_full_tensor(ranks: Launcher) -> None:
+    ranks(2, strides)
+
+
+def meshes(rank: Rank) -> None:
+    with rank.joined():
+        theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = DeviceMesh.from_torch(theirs)
+        whole = distribute_tensor(VALUES, mesh.flatten("all"), [Shard(0)]).to_torch()
+        assert whole.full_tensor().tolist() == VALUES.tolist()
+        assert theirs._flatten("all") is whole.device_mesh
+        turned = mesh["tp", "dp"]
+        assert turned.to_torch() is mesh["tp", "dp"].to_torch()
+        back = DTensor.from_torch(
+            distribute_tensor(VALUES, turned, [Shard(0), Shard(1)]).to_torch()
+        )
+        assert back.device_mesh == turned
+        assert back.full_tensor().tolist() == VALUES.tolist()
+        theirs["dp"]._flatten("rows")
+        assert mesh["rows"].mesh.tolist() == mesh["dp"].mesh.tolist()
+        assert mesh.flatten("rows").to_torch().mesh.tolist() == [0, 1, 2, 3]  # as torch has that
+        with pytest.raises(KeyError, match="dp"):
+            mesh["tp"]["dp"]
+        ours = init_tilework_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert ours["b"].to_torch() is ours["b"].to_torch()
+
+
+def test_parts_of_meshes_become_torchs(ranks: Launcher) -> None:
+    ranks(4, meshes)
+
+
+def descend(rank: Rank) -> None:
+    with rank.joined():
+        theirs = TorchMesh("cpu", [1, 0])
+        x = distribute_tensor(VALUES, DeviceMesh.from_torch(theirs), [Shard(0)])
+        y: Any = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(0)])
+        for convert in (x.to_torch, lambda: DTensor.from_torch(y), lambda: x + y):
+            with pytest.raises(ValueError, match="ranks do not ascend along axis 0"):
+                convert()
+        assert x.full_tensor().tolist() == VALUES.tolist()
+
+
+def test_meshes_on_which_torchs_values_change_are_refused(ranks: Launcher) -> None:
+    ranks(2, descend)
 
 
 def mix(rank: Rank) -> None:

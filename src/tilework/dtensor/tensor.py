@@ -28,7 +28,7 @@ from tilework.dtensor.torch_tensors import (
     local_from_torch,
     refuse_torch_dtensor,
     spec_from_torch,
-    strides_in_torch,
+    torch_from_local,
     torch_placements,
 )
 from tilework.dtensor.views import copied_views
@@ -183,7 +183,8 @@ class DTensor(DTensorBase):
         Raises:
             TypeError: It is no DTensor of torch's, its groups are on backends of torch's own, or a
                 placement has no meaning here.
-            ValueError: torch's DTensor was made of uneven parts, or splits dims otherwise.
+            ValueError: torch's DTensor was made of uneven parts, or splits dims otherwise; or
+                ranks do not ascend along an axis of its mesh.
         """
         if isinstance(tensor, DTensor):
             return tensor
@@ -202,24 +203,17 @@ class DTensor(DTensorBase):
         """This tensor as a DTensor of torch's, in the same memory. Gradients flow back.
 
         Local, but for the first time on a mesh that did not come from torch's: see
-        :meth:`DeviceMesh.to_torch`.
+        :meth:`DeviceMesh.to_torch`. What one of the two is written to, the other shows; where
+        the write is recorded in the graph, torch refuses it, as to its own ``to_local()``.
 
         Raises:
-            ValueError: torch has no placements that lie so: it splits as ``torch.chunk`` does.
+            ValueError: torch has no placements that lie so: it splits as ``torch.chunk`` does. Or
+                ranks do not ascend along an axis of the mesh, where torch's values go wrong.
             RuntimeError: torch.distributed is not initialized.
         """
-        from torch.distributed.tensor import DTensor as TorchDTensor
-
         spec = self._spec
-        placements = torch_placements(spec)
-        return TorchDTensor.from_local(
-            local_graph.local_of(self),
-            spec.mesh.to_torch(),
-            placements,
-            run_check=False,
-            shape=spec.size,
-            stride=strides_in_torch(spec.shape),
-        )
+        placements, mesh = torch_placements(spec), spec.mesh.to_torch()
+        return torch_from_local(self.to_local(), spec, mesh, placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's local tensor, a plain one, at the same place in the autograd graph.

@@ -13,7 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilework.dtensor.local_function import LocalFunction
+from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Placement, Replicate, Shard, chunk_sizes
 from tilework.layout.placements import native_placement
@@ -101,9 +104,11 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
 
     Raises:
         TypeError: Its mesh is on groups of torch's own, or a placement has no meaning here.
-        ValueError: It splits dims otherwise than placements here can.
+        ValueError: It splits dims otherwise than placements here can, or torch's DTensors on its
+            mesh have their parts in another order.
     """
     mesh = DeviceMesh.from_torch(tensor.device_mesh)
+    _check_ascending(mesh)
     placements = [_native(each, tensor) for each in tensor.placements]
     strided = [
         axis
@@ -122,7 +127,9 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
             raise ValueError(
                 f"{tensor.placements} on {mesh}: no order of the axes splits dim {theirs.dim} so"
             )
-    spec = spec_of(mesh, placements, tuple(tensor.shape), order if strided else None)
+    shape = tuple(tensor.shape)
+    strides = like_strides(shape, tuple(tensor.stride()))
+    spec = spec_of(mesh, placements, shape, order if strided else None, strides)
     if spec.takes_part and tuple(tensor._local_tensor.shape) != tuple(spec.local_shape):
         raise ValueError(
             f"this rank has a part of shape {list(tensor._local_tensor.shape)} of a tensor of "
@@ -130,6 +137,18 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
             f"{list(spec.local_shape)}: torch's DTensor was made of uneven parts"
         )
     return spec
+
+
+def _check_ascending(mesh: DeviceMesh) -> None:
+    """Raise ValueError for a mesh on which torch's DTensors have their parts in another order."""
+    axis = mesh.descending_axis
+    if axis is not None:
+        raise ValueError(
+            f"ranks do not ascend along axis {axis} of {mesh}: torch's DTensor cuts a tensor in "
+            f"the order of the mesh, but joins its parts in that of their ranks, so its values "
+            f"come out in another order. Use a mesh whose ranks ascend along each axis, or "
+            f"tilework's DTensors alone, which take any"
+        )
 
 
 def _native(placement: Any, tensor: Any) -> Placement:
@@ -153,6 +172,71 @@ def local_from_torch(tensor: Any) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
+def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Sequence[Any]) -> Any:
+    """The DTensor of torch's with this local tensor, at its place in the graph.
+
+    What torch writes to it counts as a write to the local tensor: copied views are computed anew,
+    and a backward that needs what was overwritten raises.
+
+    Args:
+        local: The local tensor.
+        spec: The layout.
+        mesh: Its mesh, of torch's.
+        placements: Its placements, of torch's.
+    """
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+    if torch.is_inference_mode_enabled() and not local.is_inference():
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors count no writes
+            return torch_from_local(local, spec, mesh, placements)
+    tensor: Any = TorchDTensor.from_local(
+        local, mesh, placements, run_check=False, shape=spec.size, stride=spec.strides
+    )
+    if tensor.requires_grad:
+        return _ToTorch.apply(tensor, local.detach())  # type: ignore[no-untyped-call]
+    return _counted_as(local, tensor)
+
+
+class _ToTorch(LocalFunction):
+    """The identity of a DTensor of torch's, which counts writes as its local tensor does.
+
+    torch lets nobody write to it where that is recorded in the graph, as to its own ``to_local()``:
+    the local tensor would stay at its place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, local: Tensor) -> Any:
+        return _counted_as(local, tensor).view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, None
+
+
+def _counted_as(owner: Tensor, tensor: Any) -> Any:
+    """The tensor, detached, as one that has the number of writes of another, whose memory it has.
+
+    torch's operators write to local tensors below the level that counts. A tensor that
+    ``owner.detach()`` gives shares its count, whatever gives it.
+    """
+    with _Giving(tensor):
+        return owner.detach()
+
+
+class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a tensor for the result of the first ``detach()``."""
+
+    def __init__(self, tensor: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensor = tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None and func is torch.ops.aten.detach.default:
+            return tensor
+        return func(*args, **(kwargs or {}))
+
+
 def torch_placements(spec: DTensorSpec) -> list[Any]:
     """The placements of torch's that lie as a layout does.
 
@@ -162,6 +246,7 @@ def torch_placements(spec: DTensorSpec) -> list[Any]:
     from torch.distributed.tensor import Partial as TorchPartial
     from torch.distributed.tensor import Replicate as TorchReplicate
 
+    _check_ascending(spec.mesh)
     order = spec.order or tuple(range(spec.mesh.ndim))
     found: list[Any] = []
     for axis, placement in enumerate(spec.placements):
@@ -204,12 +289,3 @@ def _is_chunked(spec: DTensorSpec, axis: int, placement: Shard) -> bool:
         return True
     length = spec.mesh.shape[axis]
     return list(placement.sizes) == chunk_sizes(sum(placement.sizes), length)
-
-
-def strides_in_torch(shape: Sequence[int]) -> Ints:
-    """The strides of a contiguous tensor, which torch's DTensor is told beside its shape."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
