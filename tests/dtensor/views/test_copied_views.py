@@ -162,6 +162,22 @@ def test_local_tensors_of_views_may_be_written_to() -> None:
     check(sharded)
 
 
+def test_local_tensors_see_what_is_written_through_other_views() -> None:
+    def part(x: Tensor) -> Tensor:
+        return x.to_local() if isinstance(x, DTensor) else x
+
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        other, kept = x.detach(), torch.nn.Parameter(x[0])
+        row, held = x[1], part(kept.detach())  # which counts the parameter's writes as its own
+        seen = part(row)
+        other.add_(100)
+        same = torch.equal(seen, part(row * 1)) and torch.equal(held, part(kept.detach() * 1))
+        return [kept, x, row, same]
+
+    check(program)
+
+
 def test_a_write_to_a_detached_view_is_not_in_the_base_s_graph() -> None:
     def program(make: Make) -> list[Any]:
         leaf = make(torch.arange(15.0).view(5, 3)).requires_grad_()

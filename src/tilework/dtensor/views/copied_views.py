@@ -13,8 +13,8 @@ that owns the memory, since torch counts neither those to ``x.data`` nor those i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -290,30 +290,39 @@ def refresh(tensor: DTensorBase) -> None:
     if base._view_of is not None:
         refresh(base)
     if view.is_stale:
-        kept = view.value.requires_grad and view.only_values_changed
-        with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
-            anew = view.redo(base)._local_tensor
-        anew = anew if view.shares else _counting(anew)
-        if base._successor is not None:
-            anew = base._successor.derive(view, anew, tensor)
-        if view.value.requires_grad and not (view.apart or anew.requires_grad):
-            anew = with_grad_of_nobody(anew)
-        if kept:
-            view.value.data = anew.detach()
-        elif _has_own_graph(view):
-            view.value.data = anew.detach()
-            torch.autograd.graph.increment_version(view.value)
-            _note_own_write(view, owner)
-        else:
-            go_on_keeping_grad(view.value, anew)
-            view.value = anew
-        view.note()
+        _compute_anew(tensor, view)
     elif view.base_joined_graph and view.value.is_leaf:
         view.value.requires_grad_()  # with a gradient of its own, as torch has it
         view.required = True
     if tensor._local_tensor is not view.value:
         keep_place(tensor, written=True)
         tensor._local_tensor, tensor._aliases = view.value, None
+
+
+def _compute_anew(tensor: DTensorBase, view: View) -> None:
+    """Give a view what its base holds now, at its place in the graph. Collective."""
+    base, owner = view.base, memory_of(tensor)
+    kept = view.value.requires_grad and view.only_values_changed
+    with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
+        anew = view.redo(base)._local_tensor
+    anew = anew if view.shares else _counting(anew)
+    if base._successor is not None:
+        anew = base._successor.derive(view, anew, tensor)
+    if view.value.requires_grad and not (view.apart or anew.requires_grad):
+        anew = with_grad_of_nobody(anew)
+    if kept:
+        view.value.data = anew.detach()
+    elif _has_own_graph(view):
+        view.value.data = anew.detach()
+        torch.autograd.graph.increment_version(view.value)
+        _note_own_write(view)
+        if owner._handed_out is not None:  # local tensors may count that as theirs
+            with _renewing(owner):
+                pass
+    else:
+        go_on_keeping_grad(view.value, anew)
+        view.value = anew
+    view.note()
 
 
 def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
@@ -325,21 +334,16 @@ def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
             now.grad = grad
 
 
-def _note_own_write(view: View, owner: DTensorBase) -> None:
+def _note_own_write(view: View) -> None:
     """Remember that a view and its bases show what they are to: they may share a number of writes.
 
     Args:
         view: The view, which was given what its base holds now.
-        owner: The owner of the memory.
     """
     its: View | None = view
     while its is not None and its is not WATCHED:
         its.note()
         its = its.base._view_of
-    owner._handed_out = owner._handed_out and [
-        _noted(entry[0]) if entry[0]._local_tensor is view.value else entry
-        for entry in owner._handed_out
-    ]
 
 
 def _has_own_graph(view: View) -> bool:
@@ -378,19 +382,12 @@ def wrote(tensor: DTensorBase) -> None:
     """
     owner = memory_of(tensor)
     owner._writes += 1
-    if tensor._view_of is None:
-        return
-    entries, owner._handed_out = owner._handed_out, None
-    if entries is None:
+    if owner._handed_out is not None:
+        # It may count this write as its own, while it shows what was there before.
+        with _renewing(owner):
+            write_back(tensor)
+    elif tensor._view_of is not None:
         write_back(tensor)
-        return
-    # What was handed out may count this write as its own, while it shows what was there before.
-    try:
-        write_back(tensor)
-        _renew(entries)
-        entries[:] = [_noted(held) for held, *_ in entries]
-    finally:
-        owner._handed_out = entries
 
 
 def write_back(tensor: DTensorBase, apart: str = "") -> None:
@@ -542,17 +539,34 @@ def _node_of(local: Tensor) -> Any:
 
 def _write_back_handed_out(owner: DTensorBase) -> None:
     """Write what others wrote to local tensors of views to their bases."""
-    entries, owner._handed_out = owner._handed_out, None  # while tensors are refreshed for it
-    assert entries is not None
-    try:
-        written = [entry for entry in entries if version_of(entry[0]._local_tensor) != entry[1]]
+    assert owner._handed_out is not None
+    written = [
+        entry for entry in owner._handed_out if version_of(entry[0]._local_tensor) != entry[1]
+    ]
+    if not written:
+        return
+    with _renewing(owner):  # all of them, before one is given what another has shown so far
         for held, _, grad_fn in written:
             # In the graph, if the write was.
             with torch.set_grad_enabled(_node_of(held._local_tensor) is not grad_fn):
                 wrote(held)
-        if written:  # all of them, before one is given what another has shown so far
-            _renew(entries)
-            entries[:] = [_noted(held) for held, *_ in entries]
+
+
+@contextmanager
+def _renewing(owner: DTensorBase) -> Iterator[None]:
+    """Give local tensors that were handed out what their bases hold after the block. Collective.
+
+    Within it nobody looks whether they were written to.
+
+    Args:
+        owner: The owner of the memory, whose views they are of.
+    """
+    entries, owner._handed_out = owner._handed_out, None
+    assert entries is not None
+    try:
+        yield
+        _renew(entries)
+        entries[:] = [_noted(held) for held, *_ in entries]
     finally:
         owner._handed_out = entries
 
