@@ -426,6 +426,15 @@ class DTensor(DTensorBase):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return headline(self)
 
+    def __copy__(self) -> DTensor:
+        """A leaf of the same memory, whose writes torch does not count with this one's."""
+        copied = self.data
+        copied.requires_grad_(self.requires_grad)
+        for name, value in vars(self).items():
+            if name not in _OWN:
+                setattr(copied, name, value)
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         known = memo.get(id(self))
         if known is not None:

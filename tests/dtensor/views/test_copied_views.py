@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -244,6 +245,21 @@ def test_set_and_data_share_memory() -> None:
         y.set_(y[1:3].t())  # type: ignore[call-overload]
         y.sub_(1)
         return [old, row, x, y, z, last]
+
+    check(program)
+
+
+def test_shallow_copies_share_memory() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(BOX[0]).requires_grad_()
+        row = x.detach()[1]
+        copied, turned, parameter = map(copy.copy, (x, x.t(), torch.nn.Parameter(x[0])))
+        copied.data.add_(100)
+        parameter.data.mul_(2)
+        turned.detach().reshape(-1).zero_()  # a copy
+        (copied * copied).sum().backward()  # type: ignore[no-untyped-call]
+        kinds = [isinstance(parameter, torch.nn.Parameter), copied.requires_grad, turned.is_leaf]
+        return [x, row, copied.grad, x.grad is None, turned, turned.stride(), parameter, *kinds]
 
     check(program)
 
