@@ -91,10 +91,12 @@ def test_function_transforms(call: Call) -> None:
 
 
 def test_a_dtensor_in_the_surroundings_of_a_transformed_function() -> None:
-    def call(x: Any, mesh: Any) -> Any:
-        return torch.vmap(lambda row: row + x)(torch.ones(2, *x.shape))
+    for transform in (torch.vmap, torch.func.functionalize):
 
-    assert_says(call, "torch.func's transforms", "surroundings", error=RuntimeError)
+        def call(x: Any, mesh: Any, transform: Any = transform) -> Any:
+            return transform(lambda row: row + x)(torch.ones(2, *x.shape))
+
+        assert_says(call, "torch.func's transforms", "surroundings", error=RuntimeError)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

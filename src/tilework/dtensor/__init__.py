@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tilework.dtensor import compiler_disable, jit_tracing, optimizers, rules
+from tilework.dtensor import compiler_disable, optimizers, rules, tracing
 from tilework.dtensor.autograd import function_inputs, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
@@ -56,7 +56,7 @@ __all__ = [
     "zeros",
 ]
 
-del call, compiler_disable, distributions, foreach, function_inputs, jit_tracing, optimizers, rules
+del call, compiler_disable, distributions, foreach, function_inputs, optimizers, rules, tracing
 del tensor_attributes, torch_backward
 
 

@@ -20,6 +20,7 @@ _ALL_BYTES = 64 << 10
 _SAMPLES = 1024
 _HAVE_MEMORY = ("cpu", "cuda", "xpu", "mps")
 _PLAIN = (Tensor, torch.nn.Parameter)
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def content_digest(tensor: Tensor) -> int:
@@ -61,15 +62,18 @@ def hash_of(tensor: Tensor, full: bool = True) -> int:
 
 def _address(tensor: Tensor) -> int:
     try:
-        return tensor.data_ptr()
+        address = tensor.data_ptr()
     except RuntimeError:
-        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if not _is_transformed(tensor):
             raise
+        address = 0
+    if not address and _is_transformed(tensor):  # functionalize gives its tensors the address 0
         raise RuntimeError(
             "torch.func's transforms (vmap, grad, vjp, jacrev, functionalize) take no DTensors, "
             "and a function within one met a DTensor of its surroundings: transform a function "
             "of plain tensors, from to_local() or full_tensor()"
-        ) from None
+        )
+    return address
 
 
 def _hash_of_other(tensor: Tensor, full: bool) -> int:

@@ -1,4 +1,4 @@
-"""TorchScript: scripted functions gather DTensors, and traces refuse them."""
+"""Traces refuse DTensors; scripted functions gather them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.dtensor.op_checks import noting_gatherings
 from tests.rounding import assert_close
@@ -46,9 +47,24 @@ def test_traces_refuse_dtensors(what: str) -> None:
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("options", [{}, {"tracing_mode": "fake"}, {"pre_dispatch": True}])
+def test_make_fx_refuses_dtensors(options: dict[str, Any]) -> None:
+    """Their values would be constants of the graph."""
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+        for function, given in ((lambda y: y * x, torch.ones(3)), (torch.sin, x)):
+            with pytest.raises(RuntimeError, match=r"make_fx takes no DTensors.*full_tensor"):
+                make_fx(function, **options)(given)
+        assert x.sum().item() == 12
+
+    run_ranks(1, program)  # make_fx is for one thread
+
+
 def test_plain_functions_are_traced_and_scripted_as_before() -> None:
     x = torch.randn(3)
     assert_close(_trace(doubled_sine, x)(x), doubled_sine(x))
+    assert_close(make_fx(doubled_sine)(x)(x + 1), doubled_sine(x + 1))
     assert_close(torch.jit.script(doubled_sine)(x), doubled_sine(x))
 
 

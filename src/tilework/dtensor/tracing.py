@@ -1,9 +1,9 @@
-"""TorchScript and DTensors: scripted functions gather them, and traces refuse them.
+"""Traces and scripts of DTensors: scripted functions gather them, and traces refuse them.
 
 A trace has no collectives. It would record torch's operators on this rank's local tensors alone,
-and run those later: values that each rank has for itself, without a word. C++ asks no class while
-it traces, but Python's modes are asked: what starts a trace is replaced by a function that does so
-in one.
+and run those later: values that each rank has for itself, or constants, without a word. C++ asks no
+class while it traces, nor do torch's modes below autograd see more than local tensors; but Python's
+modes are asked. What starts a trace is replaced by a function that does so in one.
 
 Scripted modules ask classes about their methods, and run on gathered tensors; scripted functions
 ask nobody, and fail in C++ without a reason. Here they ask, too.
@@ -15,44 +15,48 @@ import functools
 from typing import Any, NoReturn
 
 import torch
+import torch.fx.experimental.proxy_tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_leaves
 
 from tilework.dtensor.base import DTensorBase
 
-#: What starts a trace, for ``torch.jit.trace``, ``trace_module`` and ``torch.onnx``.
-_STARTERS = (
-    "_create_function_from_trace",
-    "_create_function_from_trace_with_dict",
-    "_create_method_from_trace",
-    "_create_method_from_trace_with_dict",
-    "_create_graph_by_tracing",
+#: What starts a trace: of ``torch.jit.trace``, ``trace_module`` and ``torch.onnx``; of ``make_fx``.
+_STARTERS: tuple[tuple[Any, str, str], ...] = (
+    (torch._C, "_create_function_from_trace", "torch.jit.trace"),
+    (torch._C, "_create_function_from_trace_with_dict", "torch.jit.trace"),
+    (torch._C, "_create_graph_by_tracing", "torch.jit.trace"),
+    (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace", "make_fx"),
 )
 
 
 class _Refusing(TorchFunctionMode):
+    def __init__(self, tracer: str) -> None:
+        super().__init__()
+        self._tracer = tracer
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensorBase) for kind in types):
-            _refuse()
+            _refuse(self._tracer)
         return func(*args, **(kwargs or {}))
 
 
-def _refuse() -> NoReturn:
+def _refuse(tracer: str) -> NoReturn:
     # A TypeError would not reach the program: of operators such as * Python makes another.
     raise RuntimeError(
-        "torch.jit.trace takes no DTensors, nor functions that compute with them: a trace has no "
-        "collectives. Trace a function of plain tensors, from full_tensor() or to_local()"
+        f"{tracer} takes no DTensors, nor functions that compute with them: a trace has no "
+        f"collectives. Trace a function of plain tensors, from full_tensor() or to_local()"
     )
 
 
-def refusing(original: Any) -> Any:
-    """A function that starts a trace, which DTensors end with an error."""
+def refusing(original: Any, tracer: str) -> Any:
+    """A function that starts a trace of ``tracer``'s, which DTensors end with an error."""
 
     @functools.wraps(original)
     def start(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(each, DTensorBase) for each in tree_leaves((args, kwargs))):
-            _refuse()
-        with _Refusing():
+            _refuse(tracer)
+        with _Refusing(tracer):
             return original(*args, **kwargs)
 
     return start
@@ -73,6 +77,6 @@ def asking(original: Any) -> Any:
 
 _function: Any = torch._C.ScriptFunction
 _function.__call__ = asking(_function.__call__)
-for _name in _STARTERS:
-    if hasattr(torch._C, _name):
-        setattr(torch._C, _name, refusing(getattr(torch._C, _name)))
+for _place, _name, _tracer in _STARTERS:
+    if hasattr(_place, _name):
+        setattr(_place, _name, refusing(getattr(_place, _name), _tracer))
