@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -188,6 +189,68 @@ def test_a_result_that_is_used_twice_has_one_backward(use: str) -> None:
         assert_close(gradient(x).full_tensor(), expected)
 
     run_ranks(2, program)
+
+
+class _Viewed(torch.autograd.Function):
+    """A view of the tensor, whose gradient is three times that of the view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: Callable[[Any], Any]) -> Any:
+        ctx.like, ctx.view = x.detach(), view
+        return view(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        whole = torch.zeros_like(ctx.like)
+        ctx.view(whole).copy_(grad * 3)
+        return whole, None
+
+
+def _head(x: Any) -> Any:
+    module = torch.nn.Identity()
+    module.register_forward_hook(lambda module, args, out: out[0])
+    module.register_full_backward_hook(lambda module, into, out: None)
+    return module(x)
+
+
+_viewed: Callable[..., Any] = _Viewed.apply
+_RESULTS: dict[str, Callable[[Any], Any]] = {
+    "flat": lambda x: _viewed(x, lambda x: x.view(-1)),
+    "a row": lambda x: _viewed(x, lambda x: x[1]),
+    "a part": lambda x: _viewed(x, lambda x: x[1:3]),
+    "of a module with a hook": _head,
+    "of a checkpoint": lambda x: checkpoint(lambda x: x.sin()[0], x, use_reentrant=True),
+}
+
+
+_TWICE: dict[str, Callable[[Any], Any]] = {
+    "by an operator": lambda y: y * y,
+    "by a function": lambda y: _square(y) * y + y,
+    "by a sum": lambda y: y + y.sum(),
+}
+
+
+@pytest.mark.parametrize("result", _RESULTS)
+@pytest.mark.parametrize("use", _TWICE)
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_a_result_that_is_a_view_keeps_its_gradient(
+    result: str, use: str, shape: tuple[int, ...]
+) -> None:
+    values = torch.linspace(-1, 1, 12).double().view(4, 3)
+
+    def gradient(x: Any) -> Any:
+        _TWICE[use](_RESULTS[result](x.requires_grad_() * 1)).sum().backward()
+        return x.grad
+
+    expected = gradient(values.clone())
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape)
+        for placement in (Shard(0), Shard(1)):
+            x = distribute_tensor(values, mesh, [placement] * len(shape))
+            assert_close(gradient(x).full_tensor(), expected)
+
+    run_ranks(math.prod(shape), program)
 
 
 class _Doubled(torch.autograd.Function):

@@ -112,7 +112,7 @@ def _linked(tensor: DTensorBase) -> Tensor:
         *[place.local for place in places.values()],
     )
     for each, link in zip(results, links, strict=True):
-        each._local_tensor = link
+        copied_views.replace_local(each, link)
         if _use_count(each) == 1:  # what a checkpoint has saved must not be detached
             leave_graph_of_wrappers(each)
     return tensor._local_tensor

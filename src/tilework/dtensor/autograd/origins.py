@@ -27,6 +27,7 @@ from tilework.dtensor.redistribution.redistribute import (
     redistribute_local,
 )
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
 
 _use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
@@ -168,14 +169,11 @@ class MovedView:
             return
         if not (base.requires_grad and torch.is_grad_enabled()):
             return
-        view = tensor._view_of
         self.note(tensor)
         place: Any = torch.as_strided(base, tensor.shape, tensor._spec.strides, offset_of(tensor))
         local = _relaid(place._local_tensor, tensor._local_tensor.data, place._spec, tensor)
-        tensor._local_tensor, tensor._aliases = local, None
-        if view is not None and hasattr(view, "value"):
-            view.value = local
-        tensor._origin = None
+        copied_views.replace_local(tensor, local)
+        tensor._aliases = tensor._origin = None
         self.note(tensor)
 
 
@@ -251,9 +249,8 @@ def leave_graph(tensor: DTensorBase) -> None:
     if origin is None or not origin.local.is_leaf:
         return
     origin.local.requires_grad_(False)
-    tensor._local_tensor, tensor._origin = tensor._local_tensor.detach(), None
-    if hasattr(tensor._view_of, "value"):
-        tensor._view_of.value = tensor._local_tensor  # type: ignore[union-attr]
+    copied_views.replace_local(tensor, tensor._local_tensor.detach())
+    tensor._origin = None
     if origin.grad is not None and origin.grad.shape == tensor._local_tensor.shape:
         tensor._local_tensor.grad = origin.grad
 

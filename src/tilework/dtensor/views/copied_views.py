@@ -325,6 +325,13 @@ def _compute_anew(tensor: DTensorBase, view: View) -> None:
     view.note()
 
 
+def replace_local(tensor: DTensorBase, local: Tensor) -> None:
+    """Give a tensor, and the view that it is, another local tensor of the same memory. Local."""
+    view, tensor._local_tensor = tensor._view_of, local
+    if view is not None and view is not WATCHED:
+        view.value = local
+
+
 def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
     """Keep the gradient of a local tensor if that of the one before was to be kept. Local."""
     if before.retains_grad and now.requires_grad and not now.is_leaf:
@@ -346,6 +353,10 @@ def _note_own_write(view: View) -> None:
         its = its.base._view_of
 
 
+#: Nodes of what was given other data, and of what a user's own Function returned.
+_OWN_NODES = ("_RelaidBackward", "_LinkBackward")
+
+
 def _has_own_graph(view: View) -> bool:
     """True if a view keeps its place in the graph when it shows something else.
 
@@ -357,7 +368,7 @@ def _has_own_graph(view: View) -> bool:
     if view.apart:
         return True
     try:
-        return value.is_leaf or value.grad_fn.name() == "_RelaidBackward"  # type: ignore[union-attr]
+        return value.is_leaf or value.grad_fn.name() in _OWN_NODES  # type: ignore[union-attr]
     except RuntimeError:  # a view that was made without gradients, of what has them since
         return False
 
