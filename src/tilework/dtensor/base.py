@@ -181,6 +181,8 @@ class Place(NamedTuple):
     spec: DTensorSpec
     #: Autograd's number of the write that took the tensor from there.
     left: float = math.inf
+    #: What it held then, if its memory was written to and its gradient depends on that.
+    value: Tensor | None = None
 
 
 class Origin:

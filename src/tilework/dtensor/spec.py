@@ -16,6 +16,8 @@ from tilework.layout.sharding import Splits, axes_of, box_at, normal_layout, sha
 from tilework.mesh import DeviceMesh
 
 Ints = tuple[int, ...]
+#: Reductions that give each rank's value a gradient of its own.
+NONLINEAR = ("min", "max", "product")
 
 #: The most specs that a mesh keeps before it drops all.
 _MOST_SPECS = 1 << 14

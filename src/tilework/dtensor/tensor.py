@@ -343,17 +343,14 @@ class DTensor(DTensorBase):
             return in_place_views.grad_before_changes(self)  # type: ignore[return-value]
         if self._grad is not None and self._grad._view_of is not None:
             gradients.refresh_grad(self)
-        if self._origin is not None:
-            local, spec = origins.grad_of(self)
-        else:
-            local, spec = self._local_tensor.grad, None
-        if local is None:
-            return None
         known = self._grad
-        if known is None or known._local_tensor is not local:
-            if spec is None:
-                spec = (self._retained or self._spec).grad_spec
-            known = self._grad = wrap(local, spec)
+        local = None if self._origin is not None else self._local_tensor.grad
+        if local is None or known is None or known._local_tensor is not local:
+            local, spec = origins.grad_of(self)
+            if local is None:
+                return None
+            if known is None or known._local_tensor is not local:
+                known = self._grad = wrap(local, spec)
         note_gradient(self, known)
         return known
 

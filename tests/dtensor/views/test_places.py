@@ -159,17 +159,6 @@ def test_functions_that_took_it_at_two_places_in_a_chain() -> None:
     run_ranks(2, on_rank)
 
 
-def test_gradients_of_gradients_of_partial_tensors_are_refused() -> None:
-    def on_rank(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x: Any = distribute_tensor(X.clone(), mesh, [Shard(0)]).requires_grad_()
-        y = Squared.apply(x.sum(0))  # type: ignore[no-untyped-call]
-        with pytest.raises(RuntimeError, match=r"redistribute\(\) it to"):
-            torch.autograd.grad((y * y).sum(), [x], create_graph=True)
-
-    run_ranks(2, on_rank)
-
-
 @pytest.mark.parametrize("dim", [0, 1])
 def test_gradients_of_gradients_go_through_functions(dim: int) -> None:
     def run(x: Tensor) -> Tensor:

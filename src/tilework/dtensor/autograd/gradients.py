@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import origins
 from tilework.dtensor.autograd.batched_grads import batched_grads
+from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.in_place_views import (
     before_changes,
@@ -19,16 +20,20 @@ from tilework.dtensor.autograd.in_place_views import (
     show_shape,
     undo_change,
 )
-from tilework.dtensor.autograd.local_graph import in_graph, local_as, local_of
+from tilework.dtensor.autograd.local_graph import WayBack, in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
-from tilework.dtensor.base import DTensorBase, base_in_graph, data_of, root_in_graph, wrap_as
+from tilework.dtensor.base import (
+    DTensorBase,
+    Place,
+    base_in_graph,
+    data_of,
+    root_in_graph,
+    wrap_as,
+)
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
-from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.redistribute import (
-    counted_once,
-    pull_back,
     redistribute_local,
     with_redistributed_grad,
 )
@@ -347,22 +352,25 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     local: Any = in_graph(tensor)
     _, shown = origins.place_in_graph(tensor)
     is_leaf = local.is_leaf
-    known = shown.grad_spec
-    adjoint = Adjoint(shown, shown.dual)
-    # Each rank's share of another gradient depends on what it holds, and may be written to.
-    value = local.detach().clone() if adjoint.nonlinear and not is_leaf else None
+    known = Place(local, shown)
+    way = WayBack(known)
+    _ = shown.grad_spec  # raises for what has none
 
     def called(grad: Tensor) -> Tensor | None:
         # What a leaf is by now, as its gradient; else what the tensor was.
-        spec = origins.place_in_graph(tensor)[1].grad_spec if is_leaf else known
-        history = history_of(spec.mesh)
+        place = Place(local, origins.place_in_graph(tensor)[1]) if is_leaf else known
+        history = history_of(place.spec.mesh)
         digest = hash((digest_of(tensor), history.passing))
-        seen = wrap_as(type(tensor), grad, spec, digest)
+        shown = as_seen(grad, place.spec)
+        seen = wrap_as(type(tensor), shown, place.spec.grad_spec, digest)
         result = hook(seen)
         if result is None:
-            if seen._digest != digest:  # written in place
-                history.note_gradient(digest_of(seen))
-            return None
+            if seen._digest == digest:
+                return None
+            history.note_gradient(digest_of(seen))  # written in place
+            if shown is grad:
+                return None
+            result = seen
         if not isinstance(result, Tensor):
             raise TypeError(
                 f"a hook on a gradient has returned a {type(result).__name__}: it has to return "
@@ -374,10 +382,7 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
                 f"of shape {list(result.shape)}: it has to return None, or another gradient"
             )
         history.note_gradient(plain_or_digest(result))
-        if is_leaf:  # whatever each rank has: all ranks' add up
-            return local_as(result, spec, "what a hook returns")
-        whole = local_as(result, spec.dual, "what a hook returns")
-        return pull_back(adjoint, whole, value, Moved(digest, "what a hook returns"))
+        return (WayBack(place) if is_leaf else way).take(result, "what a hook returns")
 
     return local.register_hook(called)
 
@@ -421,7 +426,7 @@ def autograd_grad(
             tensor,
             wrap_as(
                 type(tensor),
-                _differentiable(grad, spec),
+                as_seen(grad, spec),
                 spec.grad_spec,
                 hash((digest, digest_of(tensor))),
             ),
@@ -438,9 +443,3 @@ def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
         return tensor, None
     local_of(tensor)
     return origins.place_in_graph(before_changes(tensor))
-
-
-def _differentiable(grad: Tensor, spec: DTensorSpec) -> Tensor:
-    """The gradient of a tensor, to be differentiated further: counted once if that is partial."""
-    is_sum = spec.partial_axes and spec.reduce_op == "sum"
-    return counted_once(grad, spec.dual, spec.partial_axes) if is_sum else grad

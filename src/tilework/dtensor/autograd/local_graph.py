@@ -9,12 +9,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.base import DTensorBase, Place, base_in_graph, wrap_as
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of, plain_or_digest
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
-from tilework.dtensor.redistribution.redistribute import redistribute_local
+from tilework.dtensor.redistribution.adjoint import Adjoint
+from tilework.dtensor.redistribution.redistribute import pull_back, redistribute_local
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.places import check_unwritten, leave_graph_of_wrappers, place_of
@@ -214,23 +216,17 @@ class _Link(torch.autograd.Function):
         *locals_: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.results, ctx.nodes, ctx.leaves = results, nodes, leaves
+        ctx.ways = [WayBack(place) for place in leaves.values()]
         ctx.set_materialize_grads(False)
         return tuple(local.detach() for local in locals_[: len(results)])
 
     @staticmethod
     def backward(ctx: Any, *result_grads: Tensor | None) -> Any:
         results: Sequence[_Result] = ctx.results
-        specs = [each.spec for each in (*results, *ctx.leaves.values())]
-        if torch.is_grad_enabled() and any(spec.partial_axes for spec in specs):
-            raise RuntimeError(
-                f"a gradient of a gradient through your own autograd.Function, of which a tensor "
-                f"is partial ({[list(spec.placements) for spec in specs]}): redistribute() it to "
-                f"Replicate() or Shard() before the call"
-            )
         for node in ctx.nodes:
             check_unwritten(node)
         roots = {
-            result.edge: wrap_as(result.kind, grad, result.spec.grad_spec)
+            result.edge: wrap_as(result.kind, as_seen(grad, result.spec), result.spec.grad_spec)
             for result, grad in zip(results, result_grads, strict=True)
             if grad is not None
         }
@@ -251,8 +247,8 @@ class _Link(torch.autograd.Function):
             if leaf_grad is not None:  # computed by a function of the program's own
                 history_of(leaf._spec.mesh).note_gradient(plain_or_digest(leaf_grad))
         grads = [
-            None if grad is None else local_as(grad, place.spec.grad_spec, "the gradient")
-            for grad, place in zip(leaf_grads, ctx.leaves.values(), strict=True)
+            None if grad is None else way.take(grad, "the gradient")
+            for grad, way in zip(leaf_grads, ctx.ways, strict=True)
         ]
         return None, None, None, *[None for _ in results], *grads
 
@@ -312,6 +308,40 @@ def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
         )
     of = Moved(digest_of(tensor), what)
     return redistribute_local(local_of(tensor), tensor._spec, spec, of=of)
+
+
+class WayBack:
+    """The way of gradients that the program gives, in whatever layout, into the graph.
+
+    In the graph each rank's value has its own share. At a leaf the shares are only added up, and
+    any that add up to the gradient are right.
+
+    Args:
+        place: The place in the graph.
+    """
+
+    __slots__ = ("adjoint", "spec", "value")
+
+    def __init__(self, place: Place) -> None:
+        self.spec = spec = place.spec
+        self.adjoint = self.value = None
+        if spec.partial_axes and not (place.local.is_leaf and spec.reduce_op != "sum"):
+            self.adjoint = Adjoint(spec, spec.dual)
+            if self.adjoint.nonlinear:  # shares depend on what a rank holds, and may write to
+                value = place.local if place.value is None else place.value
+                self.value = value.detach().clone()
+
+    def take(self, grad: Tensor, what: str) -> Tensor:
+        """The local gradient there. Collective.
+
+        Args:
+            grad: A DTensor or a plain tensor, which counts as replicated.
+            what: Its name in errors.
+        """
+        if self.adjoint is None:
+            return local_as(grad, self.spec.grad_spec, what)
+        whole = local_as(grad, self.spec.dual, what)
+        return pull_back(self.adjoint, whole, self.value, Moved(plain_or_digest(grad), what))
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.base import DTensorBase, Origin, View, version_of, wrap_as
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
@@ -120,12 +121,19 @@ def grad_of(tensor: DTensorBase) -> tuple[Tensor | None, DTensorSpec]:
     """The local tensor of a tensor's gradient, and its layout."""
     origin = origin_of(tensor)
     if origin is None:
-        local = tensor._local_tensor
-        grad = local.grad if local.is_leaf or local.retains_grad else None
-        return grad, tensor._spec.grad_spec
-    if not origin.local.is_leaf:
-        return origin.local.grad, origin.spec.grad_spec
-    return origin.grad, origin.grad_spec or tensor._spec.grad_spec
+        local, spec = tensor._local_tensor, tensor._retained or tensor._spec
+    elif not origin.local.is_leaf:
+        local, spec = origin.local, origin.spec
+    else:
+        return origin.grad, origin.grad_spec or tensor._spec.grad_spec
+    grad = local.grad if local.is_leaf or local.retains_grad else None
+    if grad is None:
+        return None, spec.dual  # there may be none in whose layout a gradient could be seen
+    if grad.requires_grad:
+        known = None if tensor._grad is None else tensor._grad._local_tensor
+        if grad is not known:
+            grad = local.grad = as_seen(grad, spec, known)
+    return grad, spec.grad_spec
 
 
 def set_grad_of(tensor: DTensorBase, grad: Tensor | None) -> None:
@@ -280,6 +288,7 @@ class _Relaid(LocalFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         source, target = ctx.source, ctx.target
+        grad = as_seen(grad, target)
         of = gradient_of(ctx.of, target.grad_spec, grad)
         grad = redistribute_local(grad, target.grad_spec, target.dual, of=of)
         grad = _summed_to(grad, target.dual, source.dual, of)
@@ -332,6 +341,7 @@ def _collect_grads(tensor: DTensorBase, origin: Origin) -> None:
         grad, leaf.grad = leaf.grad, None
         if tensor is None or grad is None:
             return
+        grad = as_seen(grad, origin.spec)
         spec, of = origin.spec.grad_spec, _of(tensor)
         if origin.grad is None:
             origin.grad_spec = _like_torch(spec, tensor._spec)

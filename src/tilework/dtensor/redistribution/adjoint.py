@@ -9,11 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.dtensor.spec import NONLINEAR, DTensorSpec, Ints
 from tilework.layout import Partial, Placement, Replicate
-
-#: Reductions that give each rank's value a gradient of its own.
-NONLINEAR = ("min", "max", "product")
 
 
 class Adjoint:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, Place, base_then, data_of, memory_of
 from tilework.dtensor.local_function import LocalFunction
+from tilework.dtensor.spec import NONLINEAR
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -56,7 +57,9 @@ def _keep_place(tensor: DTensorBase, written: bool) -> None:
         leave_graph_of_wrappers(tensor)
     place = same_place(local)
     left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
-    tensor._places = (*tensor._places, Place(place, tensor._spec, left))
+    spec = tensor._spec
+    value = local.detach().clone() if spec.reduce_op in NONLINEAR and not written else None
+    tensor._places = (*tensor._places, Place(place, spec, left, value))
 
 
 def note_taken(tensor: DTensorBase) -> None:
