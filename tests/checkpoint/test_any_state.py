@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.checkpoint.states import dtensor, numbers
+from tests.wrapper import Wrapper
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, SaveOptions
 from tilework.dtensor import Shard
@@ -197,6 +198,7 @@ def test_sizes_of_files(tmp_path: Path) -> None:
         (lambda: torch.zeros(4, device="meta"), "on the device 'meta'"),
         (lambda: torch.zeros(4).to_sparse(), "not dense"),
         (lambda: nn.UninitializedParameter(), "not initialised"),
+        (Wrapper, "a Wrapper without memory"),
     ],
 )
 def test_tensors_without_room_of_their_own_are_told_on_all_ranks(

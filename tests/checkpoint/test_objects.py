@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.checkpoint.states import full
 from tests.rounding import assert_close
+from tests.wrapper import Wrapper
 from tilework import checkpoint
 from tilework.checkpoint import RandomState
 from tilework.checkpoint.objects import parameter_names, unwrapped
@@ -308,6 +309,7 @@ def test_a_container_that_holds_itself_is_refused(tmp_path: Path) -> None:
     [
         (torch.ones(2).to_sparse(), r"sparse \(torch.sparse_coo\).*to_dense"),
         (torch.ones(2, device="meta"), "on the device 'meta'"),
+        (Wrapper(), "a Wrapper without memory"),
     ],
 )
 def test_tensors_without_dense_elements_are_refused(

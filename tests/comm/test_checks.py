@@ -13,6 +13,7 @@ import torch
 import tilework.distributed as dist
 from tests.comm.conftest import Join, Runner
 from tests.comm.dummy_backend import DummyProcessGroup
+from tests.wrapper import Wrapper
 
 
 def common_sequence_number(group: object, through: object) -> int:
@@ -195,5 +196,21 @@ def test_tensors_that_cannot_be_moved_are_named(ranks: Runner, join: Join) -> No
         }.items():
             with pytest.raises(ValueError, match=f"tensor is a {kind} tensor, which collectives"):
                 dist.all_reduce(tensor)
+
+    ranks(2, body)
+
+
+def test_wrappers_without_memory_are_named(ranks: Runner, join: Join) -> None:
+    class Named(torch.Tensor):
+        pass
+
+    def body(rank: int) -> None:
+        join(rank, 2)
+        for call in (dist.all_reduce, lambda x: dist.all_gather([x, x], torch.ones(2))):
+            with pytest.raises(TypeError, match="is a Wrapper, which has no memory of its own"):
+                call(Wrapper())
+        named = torch.ones(2).as_subclass(Named)
+        dist.all_reduce(named)
+        assert named.tolist() == [2.0, 2.0]
 
     ranks(2, body)

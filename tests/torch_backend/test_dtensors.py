@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as torch_dist
+import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.checkpoint
 import torch.distributed.tensor as torch_tensor
 import torch.distributed.tensor.parallel as torch_style
@@ -236,6 +237,39 @@ def descend(rank: Rank) -> None:
 
 def test_meshes_on_which_torchs_values_change_are_refused(ranks: Launcher) -> None:
     ranks(2, descend)
+
+
+def take_async(rank: Rank, folder: Path) -> None:
+    with rank.joined():
+        theirs = init_device_mesh("cpu", (2,))
+        mesh, world = DeviceMesh.from_torch(theirs), cast(Any, torch_dist.group.WORLD)
+        tilework_checkpoint.save({"sum": summed(VALUES)}, folder, group=world)
+        for tensor in (
+            distribute_tensor(summed(VALUES), mesh, [Shard(0)]),
+            DTensor.from_local(summed(VALUES), mesh, [Replicate()]),
+            shard_tensor(summed(VALUES), ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])),
+        ):
+            assert tensor.full_tensor().tolist() == (2 * VALUES).tolist()
+        zeros = summed(VALUES * 0)
+        tilework_checkpoint.load(folder, {"sum": zeros}, group=world)
+        assert (zeros + 0).tolist() == (2 * VALUES).tolist()
+        weight: Any = nn.Parameter(torch_tensor.distribute_tensor(VALUES, theirs, [T.Shard(0)]))
+        full = weight.redistribute(theirs, [T.Replicate()], async_op=True)
+        part = full.to_local()
+        for whole in (DTensor.from_torch(full), DTensor.from_local(part, mesh, [Replicate()])):
+            assert type(whole.to_local()) is Tensor
+            (grad,) = torch.autograd.grad(whole.sum(), weight)
+            assert cast(Any, grad).full_tensor().tolist() == [[1.0, 1.0]] * 7
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum over the ranks, still in flight."""
+    world: Any = torch_dist.group.WORLD
+    return functional_collectives.all_reduce(values, "sum", world)  # type: ignore[no-any-return]
+
+
+def test_results_of_functional_collectives_are_taken(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(2, take_async, tmp_path / "saved")
 
 
 def mix(rank: Rank) -> None:

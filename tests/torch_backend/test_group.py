@@ -223,6 +223,12 @@ def functional_collectives(rank: Rank) -> None:
         assert many[1].tolist() == gathered.tolist()
         fewer = functional.reduce_scatter_tensor_coalesced([gathered], "sum", [0], world)
         assert fewer[0].tolist() == scattered.tolist()
+        flying = functional.all_reduce(x, "sum", world)  # waited for, and written to
+        dist.broadcast(flying, 0)
+        dist.all_reduce(flying)
+        assert (flying + 0).tolist() == [9.0, 9.0]
+        dist.all_gather(parts := [torch.empty(2) for _ in range(N)], flying)
+        assert parts[2].tolist() == [9.0, 9.0]
         moved = functional.permute_tensor(x, [1, 2, 0], world)
         assert moved.tolist() == [float((rank.number - 1) % N)] * 2
 

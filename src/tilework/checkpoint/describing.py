@@ -19,6 +19,7 @@ from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.memory import full_crc32
 from tilework.checkpoint.objects import is_lazy
 from tilework.checkpoint.save_planning import TensorToSave
+from tilework.comm.checks import has_memory
 from tilework.dtensor import DTensor
 from tilework.layout import Box, Partial, Replicate
 from tilework.layout.box import whole_box
@@ -131,6 +132,9 @@ def _check_plain(leaf: Tensor, where: str) -> None:
         kind, instead = f"quantized ({leaf.dtype})", "save its int_repr() and its scales"
     elif leaf.device.type == "meta":
         kind, instead = "on the device 'meta', without values", "give it values first"
+    elif not has_memory(leaf):
+        kind = f"a {type(leaf).__name__} without memory of its own"
+        instead = "save the tensors that it holds"
     else:
         return
     raise TypeError(f"{where} is {kind}, and a checkpoint holds dense tensors: {instead}")

@@ -28,6 +28,7 @@ from tilework.checkpoint.format import Index, Path, SavedTensor
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import has_state, is_lazy, unwrapped
 from tilework.checkpoint.values import decode_value, is_plain_sequence
+from tilework.comm.checks import awaited, has_memory
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.errors import CheckpointError
@@ -206,6 +207,7 @@ class Filling:
         Raises:
             CheckpointError: It is of another shape, or has no memory to fill.
         """
+        tensor = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else awaited(tensor)
         problem = unfillable(tensor)
         if problem:
             raise CheckpointError(f"{where} cannot be filled: it is {problem}", tensor=saved.name)
@@ -215,8 +217,7 @@ class Filling:
                 f"{list(saved.shape)}: load it by other names (map_names), or leave it out (names)",
                 tensor=saved.name,
             )
-        own = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else tensor
-        self.targets.append(Target(saved, own, where))
+        self.targets.append(Target(saved, tensor, where))
 
     def _visit_dict(self, value: Mapping[Any, Any], path: Path) -> Finish:
         found = self.find(path)
@@ -383,6 +384,8 @@ def unfillable(tensor: Tensor) -> str:
         return f"of layout {tensor.layout}, not dense: load into dense tensors"
     if tensor.is_meta:
         return "on the device 'meta', without memory: give it some first (to_empty)"
+    if not has_memory(tensor):
+        return f"a {type(tensor).__name__} without memory of its own: load into what it holds"
     if _repeats(tensor):
         return "expanded, so that elements share memory: load into a clone() of it"
     return ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilework.checkpoint.format import MOST_DEPTH, Path
 from tilework.checkpoint.values import KIND, decode_value, encode_value, is_plain_sequence
+from tilework.comm.checks import awaited
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 
@@ -116,7 +117,7 @@ def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState, levels: int)
     check_levels(levels, path)
     value = adapt(value, path)
     if isinstance(value, Tensor):
-        flat.leaves[path] = DTensor.from_torch(value) if is_torch_dtensor(value) else value
+        flat.leaves[path] = DTensor.from_torch(value) if is_torch_dtensor(value) else awaited(value)
     elif isinstance(value, Mapping):
         flat.containers[path] = "dict"
         plain = all(type(key) is str for key in value) and KIND not in value

@@ -7,21 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import get_global_rank, get_group_rank
 
+_PLAIN = (Tensor, Parameter)
 _REAL_OF = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
 
 
-def check_tensor(value: Any, name: str) -> None:
-    """``value`` is a tensor with memory to move."""
+def check_tensor(value: Any, name: str) -> Tensor:
+    """The tensor with memory to move: ``value``, or what it wraps, once that is there."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
-    refuse_parts(value, name)
+    is_plain = type(value) in _PLAIN
+    if not is_plain:
+        refuse_parts(value, name)
+        value = awaited(value)
     if value.layout is not torch.strided or value.is_meta or value.is_nested:
         kind = "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
         kind = "nested" if value.is_nested else kind
@@ -29,6 +34,32 @@ def check_tensor(value: Any, name: str) -> None:
             f"{name} is a {kind} tensor, which collectives cannot move; pass a dense tensor "
             f"with data (to_dense(), or move its values and indices)"
         )
+    if not (is_plain or has_memory(value)):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, which has no memory of its own: collectives take "
+            f"plain tensors, such as those that it holds"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def awaited(tensor: Tensor) -> Tensor:
+    """The tensor that the result of a functional collective wraps, torch's too; others as they are.
+
+    Blocks until the collective is done.
+    """
+    if type(tensor) in _PLAIN:
+        return tensor
+    wait = getattr(tensor, "wait", None)
+    return tensor if wait is None else wait()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """True unless the tensor is a wrapper of others whose elements lie elsewhere."""
+    if type(tensor) in _PLAIN or not tensor.numel():
+        return True
+    if tensor.untyped_storage().device.type == "meta":  # torch's FakeTensors warn otherwise
+        return False
+    return tensor.data_ptr() != 0
 
 
 def refuse_parts(value: Tensor, name: str) -> None:
@@ -42,16 +73,16 @@ def refuse_parts(value: Tensor, name: str) -> None:
         )
 
 
-def check_tensors(values: Any, name: str, count: int | None = None) -> None:
-    """``values`` is a list of ``count`` such tensors (of any number, if None)."""
+def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tensor]:
+    """The tensors with memory to move, of a list of ``count`` (of any number, if None)."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{name} must be a list of tensors, got {type(values)}")
-    for i, value in enumerate(values):
-        check_tensor(value, f"{name}[{i}]")
+    tensors = [check_tensor(value, f"{name}[{i}]") for i, value in enumerate(values)]
     if count is not None and len(values) != count:
         raise ValueError(
             f"{name} must have one tensor for each of the group's {count} ranks, got {len(values)}"
         )
+    return tensors
 
 
 def same_dtype(*groups: Tensor | Sequence[Tensor], mix_complex: bool = True) -> None:

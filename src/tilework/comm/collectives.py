@@ -53,7 +53,7 @@ def all_reduce(
         return None
     if not async_op and pg.fast_path.run("all_reduce", tensor, tensor, op):
         return None
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
     return finish(pg.allreduce([tensor], options(async_op, op)), async_op)
 
@@ -80,7 +80,7 @@ def all_reduce_coalesced(
     if pg is None:
         return None
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    checks.check_tensors(tensors, "tensors")
+    tensors = checks.check_tensors(tensors, "tensors")
     checks.same_dtype(tensors, mix_complex=False)
     checks.same_device(tensors)
     for tensor in tensors[:1]:
@@ -121,7 +121,7 @@ def reduce(
     output = tensor if pg.rank() == root else None
     if not async_op and pg.fast_path.run("reduce", tensor, output, op, root):
         return None
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     check_reduction(op, tensor.dtype)
     return finish(pg.reduce([tensor], options(async_op, op, root)), async_op)
 
@@ -156,7 +156,7 @@ def broadcast(
     root = checks.group_root(pg, src, group_src, "src")
     if not async_op and pg.fast_path.run("broadcast", None, tensor, None, root):
         return None
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     return finish(pg.broadcast([tensor], options(async_op, root=root)), async_op)
 
 
@@ -186,8 +186,8 @@ def all_gather(
         return None
     if not async_op and pg.fast_path.run("all_gather", tensor, tensor_list):
         return None
-    checks.check_tensors(tensor_list, "tensor_list")
-    checks.check_tensor(tensor, "tensor")
+    tensor_list = checks.check_tensors(tensor_list, "tensor_list")
+    tensor = checks.check_tensor(tensor, "tensor")
     checks.same_dtype(tensor_list, tensor)
     checks.check_tensors(tensor_list, "tensor_list", pg.size())
     checks.same_device(tensor_list, tensor)
@@ -221,8 +221,8 @@ def all_gather_into_tensor(
         return None
     if not async_op and pg.fast_path.run("all_gather_into_tensor", input_tensor, output_tensor):
         return None
-    checks.check_tensor(output_tensor, "output_tensor")
-    checks.check_tensor(input_tensor, "input_tensor")
+    output_tensor = checks.check_tensor(output_tensor, "output_tensor")
+    input_tensor = checks.check_tensor(input_tensor, "input_tensor")
     checks.same_dtype(output_tensor, input_tensor)
     checks.same_device(output_tensor, input_tensor)
     checks.stacked_elements(output_tensor, "output_tensor", input_tensor, "input_tensor", pg.size())
@@ -251,9 +251,12 @@ def all_gather_coalesced(
     pg = member(group, "all_gather_coalesced")
     if pg is None:
         return None
-    checks.check_tensors(input_tensor_list, "input_tensor_list")
-    for r, outputs in enumerate(output_tensor_lists):
+    input_tensor_list = checks.check_tensors(input_tensor_list, "input_tensor_list")
+    output_tensor_lists = [
         checks.check_tensors(outputs, f"output_tensor_lists[{r}]")
+        for r, outputs in enumerate(output_tensor_lists)
+    ]
+    for outputs in output_tensor_lists:
         for output, source in zip(outputs, input_tensor_list, strict=False):
             checks.same_dtype(output, source)
         checks.same_dtype(outputs)
@@ -309,7 +312,7 @@ def gather(
     root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
     if not async_op and pg.fast_path.run("gather", tensor, gather_list, None, root):
         return None
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     outputs = _optional_list(gather_list, "gather_list")
     checks.same_dtype(tensor, outputs)
     _check_root_list(pg.rank() == root, gather_list, "gather_list", "dst", pg.size())
@@ -353,7 +356,7 @@ def scatter(
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
     if not async_op and pg.fast_path.run("scatter", scatter_list, tensor, None, root):
         return None
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     inputs = _optional_list(scatter_list, "scatter_list")
     checks.same_dtype(tensor, inputs)
     _check_root_list(pg.rank() == root, scatter_list, "scatter_list", "src", pg.size())
@@ -367,8 +370,7 @@ def scatter(
 def _optional_list(tensors: list[Tensor] | None, name: str) -> list[Tensor]:
     if tensors is None:
         return []
-    checks.check_tensors(tensors, name)
-    return list(tensors)
+    return checks.check_tensors(tensors, name)
 
 
 def _check_root_list(
@@ -412,8 +414,8 @@ def reduce_scatter(
         return None
     if not async_op and pg.fast_path.run("reduce_scatter", input_list, output, op):
         return None
-    checks.check_tensor(output, "output")
-    checks.check_tensors(input_list, "input_list")
+    output = checks.check_tensor(output, "output")
+    input_list = checks.check_tensors(input_list, "input_list")
     checks.same_dtype(output, input_list, mix_complex=False)
     checks.check_tensors(input_list, "input_list", pg.size())
     checks.same_device(output, input_list)
@@ -452,8 +454,8 @@ def reduce_scatter_tensor(
         return None
     if not async_op and pg.fast_path.run("reduce_scatter_tensor", input, output, op):
         return None
-    checks.check_tensor(output, "output")
-    checks.check_tensor(input, "input")
+    output = checks.check_tensor(output, "output")
+    input = checks.check_tensor(input, "input")
     checks.same_dtype(output, input, mix_complex=False)
     checks.same_device(output, input)
     check_reduction(op, output.dtype)
@@ -490,8 +492,8 @@ def all_to_all(
         return None
     if not async_op and pg.fast_path.run("all_to_all", input_tensor_list, output_tensor_list):
         return None
-    checks.check_tensors(output_tensor_list, "output_tensor_list")
-    checks.check_tensors(input_tensor_list, "input_tensor_list")
+    output_tensor_list = checks.check_tensors(output_tensor_list, "output_tensor_list")
+    input_tensor_list = checks.check_tensors(input_tensor_list, "input_tensor_list")
     checks.same_dtype(output_tensor_list, input_tensor_list)
     checks.check_tensors(output_tensor_list, "output_tensor_list", pg.size())
     checks.check_tensors(input_tensor_list, "input_tensor_list", pg.size())
@@ -543,8 +545,8 @@ def all_to_all_single(
         )
     ):
         return None
-    checks.check_tensor(output, "output")
-    checks.check_tensor(input, "input")
+    output = checks.check_tensor(output, "output")
+    input = checks.check_tensor(input, "input")
     checks.same_dtype(output, input)
     checks.same_device(output, input)
     received = checks.check_splits(output, output_split_sizes, "output", pg.size())

@@ -48,7 +48,7 @@ def isend(
     pg = member(group, "isend")
     if pg is None:
         return None
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     peer = _peer(pg, dst, group_dst, "dst")
     return pg.fast_path.isend(tensor, peer, tag) or pg.send([tensor], peer, tag)
 
@@ -82,7 +82,7 @@ def irecv(
     pg = member(group, "irecv")
     if pg is None:
         return None
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     if src is None and group_src is None:
         return pg.fast_path.irecv(tensor, -1, tag) or pg.recv_anysource([tensor], tag)
     peer = _peer(pg, src, group_src, "src")
@@ -113,7 +113,7 @@ def send(
         return
     peer = _peer(pg, dst, group_dst, "dst")
     if not pg.fast_path.send(tensor, peer, tag):
-        checks.check_tensor(tensor, "tensor")
+        tensor = checks.check_tensor(tensor, "tensor")
         pg.send([tensor], peer, tag).wait()
 
 
@@ -141,7 +141,7 @@ def recv(
     source = pg.fast_path.recv(tensor, peer, tag)
     if source >= 0:
         return pg.global_ranks[source]
-    checks.check_tensor(tensor, "tensor")
+    tensor = checks.check_tensor(tensor, "tensor")
     work = pg.recv_anysource([tensor], tag) if anyone else pg.recv([tensor], peer, tag)
     work.wait()
     return work.source_rank() if anyone else pg.global_ranks[peer]

@@ -24,6 +24,7 @@ from tilework.dtensor.provenance.meaning import Moved, named_for
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.torch_tensors import (
+    awaited_in_graph,
     is_torch_dtensor,
     local_from_torch,
     refuse_torch_dtensor,
@@ -164,7 +165,7 @@ class DTensor(DTensorBase):
             )
         if stride is not None and (shape is None or len(stride) != len(shape)):
             raise ValueError("pass shape and stride together, with an entry of each for each dim")
-        local = on_device(local_tensor, mesh)
+        local = on_device(awaited_in_graph(local_tensor), mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
         placements = [native_placement(placement) for placement in placements_in(placements)]

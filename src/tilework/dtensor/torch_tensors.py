@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilework.comm.checks import awaited
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
@@ -168,8 +169,31 @@ def _native(placement: Any, tensor: Any) -> Placement:
 
 def local_from_torch(tensor: Any) -> Tensor:
     """The local tensor of a DTensor of torch's, at its place in the graph."""
-    local = tensor.to_local()
-    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+    return awaited_in_graph(tensor.to_local())
+
+
+def awaited_in_graph(local: Tensor) -> Tensor:
+    """The tensor that a result of torch's functional collectives wraps, at its place in the graph.
+
+    Others as they are: results of tilework's are waited for where they are first used.
+    """
+    if type(local) is Tensor or not hasattr(local, "trigger_wait"):
+        return local
+    if local.requires_grad and torch.is_grad_enabled():
+        return _Awaited.apply(local)  # type: ignore[no-any-return, no-untyped-call]
+    return awaited(local)
+
+
+class _Awaited(LocalFunction):
+    """The identity, from torch's wrapper, which is in the graph, to what it wraps."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        return awaited(local).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Sequence[Any]) -> Any:

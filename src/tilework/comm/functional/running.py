@@ -104,7 +104,7 @@ def _operators(
 
 def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tensor, Work | None]:
     """The result of ``collective``, started; the work is None if it is done already."""
-    checks.check_tensor(x, "tensor")
+    x = checks.check_tensor(x, "tensor")
     async_op = x.nbytes > AT_ONCE_BYTES
     out, work = collective.start(group, x, async_op)
     if work is None or async_op:

@@ -85,8 +85,8 @@ def run_plan(
     where = _device_of([*tiles, *(out or ())], device)
     try:
         _check_plan(plan, pg)
-        for name, tensors in (("tiles", tiles), ("out", out or ())):
-            checks.check_tensors(tensors, name)
+        tiles = checks.check_tensors(tiles, "tiles")
+        out = None if out is None else checks.check_tensors(out, "out")
         used_dtype = _dtype_of([*tiles, *(out or ())], dtype)
         _check_tensors(plan.source, plan.rank, tiles, "tiles", used_dtype, where)
         if out is not None:
