@@ -48,6 +48,7 @@ from tilework.parallel import (
     DistributedDataParallel,
     PrepareModuleInput,
     RowwiseParallel,
+    clip_grad_norm_,
     parallelize_module,
 )
 from tilework.parallel import fully_shard as tilework_fully_shard
@@ -333,6 +334,12 @@ def sharded_linear(weight: DTensor) -> nn.Module:
     return layer
 
 
+def embedded(mesh: Any) -> Any:
+    rows = torch_tensor.distribute_tensor(torch.ones(6, 2), mesh, [T.Shard(0)])
+    numbers = torch_tensor.distribute_tensor(torch.tensor([1, 4]), mesh, [T.Replicate()])
+    return F.embedding(numbers, rows)
+
+
 T = torch_tensor
 OURS: Any = Shard(0)
 COLWISE: Any = torch_style.ColwiseParallel()
@@ -422,6 +429,22 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
         "fully_shard",
         "module_to_torch",
     ],
+    (lambda x, y, m: torch_dist.new_group(m.get_group())): ["tilework", "new_group"],
+    (lambda x, y, m: TorchMesh("cpu", m)): ["tilework", "to_torch"],
+    (lambda x, y, m: nn.parallel.DistributedDataParallel(nn.Linear(2, 2), device_mesh=m)): [
+        "tilework",
+        "to_torch",
+    ],
+    (lambda x, y, m: DistributedDataParallel(torchs_module(m))): ["weight", "module_from_torch"],
+    (
+        lambda x, y, m: module_from_torch(
+            cast(Any, fully_shard)(nn.Linear(2, 2), mesh=m.to_torch())
+        )
+    ): [
+        "fully_shard",
+        "before",
+    ],
+    (lambda x, y, m: DTensor.from_torch(embedded(m.to_torch()))): ["_MaskPartial", "redistribute"],
     (lambda x, y, m: torch_dist.barrier(group=m.get_group())): ["tilework", "new_group"],
     (lambda x, y, m: torch_dist.get_rank(m.get_group())): ["tilework", "new_group"],
     (lambda x, y, m: parallelize_module(nn.Linear(2, 2), m, COLWISE)): [
@@ -437,6 +460,29 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
 
 def test_each_library_names_the_others_objects(ranks: Launcher) -> None:
     ranks(2, mix)
+
+
+def clip(rank: Rank) -> None:
+    with rank.joined():
+        theirs = init_device_mesh("cpu", (2,))
+        for values in (
+            VALUES,
+            distribute_tensor(VALUES, DeviceMesh.from_torch(theirs), [Shard(0)]),
+        ):
+            both = [
+                nn.Parameter(torch_tensor.distribute_tensor(VALUES, theirs, [T.Shard(0)])),
+                nn.Parameter(values.clone()),
+            ]
+            for each in both:
+                each.grad = each.detach().clone()
+            norm = clip_grad_norm_(both, 1.0)
+            assert_close(norm, torch.stack([VALUES, VALUES]).norm())
+            for each in both:
+                assert_close(_full(each.grad), VALUES / norm)
+
+
+def test_gradients_of_both_libraries_are_clipped_together(ranks: Launcher) -> None:
+    ranks(2, clip)
 
 
 def keep(rank: Rank, folder: Path) -> None:

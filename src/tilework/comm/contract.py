@@ -340,6 +340,10 @@ class ProcessGroup(_Slots):
         refuse_torch_caller(self, _OURS)
         return True
 
+    def __iter__(self) -> NoReturn:
+        refuse_torch_caller(self, _OURS)  # which takes it for ranks
+        raise TypeError(f"{self!r} is not iterable: global_ranks are the ranks of a group")
+
     def __str__(self) -> str:
         refuse_torch_caller(self, _OURS)
         return repr(self)

@@ -163,7 +163,8 @@ def module_from_torch(module: nn.Module) -> nn.Module:
     """The module, whose DTensors of torch's have become those of this library. In place; local.
 
     Raises:
-        TypeError: A parameter's groups are on backends of torch's own; nothing has changed then.
+        TypeError: A parameter's groups are on backends of torch's own, or torch's ``fully_shard``
+            has sharded a module, and keeps its parameters; nothing has changed then.
         ValueError: A parameter lies as no placements here say; likewise.
 
     Example:
@@ -171,6 +172,17 @@ def module_from_torch(module: nn.Module) -> nn.Module:
         >>> module_from_torch(nn.Linear(2, 3))
         Linear(in_features=2, out_features=3, bias=True)
     """
+    for name, part in module.named_modules():
+        if any(
+            base.__name__ == "FSDPModule" and base.__module__.startswith("torch.distributed")
+            for base in type(part).__mro__
+        ):
+            where = f"the module {name!r}" if name else "the module"
+            raise TypeError(
+                f"torch's fully_shard has sharded {where}, and gathers its own parameters in each "
+                f"forward: call module_from_torch() before it, and tilework.parallel's fully_shard "
+                f"after; or keep such a module, whose DTensors operators convert"
+            )
     return _converted(module, is_torch_dtensor, DTensor.from_torch)
 
 

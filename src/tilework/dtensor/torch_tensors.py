@@ -156,15 +156,19 @@ def _native(placement: Any, tensor: Any) -> Placement:
     name = type(placement).__name__
     if name == "_StridedShard":
         return Shard(placement.dim)
-    if name == "_NormPartial":
-        raise TypeError(
-            f"a norm of a DTensor of torch.distributed.tensor's lies as {list(tensor.placements)}, "
-            f"which tilework has no placement for: redistribute() it to torch's Replicate() before "
-            f"it meets DTensors of tilework's; or make gradients of both libraries one library's "
-            f"before norms of them are taken, in the same memory: module_from_torch(model) and "
-            f"DTensor.from_torch(tensor) tilework's, module_to_torch(model) and to_torch() torch's"
-        )
-    return native_placement(placement)  # type: ignore[no-any-return]
+    if name in ("Shard", "Replicate", "Partial"):
+        return native_placement(placement)  # type: ignore[no-any-return]
+    is_norm = name == "_NormPartial"
+    before = (
+        "; or make gradients of both libraries one library's before norms of them are taken, in "
+        "the same memory: module_from_torch(model) and DTensor.from_torch(tensor) tilework's, "
+        "module_to_torch(model) and to_torch() torch's"
+    )
+    raise TypeError(
+        f"a {'norm of a ' * is_norm}DTensor of torch.distributed.tensor's lies as "
+        f"{list(tensor.placements)}, which tilework has no placement for: redistribute() it to "
+        f"torch's Replicate() before it meets DTensors of tilework's{before * is_norm}"
+    )
 
 
 def local_from_torch(tensor: Any) -> Tensor:

@@ -154,10 +154,11 @@ def native_placement(placement: Any) -> Any:
         return Replicate()
     if kind.__name__ == "Partial":
         return Partial(placement.reduce_op)
+    takes = "; DTensor.from_torch() takes a tensor that lies so"
     raise TypeError(
         f"{placement!r} is a placement of torch.distributed.tensor's of which tilework has no own: "
-        f"use Shard, Replicate or Partial, with order= where several axes shard a dim; "
-        f"DTensor.from_torch() takes a tensor that lies so"
+        f"use Shard, Replicate or Partial, with order= where several axes shard a dim"
+        f"{takes * (kind.__name__ == '_StridedShard')}"
     )
 
 

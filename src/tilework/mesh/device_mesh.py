@@ -37,6 +37,8 @@ from tilework.mesh.torch_meshes import (
     torch_part,
 )
 
+_OURS = "a mesh of tilework's: torch.distributed's functions take to_torch() of it"
+
 
 @dataclass(eq=False)
 class _Meshes:
@@ -446,17 +448,18 @@ class DeviceMesh:
     @property
     def _is_current_rank_part_of_mesh(self) -> NoReturn:
         """Refuse torch.distributed.tensor, which asks this of a mesh before anything else."""
-        raise TypeError(
-            f"{self!r} is a mesh of tilework's: torch.distributed's functions take to_torch() of it"
-        )
+        raise TypeError(f"{self!r} is {_OURS}")
 
     def __bool__(self) -> bool:
-        refuse_torch_caller(
-            self, "a mesh of tilework's: torch.distributed's functions take to_torch() of it"
-        )
+        refuse_torch_caller(self, _OURS)
         return True
 
-    _layout = _rank_map = _get_or_create_default_group = _is_current_rank_part_of_mesh
+    def __len__(self) -> NoReturn:
+        refuse_torch_caller(self, _OURS)  # which takes it for ranks
+        raise TypeError(f"{self!r} has no len(): size() is the number of its ranks")
+
+    _layout = _rank_map = _get_root_mesh = _is_current_rank_part_of_mesh
+    _get_or_create_default_group = _is_current_rank_part_of_mesh
 
     def _link(self, mesh: Any) -> None:
         """Remember that torch's mesh is of the same ranks."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tilework.dtensor import DTensor
+from tilework.dtensor.torch_tensors import is_torch_dtensor
 
 
 @torch.no_grad()
@@ -21,7 +22,8 @@ def clip_grad_norm_(
     """The norm of all gradients together, which are scaled down so that it is ``max_norm`` at most.
 
     As torch's function of this name, which serves where all gradients are plain, or DTensors on one
-    mesh; here they may be some of each. Collective over the meshes of DTensors; blocks.
+    mesh; here they may be some of each, and DTensors of torch's. Collective over the meshes of
+    DTensors; blocks.
 
     Args:
         parameters: The parameters; those without a gradient are left out. The same on all ranks.
@@ -49,7 +51,7 @@ def clip_grad_norm_(
     grads = [p.grad for p in every if p.grad is not None]
     by_mesh: dict[Any, list[Tensor]] = {}
     for grad in grads:
-        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+        mesh: Any = cast(Any, grad).device_mesh if _is_distributed(grad) else None
         by_mesh.setdefault(mesh, []).append(grad)
     norms = [_norm(alike, norm_type, error_if_nonfinite) for alike in by_mesh.values()]
     if not norms:
@@ -58,11 +60,17 @@ def clip_grad_norm_(
     total: Tensor = torch.linalg.vector_norm(stacked, norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local: Tensor = cast(Any, grad).to_local() if _is_distributed(grad) else grad
         local.mul_(factor.to(local.device))
     return total
 
 
 def _norm(grads: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    full: Tensor = cast(Any, norm).full_tensor() if _is_distributed(norm) else norm
+    return full
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    """True for a DTensor, torch's too."""
+    return isinstance(tensor, DTensor) or is_torch_dtensor(tensor)

@@ -12,6 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, NonMember, resolve
+from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.data_parallel.leaves import shared_ranks
@@ -29,6 +30,13 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
             raise RuntimeError(
                 f"{where} is a DistributedDataParallel already: gradients would be averaged twice; "
                 f"wrap the plain module (ddp.module) once"
+            )
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_torch_dtensor(tensor) and name not in ignored:
+            raise TypeError(
+                f"{name} is a DTensor of torch.distributed.tensor's: module_from_torch(module) "
+                f"makes all of a module's tilework's, in the same memory"
             )
     lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
