@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,3 +115,14 @@ def test_a_partial_placement_names_a_reduction() -> None:
     assert Partial("max").reduce_op == "max"
     with pytest.raises(ValueError, match=r"one of sum, avg, .*; got 'mean'"):
         Partial("mean")
+
+
+def test_dims_and_sizes_are_whole_numbers() -> None:
+    wrong: Any
+    for wrong in (0.7, "1", True, None):
+        with pytest.raises(TypeError, match=f"takes the number of a dim, got {wrong!r}"):
+            Shard(wrong)
+    for wrong in (4, (1.5, 2.5)):
+        with pytest.raises(TypeError, match=r"Shard takes .* size"):
+            Shard(0, wrong)
+    assert Shard(cast(Any, torch.tensor(1)), [2, 3]) == Shard(1, (2, 3))  # type: ignore[arg-type]

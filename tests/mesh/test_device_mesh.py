@@ -273,3 +273,11 @@ def test_a_mesh_without_a_whole_slice_cannot_shrink() -> None:
         return dist.get_world_size()
 
     assert run_ranks(4, program)[1:3] == [2, 2]
+
+
+def test_one_rank_alone_is_told_how_to_start_more() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(RuntimeError, match="tilework run -n 4"):
+            init_device_mesh("cpu", (2, 2))
+
+    run_ranks(1, program)

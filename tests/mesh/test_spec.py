@@ -68,7 +68,7 @@ def test_values() -> None:
         (lambda: MeshSpec.of([[0, 1], [1, 2]]), ValueError, r"duplicate values: \[1\]"),
         (lambda: MeshSpec.of([[0, 1], [2]]), ValueError, "rows differ in length"),
         (lambda: MeshSpec((2, 2), (0, 1, 2)), ValueError, r"\(2, 2\) has 4 ranks, got 3"),
-        (lambda: MeshSpec((0,), ()), ValueError, "has 0 ranks"),
+        (lambda: MeshSpec((0,), ()), ValueError, "1 or more ranks along each axis"),
         (lambda: MeshSpec.of([0, -1]), ValueError, "from 0 on"),
         (lambda: MeshSpec.of(["x"]), TypeError, "nested sequences"),
         (lambda: MeshSpec.of([0, 1], ("a", "b")), ValueError, "each of the mesh's 1 axes"),
@@ -111,3 +111,21 @@ def test_what_is_left_has_whole_slices_only(data: st.DataObject) -> None:
         here, before = left.coordinate(rank), mesh.coordinate(rank)
         assert here is not None
         assert before == (*here[:axis], kept[here[axis]], *here[axis + 1 :])
+
+
+@pytest.mark.parametrize("shape", [(0,), (-1,), (-1, -2)])
+def test_axes_have_ranks(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="1 or more ranks along each axis"):
+        MeshSpec.regular(shape)
+
+
+@pytest.mark.parametrize("shape", ["cpu", "2", (2.0,)])
+def test_shapes_are_numbers_of_ranks(shape: Any) -> None:
+    with pytest.raises(TypeError, match="the number of ranks along each axis"):
+        MeshSpec.regular(shape)
+
+
+def test_axes_that_descend() -> None:
+    assert MeshSpec.regular((2, 2)).descending_axis() is None
+    assert MeshSpec.of([[0, 2], [1, 3]]).descending_axis() is None
+    assert MeshSpec.of([[1, 0], [2, 3]]).descending_axis() == 1

@@ -144,6 +144,8 @@ def module_to_torch(module: nn.Module) -> nn.Module:
     :func:`~tilework.parallel.parallelize_module` has prepared runs as before, while torch's
     ``fully_shard`` and ``torch.distributed.checkpoint`` find parameters that they know.
 
+    They are new tensors: make optimizers, hooks and attributes of parameters afterwards.
+
     The mesh should have come from torch's (:meth:`DeviceMesh.from_torch`): ``fully_shard`` needs
     one of which its own axis and this one are parts. A mesh of tilework's own gets one of torch's,
     which is collective (:meth:`DeviceMesh.to_torch`).
@@ -161,6 +163,8 @@ def module_to_torch(module: nn.Module) -> nn.Module:
 
 def module_from_torch(module: nn.Module) -> nn.Module:
     """The module, whose DTensors of torch's have become those of this library. In place; local.
+
+    They are new tensors: make optimizers, hooks and attributes of parameters afterwards.
 
     Raises:
         TypeError: A parameter's groups are on backends of torch's own, or torch's ``fully_shard``

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from tilework.layout.box import Ints
@@ -53,6 +54,7 @@ class Shard(_PlacementKind):
 
     Raises:
         ValueError: ``sizes`` is empty or has a negative number.
+        TypeError: ``dim`` or a size is no integer.
 
     Example:
         >>> Shard(0), Shard(-1, sizes=(3, 5))
@@ -63,9 +65,12 @@ class Shard(_PlacementKind):
     sizes: Ints | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dim", int(self.dim))
+        if type(self.dim) is not int:
+            object.__setattr__(self, "dim", _whole(self.dim, "the number of a dim"))
         if self.sizes is not None:
-            sizes = tuple(map(int, self.sizes))
+            if not isinstance(self.sizes, Iterable):
+                raise TypeError(f"Shard takes the size of each shard, got sizes={self.sizes!r}")
+            sizes = tuple(_whole(size, "whole numbers for sizes") for size in self.sizes)
             if not sizes or min(sizes) < 0:
                 raise ValueError(f"Shard takes one or more sizes, none negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)
@@ -76,6 +81,12 @@ class Shard(_PlacementKind):
             if self.sizes is None
             else f"Shard(dim={self.dim}, sizes={self.sizes})"
         )
+
+
+def _whole(number: Any, what: str) -> int:
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise TypeError(f"Shard takes {what}, got {number!r}")
+    return index(number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -557,10 +557,14 @@ def init_device_mesh(
     if not is_initialized():
         init_process_group()
     if spec.size != get_world_size():
+        count, there = spec.size, f"are {get_world_size()}"
+        instead = "Use DeviceMesh(…) for a mesh of some of the ranks"
+        if get_world_size() == 1:
+            there = "is 1"
+            instead = f"Start {count} ranks: tilework run -n {count} program.py"
         raise RuntimeError(
             f"Mesh should have as many ranks as the default process group: shape "
-            f"{tuple(mesh_shape)} needs {spec.size}, but there are {get_world_size()}. "
-            f"Use DeviceMesh(…) for a mesh of some of the ranks"
+            f"{tuple(mesh_shape)} needs {count}, but there {there}. {instead}"
         )
     return DeviceMesh(device_type, spec)
 

@@ -36,7 +36,9 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for name in ("shape", "ranks"):
             object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
-        if min(self.shape, default=1) < 1 or math.prod(self.shape) != len(self.ranks):
+        if min(self.shape, default=1) < 1:
+            raise ValueError(f"a mesh has 1 or more ranks along each axis, got shape {self.shape}")
+        if math.prod(self.shape) != len(self.ranks):
             raise ValueError(
                 f"a mesh of shape {self.shape} has {math.prod(self.shape)} ranks, got "
                 f"{len(self.ranks)}: {list(self.ranks)}"
@@ -54,7 +56,18 @@ class MeshSpec:
 
     @classmethod
     def regular(cls, shape: Sequence[int], names: Iterable[str] | None = None) -> MeshSpec:
-        """The mesh of the ranks from 0 on."""
+        """The mesh of the ranks from 0 on.
+
+        Raises:
+            TypeError: The shape is no sequence of integers.
+        """
+        if not all(hasattr(length, "__index__") for length in shape):
+            raise TypeError(
+                f"a mesh's shape has the number of ranks along each axis, such as (2, 4), got "
+                f"{shape!r}"
+            )
+        if min(shape, default=1) < 1:
+            raise ValueError(f"a mesh has 1 or more ranks along each axis, got shape {shape}")
         n = math.prod(shape)
         return cls(tuple(shape), tuple(range(n)), None if names is None else tuple(names))
 
