@@ -33,6 +33,7 @@ from tilework.dtensor.torch_tensors import (
     torch_placements,
 )
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.deep_copies import deep_copy
 from tilework.dtensor.views.leaf_views import before_leaving_graph
 from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
@@ -442,17 +443,16 @@ class DTensor(DTensorBase):
                 "only tensors that are leaves of the graph can be copied deeply: detach() first"
             )
         local = local_graph.local_of(self)
-        is_param, requires_grad = isinstance(self, Parameter), local.requires_grad
-        if self._origin is not None or is_param:  # which leave their gradients
-            local = local.detach()
-        # torch's copies of parameters share no memory, though these do.
-        local = local.clone() if is_param else copy.deepcopy(local, memo)
-        local.requires_grad_(requires_grad)
-        copied = memo[id(self)] = wrap(
-            local, self._spec, self._digest if self._made is None else digest_of(self)
-        )
-        if not is_param:
-            copied_views.copy_view(self, copied, memo)
+        is_param = isinstance(self, Parameter)
+        if is_param:  # torch's copies of parameters share no memory, though these do
+            digest = self._digest if self._made is None else digest_of(self)
+            copied = wrap(local.detach().clone(), self._spec, digest)
+        else:
+            copied = deep_copy(self, memo)
+        copied.requires_grad_(local.requires_grad)
+        if not is_param and self._origin is None and local.grad is not None:
+            copied._local_tensor.grad = copy.deepcopy(local.grad, memo)
+        memo[id(self)] = copied
         for name, value in vars(self).items():
             if name not in _OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))

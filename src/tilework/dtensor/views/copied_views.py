@@ -12,7 +12,6 @@ that owns the memory, since torch counts neither those to ``x.data`` nor those i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -236,25 +235,6 @@ def share_memory(tensor: DTensorBase, value: DTensorBase) -> None:
         tensor._viewed = (value, value._spec, data_of, (), {})
     else:
         mark(tensor, value, data_of, shares=True, apart="data")
-
-
-def copy_view(tensor: DTensorBase, copied: DTensorBase, memo: dict[int, Any]) -> None:
-    """Let the deep copy of a copied view be one of its base's, as copies share memory in torch.
-
-    Args:
-        tensor: The view, or another tensor, which is left as it is.
-        copied: Its copy.
-        memo: What was copied so far.
-    """
-    view = tensor._view_of
-    if view is None or view is WATCHED:
-        return
-    base = view.base
-    if base._viewed is not None and base._viewed[0]._anchor is base:
-        base = base._viewed[0]
-    if not base.is_leaf:  # which has no deep copy
-        return
-    mark(copied, copy.deepcopy(base, memo), view.redo, view.write, view.shares, view.apart)
 
 
 def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
