@@ -67,6 +67,31 @@ def test_a_tensor_comes_back_as_it_was() -> None:
     run_ranks(4, program)
 
 
+def test_strides_come_back() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        whole = distribute_tensor(torch.arange(120.0).view(2, 3, 4, 5), mesh, [Shard(1)])
+        images = whole.to(memory_format=torch.channels_last)
+        expanded = whole[:1].expand(2, -1, -1, -1)
+        for there in (whole.transpose(0, 3), whole[:, :, 1:3], expanded, images):
+            found = loaded(saved(there), weights_only=True)
+            assert isinstance(there, DTensor)
+            assert found.stride() == there.clone().stride()
+            copied = found.transpose(0, 1).reshape(-1)
+            copied.zero_()
+            found.add_(1)
+            assert torch.equal(found.full_tensor(), there.full_tensor() + 1)
+
+        def before(*saved: Any) -> Any:
+            local, device_mesh, layout, *rest = saved
+            return rebuild(local, device_mesh, layout[:3], *rest)  # as files had it
+
+        rebuild, arguments = images.__reduce_ex__(4)  # type: ignore[no-untyped-call]
+        assert before(*arguments).stride() == whole.stride()
+
+    run_ranks(2, program)
+
+
 def test_a_parameter_comes_back_as_one() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

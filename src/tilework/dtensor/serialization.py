@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilework.comm.world import get_world_size
 from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.propagation.strides import is_dense, like_strides
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh
@@ -23,8 +23,10 @@ from tilework.mesh.device_mesh import find_or_make
 Mesh = tuple[str, Ints, Ints, tuple[str, ...] | None]
 #: A kind of placement, and its arguments.
 _Placement = tuple[str, tuple[Any, ...]]
-#: Placements, shape and order.
-Layout = tuple[list[_Placement], Ints, Ints | None]
+#: Placements, shape and order; and the global strides, which files of before have not.
+Layout = (
+    tuple[list[_Placement], Ints, Ints | None] | tuple[list[_Placement], Ints, Ints | None, Ints]
+)
 
 _KINDS: dict[str, Any] = {"shard": Shard, "replicate": Replicate, "partial": Partial}
 
@@ -34,9 +36,11 @@ def layout_to_save(tensor: DTensorBase) -> tuple[Mesh, Layout, Ints | None]:
     spec = tensor._spec
     mesh = spec.mesh
     coordinate = mesh.get_coordinate()
+    placements = [_placement(placement) for placement in spec.placements]
+    strides = like_strides(spec.shape, spec.strides)  # it will own its memory, all of it
     return (
         (mesh.device_type, mesh.shape, mesh.spec.ranks, mesh.mesh_dim_names),
-        ([_placement(placement) for placement in spec.placements], spec.shape, spec.order),
+        (placements, spec.shape, spec.order, tuple(map(int, strides))),
         None if coordinate is None else tuple(coordinate),
     )
 
@@ -50,11 +54,11 @@ def _placement(placement: Placement) -> _Placement:
 
 
 def compact(local: Tensor) -> Tensor:
-    """The local tensor without other elements in its storage."""
+    """The local tensor with its own elements in its storage, each once, and no others."""
     local = local.detach()
-    if local.untyped_storage().nbytes() > local.nbytes:
-        return local.clone(memory_format=torch.contiguous_format)
-    return local
+    fills = local.untyped_storage().nbytes() == local.nbytes
+    fills = fills and is_dense(tuple(local.shape), local.stride())
+    return local if fills else local.clone()
 
 
 def spec_of_saved(
@@ -78,7 +82,8 @@ def spec_of_saved(
             f"tilework.checkpoint, which loads into any world, or save full_tensor()"
         )
     device_mesh: DeviceMesh = find_or_make(*mesh)
-    spec = spec_of(device_mesh, placements, layout[1], layout[2])
+    strides = layout[3] if len(layout) > 3 else None
+    spec = spec_of(device_mesh, placements, layout[1], layout[2], strides)
     here = device_mesh.get_coordinate()
     if _shard_index(here, spec) != _shard_index(coordinate, spec):
         raise ValueError(

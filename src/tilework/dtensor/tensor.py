@@ -19,6 +19,7 @@ from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.from_local import spec_from_local
 from tilework.dtensor.handlers import HANDLERS
+from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.digests import digest_of, note_cleared, note_gradient
 from tilework.dtensor.provenance.meaning import Moved, named_for
 from tilework.dtensor.redistribution.redistribute import redistribute_local
@@ -446,7 +447,8 @@ class DTensor(DTensorBase):
         is_param = isinstance(self, Parameter)
         if is_param:  # torch's copies of parameters share no memory, though these do
             digest = self._digest if self._made is None else digest_of(self)
-            copied = wrap(local.detach().clone(), self._spec, digest)
+            spec = self._spec.with_strides(like_strides(self._spec.shape, self._spec.strides))
+            copied = wrap(local.detach().clone(), spec, digest)
         else:
             copied = deep_copy(self, memo)
         copied.requires_grad_(local.requires_grad)
