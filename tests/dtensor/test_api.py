@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
@@ -148,6 +149,33 @@ def test_what_is_wrong_on_one_rank_raises_on_all() -> None:
     wrong_shape = "shape=[4] on rank 0 does not match with shape=[5] on rank 1"
     assert wrong_shape in raised_by_all(2, shapes, ValueError)
     assert "does not match with layout=" in raised_by_all(2, layouts, ValueError)
+
+
+def test_strides_are_those_of_the_source_rank() -> None:
+    images = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    sliced = torch.arange(120.0).view(2, 3, 4, 5).transpose(0, 3)[:, :2]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for whole, meta in itertools.product((images, sliced), (False, True)):
+            for placements in ([Shard(1)], [Replicate()], [Partial()]):
+                source = whole.to("meta") if meta else whole
+                given = source if rank == 0 else torch.empty(whole.shape, device="meta")
+                for made in (
+                    distribute_tensor(given, mesh, placements),
+                    distribute_tensor(source, mesh, placements, src_data_rank=None),
+                ):
+                    assert made.stride() == whole.clone().stride()
+                    assert made.contiguous() is not made
+                    if not meta:
+                        assert torch.equal(made.full_tensor(), whole)
+        layer: Any = nn.Conv2d(3, 4, 2)
+        layer.to(memory_format=torch.channels_last)
+        module: Any = distribute_module(copy.deepcopy(layer), mesh)
+        assert module.weight.stride() == layer.weight.stride()
+        assert module(images).stride() == layer(images).stride()
+
+    run_ranks(2, program)
 
 
 def test_the_result_shares_no_memory() -> None:

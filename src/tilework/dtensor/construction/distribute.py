@@ -11,10 +11,11 @@ from torch import Tensor
 from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
+from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import TensorText, agreeing, moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
-from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.spec import DTensorSpec, row_major, spec_of
 from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Replicate
@@ -37,9 +38,10 @@ def distribute_tensor(
 
     Collective over the mesh; blocks; each rank receives no more than its shard. With
     ``src_data_rank=None`` it is local. What is wrong on one rank raises on all, and nothing has
-    moved then. The result shares no memory with ``tensor``; it requires a gradient if ``tensor``
-    does, and is a leaf: nothing flows back into ``tensor``. A DTensor of this layout is returned
-    as it is. A meta tensor gives meta tensors.
+    moved then. The result has the strides of a ``clone()`` of the source rank's tensor, and shares
+    no memory with ``tensor``; it requires a gradient if ``tensor`` does, and is a leaf: nothing
+    flows back into ``tensor``. A DTensor of this layout is returned as it is. A meta tensor gives
+    meta tensors.
 
     Args:
         tensor: The full tensor, a leaf of the graph. Its values count on the source rank; on others
@@ -82,10 +84,12 @@ def distribute_tensor(
         group = mesh.axes_group(range(mesh.ndim))
         with agreeing("distribute_tensor"):
             facts = agree_equal(
-                checked, group, "distribute_tensor got different arguments on ranks:", own=("meta",)
+                checked, group, "distribute_tensor got different arguments on ranks:", own=_OWN
             )
         source = _source(mesh, src_data_rank)
-        meta = bool(facts[group.global_ranks.index(source)]["meta"])
+        its = facts[group.global_ranks.index(source)]
+        meta = bool(its["meta"])
+        spec = spec and spec.with_strides(its["strides"])
     if spec is None:
         assert isinstance(tensor, DTensor)
         return tensor
@@ -101,6 +105,10 @@ def distribute_tensor(
     return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
 
 
+#: Facts about a rank's own tensor; those of the source rank's count.
+_OWN = ("meta", "strides")
+
+
 def _checked(
     tensor: Tensor,
     mesh: DeviceMesh,
@@ -108,7 +116,7 @@ def _checked(
     order: Sequence[int] | None,
     src_data_rank: int | None,
 ) -> tuple[DTensorSpec | None, dict[str, Any]]:
-    """The layout, None for a DTensor that has it; and what ranks must have in common, but "meta".
+    """The layout, None for a DTensor that has it; and facts, of which ranks share all but ``_OWN``.
 
     Raises:
         Exception: As :func:`distribute_tensor`.
@@ -116,8 +124,11 @@ def _checked(
     _check_plain(tensor, mesh, placements)
     if isinstance(tensor, DTensor):
         _check_layout(tensor, mesh, placements, order)
-        return None, {"type": "DTensor", "meta": False}
-    spec = spec_of(mesh, placements, tensor.shape, order)
+        return None, {"type": "DTensor", "meta": False, "strides": ()}
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    if not tensor.is_contiguous():
+        strides = like_strides(shape, strides)
+    spec = spec_of(mesh, placements, shape, order, strides)
     if src_data_rank is not None:
         _source(mesh, src_data_rank)
     return spec, {
@@ -127,6 +138,7 @@ def _checked(
         "layout": str(spec),
         "src_data_rank": src_data_rank,
         "meta": tensor.is_meta,
+        "strides": strides,
     }
 
 
@@ -182,15 +194,19 @@ def _source(mesh: DeviceMesh, index: int) -> int:
 
 def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
     """This rank's shard of the source rank's tensor; of its own, if there is no source."""
+    dual, mesh = spec.dual, spec.mesh
+    shape = (spec if meta else dual).local_shape
+    strides = row_major(shape)
+    if spec.strides != row_major(spec.shape):  # in the order of the global ones
+        strides = like_strides(tuple(shape), spec.strides)
+    where = "meta" if meta else mesh.device_type
+    local = torch.empty_strided(shape, strides, dtype=full.dtype, device=where)
     if meta:
-        return torch.empty(spec.local_shape, dtype=full.dtype, device="meta")
-    dual = spec.dual
+        return local
     if source is None:
-        local = on_device(full, spec.mesh)[dual.local_box.slices]
-        local = local.clone(memory_format=torch.contiguous_format)
+        local.copy_(full[dual.local_box.slices])
     else:
-        mesh, rank = spec.mesh, get_rank()
-        local = torch.empty(dual.local_shape, dtype=full.dtype, device=mesh.device_type)
+        rank = get_rank()
         run_plan(
             transfer_plan(replicated_tiling(spec.shape, (source,)), dual.tiling, rank),
             [on_device(full, mesh)] if rank == source else [],
