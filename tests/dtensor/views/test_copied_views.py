@@ -264,6 +264,19 @@ def test_shallow_copies_share_memory() -> None:
     check(program)
 
 
+def test_an_equation_that_sums_nothing_gives_a_view() -> None:
+    def program(make: Make) -> list[Any]:
+        leaf = make(torch.arange(36.0).view(3, 2, 2, 3)).requires_grad_()
+        x = leaf * 1
+        torch.einsum("abbc->cab", x).mul_(2)
+        torch.einsum("a...a->...a", x)[0].add_(1)
+        torch.einsum(x, [0, 1, 1, 0], [1, 0]).mul_(3)
+        (x * x).sum().backward()  # type: ignore[no-untyped-call]
+        return [x, leaf.grad]
+
+    check(program, 4)
+
+
 def test_what_set_does_not_take() -> None:
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -240,9 +240,10 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
     factors = _factors(names, tensors)
     if factors is None or not factors.keys() >= set(result):
         return None
-    if len(names) == 1 and len(result) == len(names[0]) == len(set(result)):
-        dims = [names[0].index(name) for name in result]
-        return Decomposition(lambda equation, *operands: _only(operands).permute(dims))
+    if len(names) == 1 and set(result) == set(names[0]) and len(result) == len(set(result)):
+        if any(factors[n].size != size for n, size in zip(names[0], tensors[0].shape, strict=True)):
+            return None  # torch raises
+        return Decomposition(lambda equation, *operands: _shown(_only(operands), names[0], result))
     dims_of_each = [
         dim_factors([
             factors[name] if factors[name].size == size else None
@@ -257,6 +258,17 @@ def _only(operands: Any) -> Tensor:
     """The tensor that was passed by itself or in a sequence."""
     tensor: Tensor = operands[0] if isinstance(operands[0], Tensor) else operands[0][0]
     return tensor
+
+
+def _shown(tensor: Tensor, names: Names, result: Names) -> Tensor:
+    """The view of a tensor in an equation that sums nothing: of diagonals, if names repeat."""
+    for name in result:
+        while names.count(name) > 1:
+            first = names.index(name)
+            second = names.index(name, first + 1)
+            tensor = tensor.diagonal(0, first, second)
+            names = [*names[:first], *names[first + 1 : second], *names[second + 1 :], name]
+    return tensor.permute([names.index(name) for name in result])
 
 
 def _names(word: str, width: int) -> Names:
