@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.dtensor.op_checks import (
@@ -213,7 +213,9 @@ def test_item_of_a_partial_value_is_the_value() -> None:
         assert x.item() == float(x) == x.tolist() == 3.5  # type: ignore[comparison-overlap]
         assert int(x) == 3
         assert bool(x)
-        assert f"{x:.1f}" == "3.5"
+        assert f"{x:.1f} {x}" == "3.5 3.5"
+        assert f"{x!r}" == str(x) != "3.5"
+        assert "partial" in f"{nn.Parameter(x)}"
         with pytest.raises(TypeError, match="a format for one number"):
             f"{x.expand(2):.1f}"
         assert round(float(x), 1) == 3.5

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils.dlpack
 from torch import Tensor
+from torch.nn import Parameter
 
 from tilework.dtensor.autograd import gradients, local_graph, origins
 from tilework.dtensor.base import DTensorBase, memory_of
@@ -197,10 +198,12 @@ def _repr(func: Any, args: Any, kwargs: Any) -> str:
 
 @dtensor_handler("__format__")
 def _format(func: Any, args: Any, kwargs: Any) -> str:
+    """As torch has it: the number of a tensor without dims, so that ``f"expert_{i}"`` is a name."""
     tensor, spec = args
     if tensor.dim() and spec:
         raise TypeError(f"a format for one number, {spec!r}, got {tensor!r}: format its elements")
-    return format(tensor.item(), spec) if tensor.dim() == 0 and spec else repr(tensor)
+    is_number = not (tensor.dim() or tensor.is_meta) and (spec or not isinstance(tensor, Parameter))
+    return format(tensor.item(), spec) if is_number else repr(tensor)
 
 
 @dtensor_handler(

@@ -264,7 +264,9 @@ def _tensor_of(item: Any) -> Any:
             item = item.long()
     if item.dim() == 0:
         if item.dtype.is_floating_point or item.dtype.is_complex:
-            raise IndexError(f"tensors used as indices must be whole numbers or masks, got {item}")
+            raise IndexError(
+                f"tensors used as indices must be whole numbers or masks, got {item!r}"
+            )
         value = full_value(item).item()
         return value if item.dtype is not torch.uint8 else bool(value)
     return item
