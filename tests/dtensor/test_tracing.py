@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.dtensor.op_checks import noting_gatherings
 from tests.rounding import assert_close
-from tilework.dtensor import DTensor, distribute_tensor
+from tilework.dtensor import DTensor, distribute_module, distribute_tensor
 from tilework.layout import Shard
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -28,10 +28,23 @@ def doubled_sine(x: Tensor) -> Tensor:
     return x.sin() * 2 + x.sum()
 
 
+class Closing(nn.Module):
+    held: list[Tensor]
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.held = [x]
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y * self.held[0]
+
+
 _trace: Any = torch.jit.trace
 TRACED: dict[str, Callable[[Any], Any]] = {
     "an example": lambda x: _trace(lambda y: y.sin(), (x,)),
     "one that is closed over": lambda x: _trace(lambda y: y * x, torch.ones(3)),
+    "one that a module closes over": lambda x: _trace(Closing(x), torch.ones(3)),
+    "a parameter": lambda x: _trace(distribute_module(nn.Linear(3, 2), x.device_mesh), x),
     "the part of a rank": lambda x: _trace(lambda y: y * x.sum().full_tensor(), torch.ones(3)),
 }
 
@@ -66,6 +79,21 @@ def test_plain_functions_are_traced_and_scripted_as_before() -> None:
     assert_close(_trace(doubled_sine, x)(x), doubled_sine(x))
     assert_close(make_fx(doubled_sine)(x)(x + 1), doubled_sine(x + 1))
     assert_close(torch.jit.script(doubled_sine)(x), doubled_sine(x))
+
+
+def test_modules_with_dtensors_are_not_scripted() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1,))
+        model = distribute_module(nn.Sequential(nn.Linear(3, 2)), mesh)
+        with pytest.raises(
+            RuntimeError, match=r"no modules with DTensors.* 0.weight of this Sequential"
+        ):
+            torch.jit.script(model)
+        scripted: Any = torch.jit.script(nn.Linear(3, 2))
+        with pytest.raises(TypeError, match=r"torch\.jit's.*and '0' is one"):
+            distribute_module(nn.Sequential(scripted), mesh)
+
+    run_ranks(1, program)
 
 
 @pytest.mark.parametrize("what", ["function", "module"])

@@ -1,11 +1,17 @@
-"""Names and wildcards of plans."""
+"""Modules that are none; names and wildcards of plans."""
 
 from __future__ import annotations
 
 import pytest
 from torch import nn
 
-from tilework.tiled.module_plan import close_names, is_pattern, matching_names, split_name
+from tilework.tiled.module_plan import (
+    check_is_module,
+    close_names,
+    is_pattern,
+    matching_names,
+    split_name,
+)
 
 NAMES = ["", "up", "layers", "layers.0", "layers.0.up", "layers.1.up", "layers.10.up"]
 
@@ -24,6 +30,13 @@ NAMES = ["", "up", "layers", "layers.0", "layers.0.up", "layers.1.up", "layers.1
 )
 def test_matching_names(pattern: str, expected: list[str]) -> None:
     assert matching_names(pattern, NAMES) == expected
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match=r"fully_shard takes an nn\.Module, got int$"):
+        check_is_module(3, "fully_shard")
+    with pytest.raises(TypeError, match=r"got the class Linear: make one first, Linear\(…\)"):
+        check_is_module(nn.Linear, "fully_shard")
 
 
 def test_patterns() -> None:

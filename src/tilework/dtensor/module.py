@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tilework.dtensor.construction.distribute import distribute_tensor
@@ -14,6 +15,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
+from tilework.tiled.module_plan import check_is_module
 
 #: Called with a submodule's name, the submodule and the mesh.
 PartitionFunction = Callable[[str, nn.Module, DeviceMesh], None]
@@ -53,7 +55,7 @@ def distribute_module(
 
     Raises:
         ValueError: A function takes another number of arguments.
-        TypeError: ``partition_fn`` is no function.
+        TypeError: The module is none, or a scripted one; or a function is none.
         RuntimeError: No mesh is given or active.
 
     Example:
@@ -73,6 +75,8 @@ def distribute_module(
         (torch.Size([2, 3]), torch.Size([4]))
     """
     mesh = mesh_or_current(device_mesh)
+    check_is_module(module, "distribute_module")
+    _refuse_scripted(module)
     if partition_fn is not None and not callable(partition_fn):
         raise TypeError(
             f"partition_fn is a function of name, module and mesh, which puts DTensors in the "
@@ -92,10 +96,22 @@ def distribute_module(
     return module
 
 
+def _refuse_scripted(module: nn.Module) -> None:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            raise TypeError(
+                f"distribute_module takes no modules of torch.jit's, and "
+                f"{repr(name) if name else 'this'} is one, whose interpreter runs torch's "
+                f"operators on plain tensors: distribute the module that it was made of"
+            )
+
+
 def _hook(name: str, what: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """A function of module, inputs or outputs, and mesh."""
     if function is None:
         return None
+    if not callable(function):
+        raise TypeError(f"{name} is a function of (module, {what}, device_mesh), got {function!r}")
     count = len(inspect.signature(function).parameters)
     if count == 2:
         warnings.warn(
@@ -158,6 +174,7 @@ def module_to_torch(module: nn.Module) -> nn.Module:
         >>> module_to_torch(nn.Linear(2, 3))  # has no DTensors
         Linear(in_features=2, out_features=3, bias=True)
     """
+    check_is_module(module, "module_to_torch")
     return _converted(module, DTensor, DTensor.to_torch)
 
 
@@ -187,6 +204,8 @@ def module_from_torch(module: nn.Module) -> nn.Module:
                 f"forward: call module_from_torch() before it, and tilework.parallel's fully_shard "
                 f"after; or keep such a module, whose DTensors operators convert"
             )
+
+    check_is_module(module, "module_from_torch")
     return _converted(module, is_torch_dtensor, DTensor.from_torch)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.fx.experimental.proxy_tensor
+from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +27,8 @@ _STARTERS: tuple[tuple[Any, str, str], ...] = (
     (torch._C, "_create_function_from_trace", "torch.jit.trace"),
     (torch._C, "_create_function_from_trace_with_dict", "torch.jit.trace"),
     (torch._C, "_create_graph_by_tracing", "torch.jit.trace"),
+    (torch._C.ScriptModule, "_create_method_from_trace", "torch.jit.trace"),
+    (torch._C.ScriptModule, "_create_method_from_trace_with_dict", "torch.jit.trace"),
     (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace", "make_fx"),
 )
 
@@ -62,6 +65,26 @@ def refusing(original: Any, tracer: str) -> Any:
     return start
 
 
+def without_dtensors(original: Any) -> Any:
+    """A function of torch's that makes a scripted or traced module, of plain tensors alone."""
+
+    @functools.wraps(original)
+    def create(module: nn.Module, *args: Any, is_tracing: bool = False, **kwargs: Any) -> Any:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if isinstance(tensor, DTensorBase):
+                if is_tracing:
+                    _refuse("torch.jit.trace")
+                raise RuntimeError(
+                    f"torch.jit.script takes no modules with DTensors, and {name} of this "
+                    f"{type(module).__name__} is {tensor!r}: its interpreter runs torch's "
+                    f"operators on plain tensors. Script a plain copy of the model, whose "
+                    f"parameters are those of full_tensor()"
+                )
+        return original(module, *args, is_tracing=is_tracing, **kwargs)
+
+    return create
+
+
 def asking(original: Any) -> Any:
     """The call of a scripted function, which asks the classes of its arguments first."""
 
@@ -77,6 +100,8 @@ def asking(original: Any) -> Any:
 
 _function: Any = torch._C.ScriptFunction
 _function.__call__ = asking(_function.__call__)
+_scripts: Any = torch.jit._recursive
+_scripts.create_script_module = without_dtensors(_scripts.create_script_module)
 for _place, _name, _tracer in _STARTERS:
     if hasattr(_place, _name):
         setattr(_place, _name, refusing(getattr(_place, _name), _tracer))

@@ -13,6 +13,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.functional import api as functional
 from tilework.comm.world import get_default_group
 from tilework.parallel.data_parallel.join import active_group
+from tilework.tiled.module_plan import check_is_module
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -162,6 +163,7 @@ class SyncBatchNorm(_BatchNorm):
             module: Changed in place; returned, or its replacement if it is such a layer itself.
             process_group: The ranks; None: the default group.
         """
+        check_is_module(module, "convert_sync_batchnorm")
         return _replaced(module, lambda layer: _synchronised(cls, layer, process_group))
 
     @classmethod
@@ -170,6 +172,7 @@ class SyncBatchNorm(_BatchNorm):
 
         The opposite of :meth:`convert_sync_batchnorm`; layers take inputs of any number of dims.
         """
+        check_is_module(module, "revert_sync_batchnorm")
         return _replaced(module, _plain)
 
 

@@ -19,7 +19,13 @@ from tilework.sharded.shard_tensor import (
     tensor_of,
 )
 from tilework.sharded.specs import ShardingSpec
-from tilework.tiled.module_plan import close_names, is_pattern, matching_names, split_name
+from tilework.tiled.module_plan import (
+    check_is_module,
+    close_names,
+    is_pattern,
+    matching_names,
+    split_name,
+)
 
 
 class Sharder(ABC):
@@ -152,6 +158,7 @@ class _ResolvedPlan:
     def __init__(
         self, module: nn.Module, plan: ShardingPlan, src_rank: int, group: AnyGroup
     ) -> None:
+        check_is_module(module, "shard_module")
         self.module, self.plan = module, plan
         # A shared parameter comes under each of its names.
         self.parameters = dict(module.named_parameters(remove_duplicate=False))

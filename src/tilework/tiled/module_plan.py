@@ -1,12 +1,28 @@
-"""Names in plans for modules: exact ones, and patterns with wildcards between the dots."""
+"""Modules and their plans: names are exact, or patterns with wildcards between the dots."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
+
+
+def check_is_module(module: Any, function: str) -> None:
+    """Raise TypeError unless a function was given a module.
+
+    Example:
+        >>> check_is_module(nn.Identity(), "fully_shard")
+    """
+    if isinstance(module, nn.Module):
+        return
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        got = f"the class {module.__name__}: make one first, {module.__name__}(…)"
+    else:
+        got = type(module).__name__
+    raise TypeError(f"{function} takes an nn.Module, got {got}")
 
 
 def is_pattern(name: str) -> bool:

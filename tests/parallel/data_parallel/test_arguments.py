@@ -27,7 +27,7 @@ def test_misuse() -> None:
             DistributedDataParallel(ddp)
         with pytest.raises(RuntimeError, match="its module '0' is a DistributedDataParallel"):
             DistributedDataParallel(nn.Sequential(ddp))
-        with pytest.raises(TypeError, match=r"wraps an nn\.Module, got int"):
+        with pytest.raises(TypeError, match=r"takes an nn\.Module, got int"):
             DistributedDataParallel(3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="only work with single-device modules"):
             DistributedDataParallel(nn.Linear(1, 1), device_ids=[0])

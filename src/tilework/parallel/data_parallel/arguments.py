@@ -16,14 +16,14 @@ from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.data_parallel.leaves import shared_ranks
+from tilework.tiled.module_plan import check_is_module
 
 _requires_grad = attrgetter("requires_grad")
 
 
 def check_module(module: Any, wrapper: type[nn.Module]) -> None:
     """Raise unless a module can be wrapped; ``wrapper`` must not be in it already. Local."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"DistributedDataParallel wraps an nn.Module, got {type(module).__name__}")
+    check_is_module(module, "DistributedDataParallel")
     for name, inner in module.named_modules():
         if isinstance(inner, wrapper):
             where = f"its module {name!r}" if name else "the module"

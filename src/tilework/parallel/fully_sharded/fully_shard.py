@@ -31,6 +31,7 @@ from tilework.parallel.fully_sharded.policies import (
     OffloadPolicy,
 )
 from tilework.parallel.fully_sharded.shards import collect, sharded_param
+from tilework.tiled.module_plan import check_is_module
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -336,7 +337,7 @@ def fully_shard(
     Raises:
         ValueError: The module is sharded already, a parameter has no dims, or the mesh does not
             fit.
-        TypeError: A module is a container without forward.
+        TypeError: A module is none, or a container without forward.
 
     Example:
         >>> import torch
@@ -418,6 +419,7 @@ def _check(
     modules: list[nn.Module], mesh: DeviceMesh | None, offload_policy: OffloadPolicy | None
 ) -> None:
     for module in modules:
+        check_is_module(module, "fully_shard")
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise TypeError(
                 f"{type(module).__name__} has no forward, before which parameters could be "

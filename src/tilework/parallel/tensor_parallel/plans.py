@@ -14,7 +14,7 @@ from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
-from tilework.tiled.module_plan import close_names, matching_names
+from tilework.tiled.module_plan import check_is_module, close_names, matching_names
 
 
 def parallelize_module(
@@ -53,7 +53,7 @@ def parallelize_module(
     Raises:
         NotImplementedError: A style does not know the module that it is for.
         ValueError: Two styles shard a parameter differently; or the mesh has no such axis.
-        TypeError: The plan is none.
+        TypeError: The module or the plan is none.
 
     Warns:
         UserWarning: A name of the plan fits no module; it tells which there are.
@@ -79,6 +79,7 @@ def parallelize_module(
         ((Shard(dim=0), Replicate()), (Replicate(), Shard(dim=0)))
     """
     mesh = mesh_or_current(device_mesh)
+    check_is_module(module, "parallelize_module")
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a plan changes nothing", stacklevel=2)
         return module
