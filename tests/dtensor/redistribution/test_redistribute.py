@@ -475,6 +475,15 @@ def test_what_is_wrong_on_one_rank_raises_on_all() -> None:
     run_ranks(2, program)
 
 
+def test_what_has_no_identity_element_raises_on_all() -> None:
+    def program(rank: int) -> None:
+        x = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Replicate()])
+        with pytest.raises(NotImplementedError, match="PREMUL_SUM has no identity element"):
+            x.redistribute(placements=[Partial("premul_sum")])
+
+    run_ranks(2, program)
+
+
 def test_a_part_of_another_shape_is_refused() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -84,8 +84,10 @@ def _slice(source: DTensorSpec, target: DTensorSpec, last: bool) -> RunStep:
 
 def _fill(step: Step, target: DTensorSpec, dtype: torch.dtype) -> RunStep:
     op = str(target.reduce_op)
-    holds_value = op in _IDEMPOTENT or target.is_first(step.axes)
-    identity = None if holds_value else identity_element(RedOpType(op), dtype)
+    # Ranks that need none ask, too: where there is none, all raise.
+    identity = None if op in _IDEMPOTENT else identity_element(RedOpType(op), dtype)
+    if target.is_first(step.axes):
+        identity = None
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, None]:
         if identity is None:
