@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -104,6 +105,21 @@ def test_an_order_names_each_axis(order: list[int]) -> None:
 def test_sizes_are_some_and_not_negative(sizes: Ints) -> None:
     with pytest.raises(ValueError, match="one or more sizes, none negative"):
         Shard(0, sizes=sizes)
+
+
+@pytest.mark.parametrize("dim", [0.7, "1", True, None])
+def test_a_dim_is_a_whole_number(dim: Any) -> None:
+    assert Shard(np.int64(1)).dim == 1  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=rf"takes a dim, as 0 or -1, which is .*got {dim!r}"):
+        Shard(dim)
+    with pytest.raises(TypeError, match=rf"takes a size for each rank, which is .*got {dim!r}"):
+        Shard(0, (2, dim))
+
+
+@pytest.mark.parametrize("sizes", [4, "12"])
+def test_sizes_are_a_sequence(sizes: Any) -> None:
+    with pytest.raises(TypeError, match=rf"as sizes=\(3, 5\); got {sizes!r}"):
+        Shard(0, sizes)
 
 
 def test_placements_are_values() -> None:

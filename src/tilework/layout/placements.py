@@ -44,6 +44,25 @@ class _PlacementKind:
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
 
+def _whole(number: Any, takes: str) -> int:
+    """A whole number; no bool, nor a float or text that could be made one."""
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return index(number)
+    except TypeError:
+        raise TypeError(f"{takes}, which is a whole number; got {number!r}") from None
+
+
+def _sizes(sizes: Any) -> Ints:
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(
+            f"Shard takes sizes with one for each rank along the axis, as sizes=(3, 5); got "
+            f"{sizes!r}"
+        )
+    return tuple([_whole(size, "Shard takes a size for each rank") for size in sizes])
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(_PlacementKind):
     """A mesh axis splits ``dim`` into as many shards as the axis is long.
@@ -55,6 +74,9 @@ class Shard(_PlacementKind):
     Raises:
         ValueError: ``sizes`` is empty or has a negative number.
         TypeError: ``dim`` or a size is no integer.
+
+
+        TypeError: ``dim`` is no whole number, or ``sizes`` are none.
 
     Example:
         >>> Shard(0), Shard(-1, sizes=(3, 5))
@@ -71,6 +93,11 @@ class Shard(_PlacementKind):
             if not isinstance(self.sizes, Iterable):
                 raise TypeError(f"Shard takes the size of each shard, got sizes={self.sizes!r}")
             sizes = tuple(_whole(size, "whole numbers for sizes") for size in self.sizes)
+
+        if self.dim.__class__ is not int:
+            object.__setattr__(self, "dim", _whole(self.dim, "Shard takes a dim, as 0 or -1"))
+        if self.sizes is not None:
+            sizes = _sizes(self.sizes)
             if not sizes or min(sizes) < 0:
                 raise ValueError(f"Shard takes one or more sizes, none negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)
