@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -210,6 +210,39 @@ def test_ranks_outside_the_mesh_get_no_elements() -> None:
         return found.shape, found.to_local().tolist()
 
     assert run_ranks(3, program) == [((4,), []), ((4,), [0, 1]), ((4,), [2, 3])]
+
+
+DEPENDS_ON_ELEMENTS: dict[str, Callable[[Any], object]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.sum() > 1),
+    "index": lambda x: range(x[1].long()),
+    "a format": lambda x: f"{x[1]:.2f}",
+    "equal": lambda x: torch.equal(x, x),
+    "arange": lambda x: torch.arange(x.max()),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x.view(3, 2)[x.view(3, 2) > 3],
+    "an index": lambda x: x[x[0].long()],
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+    "lengths": lambda x: x.tensor_split(x.long()[1:3]),
+    "tolist": lambda x: x.tolist(),
+}
+
+
+def test_what_depends_on_elements_has_no_result_outside_the_mesh() -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.arange(6.0), DeviceMesh("cpu", [0]), [Shard(0)])
+        for call in DEPENDS_ON_ELEMENTS.values():
+            if rank == 0:
+                call(x)
+                continue
+            with pytest.raises(
+                RuntimeError, match=r"depends on elements, and this rank is outside"
+            ):
+                call(x)
+        for draw in (torch.poisson, lambda x: torch.multinomial(x, 6), torch._standard_gamma):
+            assert draw(x + 1).shape == (6,)
+
+    run_ranks(2, program)
 
 
 def test_meta_tensors_stay_so() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -146,13 +146,31 @@ def show_base(result: Any, base: Tensor) -> None:
             tensor._made, tensor._digest = tensor._digest, None
 
 
+def full_value(tensor: Any, name: str) -> Any:
+    """The elements that the result of ``name`` depends on, as a plain tensor; others as they are.
+
+    Raises:
+        RuntimeError: This rank is outside the mesh that has them.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not tensor._spec.takes_part:
+        refuse_outside(name)
+    return DTensor.full_tensor(tensor)
+
+
+def refuse_outside(name: str) -> NoReturn:
+    """Raise on a rank outside of the mesh, for an operator whose result depends on elements."""
+    raise RuntimeError(
+        f"the result of {name.strip('_')} depends on elements, and this rank is outside the mesh "
+        f"that has them: ask mesh.get_coordinate() first, which is None here"
+    )
+
+
 def result_outside(name: str, sharding: OpSharding, mesh: DeviceMesh) -> Any:
     """The result on a rank outside the mesh: DTensors of the right shapes without elements."""
     if sharding.meta_result is None:
-        raise RuntimeError(
-            f"the result of {name} depends on elements, and this rank is outside the mesh that has "
-            f"them: ask mesh.get_coordinate() first, which is None here"
-        )
+        refuse_outside(name)
     tensors = tensors_in(sharding.meta_result)
     outputs = sharding.outputs or [replicated_spec(tensor, mesh) for tensor in tensors]
     return rebuilt(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.dispatch.results import replicated
+from tilework.dtensor.dispatch.results import full_value, replicated
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.dtensor.tensor import DTensor
 from tilework.tiled.factors import DimFactors, Factor, broadcast
@@ -24,11 +24,6 @@ from tilework.tiled.rules.reshaping import common_shape, dim_at
 
 #: For each dim its index tensor, or None for a dim that is not indexed.
 Indices = Sequence[Any]
-
-
-def full_value(tensor: Tensor) -> Tensor:
-    """The full value, as a plain tensor on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def as_replicated(value: Tensor, like: DTensor) -> DTensor:
@@ -256,7 +251,7 @@ def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: An
     """The elements of a dim, each repeated as often as ``repeats`` has it."""
     if dim is None:
         input, dim = input.flatten(), 0
-    counts = repeats.full_tensor() if isinstance(repeats, DTensor) else repeats
+    counts = full_value(repeats, "repeat_interleave")
     places = torch.arange(input.shape[dim]).repeat_interleave(counts.expand(input.shape[dim]))
     return input.index_select(dim, places)
 
@@ -272,7 +267,7 @@ def _nonzero(input: Arg, *, as_tuple: bool = False) -> RuleResult:
 def _nonzero_indices(input: DTensor, *, as_tuple: bool = False) -> Any:
     """The indices of non-zero elements, replicated; only a mask is communicated."""
     mask = input if input.dtype is torch.bool else input != 0
-    places = full_value(mask.detach()).nonzero()
+    places = full_value(mask.detach(), "nonzero").nonzero()
     if not as_tuple:
         return as_replicated(places, input)
     if input.dim() == 0:
@@ -299,7 +294,8 @@ def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
 
     def compute(input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)
-        places = full_value(mask).expand(shape).reshape(-1).cumsum(0).reshape(shape) - 1
+        full = full_value(mask, "masked_scatter").expand(shape)
+        places = full.reshape(-1).cumsum(0).reshape(shape) - 1
         if places.numel() and places.max() >= source.numel():
             raise RuntimeError(
                 f"masked_scatter: the mask has {int(places.max()) + 1} elements set, but the "

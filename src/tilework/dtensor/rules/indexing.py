@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.overlapping import check_windows, check_writable
+from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.placed_call import DTensorArg
-from tilework.dtensor.rules.index_read import as_replicated, full_value, take_at
+from tilework.dtensor.rules.index_read import as_replicated, take_at
 from tilework.dtensor.rules.index_write import no_local_rule, on_mesh, put_at_, register_writer
 from tilework.dtensor.rules.slicing import Item, basic_index_call, basic_items
 from tilework.dtensor.tensor import DTensor
@@ -267,7 +268,7 @@ def _tensor_of(item: Any) -> Any:
             raise IndexError(
                 f"tensors used as indices must be whole numbers or masks, got {item!r}"
             )
-        value = full_value(item).item()
+        value = full_value(item, "an index").item()
         return value if item.dtype is not torch.uint8 else bool(value)
     return item
 
@@ -301,4 +302,5 @@ def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
             f"The shape of the mask {list(item.shape)} does not match the shape of the indexed "
             f"tensor {list(sizes)}"
         )
-    return [as_replicated(places, like) for places in full_value(item).nonzero(as_tuple=True)]
+    places = full_value(item, "a mask").nonzero(as_tuple=True)
+    return [as_replicated(each, like) for each in places]

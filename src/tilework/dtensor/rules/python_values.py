@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.dispatch.results import full_value
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_handler, dtensor_rule
 
@@ -37,7 +37,8 @@ def _of_one_element(func: Any, args: Any, kwargs: Any) -> Any:
     if tensor.numel() != 1:  # torch raises
         return func(torch.zeros(()).expand(tensor.shape))
     with torch.no_grad():
-        return func(DTensor.full_tensor(tensor))
+        name = "item" if func is torch.ops.aten._local_scalar_dense.default else func.__name__
+        return func(full_value(tensor, name))
 
 
 @dtensor_rule("type")

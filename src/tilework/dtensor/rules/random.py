@@ -12,9 +12,10 @@ from torch import Tensor
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated, write
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
+from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.random.generator import fill_local, next_key
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
-from tilework.dtensor.tensor import DTensor
+from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.tiled.op_rules import Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
@@ -224,8 +225,15 @@ def _register_full_draw(name: str) -> None:
         mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
         key = next_key(mesh, generator)
         full = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
+        if not mesh.here:  # where there are no elements: any that can be drawn from
+            full = [
+                torch.ones(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args
+            ]
         own = torch.Generator(full[0].device).manual_seed(key.seed)
-        return replicated(operator(*full, **kwargs, generator=own), mesh)
+        drawn = operator(*full, **kwargs, generator=own)
+        if not mesh.here:
+            return wrap(torch.empty(0, dtype=drawn.dtype), replicated_spec(drawn, mesh))
+        return replicated(drawn, mesh)
 
     dtensor_rule(name)(lambda *args, **kwargs: Decomposition(run))
 

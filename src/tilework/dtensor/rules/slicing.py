@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
@@ -241,8 +242,7 @@ def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
     def as_list(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return full.tolist()
+        return full_value(value, "a tensor of lengths").tolist()
 
     def compute(input: Tensor, *args: Any, **kwargs: Any) -> Any:
         named = {name: as_list(value) for name, value in kwargs.items()}
