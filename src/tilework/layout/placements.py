@@ -73,9 +73,6 @@ class Shard(_PlacementKind):
 
     Raises:
         ValueError: ``sizes`` is empty or has a negative number.
-        TypeError: ``dim`` or a size is no integer.
-
-
         TypeError: ``dim`` is no whole number, or ``sizes`` are none.
 
     Example:
@@ -87,13 +84,6 @@ class Shard(_PlacementKind):
     sizes: Ints | None = None
 
     def __post_init__(self) -> None:
-        if type(self.dim) is not int:
-            object.__setattr__(self, "dim", _whole(self.dim, "the number of a dim"))
-        if self.sizes is not None:
-            if not isinstance(self.sizes, Iterable):
-                raise TypeError(f"Shard takes the size of each shard, got sizes={self.sizes!r}")
-            sizes = tuple(_whole(size, "whole numbers for sizes") for size in self.sizes)
-
         if self.dim.__class__ is not int:
             object.__setattr__(self, "dim", _whole(self.dim, "Shard takes a dim, as 0 or -1"))
         if self.sizes is not None:
@@ -108,12 +98,6 @@ class Shard(_PlacementKind):
             if self.sizes is None
             else f"Shard(dim={self.dim}, sizes={self.sizes})"
         )
-
-
-def _whole(number: Any, what: str) -> int:
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
-        raise TypeError(f"Shard takes {what}, got {number!r}")
-    return index(number)
 
 
 @dataclass(frozen=True, slots=True)

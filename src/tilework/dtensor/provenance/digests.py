@@ -185,7 +185,7 @@ def _facts(value: Any, values: bool) -> Any:
     return repr(value) if isinstance(value, _PLAIN) else kind.__qualname__
 
 
-def number_seed(number: complex) -> int:
+def number_seed(number: Any) -> int:
     """A number as it goes into digests: its bits, or itself if its ``hash`` tells it from others.
 
     Example:
@@ -198,7 +198,7 @@ def number_seed(number: complex) -> int:
         return _NAN if number != number else int(unpack("<Q", pack("<d", number))[0])
     if number == -1:
         return _MINUS_ONE
-    return number if abs(number) < _MOST_HASHED else stable_digest(number)
+    return int(number) if abs(number) < _MOST_HASHED else stable_digest(int(number))
 
 
 def plain_number(value: Any) -> complex | None:
