@@ -20,7 +20,8 @@ from tests.checkpoint.states import dtensor, full, in_rows, model, numbers, trai
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, RandomState, SaveOptions
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.layout import Placement
 from tilework.testing import run_ranks
 
 
@@ -361,6 +362,30 @@ def test_what_differs_between_ranks_is_saved_for_each(tmp_path: Path) -> None:
         ([0, 0], -1, 5, ["x", "seed"]),
     ]
     assert checkpoint.read(tmp_path)["seed"] == {0: 0, 1: 1, 2: 2}
+
+
+@pytest.mark.parametrize("name", ["copies", "plain"])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_one_tensor_is_not_filled_from_copies_that_differ(
+    name: str, placement: Placement, tmp_path: Path
+) -> None:
+    def save(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        copies = distribute_tensor(numbers(4) + rank // 2, mesh["tp"], [Shard(0)])
+        checkpoint.save({"copies": copies, "plain": numbers(4) + rank}, tmp_path)
+
+    def load(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        own = {"copies": distribute_tensor(torch.zeros(4), mesh["tp"], [Shard(0)])}
+        checkpoint.load(tmp_path, into=own)
+        assert own["copies"].full_tensor().equal(numbers(4) + rank // 2)
+        over_all = distribute_tensor(torch.zeros(4), mesh, [placement, Replicate()])
+        with pytest.raises(CheckpointError, match=f"{name} lies on ranks .* are not one tensor"):
+            checkpoint.load(tmp_path, into={name: over_all})
+        return over_all.full_tensor().tolist()
+
+    run_ranks(4, save)
+    assert run_ranks(4, load) == [[0.0] * 4] * 4
 
 
 def test_what_only_some_ranks_have_is_saved(tmp_path: Path) -> None:

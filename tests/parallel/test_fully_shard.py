@@ -196,6 +196,39 @@ def test_beside_tensor_parallelism(local: bool) -> None:
     run_ranks(4, program)
 
 
+@pytest.mark.parametrize(
+    ("names", "axes"),
+    [
+        (("pp", "dp", "tp"), ("dp",)),  # one stage of a pipeline
+        (("dp", "cp", "tp"), ("dp", "cp")),  # shards over hosts, and replicas
+        (("dp", "cp", "tp"), "dp_cp"),  # flattened
+    ],
+)
+def test_parts_of_a_mesh_of_three_axes(names: tuple[str, ...], axes: Any) -> None:
+    x = torch.randn(4, 4)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+        shards = mesh["dp", "cp"].flatten(axes) if axes == "dp_cp" else mesh[axes]
+        torch.manual_seed(0)
+        plain: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        model = copy.deepcopy(plain)
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=shards)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain)]
+        number = shards.spec.ranks.index(rank)
+        for _ in range(2):
+            model(x.chunk(shards.size())[number]).square().mean().backward()
+            plain(x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(full(mine), wanted.detach(), rtol=1e-4, atol=1e-5)
+
+    run_ranks(8, program)
+
+
 def test_any_dim() -> None:
     def program(rank: int) -> None:
         def last_dim(parameter: nn.Parameter) -> Shard:

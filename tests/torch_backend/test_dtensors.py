@@ -485,6 +485,35 @@ def test_gradients_of_both_libraries_are_clipped_together(ranks: Launcher) -> No
     ranks(2, clip)
 
 
+def step_together(rank: Rank) -> None:
+    """Optimizers and ``out=`` where the libraries meet."""
+    with rank.joined():
+        mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (2,)))
+        theirs = torch_tensor.distribute_tensor(VALUES, mesh.to_torch(), [torch_tensor.Shard(0)])
+        for foreach in (True, False, None):
+            params = [nn.Parameter(each) for each in (theirs.clone(), spread(mesh))]
+            for each in params:
+                each.grad = each.detach().clone()
+            torch.optim.SGD(params, lr=0.5, foreach=foreach).step()
+            for each in params:
+                assert _full(each.detach()).tolist() == (VALUES / 2).tolist()
+        x = spread(mesh)
+        assert torch.add(theirs, 1, out=x) is x
+        assert x.full_tensor().tolist() == (VALUES + 1).tolist()
+        with pytest.raises(TypeError, match=r"add with out= got a DTensor of torch"):
+            torch.add(x, 1, out=theirs)
+        with pytest.raises(TypeError, match=r"set_\(\) got a DTensor of torch"):
+            x.set_(theirs)  # type: ignore[call-overload]
+
+
+def spread(mesh: DeviceMesh) -> DTensor:
+    return distribute_tensor(VALUES, mesh, [Shard(0)])
+
+
+def test_optimizers_and_outputs_where_both_meet(ranks: Launcher) -> None:
+    ranks(2, step_together)
+
+
 def keep(rank: Rank, folder: Path) -> None:
     """tilework's checkpoints save and fill torch's DTensors, in their own memory."""
     with rank.joined():

@@ -185,8 +185,11 @@ class Filling:
             return lambda: value
         found = self.find(path)
         leaf = self.leaf(found) if found is not None and found in self.saved.leaves else None
+        variants = None if found is None else self.saved.leaves.get(found)
+        if isinstance(variants, PerRank):
+            _check_one_copy(value, variants, name)
         if leaf is None:
-            if found is None or not isinstance(self.saved.leaves.get(found), PerRank):
+            if not isinstance(variants, PerRank):
                 self.missing.append(name)
             return lambda: value
         if isinstance(leaf, Value):
@@ -454,3 +457,25 @@ def _addresses(values: Iterable[Any]) -> set[int]:
         elif isinstance(value, Tensor):
             addresses.add(value.data_ptr())
     return addresses
+
+
+def _check_one_copy(tensor: Tensor, saved: PerRank, where: str) -> None:
+    """Raise if ranks that have parts of one tensor would fill them from different copies.
+
+    Raises:
+        CheckpointError: They would; on all ranks of the tensor.
+    """
+    if is_torch_dtensor(tensor):
+        tensor = DTensor.from_torch(tensor)
+    if not isinstance(tensor, DTensor):
+        return
+    ranks = tensor.device_mesh.spec.ranks
+    first = saved.of(ranks[0])
+    other = next((rank for rank in ranks if saved.of(rank) is not first), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{where} lies on ranks {list(ranks)}, and in the checkpoint each rank has its own of "
+            f"that name: those of ranks {ranks[0]} and {other} are not one tensor. Load it into "
+            f"plain tensors, or read(path)[...][rank] and distribute that",
+            tensor=where,
+        )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tilework.comm.checks import awaited
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
@@ -206,7 +207,7 @@ def _local(
     if grad is None and value.requires_grad and torch.is_grad_enabled():
         grad = _gradient(value, inputs, outs)
     local = value.to_local(grad_placements=grad)
-    return local.wait() if hasattr(local, "wait") else local
+    return awaited(local)
 
 
 def _gradient(

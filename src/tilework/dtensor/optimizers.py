@@ -32,6 +32,7 @@ from tilework.dtensor.provenance.digests import (
 )
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.dtensor.verify import compare_after_step
 from tilework.dtensor.views.places import count_write
 from tilework.tiled.local_optimizer import ELEMENTWISE, is_per_element
@@ -102,6 +103,8 @@ def _on_locals(
         params = []
         for param in group["params"]:
             if param.__class__ is not DTensor:
+                if is_torch_dtensor(param):  # whose operators take no local tensors beside it
+                    return None
                 params.append(param)
                 if (state := optimizer.state.get(param)) is not None:
                     states[param] = state

@@ -230,7 +230,8 @@ class DeviceMesh:
     def __getitem__(self, names: str | Sequence[str]) -> DeviceMesh:
         """The part of the mesh through this rank along the named axes, in their order.
 
-        Local; shares the mesh's groups. Axes made by :meth:`flatten` can be named too.
+        Local; shares the mesh's groups. Axes made by :meth:`flatten` can be named too. It is the
+        same mesh each time.
 
         Raises:
             KeyError: There is no axis of that name.
@@ -250,6 +251,9 @@ class DeviceMesh:
             if theirs is not None:
                 return DeviceMesh.from_torch(theirs)
         part = self.spec.through(wanted, get_rank())
+        known = current_world().state(_Meshes).known.get((self.device_type, part))
+        if known is not None and known._root is self._root:
+            return known  # with the layouts and calls that are remembered for it
         groups = [self._groups[self.spec.axis(name)] for name in wanted]
         return self._related(part, groups)
 

@@ -229,6 +229,8 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTenso
 
 def set_memory(tensor: DTensorBase, *source: Any) -> None:
     """Give the tensor the memory and layout of another, as ``tensor.set_(source)`` does."""
+    for each in source:
+        refuse_torch_dtensor(each, "set_()")
     if len(source) != 1 or not isinstance(source[0], DTensorBase):
         raise TypeError(
             f"set_() of a DTensor takes another DTensor, whose memory it shows from then on, got "

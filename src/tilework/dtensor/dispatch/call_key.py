@@ -122,8 +122,8 @@ def mesh_of(tensors: Sequence[Tensor]) -> DeviceMesh:
                 mesh = its
             elif its is not mesh and its != mesh:
                 raise ValueError(
-                    f"DTensors on different meshes meet in one operator: {mesh} and {its}; "
-                    f"redistribute one of them, or make it plain with full_tensor()"
+                    f"DTensors on different meshes meet in one operator: {mesh} and {its}; make "
+                    f"one of them plain with full_tensor(), and a DTensor on the other's mesh"
                 )
     assert mesh is not None
     return mesh

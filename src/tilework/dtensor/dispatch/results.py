@@ -28,6 +28,7 @@ from tilework.dtensor.random.generator import draw_alike
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.dtensor.tensor import DTensor, wrap
+from tilework.dtensor.torch_tensors import is_torch_dtensor, refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
 from tilework.mesh import DeviceMesh
@@ -252,7 +253,11 @@ def _laid_out_like(target: DTensor, tensor: DTensor) -> DTensor:
 def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """The result of a call with ``out=``: computed, then written there."""
     out = kwargs.pop("out")
+    for target in tensors_in(out):
+        refuse_torch_dtensor(target, f"{name} with out=")
     result = func(*args, **kwargs)
+    if is_torch_dtensor(result):
+        result = DTensor.from_torch(result)
     inputs = [x for x in tensors_in([*args, *kwargs.values()]) if isinstance(x, DTensor)]
     _check_outs(name, tensors_in(out), result, inputs)
     if isinstance(out, Tensor):

@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from tilework.comm.checks import awaited
 from tilework.dtensor.provenance.mode import mode
 
 try:
@@ -78,6 +79,8 @@ def _address(tensor: Tensor) -> int:
 
 def _hash_of_other(tensor: Tensor, full: bool) -> int:
     """The hash of a tensor that the core cannot read as it is."""
+    if (wrapped := awaited(tensor)) is not tensor:
+        return hash_of(wrapped, full)
     if tensor.layout is not torch.strided or tensor.device.type not in _HAVE_MEMORY:
         return 0
     try:

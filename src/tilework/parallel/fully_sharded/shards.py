@@ -158,27 +158,42 @@ def _spec(
             f"modules the inner ones are given to fully_shard first; tensor parallelism needs "
             f"another axis of the mesh"
         )
-    root = mesh._root
-    axes = _axes_in(root, mesh), _axes_in(root, tensor_parallel.mesh)
-    if sorted((*axes[0], *axes[1])) != list(range(root.ndim)):
-        raise ValueError(
-            f"fully_shard on {mesh} and tensor parallelism on {tensor_parallel.mesh} need one mesh "
-            f"of which both are parts: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then "
-            f"mesh['tp'] for parallelize_module and mesh['dp'] for fully_shard"
-        )
-    placements: list[Placement] = [Replicate()] * root.ndim
+    if mesh._flat_of is not None:
+        own = [Shard(dim)] * mesh._flat_of.ndim
+        if tensor_parallel.local_shape[dim] % mesh.size():
+            raise ValueError(
+                f"fully_shard on {mesh}, which was flattened, beside tensor parallelism splits "
+                f"evenly, and dim {dim} of a part of shape {list(tensor_parallel.local_shape)} "
+                f"does not split over {mesh.size()} ranks: choose another by shard_placement_fn, "
+                f"or pass a mesh of one axis that was not flattened"
+            )
+        mesh = mesh._flat_of
+    whole = _mesh_of_both(mesh, tensor_parallel.mesh)
+    placements: list[Placement] = [Replicate()] * whole.ndim
+    axes = [[whole.spec.axis(name) for name in _names(m)] for m in (mesh, tensor_parallel.mesh)]
     for axis, placement in zip(axes[0], own, strict=True):
         placements[axis] = placement
     for axis, placement in zip(axes[1], tensor_parallel.placements, strict=True):
         placements[axis] = placement
     # A dim that both shard was sharded by tensor parallelism first.
-    return spec_of(root, placements, parameter.shape, order=(*axes[1], *axes[0]))
+    return spec_of(whole, placements, parameter.shape, order=(*axes[1], *axes[0]))
 
 
-def _axes_in(root: DeviceMesh, mesh: DeviceMesh) -> tuple[int, ...]:
-    names = mesh.mesh_dim_names or ()
-    known = root.mesh_dim_names or ()
-    return tuple(known.index(name) for name in names if name in known)
+def _mesh_of_both(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of two meshes, in the order of the one that both are parts of."""
+    root, names = mesh._root, (*_names(mesh), *_names(other))
+    known = _names(root)
+    if other._root is not root or len({*names, *known}) > len(known) or len({*names}) < len(names):
+        raise ValueError(
+            f"fully_shard on {mesh} and tensor parallelism on {other} need one mesh of which both "
+            f"are parts: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['tp'] for "
+            f"parallelize_module and mesh['dp'] for fully_shard"
+        )
+    return root[tuple(sorted(names, key=known.index))]
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
 
 
 def collect(
