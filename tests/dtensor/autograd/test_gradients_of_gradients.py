@@ -108,6 +108,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
         lambda x, y: x.exp().scatter_reduce(0, torch.tensor([1]), y, "mean"),
         [(2,), (1,)],
     ),
+    "det": (lambda a: torch.linalg.det(a).square(), [(2, 2, 2)]),
     "solve": (lambda a: torch.linalg.inv(a + 9 * torch.eye(2)), [(2, 2, 2)]),
     "quantile": (lambda x: x.square().quantile(0.3, 0), [(2, 3)]),
     "fft": (lambda x: torch.fft.rfft(x * x).abs(), [(2, 4)]),
@@ -208,3 +209,36 @@ def test_views_of_a_leaf_that_was_written_to_keep_their_graph_on_each_rank(name:
 
     for dim in (0, 1):
         run_ranks(4, program, dim)
+
+
+#: Views that are written to, each of elements that some ranks have nothing of.
+WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[:1],
+    "a column": lambda x: x.t()[0],
+    "part of another shape": lambda x: x.view(2, 4)[:, 1:3],
+    "flat": lambda x: x.flatten(),
+    "before its dims change": lambda x: (x[:1], x.t_())[0],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_writes_to_views_keep_the_graph_on_each_rank(name: str, shape: tuple[int, ...]) -> None:
+    def run(leaf: Tensor) -> list[Tensor | None]:
+        x = leaf * 1
+        view = WRITTEN[name](x).mul_(leaf.sum())
+        (grad,) = torch.autograd.grad((x**3).sum() + (view**3).sum(), leaf, create_graph=True)
+        return [_full(grad), _full(torch.autograd.grad(grad.square().sum(), leaf)[0])]
+
+    whole = values((4, 2), 0)
+    expected = run(whole.clone().requires_grad_())
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", shape)
+        for dim in (0, 1):
+            layout = Layout((Shard(dim),) * len(shape))
+            leaf = distributed(whole, mesh, layout).requires_grad_()
+            for got, want in zip(run(leaf), expected, strict=True):
+                assert_close(got, want)
+
+    run_ranks(4, program)

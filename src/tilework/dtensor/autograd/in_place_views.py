@@ -155,9 +155,8 @@ def become_view(
     """
     anchor._became, anchor._in_place = tensor._became, tensor._in_place
     base = anchor._local_tensor
-    shares = result._local_tensor is base or result._local_tensor._is_view()
     is_place = anchor._became is not None or not base._is_view()
-    tensor._became = (anchor, change) if change and shares and is_place else None
+    tensor._became = (anchor, change) if change and is_place else None
     view, shown = result._view_of, result._viewed
     before, memory = tensor._local_tensor, storage_of(tensor._local_tensor)
     if stays:
@@ -197,7 +196,7 @@ def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
         and storage_of(shown) == storage_of(local)
         and not (local._is_view() and not copied_views.is_view(tensor))
         # torch makes those of no elements anew as they were made: see ``OpSharding.replays``.
-        and not (local._is_view() and tensor._spec.has_empty_parts)
+        and not tensor._spec.has_empty_parts
     )
 
 

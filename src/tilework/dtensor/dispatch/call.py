@@ -37,7 +37,6 @@ from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.number_tensors import with_numbers
 from tilework.dtensor.dispatch.overlapping import is_window, write_in_memory
 from tilework.dtensor.dispatch.results import (
-    as_no_view,
     call_with_out,
     came_from,
     reduced,
@@ -389,7 +388,7 @@ class Operator:
             with moving(digest, self._title):
                 result = sharding.run(*locals_)
             if not (self.in_place and result is locals_[0]):  # else it has written there
-                result = as_no_view(result)
+                result = copied_views.as_no_view(result)
             return self._result(sharding, result, call)
         local_args, local_kwargs = with_tensors(args, kwargs, iter(locals_))
         return self._result(sharding, func(*local_args, **local_kwargs), call)

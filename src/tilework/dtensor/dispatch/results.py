@@ -33,9 +33,6 @@ from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import offset_of
 from tilework.mesh import DeviceMesh
 
-#: A view that torch's graph has for none.
-_unsafe_view = torch.ops.aten._unsafe_view.default
-
 
 def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor as a replicated DTensor."""
@@ -96,7 +93,8 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
         _own_its_memory(tensors[0], operands)
         is_new = not any(tensors[0] is operand for operand in operands)
         if is_new and tensors[0]._viewed is None:
-            tensors[0]._local_tensor = as_no_view(tensors[0]._local_tensor)
+            local = tensors[0]._local_tensor
+            tensors[0]._local_tensor = copied_views.as_no_view(local)
     for number, tensor in enumerate(tensors):
         is_new = not any(tensor is operand for operand in operands)
         if not is_new or not isinstance(tensor, DTensor) or tensor._made or tensor._family:
@@ -106,18 +104,6 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
         else:  # what it shows counts, too
             tensor._made, tensor._digest = hash((digest, number)), None
     return result
-
-
-def as_no_view(local: Tensor) -> Tensor:
-    """A local result that is no view of what only the computation had, for torch's graph.
-
-    Once that is written to, hooks of such a view would see nothing of its own views. And one
-    without elements may be a view of an input, on such ranks alone: it would count its writes.
-    """
-    matters = local.__class__ is Tensor and (local.requires_grad or not local.numel())
-    if matters and local._is_view():
-        return _unsafe_view(local, local.shape)  # type: ignore[no-any-return]
-    return local
 
 
 def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:

@@ -49,6 +49,8 @@ from tilework.tiled.op_names import canonical_name
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
 WATCHED: View = object.__new__(View)
 
+#: A view that torch's graph has for none.
+_unsafe_view = torch.ops.aten._unsafe_view.default
 _use_count: Any = torch._C._storage_Use_Count
 #: Those of a storage that one tensor has: by that, and by the object that asks.
 _ALONE = 2
@@ -118,11 +120,27 @@ def mark(
 
 
 def _counting(copy: Tensor) -> Tensor:
-    """A copied view's local tensor as one that counts writes, which inference tensors do not."""
+    """A copied view's local tensor as one that counts writes, which inference tensors do not.
+
+    It may be a view of what was moved for it: a write would be one to that, by a node of which
+    torch drops gradients of gradients on ranks without elements.
+    """
     if not copy.is_inference():
-        return copy
+        return as_no_view(copy)
     with torch.inference_mode(False):
         return copy.clone()
+
+
+def as_no_view(local: Tensor) -> Tensor:
+    """A local result that is no view of what only the computation had, for torch's graph.
+
+    Once that is written to, hooks of such a view would see nothing of its own views. And one
+    without elements may be a view of an input, on such ranks alone: it would count its writes.
+    """
+    matters = local.__class__ is Tensor and (local.requires_grad or not local.numel())
+    if matters and local._is_view():
+        return _unsafe_view(local, local.shape)  # type: ignore[no-any-return]
+    return local
 
 
 #: How views are cut off a graph, from not at all to entirely.
@@ -285,7 +303,7 @@ def _compute_anew(tensor: DTensorBase, view: View) -> None:
     kept = view.value.requires_grad and view.only_values_changed
     with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
         anew = view.redo(base)._local_tensor
-    anew = anew if view.shares else _counting(anew)
+        anew = anew if view.shares else _counting(anew)
     if base._successor is not None:
         anew = base._successor.derive(view, anew, tensor)
     if view.value.requires_grad and not (view.apart or anew.requires_grad):

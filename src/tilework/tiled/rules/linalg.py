@@ -30,7 +30,7 @@ def _register_batched(names: str, text: str) -> None:
     rule(*names.split())(answer)
 
 
-_register_batched("det linalg_det logdet", "b* m! n! -> b*")
+_register_batched("logdet", "b* m! n! -> b*")
 _register_batched("linalg_matrix_rank", "b* m! n!, b*?, b*? -> b*")
 _register_batched("slogdet linalg_slogdet", "b* m! n! -> b*, b*")
 _register_batched(
@@ -53,6 +53,11 @@ _register_batched("triangular_solve", "b* n! k!, b* n! n! -> b* n! k!, b* n! n!"
 _register_batched("lu_solve", "b* n! k, b* n! n!, b* n! -> b* n! k")
 _register_batched("linalg_ldl_solve", "b* n! n!, b* n!, b* n! k -> b* n! k")
 _register_batched("cdist", "b* p m!, b* r m! -> b* p r")
+
+
+@rule("det", "linalg_det")
+def _det(input: Any) -> RuleResult:
+    return match_pattern("b* m! n! -> b*", [input], run=allow_empty_shards(torch.linalg.det))
 
 
 @rule("linalg_cond")
