@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.dtensor.sharded_values import cut
+from tests.rounding import assert_close
 from tilework.dtensor import (
     DTensor,
     Shard,
@@ -76,3 +80,22 @@ def test_nothing_is_left_of_what_a_step_made() -> None:
         assert living() <= before
 
     run_ranks(1, program)
+
+
+def test_a_selective_checkpoint_sees_no_trials() -> None:
+    """It would keep what they give, and hand it out when it computes again."""
+    keep = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        x = cut(GRID, mesh, [Shard(0)]).requires_grad_()  # the last rank has no rows
+        weight = cut(GRID.t(), mesh, [Shard(1)]).requires_grad_()
+        step: Any = checkpoint(
+            lambda x: (x @ weight).sin().exp(), x, use_reentrant=False, context_fn=keep
+        )
+        step.sum().backward()
+        plain = GRID.clone().requires_grad_()
+        (plain @ GRID.t()).sin().exp().sum().backward()  # type: ignore[no-untyped-call]
+        assert_close(x.grad.full_tensor(), plain.grad)
+
+    run_ranks(3, program)

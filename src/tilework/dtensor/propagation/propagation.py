@@ -11,7 +11,7 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.propagation import strides
-from tilework.dtensor.propagation.call import Call
+from tilework.dtensor.propagation.call import Call, unseen
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import tensors_in, with_tensors
@@ -98,6 +98,10 @@ class ShardingPropagator:
 
     def propagate(self, call: Call) -> OpSharding:
         """The sharding of calls like this one, which write to no plain tensor. Local."""
+        with unseen():
+            return self._propagated(call)
+
+    def _propagated(self, call: Call) -> OpSharding:
         sharding = self._sharding(call)
         sharding.ungraded = self.in_place and _has_graded_operands(call)
         if sharding.ungraded:
