@@ -284,6 +284,7 @@ class View:
             "counted",
             "first",
             "graded",
+            "joined",
             "local",
             "redo",
             "required",
@@ -304,6 +305,8 @@ class View:
     ) -> None:
         self.base, self.value, self.redo, self.write = base, value, redo, write
         self.shares, self.apart = shares, apart
+        #: True if its gradient goes nowhere: the base was made to require one since.
+        self.joined = False
         self.graded = torch.is_grad_enabled()
         self.note()
         self.first = self.version

@@ -277,6 +277,38 @@ def test_an_equation_that_sums_nothing_gives_a_view() -> None:
     check(program, 4)
 
 
+def test_a_view_of_what_requires_a_gradient_since_has_none_of_its_own() -> None:
+    def program(make: Make) -> list[Any]:
+        x, left = make(SQUARE), make(SQUARE)
+        row, other = x[1], left[1]
+        x.requires_grad_()
+        (row * 2).sum().backward()  # type: ignore[no-untyped-call]
+        before = [row.requires_grad, row.is_leaf, row.grad, x.grad]
+        with torch.no_grad():
+            row.mul_(2)
+        (row * row).sum().backward()  # type: ignore[no-untyped-call]
+        left.requires_grad_()
+        other * 2
+        left.requires_grad_(False)
+        other.add_(1)
+        return [*before, x, row, row.is_leaf, x.grad, left, other.requires_grad]
+
+    check(program)
+
+
+def test_a_view_of_a_leaf_that_is_a_view_leaves_its_graph_with_a_write() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        turned = x.t().requires_grad_()
+        row = turned[1]
+        with torch.no_grad():
+            x.mul_(2)
+        (row * row).sum().backward()  # type: ignore[no-untyped-call]
+        return [turned.grad, row, row.requires_grad]
+
+    check(program)
+
+
 def test_what_set_does_not_take() -> None:
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -289,9 +289,13 @@ def refresh(tensor: DTensorBase) -> None:
         refresh(base)
     if view.is_stale:
         _compute_anew(tensor, view)
-    elif view.base_joined_graph and view.value.is_leaf:
-        view.value.requires_grad_()  # with a gradient of its own, as torch has it
-        view.required = True
+    elif view.joined:
+        if not view.base_requires_grad:
+            view.value._base.requires_grad_(False)  # type: ignore[union-attr]
+            view.joined = view.required = False
+    elif view.base_joined_graph and not view.value.requires_grad:
+        view.value = _joined(view.value)
+        view.joined = view.required = True
     if tensor._local_tensor is not view.value:
         keep_place(tensor, written=True)
         tensor._local_tensor, tensor._aliases = view.value, None
@@ -306,7 +310,8 @@ def _compute_anew(tensor: DTensorBase, view: View) -> None:
         anew = anew if view.shares else _counting(anew)
     if base._successor is not None:
         anew = base._successor.derive(view, anew, tensor)
-    if view.value.requires_grad and not (view.apart or anew.requires_grad):
+    in_graph = view.apart or (anew.requires_grad and view.base_requires_grad)
+    if view.value.requires_grad and not in_graph:
         anew = with_grad_of_nobody(anew)
     if kept:
         view.value.data = anew.detach()
@@ -319,7 +324,7 @@ def _compute_anew(tensor: DTensorBase, view: View) -> None:
                 pass
     else:
         go_on_keeping_grad(view.value, anew)
-        view.value = anew
+        view.value, view.joined = anew, False
     view.note()
 
 
@@ -328,6 +333,18 @@ def replace_local(tensor: DTensorBase, local: Tensor) -> None:
     view, tensor._local_tensor = tensor._view_of, local
     if view is not None and view is not WATCHED:
         view.value = local
+
+
+def _joined(value: Tensor) -> Tensor:
+    """A view's local tensor once its base requires a gradient, where nothing was written since.
+
+    It requires one, too, which goes nowhere. As in torch it is a leaf, without a gradient.
+    """
+    base = value.detach()
+    with torch.inference_mode(False), torch.enable_grad():
+        shown = base.view_as(base)
+    base.requires_grad_()
+    return shown
 
 
 def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
@@ -361,7 +378,7 @@ def _has_own_graph(view: View) -> bool:
     It is a leaf, or cut off the base's graph and was itself written to.
     """
     value = view.value
-    if not value.requires_grad:
+    if not value.requires_grad or view.joined:
         return False
     if view.apart:
         return True
