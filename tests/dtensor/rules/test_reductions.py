@@ -307,6 +307,22 @@ def test_one_answer() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "tensor", [TIES, TIES.to(torch.uint8), torch.zeros(0, 1, 3), CUBE[0, 0, 0]]
+)
+def test_one_answer_for_each_element(tensor: Tensor) -> None:
+    """() stands for no dims here, unlike in other reductions."""
+    check(
+        together(
+            lambda x: x.any(()),
+            lambda x: torch.any(x, dim=(), keepdim=True),
+            lambda x: x.all([]),
+            lambda x: torch.all(x, dim=(), keepdim=True),
+        ),
+        tensor,
+    )
+
+
 def test_several_elements_are_no_number() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -60,14 +60,18 @@ def _prod(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
 
 @rule("all")
 def _all(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, "min")
+    return _of_bools(input, dim, keepdim, "min")
 
 
 @rule("any")
 def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
-    dims = dims_of(input.ndim, dim)
-    return None if dims is None else reduce_dims(input, dims, keepdim, "max")
+    return _of_bools(input, dim, keepdim, "max")
+
+
+def _of_bools(input: Arg, dim: Any, keepdim: bool, reduce_op: str) -> RuleResult:
+    """The call of ``all`` or ``any``, for which () are no dims, unlike for other reductions."""
+    dims = () if dim == () or dim == [] else dims_of(input.ndim, dim)
+    return None if dims is None else reduce_dims(input, dims, keepdim, reduce_op)
 
 
 @rule("count_nonzero")
