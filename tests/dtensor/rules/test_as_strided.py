@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,5 +58,37 @@ def test_a_copy_is_written_where_it_is_asked_for(placements: list[Placement]) ->
         result = torch.as_strided_copy(ours, (2, 2), (3, 2), 1, out=out)
         assert result is out
         assert torch.equal(out.full_tensor(), x.as_strided((2, 2), (3, 2), 1))
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("placements", LAYOUTS)
+@pytest.mark.parametrize(
+    "scatter",
+    [
+        lambda x, s: torch.as_strided_scatter(x[:1].expand(3, 3), s, (2, 2), (1, 2), 1),
+        lambda x, s: torch.as_strided_scatter(x[1:2].expand(3, 3), s, (2, 2), (1, 2)),
+        lambda x, s: torch.as_strided_scatter(x.unfold(0, 2, 1), s, (2, 2), (1, 2), 1),
+        lambda x, s: torch.as_strided_scatter(torch.arange(12.0)[3:], x[:2, :2], (2, 2), (1, 2)),
+        lambda x, s: torch.select_scatter(x.unfold(0, 2, 1), s[0].expand(3, 2), 0, 0),
+        lambda x, s: torch.select_scatter(x[:1].expand(3, 3), s[0, :1].expand(3), 0, -1),
+        lambda x, s: torch.slice_scatter(x[:, :1].expand(4, 3), s[:1].repeat(4, 1), 1, 0, 2),
+        lambda x, s: torch.diagonal_scatter(x[:, :1].expand(4, 3), s.view(-1)[:3]),
+    ],
+)
+def test_scatters_to_what_is_expanded_unfolded_or_plain(
+    scatter: Callable[[Tensor, Tensor], Tensor], placements: list[Placement]
+) -> None:
+    """torch copies the elements of what is expanded, and else the memory."""
+    x, source = values()
+    expected = scatter(x, source)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        result: Any = scatter(
+            distribute_tensor(x, mesh, placements), distribute_tensor(source, mesh, [Replicate()])
+        )
+        assert torch.equal(result.full_tensor(), expected)
+        assert result.stride() == expected.stride()
 
     run_ranks(2, program)

@@ -24,7 +24,7 @@ _LIKE_INPUTS = """
     flip fliplr flipud huber_loss index_fill index_put msort normalize poisson_nll_loss polygamma
     prelu put sort threshold type_as
 """
-#: Their results have the very strides of the first tensor.
+#: Their results have the very strides of the first tensor, unless it is expanded.
 _SAME_STRIDES = frozenset(
     {"as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_scatter"}
 )
@@ -125,7 +125,7 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
     elif name == "scaled_dot_product_attention":
         found = _attention_strides(call, outputs)
     elif name in _SAME_STRIDES:
-        found = [inputs[0]] * len(outputs)
+        found = [_of_copied_memory(tuple(tensors[0].shape), inputs[0])]
     elif name in _like_inputs:
         found = [_like_first(tensors[0], inputs[0], out) for out in outputs]
     elif entry.is_elementwise or name in _LOSSES:
@@ -275,6 +275,12 @@ def _like_first(first: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
     if tuple(first.shape) != out.shape:
         return elementwise_strides(out.shape, [(tuple(first.shape), strides)])
     return like_strides(out.shape, strides)
+
+
+def _of_copied_memory(shape: Ints, strides: Ints) -> Ints:
+    """The strides of a copy of all memory; of one of the elements, where the tensor is expanded."""
+    expanded = any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
+    return like_strides(shape, strides) if expanded else strides
 
 
 def _attention_strides(call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:

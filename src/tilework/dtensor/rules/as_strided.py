@@ -11,6 +11,8 @@ from torch import Tensor
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.results import call_with_out
 from tilework.dtensor.propagation.strides import storage_of
+from tilework.dtensor.rules.index_read import as_replicated, full_value
+from tilework.dtensor.rules.scatter import check_source
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
@@ -107,12 +109,18 @@ def _as_strided_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 @dtensor_handler("as_strided_scatter")
 def _as_strided_scatter(func: Any, args: Any, kwargs: Any) -> DTensor:
     """A copy of the tensor, with other elements where its memory has the view's."""
-    arguments = dict(zip(("input", "src", "size", "stride", "storage_offset"), args, strict=False))
-    src = {**arguments, **kwargs}.pop("src")
-    rest = {name: value for name, value in {**arguments, **kwargs}.items() if name != "src"}
-    input, window = _arguments(**rest)
-    memory = full_memory(input).clone()
-    window.of(memory).copy_(src.full_tensor() if isinstance(src, DTensor) else src)
+    names = ("input", "src", "size", "stride", "storage_offset")
+    rest = {**dict(zip(names, args, strict=False)), **kwargs}
+    src = rest.pop("src")
+    if not isinstance(rest["input"], DTensor):
+        return as_replicated(func(**{**rest, "src": full_value(src)}), src)
+    if rest["input"]._spec.repeats:  # torch copies its elements, else its memory
+        rest["input"] = rest["input"].clone()
+    input: DTensor = rest["input"]
+    base, window = _arguments(**rest)
+    check_source(src, window.size)
+    memory = full_memory(base).clone()
+    window.of(memory).copy_(full_value(src))
     result = replicated_as(input, window_of(input).of(memory))
     result._spec = result._spec.with_strides(input._spec.strides)
     return result

@@ -6,6 +6,7 @@ Into a sharded dim each rank writes the elements of its shard; the written tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tilework.dtensor.rules.index_read import narrow_to
 from tilework.dtensor.rules.index_write import on_mesh, register_writer
+from tilework.dtensor.views.memory_layout import window_after
 from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
@@ -121,26 +123,53 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 # -- ranges and diagonals --------------------------------------------------------------------
 
 
-def _copy_to_view_rule(view: Callable[..., Tensor]) -> Callable[..., RuleResult]:
-    """The rule of an operator that clones a tensor, and copies to a view of the clone."""
+def check_source(src: Tensor, shape: Sequence[int]) -> None:
+    """Raise, as torch does, if a source has not the shape of what it is to be written to."""
+    if tuple(src.shape) != tuple(shape):
+        raise RuntimeError(
+            f"expected src to have a size equal to the slice of self. src size = "
+            f"{list(src.shape)}, slice size = {list(shape)}"
+        )
 
+
+def _copy_with(
+    input: Tensor, src: Tensor, view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Any]
+) -> Tensor:
+    """A copy of a tensor, to some of whose elements a source is written.
+
+    Args:
+        input: The tensor.
+        src: The source.
+        view: Shows the elements of a tensor.
+        write: Writes the source to those of the copy.
+    """
+    input = on_mesh(input, src)
+    window = window_after(input, view)
+    check_source(src, window.size)
+    if input._spec.overlaps and not input._spec.repeats:
+        # torch copies its memory, of which a place may be several elements.
+        return torch.as_strided_scatter(input, src, *window)
+    copy = input.clone()
+    write(copy)
+    return copy
+
+
+@dtensor_rule("diagonal_scatter")
+def _diagonal_scatter(input: Arg, src: Arg, *_: Any, **__: Any) -> RuleResult:
     def compute(input: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        copy = on_mesh(input, src).clone()
-        view(copy, *args, **kwargs).copy_(src)
-        return copy
+        def view(x: Tensor) -> Tensor:
+            return torch.diagonal(x, *args, **kwargs)
 
-    return lambda *_, **__: Decomposition(compute)
+        return _copy_with(input, src, view, lambda copy: view(copy).copy_(src))
 
-
-dtensor_rule("diagonal_scatter")(_copy_to_view_rule(torch.diagonal))
+    return Decomposition(compute)
 
 
 @dtensor_rule("select_scatter")
 def _select_scatter(input: Arg, src: Arg, dim: int, index: int) -> RuleResult:
     def compute(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-        copy = on_mesh(input, src).clone()
-        copy[(slice(None),) * dim_at(dim, input.dim()) + (index,)] = src
-        return copy
+        at = (slice(None),) * dim_at(dim, input.dim()) + (index,)
+        return _copy_with(input, src, itemgetter(at), lambda x: Tensor.__setitem__(x, at, src))
 
     return Decomposition(compute)
 
@@ -157,8 +186,7 @@ def _slice_scatter(
         end: int | None = None,
         step: int = 1,
     ) -> Tensor:
-        copy = on_mesh(input, src).clone()
-        copy[(slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)] = src
-        return copy
+        at = (slice(None),) * dim_at(dim, input.dim()) + (slice(start, end, step),)
+        return _copy_with(input, src, itemgetter(at), lambda x: Tensor.__setitem__(x, at, src))
 
     return Decomposition(compute)
