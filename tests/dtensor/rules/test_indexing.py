@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from tests.fuzz.programs import compare
 from tilework.dtensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_tensor,
@@ -363,6 +365,37 @@ def test_what_torch_refuses_is_refused(write: Callable[[Any], Any]) -> None:
             x = distribute_tensor(torch.ones(6), init_device_mesh("cpu", (2,)), [placement])
             with pytest.raises((RuntimeError, IndexError)):
                 write(x)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x[torch.tensor([0, 1]), torch.tensor([1, -1, 0])],
+        lambda x: torch.arange(36).view(6, 6)[torch.tensor([0, 1]), x.long()],
+        lambda x: x[None, range(2), torch.tensor([1, -1, 0])],
+        lambda x: x[False, torch.tensor([0, 1])],
+        lambda x: _set(x, (torch.tensor([0, 1]), torch.tensor([1, -1, 0])), 1.0),
+        lambda x: torch.masked_select(x, (x > 0).long()),
+        lambda x: torch.masked_select(x, (x > 0).to(torch.uint8)),
+        lambda x: torch.diagonal_scatter(x, torch.ones(1)),
+        lambda x: torch.select_scatter(x, torch.ones(1), 0, 0),
+        lambda x: torch.slice_scatter(x, torch.ones(1, 6), 0, 0, 2),
+        lambda x: torch.as_strided_scatter(x, torch.ones(1), (2,), (1,)),
+    ],
+)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_shapes_and_masks_are_refused_in_torchs_words(
+    call: Callable[[Any], Any], placement: Placement
+) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        call(A.clone())
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(A, init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
+        with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
+            call(x)
 
     run_ranks(2, program)
 

@@ -15,7 +15,7 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import full_value, replicated
 from tilework.dtensor.rules.internal_ops import internal_operator, reduce_partial
 from tilework.dtensor.tensor import DTensor
-from tilework.tiled.factors import DimFactors, Factor, broadcast
+from tilework.tiled.factors import DimFactors, Factor, broadcast, broadcast_shape
 from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult, local_call
 from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.empty_shards import keep_inputs_in_graph, zero_addend
@@ -48,10 +48,15 @@ def index_dims_start(indices: Indices) -> int:
 
 def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
     """The factors that index tensors are broadcast to, and those of the dims of each."""
+    shapes = [index.shape for index in indices if index is not None]
     try:
-        return broadcast([index.shape for index in indices if index is not None])
-    except ValueError as error:
-        raise IndexError(f"indices of different shapes: {error}") from None
+        broadcast_shape(shapes)
+    except ValueError:
+        raise IndexError(
+            f"shape mismatch: indexing tensors could not be broadcast together with shapes "
+            f"{', '.join(str(list(shape)) for shape in shapes)}"
+        ) from None
+    return broadcast(shapes)
 
 
 # -- indexing's own operator -----------------------------------------------------------------
@@ -280,6 +285,9 @@ dtensor_rule("argwhere")(lambda input: Decomposition(_nonzero_indices))
 
 @dtensor_rule("masked_select")
 def _masked_select(input: Arg, mask: Arg) -> RuleResult:
+    if mask.dtype is not torch.bool:  # of which indexing would make something else
+        return None  # torch raises where it is run
+
     def compute(input: Tensor, mask: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)
         return input.expand(shape)[mask.expand(shape)]
