@@ -117,9 +117,12 @@ class Decomposition(OpCall):
 
     Args:
         run: Called with the call's own arguments.
+        is_checked: True if it refuses what torch does. Else torch is asked with other elements,
+            which those where a tensor has lengths or counts must not be.
     """
 
     run: Callable[..., Any]
+    is_checked: bool = False
 
 
 def unchanged(input: Any, *args: Any, **kwargs: Any) -> Any:

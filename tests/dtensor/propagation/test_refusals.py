@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from tilework.dtensor import (
     explain,
     init_device_mesh,
     register_rule,
+    strict,
 )
 from tilework.dtensor.handlers import forget_handler
 from tilework.testing import run_ranks
@@ -150,6 +152,49 @@ def test_the_words_are_torchs() -> None:
             x.add_(torch.ones(5))
         with pytest.raises(RuntimeError, match=r"shape '\[7\]' is invalid for input of size 12"):
             x.view(7)
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.combinations(x),
+        lambda x: torch.linalg.vector_norm(x.double(), dim=0, dtype=torch.float32),
+        lambda x: F.group_norm(x.view(1, -1, 3), 2, torch.ones(1)),
+        lambda x: F.batch_norm(x, None, None, torch.ones(1), training=True),
+        lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(3), training=True),
+        lambda x: F.prelu(x, torch.ones(2)),
+        lambda x: x.clone().cumsum_(0, dtype=torch.float64),
+        lambda x: torch.take(x, torch.tensor([1], dtype=torch.int32)),
+        lambda x: torch.ops.aten.roll(x, 2),
+    ],
+)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
+@pytest.mark.parametrize("times", [1, 200])
+def test_what_other_code_computes_is_refused_in_torchs_words(
+    call: Callable[[Any], Any], placement: Placement, times: int
+) -> None:
+    full = X.repeat(times, 1)
+    with pytest.raises(RuntimeError) as expected:
+        call(full.clone())
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(full, init_device_mesh("cpu", (2,)), [placement])
+        with pytest.raises(RuntimeError, match=f"^{re.escape(str(expected.value))}$"):
+            call(x)
+
+    run_ranks(2, program)
+
+
+def test_lengths_that_only_some_elements_fit_are_taken() -> None:
+    repeats = torch.tensor([1, 0, 2, 2])
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(X, init_device_mesh("cpu", (2,)), [Shard(1)])
+        with strict():
+            result: Any = torch.repeat_interleave(x, repeats, 0, output_size=5)
+        assert torch.equal(result.full_tensor(), X.repeat_interleave(repeats, 0))
 
     run_ranks(2, program)
 

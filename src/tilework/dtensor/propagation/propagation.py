@@ -20,9 +20,11 @@ from tilework.dtensor.propagation.refusals import (
     meta_refusal,
     raise_if_certain,
     refusals,
+    seems_refused,
 )
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.tiled.factors import DimFactors, volume
 from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
 from tilework.tiled.op_table import OpEntry, aten_parameters
 
@@ -163,6 +165,8 @@ class ShardingPropagator:
             for number, tensor in enumerate(call.tensors)
         ]
         result = self._ask_rule(call, args)
+        if self._may_skip_checks and _is_unchecked(result) and seems_refused(call):
+            result = None  # torch raises, now or where it is run
         if isinstance(result, Decomposition):
             return OpSharding([], None, composed=result.run)
         # Meta tensors cost torch slow imports, at times: only where nothing else tells shapes.
@@ -237,8 +241,10 @@ class ShardingPropagator:
                 return None
         if shapes is None and _lacks_sizes(local_call):
             return None
-        if [len(dims) for dims in local_call.map.inputs] != [arg.ndim for arg in args]:
-            return None  # a tensor where the rule takes a number
+        if len(local_call.map.inputs) != len(args) or not all(
+            map(_fits, local_call.map.inputs, args)
+        ):
+            return None
         specs = [arg.spec for arg in args]
         sizes = [arg.dtype.itemsize for arg in args]
         fixed = (0,) if self.in_place else ()
@@ -269,6 +275,13 @@ class ShardingPropagator:
         rewrite = self.in_place and inputs[0] is not None
         as_is = not (any(inputs) or self.draws)
         return OpSharding(inputs, None, as_is=as_is, rewrite=rewrite, meta_result=meta_result)
+
+
+def _is_unchecked(result: RuleResult) -> bool:
+    """True if other code runs than the function of a call, which might refuse it."""
+    if isinstance(result, LocalCall):
+        return result.run is not None
+    return result is not None and not (isinstance(result, Decomposition) and result.is_checked)
 
 
 def written_to(call: Call) -> Any:
@@ -334,6 +347,15 @@ def _raised_within(error: TypeError, function: Any) -> bool:
         if trace.tb_frame.f_code is getattr(function, "__code__", None):
             return True
     return False
+
+
+def _fits(dims: DimFactors, arg: DTensorArg) -> bool:
+    """True if a tensor has the dims that the rule says: else it is where that takes a number, or of
+    a shape that torch refuses, which local operators may not see.
+    """
+    return len(dims) == arg.ndim and all(
+        not dim or volume(dim) == size for dim, size in zip(dims, arg.shape, strict=True)
+    )
 
 
 def _lacks_sizes(call: LocalCall) -> bool:

@@ -23,6 +23,8 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 _FLOATS = (torch.float32, torch.float64)
 #: Full tensors of more elements are not made to try an operator that they may be right for.
 _MOST_TRIED = 1 << 16
+#: Of more elements, others of smaller sizes are made first.
+_MOST_SHOWN = 1 << 12
 #: Nor for one that torch refuses without memory.
 _MOST_REFUSED = 1 << 22
 #: How Python's own errors begin, where a rule trips over dims or arguments that are not there.
@@ -52,6 +54,29 @@ def meta_refusal(call: Call) -> Exception | None:
     return None
 
 
+def seems_refused(call: Call) -> bool:
+    """True if torch refuses a call, of which other code than its function is to run. Local.
+
+    That code may broadcast what torch does not, and take arguments that torch knows nothing of.
+    Mostly torch is asked with few elements, which takes microseconds.
+    """
+    if any(tensor.layout is not torch.strided for tensor in call.tensors):
+        return False
+    shapes, count = _shapes(call), sum(tensor.numel() for tensor in call.tensors)
+    if count > _MOST_SHOWN:
+        if _error_on_trial(call, _with_small_sizes(shapes), _dtypes(call), 0) is None:
+            return False
+        if count > _MOST_TRIED and meta_refusal(call) is None:
+            return False
+    return count <= _MOST_REFUSED and _equal_error(call) is not None
+
+
+def _with_small_sizes(shapes: Sequence[Ints]) -> list[Ints]:
+    """Shapes in which sizes are as equal to others as in these."""
+    sizes = {0: 0, 1: 1}
+    return [tuple([sizes.setdefault(size, len(sizes)) for size in shape]) for shape in shapes]
+
+
 def raise_if_certain(refusal: Exception, call: Call) -> None:
     """Raise what torch says of a call if that is about shapes, dims and dtypes, not of elements.
 
@@ -60,14 +85,23 @@ def raise_if_certain(refusal: Exception, call: Call) -> None:
     """
     if "meta" in str(refusal).lower() or sum(x.numel() for x in call.tensors) > _MOST_REFUSED:
         return
-    errors = _errors_on_trial(
-        call, [x.shape for x in call.tensors], [x.dtype for x in call.tensors]
-    )
-    if errors is None:
-        return
-    first, second = errors
-    if type(first) is type(second) is type(refusal) and str(first) == str(second):
-        raise first
+    error = _equal_error(call)
+    if error is not None:
+        raise error
+
+
+def _equal_error(call: Call) -> Exception | None:
+    """The error that full tensors of zeros and of ones have in common; None if there is none."""
+    first, second = _errors_on_trial(call, _shapes(call), _dtypes(call)) or (None, None)
+    return first if type(first) is type(second) and str(first) == str(second) else None
+
+
+def _shapes(call: Call) -> list[Ints]:
+    return [tuple(tensor.shape) for tensor in call.tensors]
+
+
+def _dtypes(call: Call) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in call.tensors]
 
 
 def empty_parts_refusal(
@@ -80,7 +114,7 @@ def empty_parts_refusal(
         specs: The layouts of its tensors, as it needs them.
         runs_on_locals: True if its function runs on local tensors, with its other arguments.
     """
-    dtypes = [tensor.dtype for tensor in call.tensors]
+    dtypes = _dtypes(call)
     if all(0 in spec.shape for spec in specs):  # a rank without a batch would look at no other dim
         return _trial_refusal(call, [spec.shape for spec in specs], dtypes)
     if not any(spec.has_empty_parts for spec in specs):
@@ -131,24 +165,31 @@ def _errors_on_trial(
 ) -> tuple[Exception, Exception] | None:
     """The errors for zeros and for ones; None if either is right, or it may not be tried.
 
-    Indices have to be in range, and divisors not 0. Only torch's own operators are tried: others
-    may do more than return a result, and so may functions that a call is given.
+    Indices have to be in range, and divisors not 0.
+    """
+    first = _error_on_trial(call, shapes, dtypes, 0)
+    second = None if first is None else _error_on_trial(call, shapes, dtypes, 1)
+    return None if first is None or second is None else (first, second)
+
+
+def _error_on_trial(
+    call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype], number: int
+) -> Exception | None:
+    """The error for tensors full of one number; None if there is none, or it may not be tried.
+
+    Only torch's own operators are tried: others may do more than return a result, and so may
+    functions that a call is given.
     """
     if not _is_of_torch(call.func) or any(map(callable, (*call.args, *call.kwargs.values()))):
         return None
-    errors = []
-    for number in (0, 1):
-        tensors = [
+    try:
+        call.on_tensors([
             _full(tensor, shape, number, dtype)
             for tensor, shape, dtype in zip(call.tensors, shapes, dtypes, strict=True)
-        ]
-        try:
-            call.on_tensors(tensors)
-        except Exception as error:
-            errors.append(error)
-        else:
-            return None
-    return errors[0], errors[1]
+        ])  # fmt: skip
+    except Exception as error:
+        return error
+    return None
 
 
 def _full(tensor: Tensor, shape: Ints, number: int, dtype: torch.dtype) -> Tensor:

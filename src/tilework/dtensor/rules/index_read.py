@@ -246,18 +246,23 @@ def _take_along_dim(input: Arg, indices: Arg, dim: Any = None) -> RuleResult:
 
 
 @dtensor_rule("repeat_interleave")
-def _repeat_interleave(input: Arg, repeats: Any = None, dim: Any = None, **_: Any) -> RuleResult:
+def _repeat_interleave(
+    input: Arg, repeats: Any = None, dim: Any = None, *, output_size: int | None = None
+) -> RuleResult:
     if repeats is None or isinstance(repeats, int):
         return None
-    return Decomposition(_repeat_each)
+    return Decomposition(_repeat_each, is_checked=output_size is not None)
 
 
-def _repeat_each(input: Tensor, repeats: Tensor, dim: int | None = None, **_: Any) -> Tensor:
+def _repeat_each(
+    input: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: int | None = None
+) -> Tensor:
     """The elements of a dim, each repeated as often as ``repeats`` has it."""
     if dim is None:
         input, dim = input.flatten(), 0
     counts = full_value(repeats, "repeat_interleave")
-    places = torch.arange(input.shape[dim]).repeat_interleave(counts.expand(input.shape[dim]))
+    count = input.shape[dim]
+    places = torch.arange(count).repeat_interleave(counts.expand(count), output_size=output_size)
     return input.index_select(dim, places)
 
 

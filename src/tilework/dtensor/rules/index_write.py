@@ -121,7 +121,6 @@ def register_writer(
     name: str,
     local_rule: Callable[..., RuleResult],
     write: Callable[..., Any],
-    is_refused: Callable[..., bool] = lambda *args, **named: False,
 ) -> None:
     """Register the rules of an operator that writes elements, and of its form in place.
 
@@ -130,13 +129,10 @@ def register_writer(
         local_rule: Its rule for calls that run on shards as they are, else None; its first argument
             is whether the call writes in place.
         write: Writes to its first argument by other operators.
-        is_refused: Takes the call's arguments; True if torch refuses it, which is to raise then.
     """
 
     def rule(writes: bool, composed: Callable[..., Any]) -> Callable[..., RuleResult]:
         def choose(*args: Any, **named: Any) -> RuleResult:
-            if is_refused(*args, **named):
-                return None
             return local_rule(writes, *args, **named) or Decomposition(composed)
 
         return choose
@@ -276,33 +272,10 @@ def _index_reduce(
     input.scatter_reduce_(dim, places, source, reduce, include_self=include_self)
 
 
-def _is_refused(name: str) -> Callable[..., bool]:
-    """A test of a call: True if torch refuses its shapes or dtypes, asked with small tensors."""
-    method = getattr(Tensor, name)
-
-    def asked(*args: Any, **named: Any) -> bool:
-        sizes = {0: 0, 1: 1}
-
-        def small(arg: Any) -> Any:
-            """A tensor in which sizes are as equal to others as those of the argument."""
-            if not isinstance(arg, Arg):
-                return arg
-            shape = [sizes.setdefault(size, len(sizes)) for size in arg.shape]
-            return torch.zeros(shape, dtype=arg.dtype)
-
-        try:
-            method(*map(small, args), **{name: small(arg) for name, arg in named.items()})
-        except (RuntimeError, IndexError):
-            return True
-        return False
-
-    return asked
-
-
 for _name, _linear, _write in (
     ("index_add", True, _index_add),
     ("index_copy", True, _index_copy),
     ("index_fill", True, _index_fill),
     ("index_reduce", False, _index_reduce),
 ):
-    register_writer(_name, _index_rule(_linear), _write, _is_refused(_name))
+    register_writer(_name, _index_rule(_linear), _write)

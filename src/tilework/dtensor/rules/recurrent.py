@@ -87,12 +87,12 @@ def _cell(input: Any, hx: Any, *weights: Any) -> RuleResult:
 
 @dtensor_rule("_pack_padded_sequence")
 def _pack(input: Any, lengths: Any, batch_first: bool) -> RuleResult:
-    return Decomposition(partial(_on_full_tensors, _vf._pack_padded_sequence))
+    return Decomposition(partial(_on_full_tensors, _vf._pack_padded_sequence), is_checked=True)
 
 
 @dtensor_rule("_pad_packed_sequence")
 def _pad(data: Any, batch_sizes: Any, *args: Any) -> RuleResult:
-    return Decomposition(partial(_on_full_tensors, _vf._pad_packed_sequence))
+    return Decomposition(partial(_on_full_tensors, _vf._pad_packed_sequence), is_checked=True)
 
 
 def _on_full_tensors(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:
