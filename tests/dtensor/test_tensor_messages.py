@@ -21,6 +21,7 @@ from tilework.dtensor import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    plan_redistribution,
     zeros,
 )
 from tilework.errors import PeerLostError
@@ -53,6 +54,9 @@ def assert_says(
         lambda x, mesh: x.redistribute(mesh, Shard(0)),
         lambda x, mesh: x.redistribute(placements=Shard(0)),
         lambda x, mesh: zeros(4, device_mesh=mesh, placements=Shard(0)),  # type: ignore[arg-type]
+        lambda x, mesh: plan_redistribution(x, Shard(0)),  # type: ignore[arg-type]
+        lambda x, mesh: x.to_local(grad_placements=Shard(0)),
+        lambda x, mesh: DTensor.from_local(X, mesh, grad_placements=Shard(0)),  # type: ignore[arg-type]
     ],
 )
 def test_a_placement_without_a_list(call: Call) -> None:
@@ -70,6 +74,35 @@ def test_placements_where_the_mesh_belongs() -> None:
 def test_placements_that_are_none() -> None:
     assert_says(lambda x, mesh: distribute_tensor(X, mesh, 0), "as [Shard(0)]; got 0")  # type: ignore[arg-type]
     assert_says(lambda x, mesh: distribute_tensor(X, mesh, "S"), "got 'S'")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [0, "0", [0.0], [None]])
+def test_an_order_that_is_none(order: Any) -> None:
+    calls: list[Call] = [
+        lambda x, mesh: distribute_tensor(X, mesh, [Shard(0)], order=order),
+        lambda x, mesh: DTensor.from_local(X, mesh, [Shard(0)], order=order),
+        lambda x, mesh: x.redistribute(placements=[Shard(1)], order=order),
+        lambda x, mesh: plan_redistribution(x, [Shard(1)], order),
+    ]
+    for call in calls:
+        assert_says(call, "order has the number of each axis")
+
+
+def test_a_shape_that_is_none() -> None:
+    for shape in (4, "4", (8.0, 3)):
+        assert_says(
+            lambda x, mesh, shape=shape: DTensor.from_local(X, mesh, [Shard(0)], shape=shape),  # type: ignore[misc]
+            "shape has a size for each dim",
+        )
+    assert_says(
+        lambda x, mesh: DTensor.from_local(X, mesh, [Shard(0)], shape=(-4, 3)),
+        "sizes of 0 or more, got (-4, 3)",
+        error=ValueError,
+    )
+
+
+def test_an_axis_of_a_mesh_by_number() -> None:
+    assert_says(lambda x, mesh: mesh[0], "names of axes", "mesh_dim_names", "got 0")  # type: ignore[index]
 
 
 def test_a_forgotten_mesh() -> None:

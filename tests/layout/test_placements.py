@@ -110,15 +110,15 @@ def test_sizes_are_some_and_not_negative(sizes: Ints) -> None:
 @pytest.mark.parametrize("dim", [0.7, "1", True, None])
 def test_a_dim_is_a_whole_number(dim: Any) -> None:
     assert Shard(np.int64(1)).dim == 1  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=rf"takes a dim, as 0 or -1, which is .*got {dim!r}"):
+    with pytest.raises(TypeError, match=rf"Shard takes a dim, .*got {dim!r}"):
         Shard(dim)
-    with pytest.raises(TypeError, match=rf"takes a size for each rank, which is .*got {dim!r}"):
+    with pytest.raises(TypeError, match=rf"Shard takes sizes, .*got {dim!r}"):
         Shard(0, (2, dim))
 
 
 @pytest.mark.parametrize("sizes", [4, "12"])
 def test_sizes_are_a_sequence(sizes: Any) -> None:
-    with pytest.raises(TypeError, match=rf"as sizes=\(3, 5\); got {sizes!r}"):
+    with pytest.raises(TypeError, match=rf"as \(3, 5\); got {sizes!r}"):
         Shard(0, sizes)
 
 

@@ -107,12 +107,12 @@ def _facts(
     order: Sequence[int] | None,
     run_check: bool,
 ) -> _Facts:
+    check_placements(mesh.shape, placements, order)
     layout = _layout_text(
         tuple(placements),
         None if order is None else tuple(order),
         None if shape is None else tuple(shape),
     )
-    check_placements(mesh.shape, placements, order)
     for placement in placements:
         if isinstance(placement, Shard):
             existing_dim(placement.dim, tuple(local.shape))

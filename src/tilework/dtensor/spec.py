@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilework.layout import Box, Layout, Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
-from tilework.layout.placements import native_placement
+from tilework.layout.placements import native_placement, order_in
 from tilework.layout.sharding import Splits, axes_of, box_at, normal_layout, shards, splits_of
 from tilework.mesh import DeviceMesh
 
@@ -295,7 +295,9 @@ def spec_of(
         ValueError: Placements or order do not fit the mesh or the shape.
         TypeError: Something is no placement.
     """
-    key = (tuple(placements), tuple(shape), None if order is None else tuple(order))
+    if order is not None and order.__class__ is not tuple:
+        order = order_in(order)
+    key = (tuple(placements), tuple(shape), order)
     known = mesh.specs
     spec: DTensorSpec | None = known.get(key)
     if spec is None:

@@ -39,6 +39,7 @@ from tilework.dtensor.views.leaf_views import before_leaving_graph
 from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
+from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.argument_names import torch_arguments
@@ -144,7 +145,7 @@ class DTensor(DTensorBase):
         Raises:
             ValueError: Local tensors do not fit together or to ``shape``, or ranks differ.
             CollectiveMismatchError: Ranks that are to have the same part have other values.
-            TypeError: It is no plain tensor.
+            TypeError: It is no plain tensor, or an argument is of another kind.
             RuntimeError: No mesh is given or active.
 
         Example:
@@ -165,12 +166,20 @@ class DTensor(DTensorBase):
                 f"from_local takes this rank's part as a plain tensor, got "
                 f"{type(local_tensor).__name__}"
             )
+        if shape is not None:
+            shape = whole_numbers(shape, "shape has a size for each dim, as (4, 3)")
+            if min(shape, default=0) < 0:
+                raise ValueError(f"shape has sizes of 0 or more, got {shape}")
+        if stride is not None:
+            stride = whole_numbers(stride, "stride has a whole number for each dim, as (3, 1)")
         if stride is not None and (shape is None or len(stride) != len(shape)):
             raise ValueError("pass shape and stride together, with an entry of each for each dim")
         local = on_device(awaited_in_graph(local_tensor), mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
         placements = [native_placement(placement) for placement in placements_in(placements)]
+        if grad_placements is not None:
+            grad_placements = [*map(native_placement, placements_in(grad_placements))]
         spec = spec_from_local(local, mesh, placements, shape, order, run_check)
         if not spec.takes_part:
             return wrap(empty_local(local), spec)
@@ -241,7 +250,8 @@ class DTensor(DTensorBase):
             local = local_graph.local_of(self)
             is_moved_leaf = self._origin is not None and self.is_leaf
             return origins.as_leaf_to_writes(local) if is_moved_leaf else local
-        return gradients.local_with_grad(self, grad_placements)
+        given = [*map(native_placement, placements_in(grad_placements))]
+        return gradients.local_with_grad(self, given)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full value as a plain tensor on every rank. Collective; blocks; differentiable.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 from tilework.layout.box import Ints
 from tilework.layout.torch_callers import refuse_torch_caller
+from tilework.layout.whole_numbers import whole_number, whole_numbers
 
 _OURS = (
     "a placement of tilework's: torch.distributed's functions take those of "
@@ -16,6 +16,9 @@ _OURS = (
 )
 
 
+_DIM = "Shard takes a dim, a whole number such as 0 or -1"
+_SIZES = "Shard takes sizes, a whole number for each rank along the axis, as (3, 5)"
+_ORDER = "order has the number of each axis of the mesh once, as (1, 0)"
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 
@@ -44,25 +47,6 @@ class _PlacementKind:
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
 
-def _whole(number: Any, takes: str) -> int:
-    """A whole number; no bool, nor a float or text that could be made one."""
-    try:
-        if isinstance(number, bool):
-            raise TypeError
-        return index(number)
-    except TypeError:
-        raise TypeError(f"{takes}, which is a whole number; got {number!r}") from None
-
-
-def _sizes(sizes: Any) -> Ints:
-    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
-        raise TypeError(
-            f"Shard takes sizes with one for each rank along the axis, as sizes=(3, 5); got "
-            f"{sizes!r}"
-        )
-    return tuple([_whole(size, "Shard takes a size for each rank") for size in sizes])
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(_PlacementKind):
     """A mesh axis splits ``dim`` into as many shards as the axis is long.
@@ -85,9 +69,9 @@ class Shard(_PlacementKind):
 
     def __post_init__(self) -> None:
         if self.dim.__class__ is not int:
-            object.__setattr__(self, "dim", _whole(self.dim, "Shard takes a dim, as 0 or -1"))
+            object.__setattr__(self, "dim", whole_number(self.dim, _DIM))
         if self.sizes is not None:
-            sizes = _sizes(self.sizes)
+            sizes = whole_numbers(self.sizes, _SIZES)
             if not sizes or min(sizes) < 0:
                 raise ValueError(f"Shard takes one or more sizes, none negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)
@@ -156,6 +140,19 @@ def placements_in(placements: Any) -> tuple[Any, ...]:
     return tuple(placements)
 
 
+def order_in(order: Any) -> Ints:
+    """The axes that a function was given, in the order in which they shard.
+
+    Raises:
+        TypeError: They are no whole numbers.
+
+    Example:
+        >>> order_in([1, 0])
+        (1, 0)
+    """
+    return whole_numbers(order, _ORDER)
+
+
 def native_placement(placement: Any) -> Any:
     """A placement of this library's; torch's are taken by their meaning. Others as they are.
 
@@ -201,7 +198,7 @@ def check_placements(
 
     Raises:
         ValueError: They are not as many as the axes, or axes name different reductions.
-        TypeError: Something is no placement.
+        TypeError: Something is no placement, or the order is none.
     """
     for placement in placements:
         if not isinstance(placement, _PlacementKind):
@@ -216,7 +213,7 @@ def check_placements(
     ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
     if len(ops) > 1:
         raise ValueError(f"a tensor has one reduction, its Partial placements have {sorted(ops)}")
-    if order is not None and sorted(order) != list(range(len(lengths))):
+    if order is not None and sorted(order_in(order)) != list(range(len(lengths))):
         raise ValueError(
             f"order names each of the mesh's {len(lengths)} axes once, got {list(order)}"
         )

@@ -235,9 +235,17 @@ class DeviceMesh:
 
         Raises:
             KeyError: There is no axis of that name.
+            TypeError: They are no names.
             RuntimeError: This rank is not in the mesh.
         """
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, (list, tuple)):
+            known = ", ".join(self.mesh_dim_names or ()) or "none: give some as mesh_dim_names"
+            raise TypeError(
+                f"mesh[…] takes names of axes, which are here {known}; got {names!r}. size(), "
+                f"get_group() and get_local_rank() take an axis by its number, too"
+            )
+        wanted = tuple(wanted)
         if wanted == self.mesh_dim_names:
             return self
         flat = self._root._flat.get(wanted[0]) if len(wanted) == 1 else None

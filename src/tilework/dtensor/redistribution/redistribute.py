@@ -29,6 +29,7 @@ from tilework.dtensor.redistribution.prepared import (
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Steps
+from tilework.layout.placements import placements_in
 from tilework.mesh import DeviceMesh
 
 axes_group = DeviceMesh.axes_group
@@ -132,7 +133,8 @@ def plan_redistribution(
     else:
         refuse_torch_dtensor(tensor, "plan_redistribution")
         source, tensor_dtype = tensor._spec, tensor.dtype
-    return plan_steps(source, source.with_placements(placements, order), dtype or tensor_dtype)
+    target = source.with_placements(placements_in(placements), order)
+    return plan_steps(source, target, dtype or tensor_dtype)
 
 
 # -- gradients -------------------------------------------------------------------------------
