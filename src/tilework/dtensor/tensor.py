@@ -20,7 +20,12 @@ from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.from_local import spec_from_local
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.strides import like_strides
-from tilework.dtensor.provenance.digests import digest_of, note_cleared, note_gradient
+from tilework.dtensor.provenance.digests import (
+    digest_of,
+    note_cleared,
+    note_gradient,
+    stable_digest,
+)
 from tilework.dtensor.provenance.meaning import Moved, named_for
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import spec_of
@@ -270,6 +275,8 @@ class DTensor(DTensorBase):
         *,
         order: Sequence[int] | None = None,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same value in another layout. Collective over the mesh; blocks; differentiable.
 
@@ -283,6 +290,10 @@ class DTensor(DTensorBase):
             order: The axes in the order in which they shard; None: from the first to the last.
             async_op: Return before the last step is done, where that is long enough; the result
                 waits for it when it is first used.
+            forward_dtype: The dtype of the result, which it is cast to before it moves; None: this
+                tensor's.
+            backward_dtype: The dtype in which the gradient moves back, before it is cast to this
+                tensor's; None: this tensor's.
 
         Raises:
             ValueError: Placements do not fit, or it is another mesh.
@@ -307,7 +318,12 @@ class DTensor(DTensorBase):
             placements = source.placements
         target = spec_of(source.mesh, placements, source.shape, order)
         local = local_graph.local_of(self)
+        dtypes = None
+        if forward_dtype is not None or backward_dtype is not None:
+            dtypes = (forward_dtype or local.dtype, backward_dtype or local.dtype)
         if target == source:
+            if dtypes is not None and dtypes[0] != local.dtype:
+                return cast(DTensor, self.to(dtypes[0]))
             return copied_views.same_memory(
                 self, local, lambda x: x.redistribute(placements=placements, order=order)
             )
@@ -315,10 +331,11 @@ class DTensor(DTensorBase):
             explain.begin_operator("redistribute")
         # Within an operator the program does not get it, and no plain tensors give its gradient.
         of = Moved(digest_of(self), "redistribute", handed_out=not provenance.digest())
-        local = redistribute_local(local, source, target, async_op=async_op, of=of)
+        local = redistribute_local(local, source, target, async_op=async_op, of=of, dtypes=dtypes)
         if explain.watchers:
             explain.tag_gradient(local)
-        return wrap(local, target, hash((of.digest, target.digest)))
+        digest = hash((of.digest, target.digest))
+        return wrap(local, target, hash((digest, stable_digest(dtypes))) if dtypes else digest)
 
     # -- gradients ---------------------------------------------------------------------------
 

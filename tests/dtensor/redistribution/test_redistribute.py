@@ -335,6 +335,31 @@ def test_what_is_printed_is_what_is_run() -> None:
     everywhere((2, 2), program)
 
 
+@pytest.mark.parametrize("before", [Shard(0), Partial(), Partial("max"), Replicate()])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (None, torch.bfloat16)])
+def test_dtypes_of_a_move_and_of_its_gradient(before: Placement, dtypes: Any) -> None:
+    forward, backward = dtypes
+    values = torch.tensor([[1.0, 1 + 2**-10, 3.0], [4.0, -5.0, 6.0]], dtype=torch.float32)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        local = (values[rank : rank + 1] if before == Shard(0) else values).clone()
+        x = DTensor.from_local(local, mesh, [before]).requires_grad_()
+        target = Shard(1) if before == Replicate() else Replicate()
+        moved = x.redistribute(placements=[target], forward_dtype=forward, backward_dtype=backward)
+        assert moved.dtype == moved.to_local().dtype == (forward or torch.float32)
+        cast: Any = x.detach().to(moved.dtype)
+        plain = cast.redistribute(placements=[target])
+        assert moved.to_local().equal(plain.to_local())
+        factor = 1 + 2**-10
+        (moved.float() * factor).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert x.grad.dtype == torch.float32
+        assert x.grad.full_tensor()[0, 0].item() == torch.tensor(factor).bfloat16().item()
+
+    run_ranks(2, program)
+
+
 def test_to_another_mesh_is_refused() -> None:
     def program(mesh: DeviceMesh) -> None:
         other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))

@@ -86,7 +86,9 @@ def prepared_from(
     return prepared
 
 
-def prepare(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> PreparedRedistribution:
+def prepare(
+    local: Tensor, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype
+) -> PreparedRedistribution:
     """Prepare a redistribution, and keep it. Collective only as far as groups have to be made.
 
     Raises:
@@ -97,7 +99,6 @@ def prepare(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Prepared
             f"a redistribution goes from one layout of a tensor on a mesh to another on the same "
             f"mesh, got {source} and {target}"
         )
-    dtype = local.dtype
     steps = plan_steps(source, target, dtype)
     run_steps: list[RunStep] = []
     if source.takes_part:

@@ -33,6 +33,8 @@ from tilework.layout.placements import placements_in
 from tilework.mesh import DeviceMesh
 
 axes_group = DeviceMesh.axes_group
+#: The dtypes that a tensor moves in, and its gradient.
+Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 def redistribute_local(
@@ -42,6 +44,7 @@ def redistribute_local(
     *,
     async_op: bool = False,
     of: Moved = UNKNOWN,
+    dtypes: Dtypes | None = None,
 ) -> Tensor:
     """The local tensor of layout ``target``, from that of layout ``source``.
 
@@ -58,6 +61,8 @@ def redistribute_local(
         async_op: Return before the last step is done, where that takes long enough. The result
             waits by itself when it is first used; ``local`` may be written to meanwhile.
         of: The tensor that moves: its provenance, which ranks compare, and what it moves for.
+        dtypes: What it is cast to before it moves, and stays, and what its gradient moves in, which
+            is then cast back; None: its own.
 
     Raises:
         ValueError: The local tensor is not of the source's shape, or mesh or shape differ.
@@ -70,22 +75,25 @@ def redistribute_local(
     if isinstance(local, AsyncTensor):
         local = local.wait()
     if local.is_meta:
-        return _on_meta(local, target)
-    prepared = prepared_from(source).get((target, local.dtype))
+        return _on_meta(local if dtypes is None else local.to(dtypes[0]), target)
+    dtype = local.dtype if dtypes is None else dtypes[0]
+    prepared = prepared_from(source).get((target, dtype))
     if prepared is None:
-        prepared = prepare(local, source, target)
+        prepared = prepare(local, source, target, dtype)
     if not prepared.run_steps:
-        return local
+        return local if dtypes is None else local.to(dtype)
     if local.shape != source.local_shape:
         check_local(local, source, prepared.steps)
     if explain.watchers:
-        explain.record_steps(source, prepared.steps, local.dtype)
+        explain.record_steps(source, prepared.steps, dtype)
     if local.requires_grad and torch.is_grad_enabled():
         if prepared.adjoint.nonlinear:
             local = local.clone()  # is kept for its gradient, and may be written to afterwards
-        call = _Call(prepared, async_op, of)
+        call = _Call(prepared, async_op, of, dtypes)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
         return out if call.work is None else attached(out, call.work)
+    if dtypes is not None:
+        local = local.to(dtype)
     if not async_op:
         return prepared.run(local, of)
     out, work = prepared.start(local, of)
@@ -143,10 +151,12 @@ def plan_redistribution(
 class _Call:
     """A call of a differentiable redistribution."""
 
-    __slots__ = ("async_op", "of", "prepared", "work")
+    __slots__ = ("async_op", "dtypes", "of", "prepared", "work")
 
-    def __init__(self, prepared: PreparedRedistribution, async_op: bool, of: Moved) -> None:
-        self.prepared, self.async_op, self.of = prepared, async_op, of
+    def __init__(
+        self, prepared: PreparedRedistribution, async_op: bool, of: Moved, dtypes: Dtypes | None
+    ) -> None:
+        self.prepared, self.async_op, self.of, self.dtypes = prepared, async_op, of, dtypes
         #: The work that the result must wait for.
         self.work: Work | None = None
 
@@ -156,8 +166,13 @@ class _Redistribute(LocalFunction):
     def forward(ctx: Any, local: Tensor, call: _Call) -> Tensor:
         ctx.adjoint = adjoint = call.prepared.adjoint
         ctx.of = call.of
+        ctx.dtypes = None
         if adjoint.nonlinear:
             ctx.save_for_backward(local)
+        if call.dtypes is not None:
+            forward_dtype, backward_dtype = call.dtypes
+            ctx.dtypes = local.dtype, backward_dtype
+            local = local.to(forward_dtype)
         if not call.async_op:
             return call.prepared.run(local, call.of)
         out, call.work = call.prepared.start(local, call.of)
@@ -166,7 +181,11 @@ class _Redistribute(LocalFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         x = ctx.saved_tensors[0] if ctx.adjoint.nonlinear else None
-        return pull_back(ctx.adjoint, grad, x, ctx.of), None
+        if ctx.dtypes is None:
+            return pull_back(ctx.adjoint, grad, x, ctx.of), None
+        own, dtype = ctx.dtypes
+        grad, x = grad.to(dtype), None if x is None else x.to(dtype)
+        return pull_back(ctx.adjoint, grad, x, ctx.of).to(own), None
 
 
 def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Tensor:
