@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -158,13 +159,33 @@ def test_a_pickled_mesh_is_made_where_it_is_not_known() -> None:
     run_ranks(2, program)
 
 
+def test_a_program_without_a_launcher_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/a/train.py"])
+
+    def program(rank: int) -> None:
+        told = r"is 1, .*`tilework run -n 2 train\.py`"
+        with pytest.raises(RuntimeError, match=told):
+            init_device_mesh("cpu", (2,))
+        with pytest.raises(RuntimeError, match=told):
+            DeviceMesh("cpu", [0, 1])
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(RuntimeError, match="There is 1: start the job with 2"):
+            DeviceMesh("cpu", [0, 1])
+
+    run_ranks(1, program)
+
+
 def test_bad_meshes_raise_on_all_ranks() -> None:
     def program(rank: int) -> None:
         number: Any = 2
         with pytest.raises(TypeError, match=r"such as \(2,\), got 2"):
             init_device_mesh("cpu", number)
-        with pytest.raises(RuntimeError, match="as many ranks as the default process group"):
+        with pytest.raises(RuntimeError, match=r"as many ranks .* are 2: start the job with 3"):
             init_device_mesh("cpu", (3,))
+        with pytest.raises(RuntimeError, match="is a kind of device"):
+            init_device_mesh((2,), "cpu")  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match=r"backend_override.*from_group"):
+            init_device_mesh("cpu", (2,), backend_override={0: "gloo"})  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="not be bigger than default world size 2"):
             DeviceMesh("cpu", [0, 1, 2])
         with pytest.raises(RuntimeError, match="without an index"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,7 +68,10 @@ def test_values() -> None:
         (lambda: MeshSpec.of([[0, 1], [1, 2]]), ValueError, r"duplicate values: \[1\]"),
         (lambda: MeshSpec.of([[0, 1], [2]]), ValueError, "rows differ in length"),
         (lambda: MeshSpec((2, 2), (0, 1, 2)), ValueError, r"\(2, 2\) has 4 ranks, got 3"),
-        (lambda: MeshSpec((0,), ()), ValueError, "1 or more ranks along each axis"),
+        (lambda: MeshSpec((0,), ()), ValueError, r"1 or more ranks along each axis, got \(0,\)"),
+        (lambda: MeshSpec.regular((-1, -2)), ValueError, r"1 or more ranks .*, got \(-1, -2\)"),
+        (lambda: MeshSpec.regular(cast(Any, "2")), TypeError, r"as \(2, 4\); got '2'"),
+        (lambda: MeshSpec.regular(cast(Any, (2.0,))), TypeError, r"as \(2, 4\); got 2\.0"),
         (lambda: MeshSpec.of([0, -1]), ValueError, "from 0 on"),
         (lambda: MeshSpec.of(["x"]), TypeError, "nested sequences"),
         (lambda: MeshSpec.of([0, 1], ("a", "b")), ValueError, "each of the mesh's 1 axes"),

@@ -36,6 +36,7 @@ from tilework.mesh.torch_meshes import (
     new_torch_mesh,
     torch_part,
 )
+from tilework.rendezvous.handlers import starting
 
 _OURS = "a mesh of tilework's: torch.distributed's functions take to_torch() of it"
 
@@ -538,6 +539,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Iterable[str] | None = None,
+    backend_override: None = None,
 ) -> DeviceMesh:
     """A mesh of all ranks, in their order. Collective over all ranks; blocks.
 
@@ -545,10 +547,14 @@ def init_device_mesh(
         device_type: Where tensors on the mesh live.
         mesh_shape: The number of ranks along each axis; their product is the number of ranks.
         mesh_dim_names: A name for each axis.
+        backend_override: Only None, for torch's sake: the groups of the axes are on the backend of
+            the default group. For others make the groups, and :meth:`DeviceMesh.from_group`.
 
     Raises:
         RuntimeError: The job has not as many ranks.
-        TypeError: The shape is one number.
+        ValueError: An axis would have no ranks.
+        TypeError: The shape is one number, or has something else than numbers.
+        NotImplementedError: Another backend is asked for.
 
     Example:
         >>> from tilework.mesh import init_device_mesh
@@ -564,21 +570,33 @@ def init_device_mesh(
             f"mesh_shape has the number of ranks along each axis, such as ({mesh_shape},), "
             f"got {mesh_shape}"
         )
-    spec = MeshSpec.regular(tuple(mesh_shape), mesh_dim_names)
+    if backend_override is not None:
+        raise NotImplementedError(
+            f"backend_override: the groups of a mesh's axes are on the backend of the default "
+            f"group, init_process_group(backend=…). For others make a group along each axis with "
+            f"new_group(ranks, backend=…), and the mesh with DeviceMesh.from_group(groups, "
+            f"device_type, ranks); got {backend_override!r}"
+        )
     check_device_type(device_type)
+    spec = MeshSpec.regular(mesh_shape, mesh_dim_names)
     if not is_initialized():
         init_process_group()
     if spec.size != get_world_size():
-        count, there = spec.size, f"are {get_world_size()}"
-        instead = "Use DeviceMesh(…) for a mesh of some of the ranks"
-        if get_world_size() == 1:
-            there = "is 1"
-            instead = f"Start {count} ranks: tilework run -n {count} program.py"
         raise RuntimeError(
             f"Mesh should have as many ranks as the default process group: shape "
-            f"{tuple(mesh_shape)} needs {count}, but there {there}. {instead}"
+            f"{tuple(mesh_shape)} needs {spec.size}, but there {_ranks_there(spec.size)}"
         )
     return DeviceMesh(device_type, spec)
+
+
+def _ranks_there(needed: int) -> str:
+    size = get_world_size()
+    if size > needed:
+        return f"are {size}. Use DeviceMesh(…) for a mesh of some of the ranks"
+    command = starting(needed) if size == 1 else ""
+    if command:
+        return f"is 1, since no launcher started this process: start it with `{command}`"
+    return f"{'is' if size == 1 else 'are'} {size}: start the job with {needed}"
 
 
 def mesh_or_current(mesh: Any) -> DeviceMesh:
@@ -645,7 +663,8 @@ def _check_same(device_type: str, spec: MeshSpec) -> None:
         if spec.size > get_world_size() or max(spec.ranks) >= get_world_size():
             raise RuntimeError(
                 f"Mesh should not be bigger than default world size {get_world_size()}, but found "
-                f"{spec.size} ranks up to rank {max(spec.ranks)}: {spec.nested()}"
+                f"{spec.size} ranks up to rank {max(spec.ranks)}: {spec.nested()}. There "
+                f"{_ranks_there(max(spec.ranks) + 1)}"
             )
         if get_rank() in spec.ranks:
             check_device_is_there(device_type, "a mesh")

@@ -10,6 +10,8 @@ from tilework.comm.world import get_rank
 def check_device_type(device_type: str) -> None:
     """Raise RuntimeError unless it is a kind of device, such as "cuda", without an index."""
     try:
+        if not isinstance(device_type, str | torch.device):
+            raise RuntimeError
         index = torch.device(device_type).index if isinstance(device_type, str) else 0
     except RuntimeError:
         raise RuntimeError(

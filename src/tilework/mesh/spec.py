@@ -8,7 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tilework.layout.whole_numbers import whole_numbers
+
 Ints = tuple[int, ...]
+_SHAPE = "mesh_shape has the number of ranks along each axis, as (2, 4)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,10 @@ class MeshSpec:
     names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("shape", "ranks"):
-            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        object.__setattr__(self, "shape", whole_numbers(self.shape, _SHAPE))
+        object.__setattr__(self, "ranks", whole_numbers(self.ranks, "a mesh has numbers of ranks"))
         if min(self.shape, default=1) < 1:
-            raise ValueError(f"a mesh has 1 or more ranks along each axis, got shape {self.shape}")
+            raise ValueError(f"a mesh has 1 or more ranks along each axis, got {self.shape}")
         if math.prod(self.shape) != len(self.ranks):
             raise ValueError(
                 f"a mesh of shape {self.shape} has {math.prod(self.shape)} ranks, got "
@@ -56,20 +59,10 @@ class MeshSpec:
 
     @classmethod
     def regular(cls, shape: Sequence[int], names: Iterable[str] | None = None) -> MeshSpec:
-        """The mesh of the ranks from 0 on.
-
-        Raises:
-            TypeError: The shape is no sequence of integers.
-        """
-        if not all(hasattr(length, "__index__") for length in shape):
-            raise TypeError(
-                f"a mesh's shape has the number of ranks along each axis, such as (2, 4), got "
-                f"{shape!r}"
-            )
-        if min(shape, default=1) < 1:
-            raise ValueError(f"a mesh has 1 or more ranks along each axis, got shape {shape}")
-        n = math.prod(shape)
-        return cls(tuple(shape), tuple(range(n)), None if names is None else tuple(names))
+        """The mesh of the ranks from 0 on."""
+        shape = whole_numbers(shape, _SHAPE)
+        ranks = tuple(range(math.prod(shape)))
+        return cls(shape, ranks, None if names is None else tuple(names))
 
     @classmethod
     def of(cls, ranks: Any, names: Iterable[str] | None = None) -> MeshSpec:

@@ -124,18 +124,31 @@ def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
 
 def _alone(asked: Place) -> bool:
     """True if neither the caller nor the environment speaks of other ranks."""
-    named = any(name in os.environ for name in (*_ADVICE, "LOCAL_RANK", "TILEWORK_STORE"))
-    return asked.rank in (UNSET, 0) and asked.world_size in (UNSET, 1) and not named
+    return asked.rank in (UNSET, 0) and asked.world_size in (UNSET, 1) and not _is_launched()
+
+
+def _is_launched() -> bool:
+    return any(name in os.environ for name in (*_ADVICE, "LOCAL_RANK", "TILEWORK_STORE"))
+
+
+def starting(ranks: int) -> str:
+    """The command that starts this program with so many ranks; empty if a launcher has started it.
+
+    Example:
+        >>> starting(2)
+        'tilework run -n 2 ...'
+    """
+    program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "PROGRAM"
+    return "" if _is_launched() else f"tilework run -n {ranks} {program}"
 
 
 def _say_alone() -> None:
     """Print a line on stderr, the first time in this process."""
     if os.getpid() not in _said_alone:
         _said_alone.add(os.getpid())
-        program = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else "PROGRAM"
         print(
             f"tilework: no launcher started this process, so it is rank 0 of 1 "
-            f"(for more: tilework run -n 2 {program})",
+            f"(for more: {starting(2)})",
             file=sys.stderr,
         )
 
