@@ -32,3 +32,16 @@ def test_a_failure_asked_for_after_the_group_was_closed(backend: str) -> None:
 
     told = run_ranks(2, program, backend=backend)[0]
     assert "rank 0" in told
+
+
+@pytest.mark.parametrize("backend", ["threads", "shm"])
+def test_a_closed_group_is_not_aborted_for_others(backend: str) -> None:
+    """A thread that found a cycle of waits aborts groups, which the rank may close meanwhile."""
+
+    def program(rank: int) -> None:
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        dist.destroy_process_group(group)
+        group.abort_for("mismatch", [rank], "a cycle")
+
+    run_ranks(2, program, backend=backend)

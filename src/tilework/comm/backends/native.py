@@ -476,7 +476,10 @@ class NativeGroup(ProcessGroup):
         return self._aborted_error(place, "waiting for other ranks", "")
 
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
-        self.engine.abort(kind, _with_ranks(ranks, text))
+        try:
+            self.engine.abort(kind, _with_ranks(ranks, text))
+        except self.engine.fault_type:  # closed on this rank meanwhile: nothing waits in it
+            return
         note_fault(f"aborted group {self.group_name!r}: {text}")
 
     def set_timeout(self, timeout: timedelta) -> None:
