@@ -41,6 +41,13 @@ def _of_one_element(func: Any, args: Any, kwargs: Any) -> Any:
         return func(full_value(tensor, name))
 
 
+@dtensor_handler("tolist")
+def _tolist(func: Any, args: Any, kwargs: Any) -> Any:
+    (tensor,) = args
+    with torch.no_grad():
+        return func(full_value(tensor, "tolist"))
+
+
 @dtensor_rule("type")
 def _type_name(input: Arg, dtype: Any = None, non_blocking: bool = False, **_: Any) -> RuleResult:
     if dtype is not None:
