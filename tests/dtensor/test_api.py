@@ -120,12 +120,20 @@ def test_what_cannot_be_distributed_raises_on_all_ranks() -> None:
             distribute_tensor(there, mesh, [Shard(0), Replicate()])
         with pytest.raises(ValueError, match="src_data_rank=2"):
             distribute_tensor(whole, mesh, src_data_rank=2)
+        with pytest.raises(TypeError, match=r"src_data_rank .*; got 0\.5"):
+            distribute_tensor(whole, mesh, src_data_rank=0.5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="dim"):
             distribute_tensor(whole, mesh, [Shard(2), Shard(0)])
+        with pytest.raises(ValueError, match="has no dim 0: it has none"):
+            distribute_tensor(whole.sum(), mesh, [Shard(0), Replicate()])
+        nested = torch.nested.nested_tensor([whole], layout=torch.jagged)
+        for refused in (distribute_tensor, DTensor.from_local):
+            with pytest.raises(TypeError, match=r"dense.* nested"):
+                refused(nested, mesh)
+            with pytest.raises(TypeError, match=r"dense.* of torch\.sparse_coo"):
+                refused(whole.to_sparse(), mesh)
         with pytest.raises(TypeError, match="takes a tensor, got list"):
             distribute_tensor([1.0], mesh)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="dense"):
-            distribute_tensor(whole.to_sparse(), mesh)
         with pytest.raises(TypeError, match="placement"):
             distribute_tensor(whole, mesh, ["dp", "tp"])  # type: ignore[list-item]
         with pytest.raises(RuntimeError, match="No device mesh"):
@@ -145,10 +153,17 @@ def test_what_is_wrong_on_one_rank_raises_on_all() -> None:
     def layouts(rank: int) -> None:
         distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(rank)])
 
+    def kinds(rank: int) -> None:
+        mesh, whole = init_device_mesh("cpu", (2,)), torch.ones(4)
+        there = distribute_tensor(whole, mesh, [Shard(0)])
+        distribute_tensor(there if rank else whole, mesh, [Shard(0)])
+
     assert "distribute leaf tensor" in raised_by_all(2, leaf, RuntimeError)
+    assert "type=a plain tensor on rank 0" in raised_by_all(2, kinds, ValueError)
     wrong_shape = "shape=[4] on rank 0 does not match with shape=[5] on rank 1"
     assert wrong_shape in raised_by_all(2, shapes, ValueError)
-    assert "does not match with layout=" in raised_by_all(2, layouts, ValueError)
+    wrong_layout = "layout=[Shard(dim=0)] on DeviceMesh('cpu', [0, 1]) on rank 0 does not match"
+    assert wrong_layout in raised_by_all(2, layouts, ValueError)
 
 
 def test_strides_are_those_of_the_source_rank() -> None:

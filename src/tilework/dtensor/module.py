@@ -166,6 +166,9 @@ def module_to_torch(module: nn.Module) -> nn.Module:
     one of which its own axis and this one are parts. A mesh of tilework's own gets one of torch's,
     which is collective (:meth:`DeviceMesh.to_torch`).
 
+    Parameters become other objects, without the hooks and attributes of those before, which an
+    optimizer that was made earlier keeps. Register hooks, and make optimizers, afterwards.
+
     Raises:
         ValueError: torch has no placements for a parameter; nothing has changed then.
 

@@ -171,6 +171,12 @@ class DTensor(DTensorBase):
                 f"from_local takes this rank's part as a plain tensor, got "
                 f"{type(local_tensor).__name__}"
             )
+        if local_tensor.layout is not torch.strided or local_tensor.is_nested:
+            raise TypeError(
+                f"DTensors are dense, and from_local got a tensor "
+                f"{'that is nested' if local_tensor.is_nested else f'of {local_tensor.layout}'}: "
+                f"make it dense first, with to_dense() or to_padded_tensor()"
+            )
         if shape is not None:
             shape = whole_numbers(shape, "shape has a size for each dim, as (4, 3)")
             if min(shape, default=0) < 0:

@@ -373,10 +373,8 @@ def existing_dim(dim: int, shape: Ints) -> int:
         ValueError: There is no such dim.
     """
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(
-            f"a tensor of shape {shape} has no dim {dim}: its dims are {-len(shape)} to "
-            f"{len(shape) - 1}"
-        )
+        there = f"its dims are {-len(shape)} to {len(shape) - 1}" if shape else "it has none"
+        raise ValueError(f"a tensor of shape {shape} has no dim {dim}: {there}")
     return dim % len(shape)
 
 

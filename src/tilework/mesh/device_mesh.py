@@ -260,9 +260,9 @@ class DeviceMesh:
             if theirs is not None:
                 return DeviceMesh.from_torch(theirs)
         part = self.spec.through(wanted, get_rank())
-        known = current_world().state(_Meshes).known.get((self.device_type, part))
-        if known is not None and known._root is self._root:
-            return known  # with the layouts and calls that are remembered for it
+        same = current_world().state(_Meshes).known.get((self.device_type, part))
+        if same is not None and same._root is self._root:
+            return same  # with the layouts and calls that are remembered for it
         groups = [self._groups[self.spec.axis(name)] for name in wanted]
         return self._related(part, groups)
 

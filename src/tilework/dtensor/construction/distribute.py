@@ -20,6 +20,7 @@ from tilework.dtensor.tensor import DTensor, empty_local, on_device, wrap
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import placements_in
+from tilework.layout.whole_numbers import whole_number
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.tensor import TiledTensor
@@ -131,11 +132,13 @@ def _checked(
     spec = spec_of(mesh, placements, shape, order, strides)
     if src_data_rank is not None:
         _source(mesh, src_data_rank)
+    in_order = "" if spec.order is None else f" in the order {spec.order}"
     return spec, {
+        "type": "a plain tensor",
         "shape": list(tensor.shape),
         "dtype": str(tensor.dtype),
         "requires_grad": tensor.requires_grad,
-        "layout": str(spec),
+        "layout": f"{list(spec.placements)}{in_order} on {mesh}",
         "src_data_rank": src_data_rank,
         "meta": tensor.is_meta,
         "strides": strides,
@@ -151,8 +154,9 @@ def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
             "distribute_tensor is to distribute leaf tensors, and this one is computed from "
             "others, to which no gradient would flow: use DTensor.from_local, or detach() it"
         )
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"only dense tensors can be distributed, got one of {tensor.layout}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "that is nested" if tensor.is_nested else f"of {tensor.layout}"
+        raise TypeError(f"only dense tensors can be distributed, got one {kind}")
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"placements must have the same length as the mesh has axes: {mesh.ndim}, got "
@@ -184,6 +188,7 @@ def _check_layout(
 
 def _source(mesh: DeviceMesh, index: int) -> int:
     """The global rank at this index along each axis."""
+    index = whole_number(index, "src_data_rank is a place along each axis, a whole number, or None")
     if not 0 <= index < min(mesh.shape):
         raise ValueError(
             f"src_data_rank={index} is to be a place along each axis of a mesh of shape "

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import memory_of
-from tilework.dtensor.dispatch.results import call_with_out
+from tilework.dtensor.dispatch.results import call_with_out, full_value
 from tilework.dtensor.propagation.strides import storage_of
-from tilework.dtensor.rules.index_read import as_replicated, full_value
+from tilework.dtensor.rules.index_read import as_replicated
 from tilework.dtensor.rules.scatter import check_source
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
@@ -113,14 +113,14 @@ def _as_strided_scatter(func: Any, args: Any, kwargs: Any) -> DTensor:
     rest = {**dict(zip(names, args, strict=False)), **kwargs}
     src = rest.pop("src")
     if not isinstance(rest["input"], DTensor):
-        return as_replicated(func(**{**rest, "src": full_value(src)}), src)
+        return as_replicated(func(**{**rest, "src": full_value(src, "as_strided_scatter")}), src)
     if rest["input"]._spec.repeats:  # torch copies its elements, else its memory
         rest["input"] = rest["input"].clone()
     input: DTensor = rest["input"]
     base, window = _arguments(**rest)
     check_source(src, window.size)
     memory = full_memory(base).clone()
-    window.of(memory).copy_(full_value(src))
+    window.of(memory).copy_(full_value(src, "as_strided_scatter"))
     result = replicated_as(input, window_of(input).of(memory))
     result._spec = result._spec.with_strides(input._spec.strides)
     return result
