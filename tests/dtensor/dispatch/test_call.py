@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,8 @@ from tests.dtensor.op_checks import (
 )
 from tests.dtensor.sharded_values import cut, same
 from tilework.dtensor import (
+    Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_tensor,
@@ -138,5 +142,40 @@ def test_zeros_of_either_sign_are_different_numbers() -> None:
             assert bool(torch.signbit(filled[0, 0])) == (str(value) == "-0.0")
             whole = cast(Any, torch.full_like(x, value)).full_tensor()
             assert bool(torch.signbit(whole[0, 0])) == (str(value) == "-0.0")
+
+    run_ranks(2, program)
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.sum() / 0,
+        lambda x: x.mean() * INF,
+        lambda x: x.sum() * -INF,
+        lambda x: x.sum() / np.float64(0),
+        lambda x: x.sum().mul_(INF),
+        lambda x: x.sum().div_(-0.0),
+        lambda x: x.clone().mul_(INF),
+        lambda x: torch.add(x.sum(), x.sum(), alpha=INF),
+        lambda x: torch.lerp(x.sum(), x.sum() * 2, INF),
+        lambda x: torch._foreach_mul([x.sum()], INF)[0],
+        lambda x: torch.addmm(x[:1, :1] * 0, x.view(1, 4), torch.ones(4, 1), alpha=INF),
+        lambda x: torch.autograd.grad((x.requires_grad_() * INF).sum(), x)[0],
+    ],
+)
+@pytest.mark.parametrize("placement", [Partial(), Partial("avg"), Shard(0), Shard(1), Replicate()])
+def test_infinity_times_a_part_of_a_sum_is_no_part_of_it(
+    call: Callable[[Any], Any], placement: Placement
+) -> None:
+    """The parts that ranks have are 0, or of another sign than the sum."""
+    full = torch.tensor([[3.0, -1.0], [2.0, -0.5]])
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        found = call(distribute_tensor(full, mesh, [placement])).full_tensor()
+        torch.testing.assert_close(found, call(full.clone()), equal_nan=True)
 
     run_ranks(2, program)

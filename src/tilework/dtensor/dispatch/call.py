@@ -12,6 +12,7 @@ A call has four parts:
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -66,6 +67,7 @@ from tilework.dtensor.provenance.digests import (
     digest_of,
     note_write,
     number_seed,
+    plain_number,
     seeds_in,
 )
 from tilework.dtensor.provenance.meaning import moving
@@ -288,8 +290,11 @@ class Operator:
             return wrap_as(DTensor, result, sharding.output, digest)
         return self._from_sharding(sharding, func, args, kwargs, tensors, mesh, digest)
 
-    def _from_result(self, sharding: OpSharding, result: Any, *call: Any) -> Any:
-        return self._result(sharding, result, Call(*call))
+    def _from_result(self, sharding: OpSharding, result: Any, *args: Any) -> Any:
+        call = Call(*args)
+        if sharding.scales_sums and not _scales_finitely(self.name, call):
+            return self._composed(sharding, partial(_of_whole_sums, call.func), call)
+        return self._result(sharding, result, call)
 
     def _from_sharding(self, sharding: OpSharding, *call: Any) -> Any:
         return self._with_moves(sharding, Call(*call))
@@ -361,8 +366,11 @@ class Operator:
             cast = autocast.in_float32(self.name, call)
             if cast is not None:
                 return cast()
-        if sharding.composed is not None:
-            return self._composed(sharding, sharding.composed, call)
+        composed = sharding.composed
+        if sharding.scales_sums and not _scales_finitely(self.name, call):
+            composed = partial(_of_whole_sums, call.func)
+        if composed is not None:
+            return self._composed(sharding, composed, call)
         if not mesh.here:
             return args[0] if self.in_place else result_outside(self.name, sharding, mesh)
         gathered = sharding.outputs is None
@@ -574,6 +582,36 @@ def _call_from_torch(func: Any, in_place: bool, /, *args: Any, **kwargs: Any) ->
         raise as_seen_by_symbols(func, error) from None
     args_of_native, kwargs_of_native = with_tensors(args, kwargs, iter(native))
     return func(*args_of_native, **kwargs_of_native)
+
+
+def _scales_finitely(name: str, call: Call) -> bool:
+    """True if all numbers among the arguments are finite, and none divides by zero."""
+    for arg in (*call.args, *call.kwargs.values()) if call.kwargs else call.args:
+        kind = arg.__class__
+        number = arg if kind is float or kind is int else _number_of(arg)
+        if number is not None and not (isfinite(number) and (number or name != "div")):
+            return False
+    return True
+
+
+def _number_of(arg: Any) -> complex | None:
+    return None if isinstance(arg, Tensor) else plain_number(arg)
+
+
+def _of_whole_sums(func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The result of a call with partial tensors reduced; if there are none, with full ones."""
+    tensors = tensors_in([*args, *kwargs.values()])
+    specs = [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
+    are_partial = any(spec.partial_axes for spec in specs)
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        spec = tensor._spec.dual if are_partial else tensor._spec.replicated
+        return tensor.redistribute(placements=spec.placements, order=spec.order)
+
+    whole_args, whole_kwargs = with_tensors(args, kwargs, map(whole, tensors))
+    return func(*whole_args, **whole_kwargs)
 
 
 def _composed_in_place(

@@ -23,6 +23,7 @@ from tilework.dtensor.propagation.refusals import (
     seems_refused,
 )
 from tilework.dtensor.propagation.strategy import Strategy, choose
+from tilework.dtensor.provenance.digests import plain_number
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.tiled.factors import DimFactors, volume
 from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
@@ -72,6 +73,9 @@ class OpSharding:
     #: The strides of composed results, where they are not those that the composition gives.
     strides: Sequence[Ints] | None = None
     knows_strides: bool = False
+    #: True if a result is a partial sum that numbers scale, which must be finite: infinity times a
+    #: part of the sum that is zero, or of the other sign, is no part of infinity.
+    scales_sums: bool = False
     #: Numbers of the tensors that it writes to without torch counting it as a write.
     silent_writes: frozenset[int] = frozenset()
     #: True if it writes what may require a gradient to what can have none, integers or bools.
@@ -121,8 +125,12 @@ class ShardingPropagator:
         if not call.mesh.here:
             sharding.as_is = sharding.as_is_without_grad = False
         sharding.reduces_nonlinearly = _reduces_nonlinearly(sharding, call)
+        sharding.scales_sums = self._scales_sums(sharding, call)
+        if sharding.scales_sums and self.in_place:  # else the result is thrown away
+            sharding.as_is = sharding.as_is_without_grad = False
         special = sharding.view or sharding.fresh or sharding.may_be_input or self.in_place
-        if sharding.outputs and not (special or sharding.reduces_nonlinearly):
+        special = special or sharding.reduces_nonlinearly or sharding.scales_sums
+        if sharding.outputs and not special:
             sharding.output = sharding.outputs[0]
         return sharding
 
@@ -201,6 +209,17 @@ class ShardingPropagator:
             refusal = empty_parts_refusal(call, specs, runs_on_locals)
             if refusal is not None:
                 raise refusal
+
+    def _scales_sums(self, sharding: OpSharding, call: Call) -> bool:
+        """True if a result is a partial sum, and a number may be infinite or divide by zero."""
+        if not any(spec.reduce_op in ("sum", "avg") for spec in sharding.outputs or ()):
+            return False
+        kinds = (int, float, complex) if self.name == "div" else (float, complex)
+        return any(
+            isinstance(plain_number(arg), kinds)
+            for arg in (*call.args, *call.kwargs.values())
+            if not isinstance(arg, Tensor)
+        )
 
     def _silent_writes(self, call: Call) -> frozenset[int]:
         """The numbers of the tensors that are written to without torch counting it."""
