@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor import (
+    DTensor,
+    GatherWarning,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
 FULL = torch.arange(36.0).sin().reshape(6, 6)
@@ -110,3 +119,20 @@ def test_sizes_may_be_among_plain_ones() -> None:
         assert torch.full([sizes[0]], 1.0, out=made.new_empty(0)).shape == (2,)
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+def test_lengths_without_dims_are_tensors_still(placement: Placement) -> None:
+    """One overload of ctc_loss takes lists of lengths, the other tensors of any dims."""
+    x = torch.arange(60.0).view(12, 5).sin().log_softmax(1)
+
+    def loss(x: Any) -> float:
+        lengths = torch.tensor(12), torch.tensor(3)
+        return F.ctc_loss(x, torch.tensor([1, 2, 3]), *lengths).item()
+
+    def program(rank: int) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", GatherWarning)
+            return loss(distribute_tensor(x, init_device_mesh("cpu", (2,)), [placement]))
+
+    assert run_ranks(2, program) == [pytest.approx(loss(x))] * 2

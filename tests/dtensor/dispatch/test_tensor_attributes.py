@@ -149,3 +149,39 @@ def test_no_capsule_is_made_of_a_dtensor() -> None:
     for module in (torch, torch.utils.dlpack):
         shown: Any = module
         assert shown.from_dlpack(shown.to_dlpack(plain)).data_ptr() == plain.data_ptr()
+
+
+def _asarray_writes(x: Any) -> Any:
+    torch.asarray(x).add_(1)
+    return x
+
+
+def _asarray_copies(x: Any) -> Any:
+    torch.asarray(x, copy=True).add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(_asarray_writes, _asarray_copies, lambda x: torch.asarray(x, dtype=torch.float64)),
+        *(
+            lambda x: torch.asarray(x, requires_grad=True),
+            lambda x: torch.asarray(x.requires_grad_()),
+        ),
+        lambda x: torch.asarray(x.requires_grad_() * 2),
+        lambda x: torch.asarray(x.requires_grad_() * 2, requires_grad=True),
+    ],
+)
+def test_asarray(call: Callable[[Any], Any]) -> None:
+    plain = call(torch.arange(3.0))
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.arange(3.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        found = call(x)
+        assert (found.requires_grad, found.is_leaf) == (plain.requires_grad, plain.is_leaf)
+        assert_close(found.detach().full_tensor(), plain.detach())
+        with pytest.raises(ValueError, match="it has to be copied"):
+            torch.asarray(x, dtype=torch.int32, copy=False)
+
+    run_ranks(2, program)

@@ -94,6 +94,7 @@ def _places_of_numbers(name: str) -> tuple[frozenset[object], frozenset[object]]
     places: dict[object, str] = {}
     reals: set[object] = set()
     tensors: set[tuple[object, str]] = set()
+    lists: set[tuple[object, str]] = set()
     for schema in (getattr(packet, overload)._schema for overload in overloads):
         kinds = [str(argument.type) for argument in schema.arguments]
         if not kinds or kinds[0] not in _TENSORS:
@@ -104,11 +105,14 @@ def _places_of_numbers(name: str) -> tuple[frozenset[object], frozenset[object]]
                 places |= {position: argument.name, argument.name: argument.name}
             elif kind in _LISTS:
                 places |= {(position, True): argument.name, argument.name: argument.name}
+                lists.add((position, argument.name))
             elif kind in _REALS:
                 reals |= {position, argument.name}
             elif kind in _TENSORS:
                 tensors.add((position, argument.name))
     # ``max(dim)`` and ``max(other)``: a tensor there is no number.
     others = {place for place, name in tensors if places.get(place, name) != name}
+    # Lengths are a list or a tensor, which has any number of dims.
+    others |= {place for at, name in lists & tensors for place in ((at, True), name)}
     reals -= {place for pair in tensors for place in pair}
     return frozenset(places) - others, frozenset(reals)

@@ -247,6 +247,39 @@ for _place in (torch, torch.utils.dlpack):
     _place.to_dlpack = _asking_for_memory(_place.to_dlpack)
 
 
+def _taking_dtensors(original: Any) -> Any:
+    """``torch.asarray``, which asks no class, and would set the wrapper's flag of gradients."""
+
+    @functools.wraps(original)
+    def asarray(
+        obj: Any,
+        *,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        copy: bool | None = None,
+        requires_grad: bool = False,
+    ) -> Any:
+        if not isinstance(obj, DTensorBase):
+            named = {"dtype": dtype, "device": device, "copy": copy}
+            return original(obj, **named, requires_grad=requires_grad)
+        result: Any = obj.to(device=device or obj.device, dtype=dtype or obj.dtype)
+        if copy is False and result is not obj:
+            raise ValueError(
+                f"asarray(copy=False) of a DTensor of {obj.dtype} on {obj.device}: it has to be "
+                f"copied to be of {result.dtype} on {result.device}"
+            )
+        if copy and result is obj:
+            result = obj.clone()
+        if not requires_grad and not result.is_leaf:
+            return result.detach()
+        return result.requires_grad_(requires_grad)
+
+    return asarray
+
+
+torch.asarray = _taking_dtensors(torch.asarray)
+
+
 # -- properties that are operators -----------------------------------------------------------
 
 
