@@ -343,6 +343,24 @@ class DTensor(DTensorBase):
         digest = hash((of.digest, target.digest))
         return wrap(local, target, hash((digest, stable_digest(dtypes))) if dtypes else digest)
 
+    # -- parts of complex numbers: torch asks nobody about writes to them ------------------------
+
+    @property
+    def real(self) -> Tensor:
+        return torch.real(self)
+
+    @real.setter
+    def real(self, value: Tensor | complex) -> None:
+        _set_values(torch.real(self), value)
+
+    @property
+    def imag(self) -> Tensor:
+        return torch.imag(self)
+
+    @imag.setter
+    def imag(self, value: Tensor | complex) -> None:
+        _set_values(torch.imag(self), value)
+
     # -- gradients ---------------------------------------------------------------------------
 
     @property
@@ -379,8 +397,11 @@ class DTensor(DTensorBase):
             return in_place_views.grad_before_changes(self)  # type: ignore[return-value]
         if self._grad is not None and self._grad._view_of is not None:
             gradients.refresh_grad(self)
-        known = self._grad
-        local = None if self._origin is not None else self._local_tensor.grad
+        known, local = self._grad, None
+        if self._origin is None:
+            local = self._local_tensor.grad
+            if local is None:
+                return None
         if local is None or known is None or known._local_tensor is not local:
             local, spec = origins.grad_of(self)
             if local is None:
@@ -445,7 +466,11 @@ class DTensor(DTensorBase):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with this tensor when ``grad`` was accumulated into."""
         local: Any = local_graph.in_graph(self)
-        return local.register_post_accumulate_grad_hook(lambda _: hook(self))
+
+        def called(_: Tensor) -> None:  # what a hook returns is of no use to torch either
+            hook(self)
+
+        return local.register_post_accumulate_grad_hook(called)
 
     def retain_grad(self) -> None:
         local_graph.in_graph(in_place_views.before_changes(self)).retain_grad()
@@ -517,6 +542,14 @@ class DTensor(DTensorBase):
         if dtype is not None:
             array = array.astype(dtype, copy=False)
         return array.copy() if copy else array
+
+
+def _set_values(tensor: Tensor, value: Tensor | complex) -> None:
+    """Write a tensor, or a number everywhere, to a tensor. Collective."""
+    if isinstance(value, Tensor):
+        tensor.copy_(value)
+    else:
+        tensor.fill_(value)
 
 
 def _takes_values(func: Any, args: Sequence[Any]) -> bool:

@@ -537,3 +537,54 @@ def test_there_is_a_gradient_for_each_root() -> None:
             torch.autograd.grad([x * 2, x * 3], x, [torch.ones(3)])
 
     run_ranks(2, program)
+
+
+def test_a_gradient_that_is_not_given_is_one_for_real_numbers() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distribute_tensor(torch.ones(4).to(torch.complex64), mesh, [Shard(0)])
+        x.requires_grad_()
+        with pytest.raises(RuntimeError, match="only for real scalar outputs"):
+            x.sum().backward()
+        with pytest.raises(TypeError, match="either Tensors or None, but got float"):
+            torch.autograd.backward([x * 2], [3.0])  # type: ignore[list-item]
+
+    run_ranks(2, program)
+
+
+def test_batches_of_gradients_for_what_is_not_used() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, z = (
+            distribute_tensor(torch.ones(size), mesh, [Shard(0)]).requires_grad_()
+            for size in (4, 3)
+        )
+        got = torch.autograd.grad(
+            x * 2, [x, z], torch.eye(4), is_grads_batched=True, materialize_grads=True
+        )
+        assert got[0].shape == (4, 4)
+        assert torch.equal(got[1].full_tensor(), torch.zeros(3))  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=r"as many rows, got \[4, 2\]"):
+            torch.autograd.grad(
+                [x * 2, z * 2], [x, z], [torch.eye(4), torch.ones(2, 3)], is_grads_batched=True
+            )
+        with pytest.raises(ValueError, match="allow_unused=False"):
+            torch.autograd.grad(
+                *(x * 2, [x], torch.eye(4)),
+                is_grads_batched=True,
+                materialize_grads=True,
+                allow_unused=False,
+            )
+
+    run_ranks(2, program)
+
+
+def test_what_a_hook_returns_after_accumulating_is_dropped() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+        x.register_post_accumulate_grad_hook(lambda x: x * 3)
+        (x * 2).sum().backward()
+        assert x.grad.full_tensor().tolist() == [2] * 4
+
+    run_ranks(2, program)

@@ -395,3 +395,20 @@ def test_what_a_checkpoint_took_must_not_be_written_to_by_another_view(
         f"v3 = recomputed(lambda a: (a * 2).sin() + a, v2, reentrant=False)\n"
         f"with torch.no_grad(): {write}"
     )
+
+
+def test_a_graph_that_was_not_kept_is_passed_once_if_a_function_saved_something() -> None:
+    def program(rank: int) -> None:
+        x: Any = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        x.requires_grad_()
+        loss = _square(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+        loss = _clipped(x).sum()  # which saves nothing
+        loss.backward()
+        loss.backward()
+        assert x.grad.full_tensor().tolist() == [2 * 2 + 2] * 4
+
+    run_ranks(2, program)

@@ -40,8 +40,22 @@ def batched_grads(
                 f"with is_grads_batched=True a gradient has the shape of its output after a first "
                 f"dim that counts them: expected {['n', *out.shape]}, got {list(batch.shape)}"
             )
-    count = min(map(len, batches))
-    keep = bool(named["create_graph"] if retain_graph is None else retain_graph)
+    count, *others = {len(batch): None for _, batch in zip(outs, batches, strict=False)}
+    if others:
+        raise ValueError(
+            f"with is_grads_batched=True all gradients have as many rows, got "
+            f"{[len(batch) for batch in batches]}"
+        )
+    materialized = named["materialize_grads"]
+    if materialized:
+        if named["allow_unused"] is False:
+            raise ValueError(
+                "materialize_grads=True gives zeros for unused inputs, which allow_unused=False "
+                "refuses: leave it out, or pass True"
+            )
+        named |= {"materialize_grads": False, "allow_unused": True}
+    create_graph = bool(named["create_graph"])
+    keep = create_graph if retain_graph is None else retain_graph
     rows = [
         autograd_grad(
             outs,
@@ -53,6 +67,10 @@ def batched_grads(
         for number in range(count)
     ]
     return tuple(
-        None if grads[0] is None else torch.stack([x for x in grads if x is not None])
-        for grads in zip(*rows, strict=True)
+        torch.stack([x for x in grads if x is not None])
+        if grads[0] is not None
+        else torch.zeros_like(tensor, requires_grad=create_graph)  # without rows, as torch's
+        if materialized
+        else None
+        for tensor, grads in zip(ins, zip(*rows, strict=True), strict=True)
     )

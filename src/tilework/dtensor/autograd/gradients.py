@@ -328,6 +328,10 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
         with torch.enable_grad():  # as inside of another backward pass, that of a checkpoint
             local = redistribute_local(local, spec, spec.dual, of=of)
     if gradient is not None:
+        if not isinstance(gradient, Tensor):
+            raise TypeError(
+                f"gradients can be either Tensors or None, but got {type(gradient).__name__}"
+            )
         refuse_torch_dtensor(gradient, "the backward pass")
         if gradient.shape != tensor.shape:
             raise RuntimeError(
@@ -343,6 +347,11 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
         raise RuntimeError(
             f"grad can be implicitly created only for scalar outputs: this tensor has shape "
             f"{list(tensor.shape)}, so pass its gradient"
+        )
+    if not tensor.dtype.is_floating_point and local.requires_grad:
+        raise RuntimeError(
+            f"grad can be implicitly created only for real scalar outputs but got {tensor.dtype}: "
+            f"pass its gradient, or that of its real part"
         )
     return local, torch.ones_like(local, requires_grad=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -29,6 +29,8 @@ _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
 _output_number = _base.output_nr.__get__
 _use_count = _base._use_count
+#: True if the backward pass under way keeps the graph.
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def local_of(tensor: DTensorBase) -> Tensor:
@@ -217,6 +219,7 @@ class _Link(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.results, ctx.nodes, ctx.leaves = results, nodes, leaves
         ctx.ways = [WayBack(place) for place in leaves.values()]
+        ctx.is_passed = False
         ctx.set_materialize_grads(False)
         return tuple(local.detach() for local in locals_[: len(results)])
 
@@ -225,6 +228,7 @@ class _Link(torch.autograd.Function):
         results: Sequence[_Result] = ctx.results
         for node in ctx.nodes:
             check_unwritten(node)
+        check_kept(ctx)
         roots = {
             result.edge: wrap_as(result.kind, as_seen(grad, result.spec), result.spec.grad_spec)
             for result, grad in zip(results, result_grads, strict=True)
@@ -308,6 +312,19 @@ def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
         )
     of = Moved(digest_of(tensor), what)
     return redistribute_local(local_of(tensor), tensor._spec, spec, of=of)
+
+
+def check_kept(ctx: Any) -> None:
+    """Raise, as torch does, in a second backward pass of which the first has kept no graph.
+
+    Here it is kept, for other results of the Functions. Those that saved nothing may go on.
+    """
+    if ctx.is_passed and any(getattr(node, "saved_tensors", ()) for node in ctx.nodes):
+        raise RuntimeError(
+            "Trying to backward through the graph a second time, and an autograd.Function of your "
+            "own has saved tensors there: pass retain_graph=True to the first backward()"
+        )
+    ctx.is_passed = not _keeps_graph()
 
 
 class WayBack:

@@ -19,7 +19,7 @@ from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.leaf_views import after_leaving_graph, before_leaving_graph
 from tilework.dtensor.views.memory_layout import offset_of
-from tilework.dtensor.views.places import keep_place, leave_graph_of_wrappers
+from tilework.dtensor.views.places import count_write, keep_place, leave_graph_of_wrappers
 from tilework.tiled.op_table import dtensor_handler
 from tilework.tiled.tensor import is_called_within
 
@@ -280,6 +280,25 @@ def _taking_dtensors(original: Any) -> Any:
 torch.asarray = _taking_dtensors(torch.asarray)
 
 
+def _counting_writes(original: Any) -> Any:
+    """Torch's function that counts a write to a tensor, which asks no class either."""
+
+    @functools.wraps(original)
+    def increment_version(tensor: Any) -> None:
+        for each in (tensor,) if isinstance(tensor, Tensor) else tensor:
+            original(each)
+            if isinstance(each, DTensorBase):
+                count_write(each, graded=False)
+                if not each._local_tensor.is_inference():
+                    original(each._local_tensor)
+
+    return increment_version
+
+
+_graph: Any = torch.autograd.graph
+_graph.increment_version = _counting_writes(_graph.increment_version)
+
+
 # -- properties that are operators -----------------------------------------------------------
 
 
@@ -307,6 +326,4 @@ _property("T", lambda x: x.permute(tuple(range(x.dim()))[::-1]))
 _property("mT", lambda x: _matrix_transposed(x, "mT"))
 _property("H", _adjoint)
 _property("mH", lambda x: _matrix_transposed(x, "mH").conj())
-_property("real", torch.real)
-_property("imag", torch.imag)
 _property("nbytes", lambda x: x.numel() * x.element_size())
