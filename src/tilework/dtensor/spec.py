@@ -113,8 +113,13 @@ class DTensorSpec:
     @cached_property
     def has_empty_parts(self) -> bool:
         """True if the tensor has elements, and some rank none of them."""
-        return 0 not in self.shape and any(
-            splits and any(not size for _, size in self.shards_of(dim))
+        return 0 not in self.shape and self.has_empty_ranges
+
+    @cached_property
+    def has_empty_ranges(self) -> bool:
+        """True if a dim has elements, and some rank nothing of it."""
+        return any(
+            splits and self.shape[dim] and any(not size for _, size in self.shards_of(dim))
             for dim, splits in enumerate(self.splits)
         )
 

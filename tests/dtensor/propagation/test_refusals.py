@@ -83,6 +83,27 @@ def test_dtypes_are_refused_on_ranks_without_elements(
     assert len({str(error) for error in errors}) == 1  # none waits for another
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.addmm(torch.ones(1, 3).int(), x.int()[:, :0], x.int()[:0, :3], beta=0.5),
+        lambda x: x[:, :0] @ torch.ones(0, 3).double(),
+        lambda x: torch.linalg.cross(x[:, :0], x[:, :0], dim=1),
+        lambda x: torch.bincount(x[:, 0].long(), torch.ones(1)),
+    ],
+)
+def test_also_on_ranks_without_rows_of_what_is_empty(call: Callable[[Any], Any]) -> None:
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        call(torch.ones(2, 4))
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.ones(2, 4), init_device_mesh("cpu", (3,)), [Shard(0)])
+        with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
+            call(x)
+
+    run_ranks(3, program)
+
+
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", TAKEN)
 def test_no_others_are(name: str, layouts: tuple[Placement, Placement]) -> None:

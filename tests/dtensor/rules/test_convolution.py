@@ -129,6 +129,13 @@ def test_shuffling_pixels() -> None:
     check_op(lambda x: F.channel_shuffle(x, 2), randn(2, 4, 3, 2), **FEW)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 2, 4), (2, 0, 2, 4), (2, 4, 0, 4)])
+def test_shuffling_no_pixels(shape: tuple[int, ...]) -> None:
+    """torch gives some of them other shapes than it gives pixels."""
+    check_op(lambda x: F.pixel_unshuffle(x, 2), torch.zeros(shape), **FEW)
+    check_op(lambda x: F.pixel_shuffle(x, 2), torch.zeros(shape[0], 4, *shape[2:]), **FEW)
+
+
 def test_sampling_at_a_grid() -> None:
     check_op(
         lambda x, grid: F.grid_sample(x, grid, align_corners=False),
@@ -144,6 +151,11 @@ def test_more_ranks_than_channels() -> None:
     three = {**FEW, "meshes": [(3,)]}
     check_op(F.conv1d, randn(2, 2, 5), randn(2, 2, 3), randn(2), **three)
     check_op(lambda x: F.max_pool1d(x, 2), randn(2, 2, 5), **three)
+    check_op(
+        lambda x, w: F.conv_transpose2d(x, w, output_padding=1),
+        *(torch.zeros(0, 2, 4, 3), randn(2, 3, 2, 2)),
+        **three,
+    )
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])

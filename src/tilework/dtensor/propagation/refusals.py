@@ -117,7 +117,7 @@ def empty_parts_refusal(
     dtypes = _dtypes(call)
     if all(0 in spec.shape for spec in specs):  # a rank without a batch would look at no other dim
         return _trial_refusal(call, [spec.shape for spec in specs], dtypes)
-    if not any(spec.has_empty_parts for spec in specs):
+    if not any(spec.has_empty_ranges for spec in specs):
         return None
     if len(dtypes) == 1 and dtypes[0] in _FLOATS:
         return None
@@ -136,12 +136,14 @@ def empty_parts_refusal(
 
 
 def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The local shapes on the first rank where no tensor is empty; None if there is none."""
-    if any(0 in spec.shape for spec in specs):
-        return None
+    """The local shapes on the first rank that has some of each dim that is not empty; or None."""
     for coordinate in product(*map(range, specs[0].mesh.spec.shape)):
         shapes = [spec.box_at(coordinate).sizes for spec in specs]
-        if all(0 not in shape for shape in shapes):
+        if not any(
+            size == 0 != full_size
+            for shape, spec in zip(shapes, specs, strict=True)
+            for size, full_size in zip(shape, spec.shape, strict=True)
+        ):
             return shapes
     return None
 

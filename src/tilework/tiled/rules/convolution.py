@@ -61,11 +61,13 @@ def guard_empty_shards(
 def _shape_with_row(
     arg: Arg, dims: Sequence[Factor | Dim | None], ranges: LocalRanges
 ) -> list[int]:
-    """The shape of a shard, had this rank at least one element of each factor."""
+    """The shape of a shard, had this rank at least one element of each factor that has any."""
     shape = []
     for dim, size in zip(dims, arg.shape, strict=True):
         factors = (dim,) if isinstance(dim, Factor) else dim
-        sizes = [max(ranges.local_range(factor)[1], 1) for factor in factors or ()]
+        sizes = [
+            max(ranges.local_range(factor)[1], min(factor.size, 1)) for factor in factors or ()
+        ]
         shape.append(math.prod(sizes) if sizes else size)
     return shape
 
@@ -234,6 +236,11 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> RuleResult:
     *batch, many, height, width = input.shape
     if height % downscale_factor or width % downscale_factor:
         return None
+    if 0 in input.shape:
+        shown = _torch.pixel_unshuffle(torch.empty(input.shape), downscale_factor)
+        if shown.shape == input.shape:  # torch copies it as it is
+            dims = factors_of(input.shape)
+            return local_call({input: dims}, [dims], rearranges=True, run=lambda _: torch.clone)
     *lead, c, h, w = factors_of(
         [*batch, many, height // downscale_factor, width // downscale_factor]
     )
