@@ -90,6 +90,9 @@ class DTensorBase(TiledTensor):
     _noted: tuple[int, int | None] | None = None
     #: True if it was made while gradients were off, as the results of a user's own Function are.
     _made_without_grad: bool = False
+    #: Of a view that was made so of what requires a gradient: the local tensor that has the memory,
+    #: and the number of writes to it then.
+    _ungraded: tuple[Tensor, int] | None = None
     #: Places in the graph that it has left, and a user's own Function took it at.
     _places: tuple[Place, ...] = ()
     #: Views that a user's own Function took, kept by the tensor that owns the memory.

@@ -82,6 +82,7 @@ from tilework.dtensor.torch_tensors import (
 )
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.leaf_views import note_view
+from tilework.dtensor.views.ungraded_views import check_ungraded
 from tilework.mesh.devices import check_device_is_there
 from tilework.tiled import torch_init
 from tilework.tiled.op_names import canonical_name
@@ -94,6 +95,15 @@ except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
 _grad_enabled = torch.is_grad_enabled
+
+
+def _local_of(tensor: DTensor) -> Tensor:
+    """The local tensor of an operator's argument, at its place in the graph."""
+    if tensor._ungraded is not None and _grad_enabled():
+        check_ungraded(tensor)
+    return local_graph.local_of(tensor)
+
+
 #: See csrc/operator_call.h.
 _FOR_THE_CORE = {
     "dtensor": DTensor,
@@ -102,7 +112,7 @@ _FOR_THE_CORE = {
     "sequence_end": END,
     "number_seed": number_seed,
     "refresh": copied_views.refresh,
-    "local_of": local_graph.local_of,
+    "local_of": _local_of,
     "digest_of": digest_of,
     "add_to_key": add_to_key,
     "grad_enabled": _grad_enabled,
@@ -223,7 +233,7 @@ class Operator:
         for arg in args:
             has_none = add_to_key(arg, key, tensors, seeds, self._values_matter)
             if arg.__class__ is DTensor:
-                arg = local_graph.local_of(arg)
+                arg = _local_of(arg)
                 requires_grad = requires_grad or arg.requires_grad
             else:
                 as_is = as_is and has_none
@@ -315,7 +325,7 @@ class Operator:
             if add_to_key(arg, key, tensors, seeds, self._values_matter):
                 continue
             if arg.__class__ is DTensor:
-                local_kwargs[name] = local = local_graph.local_of(arg)
+                local_kwargs[name] = local = _local_of(arg)
                 requires_grad = requires_grad or local.requires_grad
             else:
                 as_is = False

@@ -44,6 +44,7 @@ from tilework.dtensor.views.memory_layout import (
     write_memory,
 )
 from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.ungraded_views import note_ungraded
 from tilework.tiled.op_names import canonical_name
 
 #: Marks a tensor as one whose views were handed out, so that it is refreshed before its use.
@@ -117,6 +118,8 @@ def mark(
     anchor = anchor_of(base)
     tensor._view_of = View(anchor, tensor._local_tensor, redo, write, shares, apart)
     tensor._viewed = (anchor, anchor._spec, redo, (), {})
+    if tensor._made_without_grad and not apart:
+        note_ungraded(tensor, base)
 
 
 def _counting(copy: Tensor) -> Tensor:

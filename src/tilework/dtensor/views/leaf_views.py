@@ -19,6 +19,7 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase, data_of, memory_of, version_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.views.places import keep_place
+from tilework.dtensor.views.ungraded_views import note_ungraded
 
 _FEW = 16
 
@@ -27,10 +28,12 @@ def note_view(view: DTensorBase, base: DTensorBase) -> None:
     """Let the owner of the memory know of a view, if it is a leaf, or some rank has no elements.
 
     Args:
-        view: The view; nothing is done if it is in no graph.
+        view: The view; if it is in no graph, it may be one that was made without gradients.
         base: What it was made of.
     """
     if not view._local_tensor.requires_grad:
+        if view._made_without_grad:
+            note_ungraded(view, base)
         return
     owner = memory_of(base)
     views = owner._leaf_views

@@ -1,0 +1,51 @@
+"""Views that are made while gradients are off, of what requires one.
+
+The graph has them for no views: torch refuses them, too, once their memory was written to since.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilework.dtensor.base import DTensorBase, memory_of, root_in_graph
+
+_base: Any = torch._C.TensorBase
+_grad_fn_of = _base.grad_fn.__get__
+
+
+def note_ungraded(view: DTensorBase, base: DTensorBase) -> None:
+    """Note a view if it is of what requires a gradient. Local.
+
+    Args:
+        view: The view, made while gradients are off.
+        base: What it was made of.
+    """
+    local = base._local_tensor
+    if local.requires_grad or base._ungraded is not None:
+        if base._viewed is not None:
+            local = memory_of(base)._local_tensor
+        view._ungraded = (local, local._version)
+
+
+def check_ungraded(view: DTensorBase) -> None:
+    """Raise, as torch does, if the memory of such a view was written to since. Local.
+
+    Raises:
+        RuntimeError: It was, through whichever tensor, and what it is a view of requires a
+            gradient.
+    """
+    assert view._ungraded is not None
+    local, version = view._ungraded
+    if local._version == version or memory_of(view)._local_tensor is not local:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        is_result = _grad_fn_of(view) is not None  # of a user's own Function, in whose graph it is
+    if not is_result and root_in_graph(view)._local_tensor.requires_grad:
+        raise RuntimeError(
+            "A view was created in no_grad mode and its base or another view of its base has been "
+            "modified inplace with grad mode enabled. Given that this use case is ambiguous and "
+            "error-prone, it is forbidden. Move both the view and the inplace modification inside "
+            "the no_grad block, or both outside, or use the view's detach()"
+        )
