@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from tests.fuzz.programs import Program, compare, expect, run_programs
+from tilework.dtensor import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from tilework.testing import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -86,6 +98,22 @@ def test_what_a_leaf_whose_dims_changed_was_saved_for_is_refused() -> None:
     assert not program.graded
     (outcome,) = run_programs([program])
     assert outcome.kind == "right", outcome.why
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
+def test_elements_that_resizing_adds_are_the_same_on_all_ranks(placement: Placement) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for _ in range(5):
+            x: Any = distribute_tensor(torch.arange(4.0).view(2, 2).t(), mesh, [placement])
+            before = [torch.full((6,), rank + 1.0) for _ in range(50)]
+            del before  # which the elements would be made of
+            x.resize_(3, 2)
+            assert x.full_tensor().tolist() == [[0, 1], [2, 3], [0, 0]]
+            x.zero_()
+            assert not x.full_tensor().any()
+
+    run_ranks(2, program)
 
 
 def test_a_leaf_that_has_views_is_copied_and_saved() -> None:

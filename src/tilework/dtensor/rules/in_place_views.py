@@ -107,7 +107,11 @@ def _resized(
             f"a view cannot be resized from {list(tensor.shape)} to {list(shape)}: the memory that "
             f"it shows has room for {room} elements where it begins: clone() it first"
         )
-    full = full_in_memory_order(tensor).resize_(shape, memory_format=memory_format)
+    full = full_in_memory_order(tensor)
+    known = full.numel()
+    full.resize_(shape, memory_format=memory_format)
+    # Else they are what each rank's memory happens to hold.
+    full.as_strided((full.numel(),), (1,), 0)[known:].zero_()
     return in_place_views.become(tensor, replicated_like(tensor, full))
 
 
