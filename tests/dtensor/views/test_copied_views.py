@@ -57,6 +57,10 @@ def _full(tensor: Any) -> Any:
     return tensor.full_tensor()
 
 
+def part(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 BOX = torch.arange(24.0).view(2, 3, 4)
 SQUARE = torch.arange(16.0).view(4, 4)
 
@@ -136,9 +140,6 @@ def test_writes_that_torch_does_not_count_are_seen() -> None:
 
 
 def test_local_tensors_of_views_may_be_written_to() -> None:
-    def part(x: Tensor) -> Tensor:
-        return x.to_local() if isinstance(x, DTensor) else x
-
     def program(make: Make) -> list[Any]:
         x = make(SQUARE)
         if isinstance(x, DTensor):
@@ -164,9 +165,6 @@ def test_local_tensors_of_views_may_be_written_to() -> None:
 
 
 def test_local_tensors_see_what_is_written_through_other_views() -> None:
-    def part(x: Tensor) -> Tensor:
-        return x.to_local() if isinstance(x, DTensor) else x
-
     def program(make: Make) -> list[Any]:
         x = make(SQUARE)
         other, kept = x.detach(), torch.nn.Parameter(x[0])
@@ -175,6 +173,22 @@ def test_local_tensors_see_what_is_written_through_other_views() -> None:
         other.add_(100)
         same = torch.equal(seen, part(row * 1)) and torch.equal(held, part(kept.detach() * 1))
         return [kept, x, row, same]
+
+    check(program)
+
+
+def test_local_tensors_of_expanded_views_see_writes() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(SQUARE)
+        views = [x[:1].expand(3, 4), x[0].expand(3, 4), x[:, 1:2].expand(-1, 2)]
+        held = [view.to_local() if isinstance(view, DTensor) else view for view in views]
+        x.add_(3)
+        x.data.mul_(2)
+        seen = [
+            view.to_local() if isinstance(view, DTensor) else view
+            for view in (v * 1 for v in views)
+        ]
+        return [x, *views, *map(torch.equal, held, seen)]
 
     check(program)
 

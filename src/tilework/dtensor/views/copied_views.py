@@ -610,5 +610,13 @@ def _renew(entries: Sequence[_HandedOut]) -> None:
             refresh(view.base)
         if view.is_stale:
             with torch.no_grad():
-                held._local_tensor.data.copy_(view.redo(view.base.detach())._local_tensor)
+                _copy_once(held._local_tensor.data, view.redo(view.base.detach())._local_tensor)
             view.note()
+
+
+def _copy_once(target: Tensor, value: Tensor) -> None:
+    """Copy to a tensor, which may be expanded: to each of its elements once."""
+    for dim, stride in enumerate(target.stride()):
+        if not stride and target.shape[dim] > 1:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
