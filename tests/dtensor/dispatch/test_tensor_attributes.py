@@ -50,6 +50,29 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
+def test_parts_of_numbers_that_are_set_are_written_to(placement: Placement) -> None:
+    whole = torch.arange(4.0).view(2, 2)
+
+    def results(x: Any) -> list[Any]:
+        z = torch.complex(x, x)
+        z.real = z.imag * 2
+        z.imag += 1
+        z[0].real = x[1]
+        x.real += 3
+        with pytest.raises(RuntimeError):
+            x.imag = x
+        return [z, x]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        made = results(distribute_tensor(whole, mesh, [placement]))
+        for got, expected in zip(made, results(whole.clone()), strict=True):
+            assert torch.equal(got.full_tensor(), expected)
+
+    run_ranks(2, program)
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
 def test_views_made_before_data_of_inference_mode_are_none(placement: Placement) -> None:
     def answers(x: Any) -> list[bool]:
