@@ -400,6 +400,39 @@ def test_shapes_and_masks_are_refused_in_torchs_words(
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("rows", [4, 40_000])
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (PAIR, torch.ones(2, 2, dtype=torch.float64)),
+        (PAIR, torch.tensor(1.5, dtype=torch.float64)),
+        ([0, 2], torch.ones(1, dtype=torch.int64)),
+        ((slice(None), torch.tensor([0])), torch.ones(1) * 1j),
+        (0, np.float32(2)),
+        (PAIR, [1.0, 2.0]),
+        (False, "no number"),
+    ],
+)
+def test_values_of_other_dtypes_are_refused_in_torchs_words(
+    index: Any, value: Any, rows: int
+) -> None:
+    full = torch.zeros(rows, 2)
+    with pytest.raises((RuntimeError, TypeError)) as expected:
+        full[index] = value
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        with pytest.raises(type(expected.value), match=f"^{re.escape(str(expected.value))}$"):
+            x[index] = value
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("index", [True, torch.tensor(1), slice(1, 3), torch.arange(4) > 1])
+def test_values_of_other_dtypes_are_cast_where_torch_does(index: Any) -> None:
+    check_op(lambda x: _set(x, index, torch.tensor(1.5).double()), A, meshes=[(2,)], most=4)
+
+
 def test_a_number_is_copied_to_one_place() -> None:
     check_op(lambda x: x.clone().index_copy_(0, torch.tensor([1]), torch.tensor(2.0)), LINE, most=6)
 

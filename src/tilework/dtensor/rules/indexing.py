@@ -58,6 +58,8 @@ def _setitem(input: Arg, index: Any, value: Any) -> RuleResult:
 
 
 def _set(input: DTensor, index: Any, value: Any) -> None:
+    if not isinstance(value, (Tensor, int, float, complex)):  # torch refuses most others
+        torch.zeros(1, dtype=input.dtype)[0] = value
     if index is False:  # torch writes nothing, and the value's gradient is none
         return
     items = basic_items(index, input.shape)
@@ -72,15 +74,19 @@ def _set(input: DTensor, index: Any, value: Any) -> None:
     if mask is not None and _is_scalar(value):
         input.masked_fill_(mask, value)
         return
-    _put(input, index, _as_values(value, input))
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=input.dtype)
+    _put(input, index, value.to(input.dtype) if index is True else value)
 
 
 def _put(input: DTensor, index: Any, values: Tensor, accumulate: bool = False) -> None:
     basic, indices = _split(input, index)
     if indices is None:
         basic.copy_(basic + values if accumulate else values)
-    else:
-        put_at_(basic, indices, values, accumulate)
+        return
+    if values.dtype != input.dtype:  # torch refuses it
+        torch.zeros(1, dtype=input.dtype)[torch.tensor([0])] = torch.zeros(1, dtype=values.dtype)
+    put_at_(basic, indices, values, accumulate)
 
 
 def _index_put(input: Any, indices: Any, values: Tensor, accumulate: bool = False) -> None:
@@ -97,12 +103,6 @@ def _index(input: Arg, indices: Any) -> RuleResult:
 
 
 register_writer("index_put", no_local_rule, _index_put)
-
-
-def _as_values(value: Any, input: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value if value.dtype == input.dtype else value.to(input.dtype)
-    return torch.tensor(value, dtype=input.dtype)
 
 
 def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
