@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ FULL = torch.arange(36.0).sin().reshape(6, 6)
 def t(number: float) -> Any:
     """A number, as far as types tell."""
     return torch.tensor(number)
+
+
+def n(number: int) -> Any:
+    """A number of numpy's."""
+    return np.int64(number)
 
 
 #: A dim of a reduction: torch 2.6 reads over a tensor there, and reduces all dims.
@@ -68,6 +74,12 @@ CALLS: dict[str, Callable[[Any], Tensor]] = {
     "huber_loss": lambda x: F.huber_loss(x, x * 2, delta=t(0.25)),
     "full_like": lambda x: torch.full_like(x, t(0.25)),
     "variance": lambda x: x.var(0, correction=t(0.5)),
+    "numpy: a dim": lambda x: x.roll(2, n(0)),
+    "numpy: a stride": lambda x: F.conv1d(x, torch.ones(1, 6, 2), stride=n(2)),
+    "numpy: a list": lambda x: F.conv1d(x, torch.ones(1, 6, 2), padding=(n(1),)),
+    "numpy: a size": lambda x: x.view(n(4), 9),
+    "numpy: repeats": lambda x: x.repeat_interleave(n(2), dim=n(1)),
+    "numpy: an index": lambda x: x[n(1)],
 }
 
 
@@ -81,6 +93,15 @@ def test_a_tensor_may_stand_for_a_number(name: str) -> None:
             expected = CALLS[name](FULL)
             assert result.stride() == expected.stride()
             torch.testing.assert_close(result.full_tensor(), expected)
+
+    run_ranks(2, program)
+
+
+def test_a_number_that_is_not_real_is_no_place() -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(FULL, init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(RuntimeError, match="start must be an 0-dim integral Tensor"):
+            x.narrow(0, torch.tensor(2 + 0j), 2)
 
     run_ranks(2, program)
 

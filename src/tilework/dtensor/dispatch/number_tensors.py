@@ -1,4 +1,5 @@
 """Tensors without dims that stand for numbers: ``x.view(torch.tensor(2), -1)``, ``x.norm(p)``.
+And whole numbers of numpy's.
 
 torch takes them for sizes, dims and counts, as ``torch.div(a, b, rounding_mode="floor")`` gives
 them, and for exponents, slopes and limits. Rules take numbers only, and a sharding may not be
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -26,7 +28,7 @@ _TENSORS = frozenset({"Tensor", "List[Tensor]"})
 
 
 def with_numbers(name: str, args: Sequence[Any], kwargs: Kwargs) -> tuple[list[Any], Kwargs] | None:
-    """A call's arguments, with numbers for tensors that stand for some; None if none does.
+    """A call's arguments, with numbers for what stands for some; None if nothing does.
 
     Collective where one of these is a DTensor whose value lies on other ranks.
 
@@ -37,20 +39,20 @@ def with_numbers(name: str, args: Sequence[Any], kwargs: Kwargs) -> tuple[list[A
     """
     if not any(map(_may_be_number, (*args, *kwargs.values()))):
         return None
-    places, reals = _places_of_numbers(name)
+    places, reals, either = _places_of_numbers(name)
     spread = len(args) > 1 and (1, True) in places and not isinstance(args[1], list | tuple)
+
+    def number(place: object, arg: Any, is_whole: bool) -> Any:
+        if is_whole or place in places:
+            return _number(arg)
+        if place in reals:
+            return _real(arg)
+        return arg if place not in either or isinstance(arg, Tensor) else _number(arg)
+
     numbers = [
-        _number(arg)
-        if (spread and at) or at in places or (at, True) in places
-        else _real(arg)
-        if at in reals
-        else arg
-        for at, arg in enumerate(args)
+        number(at, arg, (spread and at > 0) or (at, True) in places) for at, arg in enumerate(args)
     ]
-    named = {
-        key: _number(arg) if key in places else _real(arg) if key in reals else arg
-        for key, arg in kwargs.items()
-    }
+    named = {key: number(key, arg, False) for key, arg in kwargs.items()}
     is_changed = any(a is not b for a, b in zip(numbers, args, strict=True)) or any(
         named[key] is not arg for key, arg in kwargs.items()
     )
@@ -58,16 +60,20 @@ def with_numbers(name: str, args: Sequence[Any], kwargs: Kwargs) -> tuple[list[A
 
 
 def _may_be_number(arg: Any) -> bool:
-    """True for a tensor without dims, and a sequence that has one."""
+    """True for a tensor without dims, a whole number of numpy's, and a sequence that has one."""
     if isinstance(arg, list | tuple):
         return any(map(_may_be_number, arg))
-    return isinstance(arg, Tensor) and not arg.dim() and arg.dtype is not torch.bool
+    if isinstance(arg, Tensor):
+        return not arg.dim() and arg.dtype is not torch.bool
+    return not isinstance(arg, int) and isinstance(arg, Integral)
 
 
 def _is_whole(arg: Any) -> bool:
-    """True for a tensor of whole numbers without dims, and a sequence that has one."""
+    """True for what is a whole number but no ``int``, and a sequence that has one."""
     if isinstance(arg, list | tuple):
         return any(map(_is_whole, arg))
+    if not isinstance(arg, Tensor):
+        return _may_be_number(arg)
     return _may_be_number(arg) and not (arg.dtype.is_floating_point or arg.dtype.is_complex)
 
 
@@ -79,15 +85,16 @@ def _number(arg: Any) -> Any:
 
 def _real(arg: Any) -> Any:
     """The number that a tensor stands for, of which there is no gradient."""
-    if isinstance(arg, list | tuple) or not _may_be_number(arg) or arg.requires_grad:
+    if not isinstance(arg, Tensor) or not _may_be_number(arg) or arg.requires_grad:
         return arg
     return arg.item()
 
 
 @cache
-def _places_of_numbers(name: str) -> tuple[frozenset[object], frozenset[object]]:
+def _places_of_numbers(name: str) -> tuple[frozenset[object], ...]:
     """The positions and the names of arguments that are whole numbers, ``(position, True)`` where
-    they are lists of these; and of those that are any numbers.
+    they are lists of these; of those that are any numbers; and of those that are whole numbers in
+    one overload and tensors in another.
     """
     packet: Any = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if packet else ()
@@ -115,4 +122,5 @@ def _places_of_numbers(name: str) -> tuple[frozenset[object], frozenset[object]]
     # Lengths are a list or a tensor, which has any number of dims.
     others |= {place for at, name in lists & tensors for place in ((at, True), name)}
     reals -= {place for pair in tensors for place in pair}
-    return frozenset(places) - others, frozenset(reals)
+    whole = frozenset(places)
+    return whole - others, frozenset(reals), whole & others

@@ -207,7 +207,8 @@ def _full_slices(ndim: int) -> list[Any]:
 @dtensor_rule("narrow", is_view=True)
 def _narrow(input: DTensorArg, dim: int, start: Any, length: int) -> RuleResult:
     if isinstance(start, Arg):
-        if start.dtype.is_floating_point or start.dtype == torch.bool or start.ndim:
+        is_whole = not (start.dtype.is_floating_point or start.dtype.is_complex)
+        if not is_whole or start.dtype == torch.bool or start.ndim:
             return None
         return Decomposition(
             lambda input, dim, start, length: input.narrow(dim, int(start.item()), length)
