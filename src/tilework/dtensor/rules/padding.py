@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,13 +26,14 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
         return None
     pairs = list(zip(widths[::2], widths[1::2], strict=True))
     by_dim = {input.ndim - 1 - i: pair for i, pair in enumerate(pairs) if pair != (0, 0)}
+    number = 0 if value is None else value
     if mode == "constant":
         cropped = {dim: -sum(min(width, 0) for width in pair) for dim, pair in by_dim.items()}
         if any(count > input.shape[dim] for dim, count in cropped.items()):
             return None  # torch refuses it
         if any(cropped.values()):
-            return Decomposition(_crop_and_pad)
-        return _constant_padding(input, by_dim, 0 if value is None else value)
+            return Decomposition(lambda input, *_, **__: _crop_and_pad(input, widths, number))
+        return _constant_padding(input, by_dim, number)
     # Elements are repeated at the ends, so padded dims are unshardable.
     factors = [Factor(size, unshardable=dim in by_dim) for dim, size in enumerate(input.shape)]
     out = [
@@ -46,8 +48,8 @@ def _pad(input: DTensorArg, pad: Any, mode: str = "constant", value: Any = None)
 
 
 @dtensor_rule("constant_pad_nd")
-def _constant_pad(input: Arg, pad: Any, value: Any = 0) -> RuleResult:
-    return Decomposition(lambda input, pad, value=0: F.pad(input, tuple(pad), "constant", value))
+def _constant_pad(input: DTensorArg, pad: Any, value: Any = 0) -> RuleResult:
+    return _pad(input, pad, "constant", value)
 
 
 def _constant_padding(
@@ -70,9 +72,9 @@ def _constant_padding(
 
 
 def _pad_with_constant(x: Tensor, widths: Sequence[int], value: Any) -> Tensor:
-    """``F.pad``, which before torch 2.8 refuses tensors without elements."""
+    """The padded tensor; before torch 2.8 torch refuses tensors without elements."""
     if x.numel():
-        return F.pad(x, widths, "constant", value)
+        return torch.constant_pad_nd(x, list(widths), value)
     for dim, (before, after) in enumerate(zip(widths[-2::-2], widths[::-2], strict=True)):
         shape = list(x.shape)
         blocks = []
@@ -93,7 +95,7 @@ def _grow_ends(before: int, after: int) -> Resize:
     return resize
 
 
-def _crop_and_pad(input: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> Tensor:
+def _crop_and_pad(input: Tensor, pad: Sequence[int], value: Any) -> Tensor:
     """Padding with negative widths, whose elements are dropped first."""
     index: list[Any] = [slice(None)] * input.dim()
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
@@ -101,4 +103,4 @@ def _crop_and_pad(input: Tensor, pad: Any, mode: str = "constant", value: Any = 
         stop = input.shape[dim] - max(-after, 0)
         index[dim] = slice(max(-before, 0), max(stop, max(-before, 0)))
     rest = [max(width, 0) for width in pad]
-    return F.pad(input[tuple(index)], rest, mode, value)
+    return torch.constant_pad_nd(input[tuple(index)], rest, value)
