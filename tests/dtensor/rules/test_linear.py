@@ -228,6 +228,7 @@ def test_axes_that_cut_a_sum_in_different_orders() -> None:
         (lambda a, b: torch.einsum("ij,jk->ik", a, b), [(4, 6), (3, 5)]),
         (torch.matmul, [(4, 2), (1, 5)]),
         (F.linear, [(4, 2), (5, 1)]),
+        (lambda a, b: torch.addmm(b, a, a), [(3, 3), (2, 3)]),
     ],
 )
 def test_sizes_that_fit_by_parts_alone_are_refused(
@@ -243,6 +244,26 @@ def test_sizes_that_fit_by_parts_alone_are_refused(
 
     with pytest.raises(RuntimeError):
         fn(*tensors)
+    with noting_gatherings():
+        run_ranks(2, program)
+
+
+def test_dims_in_a_tensor() -> None:
+    dims = torch.tensor([[1], [0]])
+    a, b = products((3, 2), (2, 4))
+    check_op(lambda a, b: torch.tensordot(a, b, dims=dims), a, b, meshes=[(2,)], most=6)
+
+
+def test_a_broken_number_times_integers_where_a_rank_sums_nothing() -> None:
+    """torch takes another way through a product over nothing, which refuses such a number."""
+    a, b, added = torch.tensor([[2, -1], [-2, 2]]), torch.tensor([[-2], [0]]), torch.tensor([[1]])
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        cut = distribute_tensor(b, mesh, [Shard(0, sizes=(0, 2))], src_data_rank=None)
+        result: Any = torch.addmm(added, a, cut, beta=0.5)
+        assert torch.equal(result.full_tensor(), torch.addmm(added, a, b, beta=0.5))
+
     with noting_gatherings():
         run_ranks(2, program)
 

@@ -111,10 +111,10 @@ def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = No
     (out,) = mapped.outputs
     if input.ndim > len(out):
         return None
-    dims = [
-        dim if size == dim[0].size else ()
-        for size, dim in zip(input.shape, out[len(out) - input.ndim :], strict=True)
-    ]
+    last = out[len(out) - input.ndim :]
+    if any(size not in (1, dim[0].size) for size, dim in zip(input.shape, last, strict=True)):
+        return None  # torch says so; parts of the tensors may fit
+    dims = [dim if size == dim[0].size else () for size, dim in zip(input.shape, last, strict=True)]
     factors_of_product = dict(zip([a, b], mapped.inputs, strict=True))
     sums = [[input, a], [input, b]]
     return local_call(
@@ -124,6 +124,8 @@ def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = No
 
 @rule("addmm", values_matter=False)
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
+    if isinstance(beta, float) and not (input.dtype.is_floating_point or input.dtype.is_complex):
+        return None  # torch refuses it for sums over nothing, which some ranks may have
     return _with_addend("i k, k j -> i j", input, mat1, mat2)
 
 
@@ -188,6 +190,12 @@ def _chain(*matrices: Any) -> RuleResult:
 
 @rule("tensordot")
 def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> RuleResult:
+    if isinstance(dims, Arg):
+        return Decomposition(
+            lambda a, b, dims, **_: torch.tensordot(a, b, dims.tolist()), is_checked=True
+        )
+    if not isinstance(dims, int | list | tuple):
+        return None
     if isinstance(dims, int):
         dims, dims_b = range(a.ndim - dims, a.ndim), range(dims)
     elif dims_b is None:
