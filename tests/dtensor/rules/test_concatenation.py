@@ -28,6 +28,17 @@ def test_empty_tensors_of_one_dim_count_for_nothing() -> None:
     check_op(lambda e, k: torch.cat([e, k.int()]), EMPTY, KEYS, meshes=[(2,)], grads=False, most=4)
 
 
+def test_they_make_a_result_require_a_gradient() -> None:
+    check_op(
+        lambda e, k: torch.cat([k, e, k], 1),
+        torch.zeros(0).requires_grad_(),
+        KEYS,
+        meshes=[(2,)],
+        grads=None,
+        most=6,
+    )
+
+
 def test_a_cache_that_starts_empty_stays_where_it_is() -> None:
     def decode(keys: Any) -> Any:
         cache = torch.tensor([], dtype=keys.dtype)

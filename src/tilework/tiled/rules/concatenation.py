@@ -44,13 +44,19 @@ def cat_of_legacy(tensors: Sequence[Any]) -> RuleResult:
     kept = [not _is_legacy(arg) for arg in tensors]
     if all(kept) or not any(kept) or not all(isinstance(arg, Arg) for arg in tensors):
         return None
+    first = tensors[kept.index(True)]
     if all(arg.ndim == 1 for arg in tensors):
         return None  # of one dim each: nothing else than others without elements
     dtypes = [arg.dtype for arg in tensors]
     dtype = functools.reduce(torch.promote_types, dtypes)
 
     def run(tensors: Sequence[Tensor], dim: int = 0, **_: Any) -> Tensor:
-        others = [tensor for tensor, keep in zip(tensors, kept, strict=True) if keep]
+        none = [0 if at == dim % first.ndim else size for at, size in enumerate(first.shape)]
+        others = [
+            tensor if keep else tensor.reshape(none)
+            for tensor, keep in zip(tensors, kept, strict=True)
+            if keep or tensor.requires_grad  # which makes the result require one
+        ]
         return torch.cat(others, dim).to(dtype)
 
     return Decomposition(run)
