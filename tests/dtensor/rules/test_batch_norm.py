@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,6 +71,23 @@ def test_an_empty_batch_changes_no_statistics() -> None:
     plain(torch.zeros(0, 3, requires_grad=True)).sum().backward()
     grads = [p.grad.tolist() for p in plain.parameters() if p.grad is not None]
     assert run_ranks(2, program) == [([0, 0, 0], [1, 1, 1], grads)] * 2
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+@pytest.mark.parametrize("graded", [0, 1])
+def test_statistics_have_no_gradients(norm: Callable[..., Tensor], graded: int) -> None:
+    x, statistics = torch.rand(2, 4, 3), [torch.zeros(4), torch.ones(4)]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        its = [distribute_tensor(each.clone(), mesh, [Replicate()]) for each in statistics]
+        its[graded].requires_grad_()
+        for placement in (Shard(0), Shard(2)):
+            with pytest.raises(RuntimeError, match="is not differentiable with respect to"):
+                norm(distribute_tensor(x, mesh, [placement]), *its, None, None, True)
+        assert [each.tolist() for each in its] == [each.tolist() for each in statistics]
+
+    run_ranks(2, program)
 
 
 @pytest.mark.parametrize("count", [1, 5])

@@ -25,6 +25,7 @@ from tilework.dtensor.redistribution.redistribute import gradient_of, redistribu
 from tilework.dtensor.rules.internal_ops import reduce_partial
 from tilework.dtensor.rules.norms import (
     accumulated,
+    check_running,
     may_scale,
     present,
     unbiased,
@@ -125,6 +126,7 @@ def _over_ranks(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
+    check_running(running_mean, running_var)
     x = reduce_partial(input)
     if not isinstance(x, DTensor):
         x = replicated(x, _mesh_of(weight, bias, running_mean, running_var))

@@ -272,6 +272,7 @@ def _decomposed_instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
+    check_running(running_mean, running_var)
     dims = tuple(range(2, input.ndim))
     out, mean, var = _standardized(accumulated(input), dims, eps)
     count = math.prod(input.shape[2:])
@@ -283,6 +284,16 @@ def _decomposed_instance_norm(
 def unbiased(var: Tensor, count: int) -> Tensor:
     """The unbiased variance, from the biased one of so many elements."""
     return var * (count / (count - 1) if count > 1 else math.nan)
+
+
+def check_running(mean: Tensor | None, var: Tensor | None) -> None:
+    """Raise, as torch does, for running statistics that require a gradient."""
+    for name, running in (("running_mean", mean), ("running_var", var)):
+        if running is not None and running.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"The function 'native_batch_norm' is not differentiable with respect to argument "
+                f"'{name}'. This input cannot have requires_grad True."
+            )
 
 
 @torch.no_grad()
