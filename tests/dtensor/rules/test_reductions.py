@@ -265,6 +265,19 @@ def test_rows_along_a_dim(dim: int) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["cummax", "cummin"])
+def test_gradients_of_greatest_so_far_require_none_where_there_are_none(name: str) -> None:
+    """torch gives the input itself as the gradient of an empty part."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.rand(2, 1), mesh, [Shard(1)]).requires_grad_()
+        (grad,) = torch.autograd.grad(getattr(x, name)(0).values.sum(), x)
+        assert not grad.requires_grad
+
+    run_ranks(2, program)
+
+
 def test_rows_with_other_tensors() -> None:
     check(
         together(

@@ -43,7 +43,7 @@ def _along(
     results: int,
     *,
     linear: bool = False,
-    on_empty: Callable[[Tensor], Tensor] | None = None,
+    on_empty: Callable[[Tensor], Any] | None = None,
 ) -> RuleResult:
     """The call of an operator along ``dim``, whose results may have any length there.
 
@@ -81,9 +81,14 @@ def _cumprod(input: Arg, dim: int, *, dtype: Any = None) -> RuleResult:
     return _along(input, dim, 1, on_empty=lambda x: x.cumprod(dim, dtype=dtype))
 
 
-@rule("cummax", "cummin")
+@rule("cummax")
 def _cummax(input: Arg, dim: int) -> RuleResult:
-    return _along(input, dim, 2)
+    return _along(input, dim, 2, on_empty=lambda x: x.cummax(dim))
+
+
+@rule("cummin")
+def _cummin(input: Arg, dim: int) -> RuleResult:
+    return _along(input, dim, 2, on_empty=lambda x: x.cummin(dim))
 
 
 @rule("sort")
