@@ -130,6 +130,15 @@ def test_errors_come_at_once_and_are_torchs() -> None:
         run_ranks(2, program)
 
 
+def test_in_place_powers_of_what_is_no_number() -> None:
+    def program(rank: int) -> None:
+        x: Any = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \*\*="):
+            x **= (1.0,)
+
+    run_ranks(2, program)
+
+
 def test_zeros_of_either_sign_are_different_numbers() -> None:
     """They are equal, but 1 / x is not: calls with them share no sharding."""
 

@@ -508,8 +508,10 @@ class Operator:
             return copied_views.viewed(result, sharding.copied, call.func, call.args, call.kwargs)
         return result
 
-    def _written(self, sharding: OpSharding, target: Any, result: Tensor, digest: int) -> DTensor:
+    def _written(self, sharding: OpSharding, target: Any, result: Any, digest: int) -> Any:
         """The first argument, which the operator has written to or which gets the result."""
+        if result is NotImplemented:  # of x **= what is no number, which Python then refuses
+            return result
         assert isinstance(target, DTensor)  # the propagator refuses others
         if sharding.outputs is None and result.shape != target._spec.size:
             in_place_views.become(target, replicated_like(target, result))
