@@ -98,8 +98,10 @@ def test_elementwise_strides_are_torch_s(tensors: list[Tensor]) -> None:
         lambda x: torch.linalg.qr(x)[1],
         lambda x: torch.fft.fft(x, dim=0),
         lambda x: torch.transpose_copy(x, 0, 1),
+        lambda x: torch.diagonal_copy(x.view(2, 2, 4)),
+        torch.t_copy,
     ],
-    ids=["inv", "cholesky", "qr", "fft", "transpose_copy"],
+    ids=["inv", "cholesky", "qr", "fft", "transpose_copy", "diagonal_copy", "t_copy"],
 )
 def test_results_that_lie_otherwise_than_in_rows(operator: Callable[[Tensor], Tensor]) -> None:
     full = 4 * torch.eye(4) + 1

@@ -30,13 +30,13 @@ _SAME_STRIDES = frozenset(
 )
 #: Results that are not contiguous even if the inputs are.
 _ASKED = """
-    argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone diff eig
-    eigh einsum expand fft fft2 fftn geqrf gru hfft hfft2 hfftn householder_product ifft ifft2 ifftn
-    ihfft ihfft2 ihfftn inner inv inv_ex inverse kron ldl_factor ldl_factor_ex ldl_solve
-    lstm lstsq lu lu_factor lu_factor_ex lu_solve matrix_power meshgrid nanquantile nonzero
-    ormqr permute_copy qr quantile rfft rnn_relu rnn_tanh rot90 solve solve_ex solve_triangular stft
-    sum_to_size svd tensorinv transpose_copy triangular_solve unfold_copy unravel_index unsafe_chunk
-    unsafe_split unsafe_split_with_sizes
+    argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone
+    diagonal_copy diff eig eigh einsum expand fft fft2 fftn geqrf gru hfft hfft2 hfftn
+    householder_product ifft ifft2 ifftn ihfft ihfft2 ihfftn inner inv inv_ex inverse kron
+    ldl_factor ldl_factor_ex ldl_solve lstm lstsq lu lu_factor lu_factor_ex lu_solve matrix_power
+    meshgrid nanquantile nonzero ormqr permute_copy qr quantile rfft rnn_relu rnn_tanh rot90 solve
+    solve_ex solve_triangular stft sum_to_size svd t_copy tensorinv transpose_copy
+    triangular_solve unfold_copy unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes
 """
 #: Those of inputs that are not contiguous follow no simple rule.
 _ASKED_UNLESS_CONTIGUOUS = """
@@ -71,6 +71,8 @@ _REAL_FFT = frozenset(
         *("fft_hfft", "fft_hfft2", "fft_hfftn"),
     }
 )
+#: They crop by views, and copy what these give.
+_PADDED = frozenset({"constant_pad_nd", "pad"})
 #: Elementwise, and torch calls them with their inputs in the other order.
 _REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})
 #: Their results have the memory format of images only if all their inputs have.
@@ -120,7 +122,7 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
         found = None
     elif name == "angle" and tensors[0].is_complex():
         found = None  # the CPU's lie in rows; those without memory as the input
-    elif name in _asked_unless_contiguous or (name == "pad" and _pads_with_constant(call)):
+    elif name in _asked_unless_contiguous or (name in _PADDED and _pads_with_constant(call)):
         found = meta_strides(called(call, without_memory(tensors)), outputs)
     elif name == "scaled_dot_product_attention":
         found = _attention_strides(call, outputs)

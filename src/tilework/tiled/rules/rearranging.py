@@ -79,6 +79,8 @@ def _flipud(input: Arg) -> RuleResult:
 
 @rule("roll")
 def _roll(input: Arg, shifts: Any, dims: Any = None) -> RuleResult:
+    if 0 in input.shape:  # of which torch looks at no dims
+        return Decomposition(lambda input, *_, **__: input.clone())
     if dims is None or dims == () or dims == []:
         if not isinstance(shifts, int) and len(shifts) != 1:
             return None
