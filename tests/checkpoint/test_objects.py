@@ -17,7 +17,7 @@ from tests.rounding import assert_close
 from tests.wrapper import Wrapper
 from tilework import checkpoint
 from tilework.checkpoint import RandomState
-from tilework.checkpoint.objects import parameter_names, unwrapped
+from tilework.checkpoint.objects import places_of_parameters, unwrapped
 from tilework.checkpoint.values import KIND
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.parallel import DistributedDataParallel, ZeroRedundancyOptimizer, fully_shard
@@ -236,14 +236,12 @@ def test_schedulers_and_averages(tmp_path: Path) -> None:
     assert int(average.n_averaged) == 3
 
 
-def test_names_of_parameters() -> None:
+def test_places_of_parameters() -> None:
     module = net()
-    names = parameter_names({"a": module, "b": [net()]})
-    assert names[id(module[0].weight)] == "0.weight"
-    assert sorted(names.values()) == [
-        *("0.bias", "0.weight", "2.bias", "2.weight"),
-        *("b.0.0.bias", "b.0.0.weight", "b.0.2.bias", "b.0.2.weight"),
-    ]
+    for state in ({"a": module[0], "b": [module]}, {"b": [module], "a": module[0]}):
+        places = places_of_parameters(state)
+        assert places[id(module[0].weight)] == [(("b", 0), "0.weight"), (("a",), "weight")]
+        assert places[id(module[2].bias)] == [(("b", 0), "2.bias")]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.compile")

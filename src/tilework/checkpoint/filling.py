@@ -27,6 +27,7 @@ from tilework.checkpoint.flat_state import (
 from tilework.checkpoint.format import Index, Path, SavedTensor
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import has_state, is_lazy, unwrapped
+from tilework.checkpoint.parameter_names import Places
 from tilework.checkpoint.values import decode_value, is_plain_sequence
 from tilework.comm.checks import awaited, has_memory
 from tilework.dtensor import DTensor
@@ -74,6 +75,7 @@ class Filling:
         names: The names to fill.
         map_names: From names of the state to names of the checkpoint.
         check_files: Raises unless files are as long as the index says: before memory is taken.
+        places: Those of the parameters in the state's modules.
     """
 
     index: Index
@@ -87,7 +89,7 @@ class Filling:
     used: set[Path] = field(default_factory=set)
     visit_optimizer: Callable[[Filling, Optimizer, Path], Finish] = _refuse_optimizer
     check_files: Callable[[Iterable[str]], None] = _nothing
-    parameter_names: Mapping[int, str] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
     _paths: dict[str, Path] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +14,13 @@ from torch.optim import Optimizer
 from tilework.checkpoint.filling import Filling, Finish
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted, rebuild
 from tilework.checkpoint.format import Path, SavedTensor
-from tilework.checkpoint.objects import is_split, parameters_of
+from tilework.checkpoint.objects import is_split
+from tilework.checkpoint.parameter_names import (
+    Place,
+    one_to_one,
+    parameters_of,
+    possible_names,
+)
 from tilework.comm.world import get_rank
 from tilework.dtensor import DTensor
 from tilework.dtensor.tensor import wrap
@@ -32,7 +40,7 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
     if root is None or (*root, "param_groups") not in filling.saved.containers:
         filling.missing.append(dotted(path))
         return lambda: optimizer
-    groups = parameters_of(optimizer, filling.parameter_names)
+    groups = parameters_of(optimizer, filling.places)
     saved_groups = _saved_groups(filling, root)
     saved_name = _matching(filling, path, groups, saved_groups)
     states: dict[int, FlatState] = {}
@@ -64,45 +72,88 @@ def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
 def _matching(
     filling: Filling, path: Path, groups: list[Named], saved_groups: list[dict[str, Any]]
 ) -> dict[Any, Any]:
-    """The checkpoint's name of each parameter; by position where one side has no names."""
+    """The checkpoint's name of each parameter; by position where one side has no names.
+
+    A name that the checkpoint has of several parameters is that of none, and a parameter has none
+    where it is not certain which.
+    """
     saved = [name for group in saved_groups for name in group["params"]]
-    own = [name for group in groups for name, _ in group]
+    listed = [pair for group in groups for pair in group]
+    own = [name for name, _ in listed]
     numbered = {type(name) for name in saved} == {int}, {type(name) for name in own} == {int}
-    if any(numbered) and len(saved) == len(own):
+    times = Counter(saved)
+    known = {name for name in saved if times[name] == 1}
+    if any(numbered) and len(known) == len(saved) == len(own):
         return dict(zip(own, saved, strict=True))
-    known = set(saved)
-    return {
-        name: other
-        for name in own
-        if (other := _saved_name(filling, path, name, known)) is not None
-    }
+    if filling.map_names is None and known == set(own):
+        return {name: name for name in own}
+    return _Candidates(filling, path, known).matching(listed)
 
 
-def _saved_name(filling: Filling, path: Path, name: Any, known: set[Any]) -> Any:
-    """The checkpoint's name of a parameter, as the caller maps names of its module."""
-    if filling.map_names is not None and isinstance(name, str):
-        full = dotted((*path, "state", name))
-        mapped = filling.mapped(full)
-        for start in _starts(filling, path):
-            if mapped.removeprefix(start) in known:
-                return mapped.removeprefix(start)
-        for prefix in ("", *(f"{each}." for each in _module_prefixes(filling))):
-            candidate = filling.mapped(f"{prefix}{name}")
-            for start in (prefix, ""):
-                short = candidate.removeprefix(start)
-                if short in known and short != name:
-                    return short
-    return name if name in known else None
+class _Candidates:
+    """The names that a checkpoint may have for an optimizer's parameters.
 
+    Args:
+        filling: The state that is being filled.
+        path: The optimizer's.
+        known: The names that the checkpoint has of one parameter each.
+    """
 
-def _starts(filling: Filling, path: Path) -> list[str]:
-    root = filling.find(path)
-    roots = [path] if root is None else [path, root]
-    return [dotted((*each, "state")) + "." for each in roots]
+    def __init__(self, filling: Filling, path: Path, known: set[Any]) -> None:
+        self._filling, self._known = filling, known
+        root = filling.find(path)
+        self._path = (*path, "state")
+        self._starts = [dotted((*each, "state")) + "." for each in (path, root) if each is not None]
 
+    def matching(self, listed: Named) -> dict[Any, Any]:
+        """The checkpoint's name of each parameter of which it is certain."""
+        found, possible = {}, {}
+        places = [self._filling.places.get(id(parameter), ()) for _, parameter in listed]
+        saved_places = {
+            (path, own): self._filling.find((*path, own)) for path, own in chain(*places)
+        }
+        saved_modules = {path for (path, _), saved in saved_places.items() if saved is not None}
+        for (name, _), all_places in zip(listed, places, strict=True):
+            candidates = {name: None} if self._mapped(name) == name else {}
+            for place in all_places:
+                # A module that the checkpoint lacks has no claim on what others have saved.
+                if place[0] in saved_modules or not saved_modules:
+                    candidates.update(self._of_place(place, saved_places[place]))
+            explicit = self._explicit((name, *candidates))
+            if explicit is not None:
+                found[name] = explicit
+            else:
+                possible[name] = [each for each in candidates if each in self._known]
+        taken = set(found.values())
+        free = {
+            name: [each for each in candidates if each not in taken]
+            for name, candidates in possible.items()
+        }
+        return {**found, **one_to_one(free)}
 
-def _module_prefixes(filling: Filling) -> list[str]:
-    return sorted({target.where.split(".")[0] for target in filling.targets})
+    def _mapped(self, name: Any) -> Any:
+        return self._filling.mapped(name) if isinstance(name, str) else name
+
+    def _explicit(self, names: Iterable[Any]) -> Any:
+        """The name that the caller maps one of the optimizer's to; None if there is none."""
+        for name in names if self._filling.map_names is not None else ():
+            full = dotted((*self._path, name))
+            mapped = self._filling.mapped(full)
+            for start in self._starts:
+                if mapped != full and mapped.removeprefix(start) in self._known:
+                    return mapped.removeprefix(start)
+        return None
+
+    def _of_place(self, place: Place, saved: Path | None) -> dict[Any, None]:
+        """The names that a checkpoint may have for the parameter in a place, as the caller maps it."""
+        path, own = place
+        if saved is not None:
+            path, own = saved[:-1], str(saved[-1])
+        else:
+            start = f"{dotted(path)}."
+            full = self._mapped(f"{start}{own}")
+            own = full.removeprefix(start) if full != f"{start}{own}" else self._mapped(own)
+        return dict.fromkeys(possible_names(path, own))
 
 
 def _is_here(optimizer: Optimizer, parameter: Tensor) -> bool:

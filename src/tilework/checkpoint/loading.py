@@ -28,7 +28,7 @@ from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
 from tilework.checkpoint.index_text import parse_index
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.objects import parameter_names
+from tilework.checkpoint.objects import places_of_parameters
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
@@ -178,7 +178,7 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
             options.map_names,
             visit_optimizer=visit_optimizer,
             check_files=lambda names: check_files(reader, names),
-            parameter_names=parameter_names(state),
+            places=places_of_parameters(state),
         )
         made.append(_Prepared(reader, filling, filling.visit(state, ())))
         if options.strict and filling.missing:

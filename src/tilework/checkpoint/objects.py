@@ -1,7 +1,8 @@
 """Objects with state as containers: modules, optimizers, generators, and whatever has state_dict().
 
 The states of optimizers are saved by the names of their parameters, which modules of the same state
-give: so they follow the parameters into other groups, other orders and other layouts.
+give (parameter_names.py): so they follow the parameters into other groups, other orders and other
+layouts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from tilework.checkpoint.flat_state import check_levels
 from tilework.checkpoint.format import Path
+from tilework.checkpoint.parameter_names import Place, Places, parameters_of
 from tilework.comm.world import current_world
 from tilework.sharded import ShardedOptimizer, named_params_with_sharded_tensor
 
@@ -27,8 +29,6 @@ _WRAPPERS = {
     "DataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
-#: The names of parameters by identity.
-Names = Mapping[int, Any]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -79,44 +79,17 @@ def modules_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
             yield from modules_of(value, (*path, number))
 
 
-def parameter_names(state: Any) -> dict[int, str]:
-    """The name of each parameter of the state's modules, by identity.
-
-    The module's own, such as ``layers.0.weight``; with the module's path before it where several
-    modules have that name.
-    """
-    modules = list({id(module): (path, module) for path, module in modules_of(state)}.values())
-    names: dict[int, str] = {}
-    taken: dict[str, int] = {}
-    for path, module in modules:
-        for name, parameter in named_params_with_sharded_tensor(module):
-            if id(parameter) in names:
-                continue
-            full = ".".join([*map(str, path), name]) if taken.get(name) else name
-            taken[name] = taken.get(name, 0) + 1
-            names[id(parameter)] = full
-    return names
-
-
-def parameters_of(optimizer: Optimizer, names: Names) -> list[list[tuple[Any, Tensor]]]:
-    """The parameters of each group with their names: modules', or the optimizer's, or numbers.
-
-    An optimizer that was given ``named_parameters()`` has names of its own.
-    """
-    if isinstance(optimizer, ShardedOptimizer):
-        return [
-            [(name, optimizer.named_params[name]) for name in group] for group in optimizer._names
-        ]
-    groups, number = [], 0
-    for group in optimizer.param_groups:
-        own = group.get("param_names") or [None] * len(group["params"])
-        pairs: list[tuple[Any, Tensor]] = []
-        for parameter, its_own in zip(group["params"], own, strict=True):
-            name = names.get(id(parameter), its_own)
-            pairs.append((number if name is None else name, parameter))
-            number += 1
-        groups.append(pairs)
-    return groups
+def places_of_parameters(state: Any) -> dict[int, list[Place]]:
+    """The places of each parameter in the state's modules, those in the largest module first."""
+    modules = [
+        (path, list(named_params_with_sharded_tensor(module))) for path, module in modules_of(state)
+    ]
+    modules.sort(key=lambda each: (-len(each[1]), len(each[0]), [str(key) for key in each[0]]))
+    places: dict[int, list[Place]] = {}
+    for path, parameters in modules:
+        for name, parameter in parameters:
+            places.setdefault(id(parameter), []).append((path, name))
+    return places
 
 
 def is_split(optimizer: Optimizer) -> bool:
@@ -124,14 +97,14 @@ def is_split(optimizer: Optimizer) -> bool:
     return callable(getattr(optimizer, "owner_of", None)) and hasattr(optimizer, "optim")
 
 
-def optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, places: Places) -> dict[str, Any]:
     """The state of an optimizer by names of parameters.
 
     Collective over the groups of sharded parameters if it is a ShardedOptimizer.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.state_dict()
-    groups = parameters_of(optimizer, names)
+    groups = parameters_of(optimizer, places)
     listed = [pair for group in groups for pair in group]
     if is_split(optimizer):
         inner: Any = optimizer.optim  # type: ignore[attr-defined]
@@ -162,14 +135,14 @@ class Containers:
     """Containers for the objects of one state, made as they are come upon."""
 
     def __init__(self, state: Any) -> None:
-        self._names = parameter_names(state)
+        self._places = places_of_parameters(state)
 
     def __call__(self, value: Any, path: Path) -> Any:
         """The containers of an object; another value as it is."""
         if isinstance(value, nn.Module):
             return unwrapped(value).state_dict()
         if isinstance(value, Optimizer):
-            return optimizer_state(value, self._names)
+            return optimizer_state(value, self._places)
         if isinstance(value, torch.Generator):
             return value.get_state()
         return value.state_dict() if has_state(value) else value
