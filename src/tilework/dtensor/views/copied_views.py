@@ -263,18 +263,31 @@ def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
 
     Nothing has to be moved between ranks, so that one of them may do so alone.
     """
-    spec, shape = tensor._spec, tensor._local_tensor.shape
+    spec, shape, dtype = tensor._spec, tensor._local_tensor.shape, tensor.dtype
 
     def redo(x: Any) -> Any:
         if not isinstance(x, DTensorBase):
-            return x.reshape(spec.shape)
-        return wrap_as(type(x), x._local_tensor.reshape(shape), spec)
+            return _as_bytes_of(x, dtype).reshape(spec.shape)
+        return wrap_as(type(x), _as_bytes_of(x._local_tensor, dtype).reshape(shape), spec)
 
     def write(x: DTensorBase, value: DTensorBase) -> None:
-        x._local_tensor.copy_(value._local_tensor.reshape(x._local_tensor.shape))
+        local = x._local_tensor
+        local.copy_(_as_bytes_of(value._local_tensor, local.dtype).reshape(local.shape))
         wrote(x)
 
     mark(tensor, base, redo, write)
+
+
+def _as_bytes_of(local: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor, or a copy of its bytes as another dtype; differentiable as torch is."""
+    if local.dtype == dtype:
+        return local
+    local = local.clone(memory_format=torch.contiguous_format)
+    if dtype.is_complex and not local.is_complex():
+        return torch.view_as_complex(local)
+    if local.is_complex() and not dtype.is_complex:
+        return torch.view_as_real(local)
+    return local.view(dtype)
 
 
 def refresh(tensor: DTensorBase) -> None:

@@ -1,0 +1,122 @@
+"""Views of a tensor's bytes as another dtype: ``view(dtype)`` and ``view_as_complex``.
+
+Torch asks where elements lie: those of the last dim in one piece, and what becomes one element at
+a multiple of its size. That is asked of the full tensor, on all ranks alike. A local tensor may lie
+otherwise; then its view is a copy that is kept in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.dtensor.rules.internal_ops import internal_operator
+from tilework.dtensor.spec import row_major
+from tilework.dtensor.views.memory_layout import offset_of
+from tilework.tiled.op_rules import Arg, Decomposition, LocalCall, RuleResult
+from tilework.tiled.op_table import dtensor_rule, entry_of, register
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+@dtensor_rule("view")
+def _view(input: Arg, *shape: Any, **named: Any) -> RuleResult:
+    given = next(iter(shape or named.values()), None)
+    return Decomposition(_as_dtype) if isinstance(given, torch.dtype) else None
+
+
+@dtensor_rule("view_as_complex")
+def _view_as_complex(input: Arg) -> RuleResult:
+    return Decomposition(_as_complex)
+
+
+def _as_dtype(input: Any, dtype: torch.dtype) -> Tensor:
+    count = dtype.itemsize // input.dtype.itemsize
+    if count > 1 and (start := offset_of(input)) % count:
+        raise RuntimeError(
+            f"self.storage_offset() must be divisible by {count} to view {input.dtype} as {dtype} "
+            f"(different element sizes), but got {start}: view a clone() of the tensor"
+        )
+    return _bytes_as(input, dtype)
+
+
+def _as_complex(input: Any) -> Tensor:
+    if (start := offset_of(input)) % 2:
+        raise RuntimeError(
+            f"Tensor must have a storage_offset divisible by 2, but got {start}: view a clone() of "
+            f"the tensor"
+        )
+    return _pairs_as_complex(input)
+
+
+def _local_view(call: Any, view: Callable[[Tensor], Tensor], count: int) -> RuleResult:
+    """The general rule's call, with a view of local tensors that fails for none of them.
+
+    Args:
+        call: It.
+        view: The view.
+        count: So many elements become one; 0: one becomes several.
+    """
+    if not isinstance(call, LocalCall):
+        return call  # type: ignore[no-any-return]
+
+    def run(local: Tensor) -> Tensor:
+        local = _with_usual_strides(local, count)
+        if _lies_well(local, count):
+            return view(local)
+        shown = view(local.clone(memory_format=torch.contiguous_format))
+        return _unsafe_view(shown, shown.shape)  # type: ignore[no-any-return]
+
+    return replace(call, run=lambda ranges: run)
+
+
+def _with_usual_strides(local: Tensor, count: int) -> Tensor:
+    """A tensor whose dims of one element have the strides that a contiguous one's have.
+
+    Those that they have may be left over from other dims. Without elements, any strides do.
+    """
+    usual = row_major(tuple(local.shape))
+    if not local.numel():
+        return local.as_strided(local.shape, [*(its * count for its in usual[:-1]), 1], 0)
+    given = zip(local.shape, local.stride(), usual, strict=True)
+    strides = tuple(its if size > 1 else other for size, its, other in given)
+    return local if strides == local.stride() else local.as_strided(local.shape, strides)
+
+
+def _lies_well(local: Tensor, count: int) -> bool:
+    """True if torch has such a view of a local tensor."""
+    *others, last = local.stride() or (1,)
+    if count == 1:
+        return True
+    return last == 1 and (
+        not count or not any(place % count for place in (local.storage_offset(), *others))
+    )
+
+
+def _bytes_rule(input: Arg, dtype: torch.dtype) -> RuleResult:
+    general: Any = entry_of("view").rule
+    count = dtype.itemsize // input.dtype.itemsize
+    return _local_view(general(input, dtype), lambda local: local.view(dtype), count)
+
+
+def _pairs_rule(input: Arg) -> RuleResult:
+    general: Any = entry_of("view_as_complex").rule
+    return _local_view(general(input), torch.view_as_complex, 2)
+
+
+def _bytes_as_dtype(input: Tensor, dtype: torch.dtype) -> Tensor:
+    return input.view(dtype)
+
+
+def _pairs_as_numbers(input: Tensor) -> Tensor:
+    return torch.view_as_complex(input)
+
+
+register(_bytes_as_dtype, is_view=True)
+register(_pairs_as_numbers, is_view=True)
+_bytes_as = internal_operator(_bytes_rule)(_bytes_as_dtype)
+_pairs_as_complex = internal_operator(_pairs_rule)(_pairs_as_numbers)

@@ -1,0 +1,67 @@
+"""Views of bytes as another dtype, where local tensors lie otherwise than the full one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.dtensor.views.test_copied_views import Make, check
+from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from tilework.testing import run_ranks
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 4), (2, 2), (4, 6)])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float64, torch.complex64])
+def test_contiguous_copies_of_what_is_transposed(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Torch leaves strides of dims with one element, or none, as they were."""
+    whole = torch.arange(24.0)[: shape[0] * shape[1]].view(shape)
+
+    def program(make: Make) -> list[Any]:
+        x = make(whole).t().contiguous()
+        try:
+            view = torch.view_as_complex(x) if dtype.is_complex else x.view(dtype)
+        except RuntimeError:
+            return [x]
+        view[0] = 3
+        return [x, view, view.stride()]
+
+    check(program)
+
+
+def test_a_rank_whose_part_lies_at_another_place_has_a_copy_in_step() -> None:
+    whole = torch.arange(8.0)
+
+    def results(x: Any) -> list[Tensor]:
+        view, pairs = x[4:8].view(torch.float64), torch.view_as_complex(x[4:].view(2, 2))
+        first = view.clone()
+        pairs.mul_(2)
+        second = view.clone()
+        view.copy_(first)
+        return [x, pairs, second]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        for sizes in ((3, 5), (5, 3), (8, 0)):
+            made = results(distribute_tensor(whole, mesh, [Shard(0, sizes=sizes)]))
+            for got, expected in zip(made, results(whole.clone()), strict=True):
+                assert isinstance(got, DTensor)
+                assert torch.equal(got.full_tensor(), expected)
+
+    run_ranks(2, program)
+
+
+def test_what_begins_within_an_element_is_refused_on_all_ranks() -> None:
+    def program(make: Make) -> list[Any]:
+        x = make(torch.arange(16.0))
+        with pytest.raises(RuntimeError, match=r"storage_offset\(\) must be divisible by 2"):
+            x[1:9].view(torch.float64)
+        with pytest.raises(RuntimeError, match="storage_offset divisible by 2"):
+            torch.view_as_complex(x[1:5].view(2, 2))
+        return [x[2:].view(torch.float64)]
+
+    check(program, 1)
