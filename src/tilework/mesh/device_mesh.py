@@ -95,6 +95,7 @@ class DeviceMesh:
             init_process_group()
         _check_same(device_type, spec)
         self._set(device_type, spec, None)
+        self.made_by_all = True
         if self._coordinate is not None:
             self._groups = [
                 self._new_group(spec.line(axis, get_rank())) for axis in range(spec.ndim)
@@ -106,6 +107,8 @@ class DeviceMesh:
         self.spec = spec
         self._coordinate = spec.coordinate(get_rank())
         self._root = root or self
+        #: True if all ranks of the default group made it together: those outside know of it.
+        self.made_by_all = False
         self._groups = []
         #: Those made by flatten(), of the root: by name.
         self._flat: dict[str, DeviceMesh] = {}

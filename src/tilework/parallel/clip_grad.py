@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from tilework.comm.groups import new_group
+from tilework.comm.objects import all_gather_object
+from tilework.comm.world import current_world, get_default_group, get_rank, get_world_size
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.mesh import DeviceMesh
 
 
 @torch.no_grad()
@@ -22,8 +28,8 @@ def clip_grad_norm_(
     """The norm of all gradients together, which are scaled down so that it is ``max_norm`` at most.
 
     As torch's function of this name, which serves where all gradients are plain, or DTensors on one
-    mesh; here they may be some of each, and DTensors of torch's. Collective over the meshes of
-    DTensors; blocks.
+    mesh; here they may be some of each, DTensors of torch's, and on ``DeviceMesh(…)`` of different
+    ranks. Collective over the ranks of all meshes of DTensors; blocks.
 
     Args:
         parameters: The parameters; those without a gradient are left out. The same on all ranks.
@@ -32,10 +38,13 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise if the norm is infinite or not a number.
 
     Returns:
-        The norm before clipping: a plain tensor, the same on all ranks.
+        The norm before clipping: a plain tensor, the same on all ranks of the meshes. Ranks outside
+        them get that of nothing, 0.
 
     Raises:
-        RuntimeError: ``error_if_nonfinite``, and the norm is infinite or not a number.
+        RuntimeError: ``error_if_nonfinite``, and the norm is infinite or not a number; or this rank
+            has gradients to scale, and others that it does not know count with them.
+        ValueError: Parameters lie on other meshes on other ranks.
 
     Example:
         >>> import torch
@@ -48,27 +57,136 @@ def clip_grad_norm_(
         tensor([0.6000, 0.8000])
     """
     every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [p.grad for p in every if p.grad is not None]
     by_mesh: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        mesh: Any = cast(Any, grad).device_mesh if _is_distributed(grad) else None
-        by_mesh.setdefault(mesh, []).append(grad)
-    norms = [_norm(alike, norm_type, error_if_nonfinite) for alike in by_mesh.values()]
+    for parameter in every:
+        grad = parameter.grad
+        of_mesh = by_mesh.setdefault(_mesh_of(parameter if grad is None else grad), [])
+        if grad is not None:
+            of_mesh.append(grad)
+    meshes = [mesh for mesh in by_mesh if mesh is not None]
+    ranks = sorted({rank for mesh in meshes for rank in _ranks_of(mesh)})
+    if any(getattr(mesh, "made_by_all", False) and mesh.size() < len(ranks) for mesh in meshes):
+        norms = _norms_of_ranks(by_mesh, ranks, norm_type)
+    else:
+        _check_here(by_mesh)
+        here = [mesh for mesh, grads in by_mesh.items() if grads and _is_here(mesh)]
+        norms = [_norm(by_mesh[mesh], norm_type) for mesh in here]
     if not norms:
         return torch.tensor(0.0)
-    stacked = torch.stack([norm.to(norms[0]) for norm in norms])
-    total: Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    total = _norm_of_norms(norms, norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so "
+            f"they are not clipped: skip this step, or pass error_if_nonfinite=False"
+        )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in grads:
-        local: Tensor = cast(Any, grad).to_local() if _is_distributed(grad) else grad
-        local.mul_(factor.to(local.device))
+    for mesh, grads in by_mesh.items():
+        for grad in grads if _is_here(mesh) else ():
+            local: Tensor = cast(Any, grad).to_local() if mesh is not None else grad
+            local.mul_(factor.to(local.device))
     return total
 
 
-def _norm(grads: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
+def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norm = torch.nn.utils.get_total_norm(grads, norm_type)
     full: Tensor = cast(Any, norm).full_tensor() if _is_distributed(norm) else norm
     return full
+
+
+def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
+    dtype = reduce(torch.promote_types, [norm.dtype for norm in norms])
+    stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+    return cast(Tensor, torch.linalg.vector_norm(stacked, norm_type))
+
+
+def _norms_of_ranks(
+    by_mesh: Mapping[Any, list[Tensor]], ranks: Sequence[int], norm_type: float
+) -> list[Tensor]:
+    """The norms of all meshes, also of those that this rank is outside. Collective over ``ranks``.
+
+    Raises:
+        ValueError: Parameters lie on other meshes on other ranks; on all ranks.
+        RuntimeError: This rank is in none of the meshes.
+    """
+    if get_rank() not in ranks:
+        raise RuntimeError(_outside(next(mesh for mesh in by_mesh if mesh is not None)))
+    own: list[tuple[Any, Tensor | None]] = []
+    for mesh, grads in by_mesh.items():
+        norm = _norm(grads, norm_type) if grads and _is_here(mesh) else None
+        own.append(
+            (None if mesh is None else _ranks_of(mesh), None if norm is None else norm.cpu())
+        )
+    group = current_world().state(_Groups).of(ranks)
+    everyone: list[Any] = [None] * len(ranks)
+    all_gather_object(everyone, own, group=group)
+    lists = [[of for of, _ in each] for each in everyone]
+    other = next((number for number, each in enumerate(lists) if each != lists[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"clip_grad_norm_ takes the same parameters on all ranks: on rank {ranks[0]} they lie "
+            f"on the ranks {lists[0]}, on rank {ranks[other]} on {lists[other]} (None: plain). "
+            f"Clip those that all have, or add up norms of stages with all_reduce"
+        )
+    place = dict(zip(ranks, everyone, strict=True))
+    found = [
+        place[ranks[0] if of is None else min(of)][number][1] for number, of in enumerate(lists[0])
+    ]
+    return [norm for norm in found if norm is not None]
+
+
+@dataclass(eq=False)
+class _Groups:
+    """Groups of the ranks of several meshes, by their ranks."""
+
+    known: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def of(self, ranks: Sequence[int]) -> Any:
+        """The group of some ranks. Collective over them the first time; blocks."""
+        if len(ranks) == get_world_size():
+            return get_default_group()
+        key = tuple(ranks)
+        if key not in self.known:
+            self.known[key] = new_group(ranks, use_local_synchronization=True)
+        return self.known[key]
+
+    def forget_groups(self) -> None:
+        """Forget groups of ranks that have other numbers now."""
+        self.known.clear()
+
+
+def _check_here(by_mesh: Mapping[Any, list[Tensor]]) -> None:
+    """Raise if this rank has gradients that count with those of meshes which it is outside.
+
+    Raises:
+        RuntimeError: It has.
+    """
+    outside = [mesh for mesh in by_mesh if not _is_here(mesh)]
+    if outside and any(grads and _is_here(mesh) for mesh, grads in by_mesh.items()):
+        raise RuntimeError(_outside(outside[0]))
+
+
+def _outside(mesh: Any) -> str:
+    return (
+        f"clip_grad_norm_ has gradients on {mesh}, and this rank is outside it: their norm is not "
+        f"known here, and what this rank has cannot be scaled alike. Clip the parameters of that "
+        f"mesh apart, on its ranks"
+    )
+
+
+def _mesh_of(tensor: Tensor) -> Any:
+    """The mesh of a DTensor, torch's too; None of another tensor."""
+    return cast(Any, tensor).device_mesh if _is_distributed(tensor) else None
+
+
+def _is_here(mesh: Any) -> bool:
+    """True unless this rank is outside a mesh."""
+    return mesh is None or mesh.get_coordinate() is not None
+
+
+def _ranks_of(mesh: Any) -> tuple[int, ...]:
+    if isinstance(mesh, DeviceMesh):
+        return mesh.spec.ranks
+    return tuple(mesh.mesh.flatten().tolist())
 
 
 def _is_distributed(tensor: Tensor) -> bool:
