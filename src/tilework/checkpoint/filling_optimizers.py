@@ -145,7 +145,7 @@ class _Candidates:
         return None
 
     def _of_place(self, place: Place, saved: Path | None) -> dict[Any, None]:
-        """The names that a checkpoint may have for the parameter in a place that the caller maps."""
+        """The names that a checkpoint may have for the parameter in a place that is mapped."""
         path, own = place
         if saved is not None:
             path, own = saved[:-1], str(saved[-1])
