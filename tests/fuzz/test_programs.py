@@ -43,6 +43,11 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v3.masked_fill_(v3 > 0.3, -1.5)\nv3.detach_()\nv5 = v3.expand([3, 3])",
         "v0 = leaf('v0', (1, 6), 77, 'S0')\nv1 = v0 * 2\nv3 = v1[0]\nv1.detach_()\nv1.add_(2.0)\n"
         "v7 = v3 * 2",
+        # Copied views of a leaf whose dims were changed, written to since.
+        "v1 = leaf('v1', (6,), 75, 'S0')\nwith torch.no_grad(): v1.unsqueeze_(0)\n"
+        "v4 = v1.unflatten(-1, (3, -1))\nwith torch.no_grad(): v1.mul_(0.25)\nv5 = v4 * 3",
+        "v1 = leaf('v1', (4, 6), 75, 'S1')\nwith torch.no_grad(): v1.t_()\nv4 = v1[0]\n"
+        "with torch.no_grad(): v1.mul_(0.25)\nv5 = v4 * 3",
         # A gradient that is partial, of a leaf that is frozen by then.
         "v1 = data((), 97, 'P')\nv2 = leaf('v2', (), 76, 'R')\nv1.addcmul_(v2, v2, value=0.5)\n"
         "v2.requires_grad_(False)\nv3 = v1 * 2",

@@ -352,7 +352,10 @@ class View:
     @property
     def base_requires_grad(self) -> bool:
         """True if the tensor that it is a view of in the graph requires a gradient."""
-        return root_in_graph(self.base)._local_tensor.requires_grad
+        tensor = self.base
+        while (base := base_in_graph(tensor)) is not None and not base._left:
+            tensor = base
+        return tensor._local_tensor.requires_grad
 
     @property
     def base_joined_graph(self) -> bool:

@@ -31,7 +31,7 @@ def torch_arguments(
         >>> torch_arguments(torch.softmax, (), {"x": 1, "axis": 0})
         ((1,), {'dim': 0})
         >>> torch_arguments(torch.trapezoid, (), {"y": 1, "x": 2})
-        ((), {'y': 1, 'x': 2})
+        ((1,), {'x': 2})
     """
     if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):  # torch's parser is C++
         return args, kwargs
