@@ -22,7 +22,7 @@ from tilework.tiled.op_table import OpEntry
 _LIKE_INPUTS = """
     addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout feature_dropout
     flip fliplr flipud huber_loss index_fill index_put msort normalize poisson_nll_loss polygamma
-    prelu put sort threshold type_as
+    prelu put sort threshold to_dense type type_as
 """
 #: Their results have the very strides of the first tensor, unless it is expanded.
 _SAME_STRIDES = frozenset(

@@ -222,11 +222,14 @@ def _type_as(input: Arg, other: Arg) -> RuleResult:
     return Decomposition(lambda input, other: input.to(other.dtype))
 
 
-@rule("type")
+@rule("type", may_be_input=True)
 def _type(input: Arg, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> RuleResult:
     if dtype is None:
         return None
-    return pointwise([input], rearranges=dtype is input.dtype)
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
+    its_name = torch.empty((), dtype=input.dtype).type()  # such as torch.FloatTensor
+    same = dtype is input.dtype or name.rpartition(".")[2] == its_name.rpartition(".")[2]
+    return pointwise([input], rearranges=same)
 
 
 for _name in ("real", "imag", "conj"):

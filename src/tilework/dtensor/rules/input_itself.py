@@ -1,0 +1,23 @@
+"""Operators that give the tensor itself where there is nothing to be done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, unchanged
+from tilework.tiled.op_table import dtensor_rule
+from tilework.tiled.rules.elementwise import pointwise
+from tilework.tiled.rules.reshaping import sizes_of
+
+
+@dtensor_rule("sum_to_size")
+def _sum_to_size(input: Arg, *size: Any, **named: Any) -> RuleResult:
+    same = sizes_of(size or tuple(named.values())) == input.shape
+    return Decomposition(unchanged) if same else None
+
+
+@dtensor_rule("to_dense", may_be_input=True)
+def _to_dense(input: Arg, dtype: torch.dtype | None = None, **_: Any) -> RuleResult:
+    return pointwise([input], rearranges=dtype in (None, input.dtype))
