@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.fuzz.programs import Program, compare, expect, run_programs
-from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 
@@ -186,3 +188,20 @@ def test_data_whose_memory_is_smaller_than_that_of_views_made_before() -> None:
         "v0 = leaf('v0', (1, 6), 59, 'R')\nv1 = v0.detach().as_strided([1, 1], [4, 4])\n"
         "v2 = v1 @ v1\nv0.data = v2.data\nv2.zero_()"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_data_of_another_dtype_and_layout_leave_the_gradient(dtype: torch.dtype) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        whole: Any = distribute_tensor(torch.ones(2, 3).double(), mesh, [Replicate()])
+        for placement in (Partial(), Partial("avg"), Shard(0)):
+            leaf = whole.redistribute(placements=[placement]).detach().requires_grad_()
+            (leaf * leaf).sum().backward()
+            leaf.data = leaf.data.to(dtype).redistribute(placements=[Replicate()])
+            assert leaf.dtype == dtype
+            assert leaf.grad.dtype == torch.float64
+            (leaf * leaf).sum().backward()
+            assert leaf.grad.full_tensor().eq(4).all()
+
+    run_ranks(2, program)

@@ -73,10 +73,13 @@ def with_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec, used: bool) 
     if local.is_leaf:
         local.grad = None
     if not used:
-        local.data = data
         if origin is None and (grad is None or grad_spec == spec.grad_spec):
-            local.grad = grad
+            if grad is not None:  # of another dtype, it may only be there already
+                local.data = grad.new_empty(()).expand(grad.shape)
+                local.grad = grad
+            local.data = data
             return local
+        local.data = data
     if origin is None:
         origin = tensor._origin = Origin(local, before)
         if local.is_leaf:
