@@ -28,6 +28,8 @@ _MOST_TRIED = 1 << 16
 _MOST_SHOWN = 1 << 12
 #: Nor for one that torch refuses without memory.
 _MOST_REFUSED = 1 << 22
+#: For tensors of identity matrices.
+_IDENTITY = None
 #: How Python's own errors begin, where a rule trips over dims or arguments that are not there.
 _TRIPPED = ("tuple index", "list index", "list assignment", "not enough values", "zip() argument")
 
@@ -173,17 +175,22 @@ def _errors_on_trial(
 ) -> tuple[Exception, Exception] | None:
     """The errors for zeros and for ones; None if either is right, or it may not be tried.
 
-    Indices have to be in range, and divisors not 0.
+    Indices have to be in range, and divisors not 0. Nor are identity matrices to be right, since
+    many operators want matrices that have an inverse.
     """
-    first = _error_on_trial(call, shapes, dtypes, 0)
-    second = None if first is None else _error_on_trial(call, shapes, dtypes, 1)
-    return None if first is None or second is None else (first, second)
+    errors: list[Exception] = []
+    for value in (0, 1, _IDENTITY):
+        error = _error_on_trial(call, shapes, dtypes, value)
+        if error is None:
+            return None
+        errors.append(error)
+    return errors[0], errors[1]
 
 
 def _error_on_trial(
-    call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype], number: int
+    call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype], value: int | None
 ) -> Exception | None:
-    """The error for tensors full of one number; None if there is none, or it may not be tried.
+    """The error for tensors full of one value; None if there is none, or it may not be tried.
 
     Only torch's own operators are tried: others may do more than return a result, and so may
     functions that a call is given.
@@ -192,7 +199,7 @@ def _error_on_trial(
         return None
     try:
         call.on_tensors([
-            _full(tensor, shape, number, dtype)
+            _full(tensor, shape, value, dtype)
             for tensor, shape, dtype in zip(call.tensors, shapes, dtypes, strict=True)
         ])  # fmt: skip
     except Exception as error:
@@ -200,8 +207,10 @@ def _error_on_trial(
     return None
 
 
-def _full(tensor: Tensor, shape: Ints, number: int, dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, number, dtype=dtype, device=tensor.device)
+def _full(tensor: Tensor, shape: Ints, value: int | None, dtype: torch.dtype) -> Tensor:
+    if value is _IDENTITY and len(shape) > 1:
+        return torch.eye(*shape[-2:], dtype=dtype, device=tensor.device).repeat(*shape[:-2], 1, 1)
+    return torch.full(shape, 1 if value is None else value, dtype=dtype, device=tensor.device)
 
 
 def _is_of_torch(func: Any) -> bool:
