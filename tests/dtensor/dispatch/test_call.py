@@ -130,6 +130,22 @@ def test_errors_come_at_once_and_are_torchs() -> None:
         run_ranks(2, program)
 
 
+def test_results_of_torch_ops_are_lists_and_plain_tuples() -> None:
+    ops: Any = torch.ops.aten
+
+    def kinds(x: Tensor) -> list[type]:
+        results = [ops.split_with_sizes_copy(x, [1, 5], 1), ops.unsafe_split(x, 2, 1)]
+        results += [ops.split(x, 2), ops.where(x > 0), ops.broadcast_tensors([x, x])]
+        results += [ops.aminmax(x), ops.max(x, 0), ops.split.Tensor(x, 3), ops.unbind_copy(x)]
+        return [type(result) for result in results]
+
+    def program(rank: int) -> None:
+        x = distribute_tensor(GRID, init_device_mesh("cpu", (2,)), [Shard(0)])
+        assert kinds(x) == kinds(GRID)
+
+    run_ranks(2, program)
+
+
 def test_in_place_powers_of_what_is_no_number() -> None:
     def program(rank: int) -> None:
         x: Any = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])

@@ -85,7 +85,7 @@ from tilework.dtensor.views.leaf_views import note_view
 from tilework.dtensor.views.ungraded_views import check_ungraded
 from tilework.mesh.devices import check_device_is_there
 from tilework.tiled import torch_init
-from tilework.tiled.op_names import canonical_name
+from tilework.tiled.op_names import canonical_name, packet_of
 from tilework.tiled.op_rules import unchanged
 from tilework.tiled.op_table import Handler, OpEntry, find
 
@@ -95,6 +95,7 @@ except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
 _grad_enabled = torch.is_grad_enabled
+_OpOverloadPacket = torch._ops.OpOverloadPacket
 
 
 def _local_of(tensor: DTensor) -> Tensor:
@@ -420,6 +421,8 @@ class Operator:
             if self.in_place:
                 return _composed_in_place(composed, args, kwargs, digest)
             result = came_from(composed(*args, **kwargs), tensors, digest)
+        if isinstance(result, tuple) and packet_of(call.func).__class__ is _OpOverloadPacket:
+            result = _as_overloads_give(call.func, result)
         return self._with_strides(sharding, result, call)
 
     def _on_gathered(self, sharding: OpSharding, call: Call, locals_: list[Tensor]) -> Any:
@@ -537,6 +540,16 @@ class Operator:
 def _root_requires_grad(local: Tensor) -> bool:
     """True if what a local tensor is a view of requires a gradient, or it is none."""
     return bool((local if local._base is None else local._base).requires_grad)
+
+
+def _as_overloads_give(func: Any, tensors: tuple[Any, ...]) -> Any:
+    """Results as ``torch.ops`` have them: in lists or plain tuples, where functions of torch's name
+    the items of tuples.
+    """
+    packet = packet_of(func)
+    returns = [getattr(packet, name)._schema.returns for name in packet.overloads()]
+    has_list = any(its and str(its[0].type) == "List[Tensor]" for its in returns)
+    return list(tensors) if has_list else tuple(tensors)
 
 
 def _digest_of_rest(sharding: OpSharding, call: Call) -> int:
