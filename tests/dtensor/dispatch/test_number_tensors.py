@@ -137,6 +137,8 @@ def test_sizes_may_be_among_plain_ones() -> None:
         assert made.shape == (2, 3)
         if asked:
             assert isinstance(made, DTensor)
+        assert sizes.new_full([sizes[0], 0], 1.0).shape == (2, 0)
+        assert sizes.new_ones(sizes[1], 2).shape == (3, 2)
         assert torch.full([sizes[0]], 1.0, out=made.new_empty(0)).shape == (2,)
 
     run_ranks(2, program)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -75,9 +76,9 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
     if size is None:
         given_one_by_one = func is not Tensor.new_full and not isinstance(others[0], Sequence)
         size, others = (others, []) if given_one_by_one else (others[0], others[1:])
-    spec = tensor._spec.dual
-    if tuple(size) != spec.shape:
-        return replicated(func(tensor._local_tensor, tuple(size), *others, **kwargs), spec.mesh)
+    spec, size = tensor._spec.dual, tuple(map(index, size))
+    if size != spec.shape:
+        return replicated(func(tensor._local_tensor, size, *others, **kwargs), spec.mesh)
     spec = spec.with_strides(row_major(spec.shape))
     return wrap(func(tensor._local_tensor, spec.local_shape, *others, **kwargs), spec)
 
