@@ -100,8 +100,20 @@ def test_elementwise_strides_are_torch_s(tensors: list[Tensor]) -> None:
         lambda x: torch.transpose_copy(x, 0, 1),
         lambda x: torch.diagonal_copy(x.view(2, 2, 4)),
         torch.t_copy,
+        lambda x: torch.svd(x)[2],
+        lambda x: torch.fft.irfft2(x[:, :0], s=(2, 3)),
     ],
-    ids=["inv", "cholesky", "qr", "fft", "transpose_copy", "diagonal_copy", "t_copy"],
+    ids=[
+        "inv",
+        "cholesky",
+        "qr",
+        "fft",
+        "transpose_copy",
+        "diagonal_copy",
+        "t_copy",
+        "svd",
+        "irfft2",
+    ],
 )
 def test_results_that_lie_otherwise_than_in_rows(operator: Callable[[Tensor], Tensor]) -> None:
     full = 4 * torch.eye(4) + 1

@@ -63,7 +63,7 @@ _CONTIGUOUS = frozenset(
     }
 )
 #: Which results are matrices with columns in one piece; without memory, they have rows.
-_OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2)}
+_OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2), "svd": (0,)}
 #: Fourier transforms of which the CPU's results lie otherwise than those without memory.
 _REAL_FFT = frozenset(
     {
@@ -109,7 +109,7 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
         strides == row_major(tuple(tensor.shape))
         for strides, tensor in zip(inputs, tensors, strict=True)
     )
-    if name in _OF_COLUMNS:
+    if name in _OF_COLUMNS and call.kwargs.get("compute_uv", call.args[2:3] != (False,)):
         found: list[Ints] | None = _with_columns(name, outputs)
     elif name in _REAL_FFT:
         found = [_real_fft_strides(name, call, outputs[0])]
@@ -251,6 +251,10 @@ def _real_fft_strides(name: str, call: Any, out: DTensorSpec) -> Ints:
         ]
         order = [d for step in steps for d in step]
     else:
+        if 0 in full.shape:  # which the sizes may fill, but torch cannot transform
+            full = torch.empty_strided(
+                [max(size, 1) for size in full.shape], full.stride(), device="meta"
+            )
         full = full.to(torch.complex64) if not full.is_complex() else full
         before = _memory_order(torch.fft.ifftn(full, dim=dims[:-1]) if dims[:-1] else full)
         order = [dims[-1], *(d for d in before if d != dims[-1])]
