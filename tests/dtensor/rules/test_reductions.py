@@ -265,6 +265,22 @@ def test_rows_along_a_dim(dim: int) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["quantile", "nanquantile"])
+@pytest.mark.parametrize("level", [1.5, torch.tensor([0.5, 1.5])])
+def test_levels_are_looked_at_by_ranks_without_a_part(name: str, level: Any) -> None:
+    def program(rank: int) -> None:
+        x = distribute_tensor(torch.ones(1, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(RuntimeError, match="must be in the range"):
+            getattr(torch, name)(x, level, dim=1)
+
+    run_ranks(2, program)
+
+
+def test_extrema_of_no_complex_numbers() -> None:
+    """Of which torch takes none that has elements."""
+    check_op(lambda x: torch.amin(x, 1), torch.zeros(0, 3, dtype=torch.complex128), grads=False)
+
+
 @pytest.mark.parametrize("name", ["cummax", "cummin"])
 def test_gradients_of_greatest_so_far_require_none_where_there_are_none(name: str) -> None:
     """torch gives the input itself as the gradient of an empty part."""

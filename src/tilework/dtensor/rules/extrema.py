@@ -224,8 +224,10 @@ def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tup
 
 
 def _sharded_dims(input: Arg, dim: Any) -> Ints | None:
-    """The dims that are reduced, if some of them is sharded."""
-    dims = extreme_dims(input, dim)
+    """The dims that are reduced, if some of them is sharded; none of complex numbers, of which
+    torch refuses all that there are.
+    """
+    dims = None if input.dtype.is_complex else extreme_dims(input, dim)
     return None if dims is None or not any_sharded(input, dims) else dims
 
 

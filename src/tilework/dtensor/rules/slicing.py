@@ -268,7 +268,10 @@ def _consecutive_ranges(
 def _register_split(name: str) -> None:
     @dtensor_rule(name)
     def split_rule(input: DTensorArg, *args: Any, **kwargs: Any) -> RuleResult:
-        if any(isinstance(arg, Arg) for arg in (*args, *kwargs.values())):
+        lengths = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Arg)]
+        if any(arg.dtype is not torch.int64 for arg in lengths):
+            return None  # torch raises where it is run
+        if lengths:
             return Decomposition(_with_lengths_as_lists(getattr(Tensor, name)))
         split = split_lengths(name, input, args, kwargs)
         if split is None or not input.spec.axes_of(split[0]):

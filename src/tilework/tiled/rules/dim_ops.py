@@ -163,7 +163,12 @@ def _register_quantile(name: str) -> None:
             ]
             if 0 in sizes:  # torch takes no empty tensor
                 several = q.shape if isinstance(q, Arg) else ()
-                return lambda x, *q: keep_inputs_in_graph(x.reshape(*several, *sizes), *q)
+
+                def of_none(x: Tensor, *levels: Tensor) -> Tensor:
+                    quantile(x.new_zeros(1), levels[0] if levels else q)  # which torch checks
+                    return keep_inputs_in_graph(x.reshape(*several, *sizes), *levels)
+
+                return of_none
             return lambda x, q=q: quantile(x, q, dim, keepdim, interpolation=interpolation)
 
         inputs = {input: _all_but(factors, dims)}
