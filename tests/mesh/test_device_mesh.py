@@ -96,6 +96,46 @@ def test_flattened_axes_have_a_group_and_a_name() -> None:
     assert run_ranks(8, program) == [of[bool(rank & 2)] for rank in range(8)]
 
 
+def test_flattened_axes_are_named_beside_others() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = mesh["c", "a"].flatten("ca")
+        assert mesh.get_group("ca") is flat.get_group()
+        assert (
+            mesh.get_local_rank("ca") == rank % 2 * 2 + rank // 4 == mesh["b"].get_local_rank("ca")
+        )
+        assert mesh.size("ca") == 4
+        both = mesh["b", "ca"]
+        assert both is mesh["b", "ca"]
+        assert both.mesh_dim_names == ("b", "ca")
+        assert both.mesh.tolist() == [[0, 4, 1, 5], [2, 6, 3, 7]]
+        assert both.get_all_groups() == [mesh.get_group("b"), flat.get_group()]
+        assert both["ca"] is flat
+        everything = mesh["ca", "b"].flatten()
+        assert everything.mesh.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+        assert mesh.root_axes("ca_b") == ("c", "a", "b")
+        same(cut(GRID, both, [Shard(0), Shard(1)]) * 2, GRID * 2)
+        with pytest.raises(ValueError, match="each axis can be taken once"):
+            mesh["a", "ca"]
+        with pytest.raises(KeyError, match="Invalid mesh_dim_name 'd'"):
+            mesh["ca", "d"]
+        with pytest.raises(KeyError, match="Invalid mesh_dim_name 'a'"):
+            mesh["b"]["ca", "a"]
+
+    run_ranks(8, program)
+
+
+def test_one_axis_is_flat_already() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        for one in (mesh["a"], init_device_mesh("cpu", (4,), mesh_dim_names=("a",))):
+            assert one.flatten() is one.flatten("a") is one
+        unnamed = init_device_mesh("cpu", (4,))
+        assert unnamed.flatten() is unnamed
+
+    run_ranks(4, program)
+
+
 def test_some_ranks_in_any_order() -> None:
     def program(rank: int) -> Any:
         mesh = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]))

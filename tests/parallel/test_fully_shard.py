@@ -211,7 +211,7 @@ def test_parts_of_a_mesh_of_three_axes(names: tuple[str, ...], axes: Any) -> Non
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
         shards = mesh["dp", "cp"].flatten(axes) if axes == "dp_cp" else mesh[axes]
         torch.manual_seed(0)
-        plain: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        plain: Any = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 4))
         model = copy.deepcopy(plain)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(model, mesh=shards)

@@ -171,6 +171,9 @@ class DeviceMesh:
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         """The number of ranks along an axis; of all if None."""
+        flat = self._flattened(mesh_dim)
+        if flat is not None:
+            return flat.size()
         return self.spec.size if mesh_dim is None else self.shape[self.spec.axis(mesh_dim)]
 
     def get_rank(self) -> int:
@@ -187,6 +190,9 @@ class DeviceMesh:
         Raises:
             RuntimeError: This rank is not in the mesh, or the axis must be given.
         """
+        flat = self._flattened(mesh_dim)
+        if flat is not None:
+            return flat.get_local_rank()
         return self._here()[self._axis(mesh_dim, "get_local_rank")]
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
@@ -197,6 +203,9 @@ class DeviceMesh:
         Raises:
             RuntimeError: This rank is not in the mesh, or the axis must be given.
         """
+        flat = self._flattened(mesh_dim)
+        if flat is not None:
+            return flat.get_group()
         axis = self._axis(mesh_dim, "get_group")
         self._here()
         return self._groups[axis]
@@ -252,28 +261,66 @@ class DeviceMesh:
         wanted = tuple(wanted)
         if wanted == self.mesh_dim_names:
             return self
-        flat = self._root._flat.get(wanted[0]) if len(wanted) == 1 else None
-        if flat is not None and (
-            self.mesh_dim_names is None or wanted[0] not in self.mesh_dim_names
-        ):
-            return flat
+        flat = [self._flattened(name) for name in wanted]
+        if len(wanted) == 1 and flat[0] is not None:
+            return flat[0]
         self._here()
-        if len(wanted) == 1 and wanted[0] not in (self._root.mesh_dim_names or ()):
+        if len(wanted) == 1 and wanted[0] not in (
+            *(self.mesh_dim_names or ()),
+            *(self._root.mesh_dim_names or ()),
+        ):
             theirs = torch_part(self._root._torch, wanted)  # that torch's flattening made
             if theirs is not None:
                 return DeviceMesh.from_torch(theirs)
-        part = self.spec.through(wanted, get_rank())
+        part = self._part(wanted)
         same = current_world().state(_Meshes).known.get((self.device_type, part))
         if same is not None and same._root is self._root:
             return same  # with the layouts and calls that are remembered for it
-        groups = [self._groups[self.spec.axis(name)] for name in wanted]
+        groups = [
+            self._groups[self.spec.axis(name)] if made is None else made._groups[0]
+            for name, made in zip(wanted, flat, strict=True)
+        ]
         return self._related(part, groups)
 
+    def _flattened(self, name: int | str | None) -> DeviceMesh | None:
+        """The mesh that flatten() has made by a name; None where it is an axis here, or nothing."""
+        if not isinstance(name, str) or name in (self.mesh_dim_names or ()):
+            return None
+        return self._root._flat.get(name)
+
+    def _part(self, names: Sequence[str]) -> MeshSpec:
+        """The grid through this rank along named axes, of which flatten() may have made some."""
+        if all(self._flattened(name) is None for name in names):
+            return self.spec.through(names, get_rank())
+        for name in names:
+            if self._flattened(name) is None:
+                self.spec.axis(name)  # of this mesh, not only of the root
+        axes = [axis for name in names for axis in self.root_axes(name)]
+        shape = tuple(self.size(name) for name in names)
+        return MeshSpec(shape, self._root.spec.through(axes, get_rank()).ranks, tuple(names))
+
+    def root_axes(self, name: str) -> tuple[str, ...]:
+        """The axes, of the mesh that this one is a part of, that a name stands for.
+
+        Several for what :meth:`flatten` has made.
+
+        Raises:
+            KeyError: There is no axis of that name.
+        """
+        root = self._root
+        made = root._flattened(name)
+        if made is None or made._flat_of is None:
+            root.spec.axis(name)
+            return (name,)
+        inner = made._flat_of.mesh_dim_names or (name,)
+        return tuple(axis for each in inner for axis in root.root_axes(each))
+
     def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """All ranks of this mesh along one axis.
+        """All ranks of this mesh along one axis; the mesh itself if it has one of that name.
 
         Collective over the ranks of this mesh (on each rank, its own part); blocks. The result is
-        remembered: it is returned again, and found by its name in the mesh it is a part of.
+        remembered: it is returned again, and found by its name, as an axis, in the mesh that this
+        one is a part of: ``mesh["dp_cp", "tp"]``.
 
         Args:
             mesh_dim_name: The axis's name; by default the names joined by underscores.
@@ -283,6 +330,8 @@ class DeviceMesh:
         """
         self._here()
         spec = self.spec.flattened(mesh_dim_name)
+        if spec == self.spec:
+            return self
         (name,) = spec.names or ("",)
         known = self._root._flat.get(name)
         if known is not None and known.spec == spec:

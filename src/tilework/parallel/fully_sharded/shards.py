@@ -158,16 +158,6 @@ def _spec(
             f"modules the inner ones are given to fully_shard first; tensor parallelism needs "
             f"another axis of the mesh"
         )
-    if mesh._flat_of is not None:
-        own = [Shard(dim)] * mesh._flat_of.ndim
-        if tensor_parallel.local_shape[dim] % mesh.size():
-            raise ValueError(
-                f"fully_shard on {mesh}, which was flattened, beside tensor parallelism splits "
-                f"evenly, and dim {dim} of a part of shape {list(tensor_parallel.local_shape)} "
-                f"does not split over {mesh.size()} ranks: choose another by shard_placement_fn, "
-                f"or pass a mesh of one axis that was not flattened"
-            )
-        mesh = mesh._flat_of
     whole = _mesh_of_both(mesh, tensor_parallel.mesh)
     placements: list[Placement] = [Replicate()] * whole.ndim
     axes = [[whole.spec.axis(name) for name in _names(m)] for m in (mesh, tensor_parallel.mesh)]
@@ -182,14 +172,30 @@ def _spec(
 def _mesh_of_both(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     """The mesh of the axes of two meshes, in the order of the one that both are parts of."""
     root, names = mesh._root, (*_names(mesh), *_names(other))
-    known = _names(root)
-    if other._root is not root or len({*names, *known}) > len(known) or len({*names}) < len(names):
+    known, axes = _names(root), _root_axes(root, names)
+    listed = [axis for each in axes.values() for axis in each]
+    if (
+        other._root is not root
+        or len(axes) < mesh.ndim + other.ndim
+        or len(set(listed)) < len(listed)
+    ):
         raise ValueError(
             f"fully_shard on {mesh} and tensor parallelism on {other} need one mesh of which both "
             f"are parts: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['tp'] for "
             f"parallelize_module and mesh['dp'] for fully_shard"
         )
-    return root[tuple(sorted(names, key=known.index))]
+    return root[tuple(sorted(axes, key=lambda name: known.index(axes[name][0])))]
+
+
+def _root_axes(root: DeviceMesh, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The root's axes of each name that it knows."""
+    axes = {}
+    for name in names:
+        try:
+            axes[name] = root.root_axes(name)
+        except KeyError:
+            continue
+    return axes
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
