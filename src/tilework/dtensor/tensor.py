@@ -347,6 +347,7 @@ class DTensor(DTensorBase):
 
     @property
     def real(self) -> Tensor:
+        """The real parts, a view; the tensor itself where numbers are real."""
         return torch.real(self)
 
     @real.setter
@@ -355,6 +356,7 @@ class DTensor(DTensorBase):
 
     @property
     def imag(self) -> Tensor:
+        """The imaginary parts of complex numbers, a view."""
         return torch.imag(self)
 
     @imag.setter

@@ -207,16 +207,6 @@ def test_asarray(call: Callable[[Any], Any]) -> None:
         with pytest.raises(ValueError, match="it has to be copied"):
             torch.asarray(x, dtype=torch.int32, copy=False)
 
-
-def test_parts_of_complex_numbers_are_written() -> None:
-    def program(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.ones(4).to(torch.complex64), mesh, [Shard(0)])
-        x.imag = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
-        x.real = 2
-        assert x.full_tensor().tolist() == [2 + 0j, 2 + 1j, 2 + 2j, 2 + 3j]
-        assert x.imag.sum().item() == 6
-
     run_ranks(2, program)
 
 

@@ -327,19 +327,3 @@ _property("mT", lambda x: _matrix_transposed(x, "mT"))
 _property("H", _adjoint)
 _property("mH", lambda x: _matrix_transposed(x, "mH").conj())
 _property("nbytes", lambda x: x.numel() * x.element_size())
-
-
-def _writable(part: Callable[[Any], Tensor]) -> property:
-    """A property that is a view of a tensor, and is written to where it is set.
-
-    Torch's own asks no class when it is set.
-    """
-
-    def write(tensor: Any, value: Any) -> None:
-        part(tensor).copy_(value)
-
-    return property(part, write)
-
-
-_class: Any = DTensor
-_class.real, _class.imag = _writable(torch.real), _writable(torch.imag)

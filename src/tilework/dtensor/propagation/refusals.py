@@ -20,7 +20,6 @@ from tilework.dtensor.propagation.call import Call
 from tilework.dtensor.spec import DTensorSpec, Ints
 
 #: Most operators take them, if there is but one tensor.
-_LinAlgError: Any = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _FLOATS = (torch.float32, torch.float64)
 #: Full tensors of more elements are not made to try an operator that they may be right for.
 _MOST_TRIED = 1 << 16
@@ -94,13 +93,8 @@ def raise_if_certain(refusal: Exception, call: Call) -> None:
 
 
 def _equal_error(call: Call) -> Exception | None:
-    """The error that full tensors of zeros and of ones have in common; None if there is none.
-
-    Both are singular matrices, which says nothing of others.
-    """
+    """The error that full tensors of zeros and of ones have in common; None if there is none."""
     first, second = _errors_on_trial(call, _shapes(call), _dtypes(call)) or (None, None)
-    if isinstance(first, _LinAlgError):
-        return None
     return first if type(first) is type(second) and str(first) == str(second) else None
 
 
