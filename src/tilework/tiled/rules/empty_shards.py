@@ -53,7 +53,7 @@ def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None) ->
 
 def zero_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros as a function of an empty tensor, at its place in the autograd graph."""
-    return tensor.new_zeros(shape) + tensor.sum(dtype=tensor.dtype)
+    return _in_its_place(tensor, tensor.new_zeros(shape))
 
 
 def _rows_that_vary(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -62,10 +62,37 @@ def _rows_that_vary(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     Their gradient is none times something, which must not be infinite: a norm with an epsilon of 0
     divides by the deviation.
     """
-    rows = zero_rows(tensor, shape)
-    signs = torch.ones_like(rows.detach())
+    signs = tensor.new_ones(shape)
     signs.view(-1)[1::2] = -1
-    return rows + signs
+    return _in_its_place(tensor, signs)
+
+
+def _in_its_place(tensor: Tensor, values: Tensor) -> Tensor:
+    """Values as a function of an empty tensor.
+
+    Writes to that count as ones to what is returned: if an operator has saved it for its gradient,
+    that is refused then, as on ranks that have elements.
+    """
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return values
+    result: Tensor = _InItsPlace.apply(tensor, values)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _InItsPlace(torch.autograd.Function):
+    """Values that nothing depends on, with a tensor's number of writes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.shape = tensor.shape
+        result = tensor.detach()
+        result.data = values
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return None if grad is None else grad.sum().expand(ctx.shape), None
 
 
 def without_rows(result: Any, shape: Sequence[int]) -> Any:

@@ -58,9 +58,9 @@ def _spread(name: str) -> None:
                 return lambda x: of_shard(x, dims, correction=divisor_less, keepdim=keepdim)
 
             def of_empty(x: Tensor) -> Any:  # torch would warn of few degrees of freedom
-                mean = x.sum(dims, keepdim)
-                spread = mean.real if mean.is_complex() else mean
-                return (spread, mean) if "mean" in name else spread
+                squares = (x * x.conj()).real if x.is_complex() else x.square()
+                spread = squares.sum(dims, keepdim)  # for which x is saved, as for torch's
+                return (spread, x.sum(dims, keepdim)) if "mean" in name else spread
 
             return of_empty
 
