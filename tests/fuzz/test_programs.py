@@ -43,6 +43,8 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v3.masked_fill_(v3 > 0.3, -1.5)\nv3.detach_()\nv5 = v3.expand([3, 3])",
         "v0 = leaf('v0', (1, 6), 77, 'S0')\nv1 = v0 * 2\nv3 = v1[0]\nv1.detach_()\nv1.add_(2.0)\n"
         "v7 = v3 * 2",
+        "v0 = leaf('v0', (7, 2), 83, 'S1')\nv1 = v0.squeeze()\nwith torch.no_grad(): v1.mul_(0.5)\n"
+        "v4 = v1.ravel()\nv5 = torch.cat([v4, v4], 0)\nv0.requires_grad_(False)\nv6 = v4 * 2",
         # Copied views of a leaf whose dims were changed, written to since.
         "v1 = leaf('v1', (6,), 75, 'S0')\nwith torch.no_grad(): v1.unsqueeze_(0)\n"
         "v4 = v1.unflatten(-1, (3, -1))\nwith torch.no_grad(): v1.mul_(0.25)\nv5 = v4 * 3",

@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from tilework.dtensor.base import DTensorBase, data_of, memory_of, version_of
 from tilework.dtensor.local_function import LocalFunction
@@ -75,8 +76,9 @@ def before_leaving_graph(tensor: DTensorBase, remains_leaf: bool) -> None:
     if remains_leaf or not version_of(tensor._local_tensor):  # else they show a write to come
         for view in _views_without_elements(tensor):
             keep_place(view, written=True)
+            before = view._local_tensor
             _move(view, tensor)
-            view._aliases = None
+            _note_unwritten(view, before)
 
 
 def after_leaving_graph(tensor: DTensorBase) -> None:
@@ -85,7 +87,23 @@ def after_leaving_graph(tensor: DTensorBase) -> None:
         try:
             _ = view._local_tensor.grad_fn
         except RuntimeError:  # torch made it anew of what requires no gradient
-            view._local_tensor, view._aliases = with_grad_of_nobody(view._local_tensor), None
+            before = view._local_tensor
+            local = view._local_tensor = with_grad_of_nobody(before)
+            while version_of(local) < version_of(before):
+                increment_version(local)
+            if view._anchor is not None:
+                view._anchor._local_tensor = local
+            _note_unwritten(view, before)
+
+
+def _note_unwritten(view: DTensorBase, before: Tensor) -> None:
+    """Have copies of a view that this rank alone has derived anew know that nothing was written.
+
+    Else this rank alone would compute them anew.
+    """
+    view._aliases = None
+    if view._anchor is not None:
+        view._anchor._left_as = before
 
 
 def _views_without_elements(tensor: DTensorBase) -> list[DTensorBase]:
