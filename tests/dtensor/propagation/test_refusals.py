@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dtensor.op_checks import noting_gatherings
 from tests.dtensor.sharded_values import cut
 from tilework.dtensor import (
     Partial,
@@ -256,8 +257,8 @@ def test_operators_of_ones_own_are_called_with_nothing_made_up(has_rule: bool) -
 
 def test_what_torch_refuses_only_without_memory_is_computed() -> None:
     """Products of groups look at strides, and have no meta kernel for float32."""
-    x, weights = torch.randn(8, 16), torch.randn(2, 16, 8)
-    ends = torch.tensor([3, 8], dtype=torch.int32)
+    x, weights = torch.randn(4, 16), torch.randn(16, 8)
+    ends = torch.tensor([3, 16], dtype=torch.int32)
     try:
         expected = torch._grouped_mm(x, weights, offs=ends)
     except (AttributeError, RuntimeError) as error:
@@ -270,4 +271,5 @@ def test_what_torch_refuses_only_without_memory_is_computed() -> None:
         result: Any = torch._grouped_mm(sharded, experts, offs=ends)
         assert torch.equal(result.full_tensor(), expected)
 
-    run_ranks(2, program)
+    with noting_gatherings():
+        run_ranks(2, program)

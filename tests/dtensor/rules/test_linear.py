@@ -254,6 +254,25 @@ def test_dims_in_a_tensor() -> None:
     check_op(lambda a, b: torch.tensordot(a, b, dims=dims), a, b, meshes=[(2,)], most=6)
 
 
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no such product")
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("ends", [[2, 2, 5, 8], [0, 8, 8, 8]])
+def test_products_of_groups_of_rows(columns: bool, ends: list[int]) -> None:
+    """As of experts: cut along rows, experts, what is summed, columns."""
+    grouped: Callable[..., Tensor] = torch._grouped_mm
+    rows, matrices = drawn(8, 16, dtype=torch.float32), drawn(4, 16, 8, dtype=torch.float32)
+    if columns:
+        matrices = matrices.mT.contiguous().mT
+
+    def fn(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+        return grouped(x, w, offs=offs) * 2
+
+    offs = torch.tensor(ends, dtype=torch.int32)
+    check_op(fn, rows, matrices, offs, most=20, gathers=False, rtol=1e-4, atol=1e-4)
+    batches = drawn(4, 8, 16, dtype=torch.float32)
+    check_op(grouped, batches, matrices, most=8, gathers=False, rtol=1e-4, atol=1e-4)
+
+
 def test_a_broken_number_times_integers_where_a_rank_sums_nothing() -> None:
     """torch takes another way through a product over nothing, which refuses such a number."""
     a, b, added = torch.tensor([[2, -1], [-2, 2]]), torch.tensor([[-2], [0]]), torch.tensor([[1]])

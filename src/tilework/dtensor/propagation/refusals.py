@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.call import Call
-from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.dtensor.propagation.strides import input_strides, is_dense
+from tilework.dtensor.spec import DTensorSpec, Ints, row_major
 
 #: Most operators take them, if there is but one tensor.
 _FLOATS = (torch.float32, torch.float64)
@@ -94,7 +95,8 @@ def raise_if_certain(refusal: Exception, call: Call) -> None:
 
 def _equal_error(call: Call) -> Exception | None:
     """The error that full tensors of zeros and of ones have in common; None if there is none."""
-    first, second = _errors_on_trial(call, _shapes(call), _dtypes(call)) or (None, None)
+    shapes, its = _shapes(call), input_strides(call.tensors)
+    first, second = _errors_on_trial(call, shapes, _dtypes(call), its) or (None, None)
     return first if type(first) is type(second) and str(first) == str(second) else None
 
 
@@ -165,7 +167,10 @@ def _trial_refusal(
 
 
 def _errors_on_trial(
-    call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype]
+    call: Call,
+    shapes: Sequence[Ints],
+    dtypes: Sequence[torch.dtype],
+    its_strides: Sequence[Ints] | None = None,
 ) -> tuple[Exception, Exception] | None:
     """The errors for zeros and for ones; None if either is right, or it may not be tried.
 
@@ -174,7 +179,7 @@ def _errors_on_trial(
     """
     errors: list[Exception] = []
     for value in (0, 1, _IDENTITY):
-        error = _error_on_trial(call, shapes, dtypes, value)
+        error = _error_on_trial(call, shapes, dtypes, value, its_strides)
         if error is None:
             return None
         errors.append(error)
@@ -182,7 +187,11 @@ def _errors_on_trial(
 
 
 def _error_on_trial(
-    call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype], value: int | None
+    call: Call,
+    shapes: Sequence[Ints],
+    dtypes: Sequence[torch.dtype],
+    value: int | None,
+    its_strides: Sequence[Ints] | None = None,
 ) -> Exception | None:
     """The error for tensors full of one value; None if there is none, or it may not be tried.
 
@@ -191,20 +200,34 @@ def _error_on_trial(
     """
     if not _is_of_torch(call.func) or any(map(callable, (*call.args, *call.kwargs.values()))):
         return None
+    its_strides = its_strides or [row_major(shape) for shape in shapes]
     try:
         call.on_tensors([
-            _full(tensor, shape, value, dtype)
-            for tensor, shape, dtype in zip(call.tensors, shapes, dtypes, strict=True)
+            _full(tensor, shape, value, dtype, its)
+            for tensor, shape, dtype, its in zip(
+                call.tensors, shapes, dtypes, its_strides, strict=True
+            )
         ])  # fmt: skip
     except Exception as error:
         return error
     return None
 
 
-def _full(tensor: Tensor, shape: Ints, value: int | None, dtype: torch.dtype) -> Tensor:
-    if value is _IDENTITY and len(shape) > 1:
-        return torch.eye(*shape[-2:], dtype=dtype, device=tensor.device).repeat(*shape[:-2], 1, 1)
-    return torch.full(shape, 1 if value is None else value, dtype=dtype, device=tensor.device)
+def _full(
+    tensor: Tensor, shape: Ints, value: int | None, dtype: torch.dtype, its_strides: Ints
+) -> Tensor:
+    """A tensor of one value, on the device of another."""
+    like: Any = {"dtype": dtype, "device": tensor.device}
+    number = 1 if value is None else value
+    if its_strides == row_major(shape):
+        full = torch.full(shape, number, **like)
+    else:
+        steps = zip(shape, its_strides, strict=True)
+        extent = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in steps)
+        full = torch.full((extent,), number, **like).as_strided(shape, its_strides)
+    if value is _IDENTITY and len(shape) > 1 and is_dense(shape, its_strides):
+        full.copy_(torch.eye(*shape[-2:], **like))
+    return full
 
 
 def _is_of_torch(func: Any) -> bool:

@@ -111,8 +111,8 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
     )
     if name in _OF_COLUMNS and call.kwargs.get("compute_uv", call.args[2:3] != (False,)):
         found: list[Ints] | None = _with_columns(name, outputs)
-    elif name in _REAL_FFT:
-        found = [_real_fft_strides(name, call, outputs[0])]
+    elif name == "_grouped_mm" or name in _REAL_FFT:
+        found = [_strides_of_one(name, call, outputs[0])]
     elif entry.is_view or name in _asked:
         raises = entry.is_view or name in _VIEWED
         found = meta_strides(called(call, without_memory(tensors), raises), outputs)
@@ -281,6 +281,14 @@ def _like_first(first: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
     if tuple(first.shape) != out.shape:
         return elementwise_strides(out.shape, [(tuple(first.shape), strides)])
     return like_strides(out.shape, strides)
+
+
+def _strides_of_one(name: str, call: Any, out: DTensorSpec) -> Ints:
+    """The strides of the result of an operator with a kernel that lays it out in its own way."""
+    if name in _REAL_FFT:
+        return _real_fft_strides(name, call, out)
+    least = 16 // call.tensors[0].itemsize  # of rows that begin at multiples of 16 bytes
+    return row_major((*out.shape[:-1], -(-out.shape[-1] // least) * least))
 
 
 def _of_copied_memory(shape: Ints, strides: Ints) -> Ints:

@@ -156,6 +156,78 @@ def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any 
     return _with_addend("b i k, b k j -> b i j", input, batch1, batch2)
 
 
+# -- of groups of rows -----------------------------------------------------------------------
+
+
+@rule("_grouped_mm", values_matter=False)
+def _grouped_product(
+    input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> RuleResult:
+    """Products of groups of rows, each with a matrix of its own, as experts have them.
+
+    Each rank has the rows, and the matrices, of a range; rows of other ranks' matrices are zeros.
+    """
+    if bias is not None or out_dtype not in (None, input.dtype):
+        return None
+    if offs is None:
+        text, both = "g i k, g k j -> g i j", [input, mat2]
+        return match_pattern(text, both, linear=[[input], [mat2]], run=lambda _: torch.bmm)
+    if (input.ndim, mat2.ndim, offs.ndim) != (2, 3, 1) or offs.shape[0] != mat2.shape[0]:
+        return None
+    row, k = factors_of(input.shape, "rk")
+    group, _, column = factors_of(mat2.shape, "gkj")
+
+    def make(ranges: LocalRanges) -> Callable[..., Tensor] | None:
+        if not any(map(ranges.is_sharded, (row, k, group, column))):
+            return None
+        return partial(_product_of_groups, ranges.local_range(row), ranges.local_range(group))
+
+    return local_call(
+        {input: [row, k], mat2: [group, k, column], offs: [None]},
+        [[row, column]],
+        linear=[[input], [mat2]],
+        run=make,
+    )
+
+
+def _product_of_groups(
+    rows: tuple[int, int], groups: tuple[int, int], x: Tensor, matrices: Tensor, ends: Tensor
+) -> Tensor:
+    """The products of the rows and matrices of ranges; zeros for rows of other matrices.
+
+    Args:
+        rows: Offset and size of the range of rows.
+        groups: Likewise of matrices.
+        x: The rows.
+        matrices: The matrices.
+        ends: The row that each group of the full tensor ends before.
+    """
+    local_ends = (ends - rows[0]).clamp(0, rows[1]).tolist()
+    first = local_ends[groups[0] - 1] if groups[0] else 0
+    its = local_ends[groups[0] : sum(groups)]
+    last = its[-1] if its else first
+    wanted = x[first:last]
+    if its and _is_aligned(wanted, matrices):
+        offsets = torch.tensor(its, dtype=torch.int32, device=x.device) - first
+        out = torch._grouped_mm(wanted, matrices, offs=offsets)
+    else:
+        spans = zip([first, *its], its, strict=False)
+        parts = [
+            x[start:end] @ matrix for (start, end), matrix in zip(spans, matrices, strict=True)
+        ]
+        out = torch.cat(parts) if parts else x[:0] @ matrices.sum(0)
+    return torch.nn.functional.pad(out, (0, 0, first, rows[1] - last))
+
+
+def _is_aligned(*tensors: Tensor) -> bool:
+    """True if torch's kernel takes the strides of matrices, and of the gradients of products."""
+    return all(
+        size and size * x.itemsize % 16 == 0 and 1 in x.stride()[-2:]
+        for x in tensors
+        for size in (x.shape[-1], max(x.stride()[-2:]), x.shape[-2] if x.dim() > 2 else 16)
+    )
+
+
 # -- of any number of factors ----------------------------------------------------------------
 
 
