@@ -43,6 +43,17 @@ def test_layer_norm(shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_norms_of_weights(dim: int) -> None:
+    shape = (3, 4, 2)
+    norms = randn(*[size if at == dim else 1 for at, size in enumerate(shape)]).abs() + 1
+    check_op(
+        lambda v, g: torch._weight_norm(v, g, dim),
+        *(randn(*shape), norms[0, 0, 0] if dim < 0 else norms),
+        **{**FEW, "most": 12},
+    )
+
+
 def test_rms_norm() -> None:
     check_op(lambda x, w: F.rms_norm(x, (6,), w), randn(5, 6), randn(6), **FEW)
     check_op(lambda x: F.rms_norm(x, (4, 6), eps=0.1), randn(5, 4, 6), **FEW)

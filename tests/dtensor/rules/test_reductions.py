@@ -347,6 +347,7 @@ def test_one_answer_for_each_element(tensor: Tensor) -> None:
             lambda x: torch.any(x, dim=(), keepdim=True),
             lambda x: x.all([]),
             lambda x: torch.all(x, dim=(), keepdim=True),
+            lambda x: (torch._is_all_true(x > 0), torch._is_any_true(x > 0)),
         ),
         tensor,
     )

@@ -155,6 +155,36 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
+# -- of weights ------------------------------------------------------------------------------
+
+
+@dtensor_rule("_weight_norm")
+def _weight_norm(v: Any, g: Any, dim: int = 0) -> RuleResult:
+    """A tensor whose parts along a dim have the norms ``g``; with -1, the tensor has that norm."""
+    if not -1 <= dim < v.ndim or v.dtype != g.dtype or not v.dtype.is_floating_point:
+        return None
+    over = [at for at in range(v.ndim) if at != dim]
+    norms = tuple(size if at == dim else 1 for at, size in enumerate(v.shape))
+    if g.shape != norms and (dim >= 0 or g.ndim > v.ndim or set(g.shape) - {1}):
+        return None
+
+    def composed(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+        found: Tensor = torch.linalg.vector_norm(v, 2, over, True)
+        return v * (g / found)
+
+    if dim < 0 or 0 in v.shape or any(map(v.is_sharded, over)):
+        return Decomposition(composed, is_checked=True)
+    dims: list[Factor | None] = [*unshardable(v.shape)]
+    dims[dim] = Factor(v.shape[dim])
+    inputs = {v: dims, g: [factor if at == dim else None for at, factor in enumerate(dims)]}
+
+    def scaled(v: Tensor, g: Tensor) -> Tensor:
+        out: Tensor = torch._weight_norm(v, g, dim)
+        return out
+
+    return local_call(inputs, [dims], run=allow_empty_shards(scaled), shapes=[v.shape])
+
+
 # -- over channels ---------------------------------------------------------------------------
 
 

@@ -68,6 +68,16 @@ def _any(input: Arg, dim: Any = None, keepdim: bool = False) -> RuleResult:
     return _of_bools(input, dim, keepdim, "max")
 
 
+@rule("_is_all_true")
+def _is_all_true(input: Arg) -> RuleResult:
+    return _of_bools(input, None, False, "min")
+
+
+@rule("_is_any_true")
+def _is_any_true(input: Arg) -> RuleResult:
+    return _of_bools(input, None, False, "max")
+
+
 def _of_bools(input: Arg, dim: Any, keepdim: bool, reduce_op: str) -> RuleResult:
     """The call of ``all`` or ``any``, for which () are no dims, unlike for other reductions."""
     dims = () if dim == () or dim == [] else dims_of(input.ndim, dim)
