@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.call import Call
-from tilework.dtensor.propagation.strides import input_strides, is_dense
+from tilework.dtensor.propagation.strides import input_strides, is_dense, without_memory
 from tilework.dtensor.spec import DTensorSpec, Ints, row_major
 
 #: Most operators take them, if there is but one tensor.
@@ -49,7 +49,7 @@ def refusals(call: Call) -> Iterator[None]:
 def meta_refusal(call: Call) -> Exception | None:
     """The error that torch raises for a call without memory; None if there is none."""
     try:
-        call.on_meta()
+        call.on_tensors(without_memory(call.tensors))
     except NotImplementedError:  # it has to see elements
         return None
     except Exception as error:
