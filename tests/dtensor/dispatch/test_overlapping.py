@@ -57,6 +57,39 @@ def test_what_repeats_takes_one_number_and_values_by_index_as_in_torch() -> None
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize(
+    ("call", "refused"),
+    [
+        (lambda x, i: torch.max(x, 0, out=(x[1], i)), True),
+        (lambda x, i: torch.mode(x, 0, out=(x[1], i)), True),
+        (lambda x, i: torch.gather(x[1], 0, i, out=x[1]), True),
+        (lambda x, i: torch.cumsum(x[:2], 0, out=x[1:]), True),
+        (lambda x, i: torch.cumsum(x[1:], 0, out=x[1:]), False),
+    ],
+    ids=["max", "mode", "gather", "cumsum of others", "cumsum"],
+)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+def test_out_may_not_be_read_where_torch_reads_after_it_writes(
+    call: Callable[[Any, Any], object], refused: bool, placement: Placement
+) -> None:
+    def outcome(x: Any, index: Any) -> list[Any] | str:
+        try:
+            call(x, index)
+        except RuntimeError:
+            return "refused"
+        return x.tolist()  # type: ignore[no-any-return]
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x, index = torch.arange(9.0).view(3, 3), torch.zeros(3, dtype=torch.int64)
+        made = distribute_tensor(x, mesh, [placement])
+        expected = outcome(x, index.clone())
+        assert outcome(made, distribute_tensor(index, mesh)) == expected
+        assert (expected == "refused") == refused
+
+    run_ranks(2, program)
+
+
 def test_a_window_is_written_in_the_order_of_torch() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -114,21 +114,37 @@ _READ_APART = frozenset(
     }.items()
     for kind in kinds
 )
+#: Not elementwise either, and their ``out=`` may be nothing that they read.
+_OUT_APART = frozenset(
+    {
+        *("aminmax", "diff", "gather", "index_select", "kthvalue", "masked_select", "mode", "take"),
+        *("take_along_dim", "topk"),
+    }
+)
+#: Or all of it, or nothing. Of maxima, those along a dim: torch has two results then.
+_OUT_ALIKE = frozenset({"cumprod", "cumsum", "logcumsumexp", "max", "min", "renorm", "sort"})
 #: Operators whose tensors without dims are numbers, read before anything is written.
 _READ_NUMBERS = frozenset({"fill", "masked_fill", "index_fill"})
 
 
-def check_apart(name: str, target: DTensor, other: DTensor) -> None:
-    """Raise, as torch does, if an operator reads some of what it writes. Local."""
+def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -> None:
+    """Raise, as torch does, if an operator reads some of what it writes. Local.
+
+    Args:
+        name: The operator.
+        target: What it writes.
+        other: What it reads.
+        out: True if the target is a result that was passed as ``out=``.
+    """
     if memory_of(target) is not memory_of(other) or not (target.numel() and other.numel()):
         return
     if name in _READ_NUMBERS and not other.dim():
         return
     entry = entry_of(name)
-    if name != "copy" and not entry.is_elementwise and name not in _READ_APART:
-        return
-    if target.dtype == other.dtype:
-        check_windows(name, window_of(target), window_of(other), name not in _READ_APART)
+    apart = name in _READ_APART or (out and name in _OUT_APART)
+    alike = name == "copy" or entry.is_elementwise or (out and name in _OUT_ALIKE)
+    if (apart or alike) and target.dtype == other.dtype:
+        check_windows(name, window_of(target), window_of(other), not apart)
 
 
 def check_windows(name: str, target: Window, other: Window, same: bool = True) -> None:

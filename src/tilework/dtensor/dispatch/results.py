@@ -272,7 +272,7 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
             if tensor is target or not isinstance(target, DTensor):
                 continue
             if target.shape == value.shape:
-                check_apart(name, target, tensor)
+                check_apart(name, target, tensor, out=name not in ("max", "min") or len(outs) > 1)
             elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
                 raise RuntimeError(
                     f"{name} with out= of shape {list(target.shape)}, which would be resized for "
