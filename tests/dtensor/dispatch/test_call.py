@@ -204,3 +204,17 @@ def test_infinity_times_a_part_of_a_sum_is_no_part_of_it(
         torch.testing.assert_close(found, call(full.clone()), equal_nan=True)
 
     run_ranks(2, program)
+
+
+def test_data_of_partial_inference_tensors_may_be_written_to() -> None:
+    """Outside inference mode, where the tensors themselves may not: as torch has it."""
+
+    def program(rank: int) -> None:
+        with torch.inference_mode():
+            x: Any = distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Partial()])
+        x.data.add_(3)
+        assert x.full_tensor().eq(4).all()
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            x.add_(3)
+
+    run_ranks(2, program)

@@ -388,8 +388,12 @@ class Operator:
         if explain.watchers:
             explain.begin_operator(self.name, gathered and any(sharding.inputs))
         locals_ = local_inputs(sharding, tensors, mesh, self._title)
-        if sharding.rewrite and locals_[0].requires_grad and _grad_enabled():
+        if sharding.rewrite and (
             # What is kept for its gradient must not be what is then written to.
+            (locals_[0].requires_grad and _grad_enabled())
+            # Torch refuses writes to what was moved of one; those to a tensor's data it does not.
+            or (locals_[0].is_inference() and not torch.is_inference_mode_enabled())
+        ):
             locals_[0] = locals_[0].clone()
         if gathered:
             return self._result(sharding, self._on_gathered(sharding, call, locals_), call)
