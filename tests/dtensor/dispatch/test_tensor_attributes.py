@@ -74,6 +74,21 @@ def test_parts_of_numbers_that_are_set_are_written_to(placement: Placement) -> N
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+def test_the_base_of_a_view_is_the_tensor_that_is_none(placement: Placement) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distribute_tensor(torch.arange(4.0).view(2, 2), mesh, [placement])
+        row = x[0]
+        assert row._base is x
+        assert row[1:]._base is x
+        x.t_()
+        assert x[1]._base is x
+        assert all(each._base is None for each in (x, x.detach(), row * 2, x.clone()))
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
 def test_views_made_before_data_of_inference_mode_are_none(placement: Placement) -> None:
     def answers(x: Any) -> list[bool]:
         before = x.diagonal()

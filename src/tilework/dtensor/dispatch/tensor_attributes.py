@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilework.dtensor.autograd import gradients, local_graph, origins
-from tilework.dtensor.base import DTensorBase, memory_of
+from tilework.dtensor.base import DTensorBase, base_in_graph, memory_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
@@ -81,6 +81,17 @@ def _is_contiguous(func: Any, args: Any, kwargs: Any) -> bool:
 )
 def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*[local_graph.plain(arg) for arg in args], **kwargs)
+
+
+@dtensor_handler("_base.__get__")
+def _base(func: Any, args: Any, kwargs: Any) -> DTensor | None:
+    """The tensor that a view is one of, by way of others or not; None if it is none."""
+    (tensor,) = args
+    if not copied_views.is_view(tensor):
+        return None
+    while not tensor._in_place and (base := base_in_graph(tensor)) is not None:
+        tensor = base
+    return tensor  # type: ignore[no-any-return]
 
 
 @dtensor_handler("is_inference")
