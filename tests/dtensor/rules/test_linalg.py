@@ -125,3 +125,8 @@ def test_what_is_solved_may_be_cut_along_columns() -> None:
     found = count_op(L.solve, SQUARE, RIGHT, layouts=[[Replicate()], [Shard(2)]])
     assert found.forward == []
     assert found.placements == [(Shard(2),)]
+
+
+def test_fewer_columns_than_ranks() -> None:
+    matrices = [drawn(3, 2), drawn(2), drawn(3, 2)]
+    check_op(torch.ormqr, *matrices, meshes=[(3,)], most=30, gathers=False)

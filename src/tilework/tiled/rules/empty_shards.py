@@ -15,17 +15,21 @@ from tilework.tiled.op_rules import LocalRanges
 
 def allow_empty_shards(
     function: Callable[..., Any],
+    like: int = 0,
 ) -> Callable[[LocalRanges], Callable[..., Any] | None]:
     """Makes the run of ``function``, which takes no empty tensors, on shards that may be empty.
 
-    It is called with the local tensors. Sharded dims have the same places in all results as in
-    the first tensor.
+    It is called with the local tensors.
+
+    Args:
+        function: The function.
+        like: The number of the tensor in which sharded dims have their places in all results.
     """
 
     def run(ranges: LocalRanges) -> Callable[..., Any] | None:
         has_elements = all(0 not in spec.shape for spec in ranges.inputs)
         return (
-            partial(with_row_for_empty, function)
+            partial(with_row_for_empty, function, like=like)
             if has_elements and ranges.has_empty_shards
             else None
         )
@@ -33,13 +37,13 @@ def allow_empty_shards(
     return run
 
 
-def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None) -> Any:
+def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None, like: int = 0) -> Any:
     """The results for tensors of which empty ones get a row, which results then lack.
 
     The autograd graph is that of ranks that have elements, also for gradients of gradients.
     """
-    first = tensors[0]
-    assert first is not None
+    shaped = tensors[like]
+    assert shaped is not None
     result = function(
         *[
             _rows_that_vary(tensor, [max(size, 1) for size in tensor.shape])
@@ -48,7 +52,7 @@ def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None) ->
             for tensor in tensors
         ]
     )
-    return without_rows(result, first.shape)
+    return without_rows(result, shaped.shape)
 
 
 def zero_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -136,7 +136,7 @@ def _ormqr(
     input: Any, tau: Any, input2: Any, left: bool = True, transpose: bool = False
 ) -> RuleResult:
     shown = "b* m! c" if left else "b* c m!"
-    run = allow_empty_shards(partial(torch.ormqr, left=left, transpose=transpose))
+    run = allow_empty_shards(partial(torch.ormqr, left=left, transpose=transpose), like=2)
     return match_pattern(
         f"b* m! n!, b* k!, {shown} -> {shown}", [input, tau, input2], linear=[[input2]], run=run
     )
