@@ -19,6 +19,7 @@ from tilework.testing.groups.base import (
     SHORT,
     Failure,
     GroupSuite,
+    brief_group,
     failure_of,
     inside,
     needs,
@@ -362,7 +363,7 @@ class TimeoutSuite(GroupSuite):
 
         def body(rank: int) -> None:
             for call in calls:
-                group = dist.new_group(timeout=timedelta(milliseconds=200))
+                group = brief_group(timedelta(milliseconds=200))
                 if rank == 0:
                     error = failure_of(functools.partial(call, inside(group)))
                     assert error.kind is CollectiveTimeoutError
@@ -373,7 +374,7 @@ class TimeoutSuite(GroupSuite):
 
     def test_recv_from_any_has_a_timeout(self) -> None:
         def body(rank: int) -> None:
-            group = dist.new_group(timeout=timedelta(milliseconds=200))
+            group = brief_group(timedelta(milliseconds=200))
             if rank == 0:
                 error = failure_of(lambda: dist.recv(torch.ones(1), group=group))
                 assert error.kind is CollectiveTimeoutError
@@ -383,7 +384,7 @@ class TimeoutSuite(GroupSuite):
 
     def test_asynchronous_operations_time_out_too(self) -> None:
         def body(rank: int) -> None:
-            group = dist.new_group(timeout=timedelta(milliseconds=100))
+            group = brief_group(timedelta(milliseconds=100))
             if rank == 0:
                 work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
                 assert work is not None
@@ -410,7 +411,7 @@ class TimeoutSuite(GroupSuite):
 
     def test_latecomers_hear_of_it(self) -> None:
         def body(rank: int) -> Failure:
-            group = dist.new_group(timeout=timedelta(milliseconds=100))
+            group = brief_group(timedelta(milliseconds=100))
             if rank == 1:
                 time.sleep(0.25)
             return failure_of(lambda: dist.all_reduce(torch.ones(1), group=group))

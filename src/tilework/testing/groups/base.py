@@ -147,6 +147,16 @@ def inside(group: AnyGroup) -> dist.ProcessGroup:
     return group
 
 
+def brief_group(limit: timedelta) -> dist.ProcessGroup:
+    """A new group of all ranks whose operations, though not its making, have a short timeout."""
+    group = inside(dist.new_group())
+    try:
+        group.set_timeout(limit)
+    except NotImplementedError:  # torch's engines are made with it
+        group = inside(dist.new_group(timeout=limit))
+    return group
+
+
 def still_works(n: int, group: AnyGroup = None) -> None:
     """Check by an all_reduce that the group of ``n`` ranks is as good as new."""
     tensor = torch.ones(3)
