@@ -86,11 +86,11 @@ def _trained(mesh: Any, when: str, change: Callable[[Any, Any], None]) -> dict[s
 
     def close() -> Tensor:
         optimizer.zero_grad()
-        loss = (p * p).sum()
+        loss: Any = (p * p).sum()
         loss.backward()
         if when == "within":
             change(optimizer, p)
-        return loss
+        return loss  # type: ignore[no-any-return]
 
     for _ in range(3):
         if when == "within":

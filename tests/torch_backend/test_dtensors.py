@@ -503,7 +503,7 @@ def step_together(rank: Rank) -> None:
         with pytest.raises(TypeError, match=r"add with out= got a DTensor of torch"):
             torch.add(x, 1, out=theirs)
         with pytest.raises(TypeError, match=r"set_\(\) got a DTensor of torch"):
-            x.set_(theirs)  # type: ignore[call-overload]
+            x.set_(theirs)
 
 
 def spread(mesh: DeviceMesh) -> DTensor:
