@@ -14,8 +14,8 @@ from tilework.tiled.rules.reshaping import sizes_of
 
 @dtensor_rule("sum_to_size")
 def _sum_to_size(input: Arg, *size: Any, **named: Any) -> RuleResult:
-    same = sizes_of(size or tuple(named.values())) == input.shape
-    return Decomposition(unchanged) if same else None
+    sizes = sizes_of(size or tuple(named.values()))
+    return Decomposition(unchanged) if sizes and sizes == input.shape else None  # () is a sum
 
 
 @dtensor_rule("to_dense", may_be_input=True)
