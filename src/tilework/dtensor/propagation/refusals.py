@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.propagation.call import Call
-from tilework.dtensor.propagation.strides import input_strides, is_dense, without_memory
+from tilework.dtensor.propagation.strides import (
+    input_strides,
+    is_dense,
+    is_expanded,
+    without_memory,
+)
 from tilework.dtensor.spec import DTensorSpec, Ints, row_major
 
 #: Most operators take them, if there is but one tensor.
@@ -95,7 +100,11 @@ def raise_if_certain(refusal: Exception, call: Call) -> None:
 
 def _equal_error(call: Call) -> Exception | None:
     """The error that full tensors of zeros and of ones have in common; None if there is none."""
-    shapes, its = _shapes(call), input_strides(call.tensors)
+    shapes = _shapes(call)
+    its = [  # what writes to an expanded tensor says more of that itself
+        row_major(shape) if is_expanded(shape, strides) else strides
+        for shape, strides in zip(shapes, input_strides(call.tensors), strict=True)
+    ]
     first, second = _errors_on_trial(call, shapes, _dtypes(call), its) or (None, None)
     return first if type(first) is type(second) and str(first) == str(second) else None
 

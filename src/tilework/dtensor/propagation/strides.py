@@ -293,8 +293,7 @@ def _strides_of_one(name: str, call: Any, out: DTensorSpec) -> Ints:
 
 def _of_copied_memory(shape: Ints, strides: Ints) -> Ints:
     """The strides of a copy of all memory; of one of the elements, where the tensor is expanded."""
-    expanded = any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
-    return like_strides(shape, strides) if expanded else strides
+    return like_strides(shape, strides) if is_expanded(shape, strides) else strides
 
 
 def _attention_strides(call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
@@ -402,6 +401,11 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
             return False
         step *= size
     return 0 not in shape
+
+
+def is_expanded(shape: Ints, strides: Ints) -> bool:
+    """True if elements along a dim are one in memory."""
+    return any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
 
 
 def like_strides(
