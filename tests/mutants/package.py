@@ -125,8 +125,8 @@ COMPARISONS = [
     fault(
         "digests: numbers do not count",
         "dtensor/provenance/digests.py",
-        "        return _MINUS_ZERO\n    return number\n",
-        "        return _MINUS_ZERO\n    return 0\n",
+        "        return _MINUS_ONE\n    return int(number) if",
+        "        return _MINUS_ONE\n    return 0 if",
         "tests/dtensor/test_verify.py",
     ),
     fault(
