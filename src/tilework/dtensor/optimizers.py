@@ -202,7 +202,9 @@ def _note_step(
         value = group.get(option)
         if option in _WAYS:
             continue
-        if value.__class__ in NUMBERS:
+        if value.__class__ is float and value == value:
+            seeds.append(value)  # whose hash tells it from what it may be on another rank
+        elif value.__class__ in NUMBERS:
             seeds.append(number_seed(value))
         elif value is not None:
             seeds_in(value, seeds)
