@@ -193,10 +193,8 @@ def _wrap_states(
 _WAYS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
-def _note_step(
-    optimizer: Optimizer, group: dict[str, Any], states: Sequence[dict[str, Any]]
-) -> None:
-    """Mix a step into the digests of the parameters that it has changed, and of their states."""
+def _digest_of_options(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """The digest of what a step does to a group's parameters, whatever their gradients."""
     seeds: list[Any] = [_digest_of_name(type(optimizer).__name__)]
     for option in optimizer.defaults:
         value = group.get(option)
@@ -208,7 +206,14 @@ def _note_step(
             seeds.append(number_seed(value))
         elif value is not None:
             seeds_in(value, seeds)
-    step = hash(tuple(seeds))
+    return hash(tuple(seeds))
+
+
+def _note_step(
+    optimizer: Optimizer, group: dict[str, Any], states: Sequence[dict[str, Any]]
+) -> None:
+    """Mix a step into the digests of the parameters that it has changed, and of their states."""
+    step = _digest_of_options(optimizer, group)
     mesh, passes = None, 0
     for param, state in zip(group["params"], states, strict=True):
         if param.__class__ is not DTensor or (local := param._local_tensor.grad) is None:
