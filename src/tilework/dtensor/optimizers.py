@@ -201,7 +201,7 @@ def _digest_of_options(optimizer: Optimizer, group: dict[str, Any]) -> int:
         if option in _WAYS:
             continue
         if value.__class__ is float and value == value:
-            seeds.append(value)  # whose hash tells it from what it may be on another rank
+            seeds.append(value)  # quicker, and hardly another rank's has the same hash
         elif value.__class__ in NUMBERS:
             seeds.append(number_seed(value))
         elif value is not None:
