@@ -132,3 +132,14 @@ def test_a_retained_gradient_has_the_dims_from_before(
         f"v0 = leaf('v0', (4, 4), 1, '{placement}')\nv1 = v0 * 2\n{views}v1.retain_grad()\n"
         f"v1.{change}\nv2 = v1 * v1\ndescend(v2)\nv4 = moved(v1.grad, 'R')"
     )
+
+
+def test_a_view_of_another_dtype_is_not_resized() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 2, dtype=torch.complex64), mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match=r"shows a memory of torch\.complex64: clone\(\)"):
+            x.real.resize_(2, 2)
+        assert x.full_tensor().eq(1).all()
+
+    run_ranks(2, program)

@@ -95,6 +95,11 @@ def _resized(
 ) -> DTensor:
     if shape == tuple(tensor.shape):
         return tensor
+    if memory_of(tensor).dtype != tensor.dtype:
+        raise RuntimeError(
+            f"a view of {tensor.dtype} cannot be resized from {list(tensor.shape)} to "
+            f"{list(shape)}: it shows a memory of {memory_of(tensor).dtype}: clone() it first"
+        )
     start = offset_of(tensor)
     room = memory_of(tensor).numel() - start
     if math.prod(shape) <= room and memory_format is torch.contiguous_format:
