@@ -159,17 +159,18 @@ def expect(program: Program) -> bool:
     if grads is None and not (uncounted or _WRITES_LOCAL.search(f"{program}")):
         with _saving_copies():
             program.kept = _plain_gradients(_on_plain(program)[0])
-    if uncounted:
-        for otherwise in (_saving_copies, _replaying_views):
-            with otherwise():
-                other = _seen_on_plain(program)
-            if other is None:
-                continue
-            state, other_grads = other
-            if _difference(state, program.expected):
-                return False
-            if grads and _difference(other_grads or {}, grads):
-                grads = None
+    again = any("create_graph" in text for text in program.statements)
+    ways = (_saving_copies, _replaying_views) if uncounted else (_replaying_views,) * again
+    for otherwise in ways:
+        with otherwise():
+            other = _seen_on_plain(program)
+        if other is None:
+            continue
+        state, other_grads = other
+        if _difference(state, program.expected):
+            return False
+        if grads and _difference(other_grads or {}, grads):
+            grads = None
     program.graded = grads is not None
     program.expected |= grads or {}
     if program.refused:
@@ -193,6 +194,7 @@ def _saving_copies() -> AbstractContextManager[Any]:
 def _replaying_views() -> AbstractContextManager[Any]:
     """Autograd finds a view's elements by its operators instead of its strides.
 
+    By strides, the gradient of a view without elements is cut off the graph.
     After ``view.data = other``, strides are those of other memory than the base's: torch's
     gradients are then of elements that the view never showed.
     """
