@@ -16,6 +16,7 @@ from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.module_plan import check_is_module
+from tilework.tiled.stale_parameters import marking_replaced
 
 #: Called with a submodule's name, the submodule and the mesh.
 PartitionFunction = Callable[[str, nn.Module, DeviceMesh], None]
@@ -85,10 +86,11 @@ def distribute_module(
     before = _hook("input_fn", "inputs", input_fn)
     after = _hook("output_fn", "outputs", output_fn)
     shared: dict[int, tuple[Tensor, Tensor]] = {}
-    for name, submodule in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, submodule, mesh)
-        _replicate(submodule, mesh, shared)
+    with marking_replaced(module, by="distribute_module"):
+        for name, submodule in module.named_modules():
+            if partition_fn is not None:
+                partition_fn(name, submodule, mesh)
+            _replicate(submodule, mesh, shared)
     if before is not None:
         module.register_forward_pre_hook(lambda its, inputs: before(its, inputs, mesh))
     if after is not None:
@@ -178,7 +180,8 @@ def module_to_torch(module: nn.Module) -> nn.Module:
         Linear(in_features=2, out_features=3, bias=True)
     """
     check_is_module(module, "module_to_torch")
-    return _converted(module, DTensor, DTensor.to_torch)
+    with marking_replaced(module, by="module_to_torch"):
+        return _converted(module, DTensor, DTensor.to_torch)
 
 
 def module_from_torch(module: nn.Module) -> nn.Module:
@@ -209,7 +212,8 @@ def module_from_torch(module: nn.Module) -> nn.Module:
             )
 
     check_is_module(module, "module_from_torch")
-    return _converted(module, is_torch_dtensor, DTensor.from_torch)
+    with marking_replaced(module, by="module_from_torch"):
+        return _converted(module, is_torch_dtensor, DTensor.from_torch)
 
 
 def _converted(module: nn.Module, kind: Any, convert: Callable[[Any], Tensor]) -> nn.Module:

@@ -17,6 +17,7 @@ from tilework.sharded.metadata import TensorProperties
 from tilework.sharded.placement import parse_and_validate_remote_device
 from tilework.sharded.specs import EnumerableShardingSpec, ShardingSpec
 from tilework.sharded.tensor import ShardedTensor
+from tilework.tiled.stale_parameters import mark_replaced
 from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 
 
@@ -144,9 +145,12 @@ def as_parameter(tensor: ShardedTensor) -> nn.Parameter:
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Replace what has this name by a parameter."""
+    old = getattr(module, name)
     if name not in module._parameters:  # else it keeps its place among the parameters
         delattr(module, name)
     module.register_parameter(name, parameter)
+    if old is not parameter:
+        mark_replaced(old, module, name, by="shard_parameter")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.tiled.module_plan import check_is_module, close_names, matching_names
+from tilework.tiled.stale_parameters import marking_replaced
 
 
 def parallelize_module(
@@ -88,7 +89,8 @@ def parallelize_module(
     parameters = _Parameters()
     for each in styled:
         parameters.add(each)
-    parameters.distribute(module, mesh_axis, src_data_rank)
+    with marking_replaced(module, by="parallelize_module"):
+        parameters.distribute(module, mesh_axis, src_data_rank)
     for each in styled:
         each.style.attach(each.module, mesh_axis)
     return module

@@ -1,0 +1,219 @@
+"""Parameters that a model no longer has, and the error of an optimizer that steps them.
+
+Functions that replace a module's parameters, as ``fully_shard`` and ``parallelize_module`` do, mark
+the tensors that they take out. An optimizer that was made before holds those: its steps would
+change nothing in the model, in silence. A hook before the steps of all optimizers looks for marked
+tensors, and raises. It looks only where something was marked since the optimizer's last step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+#: The attribute of an optimizer that has the number of marks, and of its groups, at its last look.
+_LOOKED = "_tilework_looked"
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """The place where a parameter was, and who has put another there."""
+
+    owner: weakref.ref[nn.Module]
+    attribute: str
+    name: str
+    by: str
+
+    def fault(self, old: Tensor) -> str | None:
+        """The reason why a step on the parameter is lost; None if the module has it again."""
+        owner = self.owner()
+        if owner is None or owner._parameters.get(self.attribute) is old:
+            return None
+        now = getattr(owner, self.attribute, None)
+        return f"{self.name!r} ({_text(old)}), which {self.by} has replaced by {_text(now)}"
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The sharded parameter whose values a tensor shows while its module is gathered."""
+
+    name: str
+    by: str
+
+    def fault(self, full: Tensor) -> str:
+        """The reason why a step on the parameter is lost."""
+        return f"{self.name!r} ({_text(full)}), as {self.by} has gathered it for a computation"
+
+
+#: Marks by tensor; as long as both live.
+_marks: Any = WeakTensorKeyDictionary()
+_numbers = itertools.count(1)
+_last_mark = 0
+
+
+def mark_replaced(
+    old: Tensor, owner: nn.Module, attribute: str, *, name: str = "", by: str
+) -> None:
+    """Have optimizers that step ``old`` raise, as long as its module does not have it again. Local.
+
+    Call it when another parameter, or none, has taken the place of ``old``. The mark ends with the
+    tensor or its module; where the module has the very tensor again at the time of a step, nothing
+    raises. Costs three microseconds.
+
+    Args:
+        old: The parameter that the module no longer has.
+        owner: The module that had it: the submodule itself, not the model.
+        attribute: Its name in ``owner``.
+        name: Its full name in the model, for errors; "": ``attribute``.
+        by: Who has replaced it, for errors: ``"parallelize_module"``.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 2, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> old, model.weight = model.weight, nn.Parameter(torch.zeros(2, 2))
+        >>> mark_replaced(old, model, "weight", by="an assignment")
+        >>> optimizer.step()
+        Traceback (most recent call last):
+            ...
+        RuntimeError: SGD.step() would change what the model does not have: 'weight' (Parameter of
+        [2, 2]), which an assignment has replaced by Parameter of [2, 2]. Make the optimizer after
+        an assignment, of the parameters that the model has then
+    """
+    _mark(old, _Replaced(weakref.ref(owner), attribute, name or attribute, by))
+
+
+@contextmanager
+def marking_replaced(module: nn.Module, by: str) -> Iterator[None]:
+    """Call :func:`mark_replaced` at the end for all parameters that were replaced meanwhile. Local.
+
+    Args:
+        module: The model.
+        by: The function that replaces them, for errors.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(2, 2, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> with marking_replaced(model, by="pruning"):
+        ...     model.weight = nn.Parameter(torch.zeros(1, 2))
+        >>> optimizer.step()
+        Traceback (most recent call last):
+            ...
+        RuntimeError: SGD.step() would change what the model does not have: 'weight' (Parameter of
+        [2, 2]), which pruning has replaced by Parameter of [1, 2]. Make the optimizer after
+        pruning, of the parameters that the model has then
+    """
+    before = [
+        (owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter)
+        for prefix, owner in module.named_modules()
+        for attribute, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+    try:
+        yield
+    finally:
+        for owner, attribute, name, parameter in before:
+            if owner._parameters.get(attribute) is not parameter:
+                mark_replaced(parameter, owner, attribute, name=name, by=by)
+
+
+def mark_gathered(full: Tensor, *, name: str, by: str = "fully_shard") -> None:
+    """Have optimizers that step ``full`` raise, always. Local.
+
+    For the full parameters that a sharded module has while it is gathered: what is written to them
+    is lost when the module is sharded again. Call it once for each such tensor object.
+
+    Args:
+        full: The full parameter.
+        name: The full name of the sharded parameter in the model, for errors.
+        by: Who has gathered it, for errors.
+
+    Example:
+        >>> import torch
+        >>> full = nn.Parameter(torch.zeros(2))
+        >>> mark_gathered(full, name="weight")
+        >>> torch.optim.SGD([full]).step()
+        Traceback (most recent call last):
+            ...
+        RuntimeError: SGD.step() would change what the model does not have: 'weight' (Parameter of
+        [2]), as fully_shard has gathered it for a computation. Call the module's reshard(), and
+        make the optimizer, of the parameters that the model has then
+    """
+    _mark(full, _Gathered(name, by))
+
+
+def forget_mark(tensor: Tensor) -> None:
+    """Take a mark off: the tensor is a parameter of the model again. Local.
+
+    Example:
+        >>> import torch
+        >>> full = nn.Parameter(torch.zeros(2))
+        >>> mark_gathered(full, name="weight")
+        >>> forget_mark(full)
+        >>> torch.optim.SGD([full]).step()
+    """
+    _marks.pop(tensor, None)
+
+
+def _mark(tensor: Tensor, mark: _Replaced | _Gathered) -> None:
+    global _last_mark
+    _marks[tensor] = mark
+    _last_mark = next(_numbers)
+
+
+def _look_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise if the optimizer is about to step marked tensors. A step without new marks: 0.2 µs."""
+    state = optimizer.__dict__
+    now = _last_mark, len(optimizer.param_groups)
+    if state.get(_LOOKED) == now:
+        return
+    faults = list(_faults(optimizer)) if _marks else []
+    if faults:
+        raise RuntimeError(_message(optimizer, faults))
+    state[_LOOKED] = now
+
+
+def _faults(optimizer: Optimizer) -> Iterator[tuple[_Replaced | _Gathered, str]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mark: _Replaced | _Gathered | None = _marks.get(parameter)
+            fault = None if mark is None else mark.fault(parameter)
+            if mark is not None and fault is not None:
+                yield mark, fault
+
+
+def _message(optimizer: Optimizer, faults: list[tuple[_Replaced | _Gathered, str]]) -> str:
+    mark = faults[0][0]
+    listed = "; ".join(fault for _, fault in faults[:_SHOWN])
+    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    first = (
+        f"Make the optimizer after {mark.by}"
+        if isinstance(mark, _Replaced)
+        else "Call the module's reshard(), and make the optimizer"
+    )
+    return (
+        f"{type(optimizer).__name__}.step() would change what the model does not have: "
+        f"{listed}{more}. {first}, of the parameters that the model has then"
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return "nothing" if value is None else type(value).__name__
+    kind = type(value).__name__
+    placements = getattr(value, "placements", None)
+    layout = "" if placements is None else f" by {list(placements)}"
+    return f"{kind} of {list(value.shape)}{layout}"
+
+
+register_optimizer_step_pre_hook(_look_before_step)
