@@ -42,6 +42,8 @@ _IDLE_SECONDS = 1.0
 #: Seconds of a wait for a message after which it is told; and between looks of a rank that nobody
 #: waits for in a collective whether somebody waits for a message.
 _MESSAGE_SECONDS, _ASKED_SECONDS = 0.7, 1.5
+#: Added to the latter for each thread of another rank: they share an interpreter.
+_ASKED_SECONDS_PER_BYSTANDER = 0.01
 _ADVICE = (
     "Call the operations of all groups in one order on every rank: where two groups share ranks, "
     "the order between them counts, too. Where messages cross, let one rank receive before it "
@@ -135,7 +137,8 @@ class CyclicWaits:
         if self._place != wait.place:
             self._place, self._begun, self._asked = wait.place, now, now
         held_up = _held_up(groups)
-        may_be_asked = wait.messages is not None and now - self._asked > _ASKED_SECONDS
+        pause = _ASKED_SECONDS + _ASKED_SECONDS_PER_BYSTANDER * len(world.bystanders)
+        may_be_asked = wait.messages is not None and now - self._asked > pause
         tells = bool(held_up) or self._told_place == wait.place
         tells = tells or (wait.message is not None and now - self._begun > _MESSAGE_SECONDS)
         if not (tells or may_be_asked) or callbacks_due():

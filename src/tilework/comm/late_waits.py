@@ -71,7 +71,7 @@ class LateWaits:
         # Those that were last somewhere else; an engine that knows of no others tells its own.
         elsewhere = [rank for rank in awaited if where and where[rank] != where[me]]
         late = elsewhere or awaited
-        if any(rank not in late for rank in range(me)):
+        if not {*range(me)} <= {*late}:
             return  # one line for all that wait: the first of them prints it
         last = "".join(f"; rank {names[r]} last entered {where[r]}" for r in elsewhere[:_PLACES])
         ranks = ranks_in_words([names[rank] for rank in late])

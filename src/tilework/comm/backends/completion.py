@@ -14,9 +14,14 @@ _LOOK_SECONDS = 0.1
 
 
 class PythonCompletion:
-    """A Completion that ends once, with or without a fault."""
+    """A Completion that ends once, with or without a fault.
 
-    def __init__(self) -> None:
+    Args:
+        look_seconds: Between looks of a thread that waits without a limit.
+    """
+
+    def __init__(self, look_seconds: float = _LOOK_SECONDS) -> None:
+        self._look_seconds = look_seconds
         self._changed = threading.Condition()
         self._done = False
         self._fault: FaultArgs | None = None
@@ -46,7 +51,7 @@ class PythonCompletion:
 
     def wait(self, timeout: float) -> bool:
         begun = time.monotonic()
-        while not self._is_done_within(_LOOK_SECONDS if timeout < 0 else timeout):
+        while not self._is_done_within(self._look_seconds if timeout < 0 else timeout):
             if timeout >= 0:
                 return False
             long_waits.look(begun)

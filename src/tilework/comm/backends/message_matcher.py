@@ -81,6 +81,10 @@ class MessageMatcher(Generic[_Message]):
                 pairs.append((receive, message))
         return pairs
 
+    def has_receives(self) -> bool:
+        """True if a receive waits for a message."""
+        return bool(self._receives)
+
     def end_receives(self, fault_of: Callable[[Receive], FaultArgs | None]) -> bool:
         """Complete the receives that cannot end well; True if any other is left.
 
@@ -97,7 +101,7 @@ class MessageMatcher(Generic[_Message]):
                         continue
                     self._receives.remove(receive)
                 receive.completion.complete(fault)
-        return bool(self._receives)
+        return self.has_receives()
 
 
 def labels_fit(label: int, receive: Receive) -> bool:

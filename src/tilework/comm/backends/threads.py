@@ -1,19 +1,24 @@
 """The ``threads`` backend: ranks are threads of one process.
 
-A group is one :class:`_Hub`. A collective is two meetings there: ranks leave references to
-their tensors and meet; each reads what it needs from the others' tensors; they meet again,
-so that no tensor is changed while another rank reads it. Cost: two meetings, no extra copy.
-Nothing here is fast; it is exact, deterministic and needs nothing built.
+A group is one :class:`_Hub`. Ranks leave references to their tensors there and meet. The last to
+come compares the headers, and reduces if that is the operation: each rank copies the result. Of
+any other operation each rank reads the others' tensors, and they meet once more, so that no
+tensor is changed while another rank reads it.
+
+All ranks share one interpreter. So a rank does a constant amount of work per operation where the
+data permits, and wakes nobody: the last to come wakes all, and whichever waiting rank looks first
+looks after the others' threads for all.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,21 +38,55 @@ from tilework.comm.backends.message_matcher import (
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import Header, disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
-from tilework.comm.backends.threads_collectives import COLLECTIVES, copy
+from tilework.comm.backends.threads_collectives import (
+    READ_BY_ALL,
+    copy_flat,
+    fill,
+    reduced,
+)
 from tilework.errors import DistBackendError
 
-#: Seconds between looks of a waiting rank whether its peers are alive.
-_LOOK_SECONDS = 0.1
+#: Seconds between looks of a waiting rank: so many, and so many more for each rank, since the looks
+#: of all ranks share an interpreter.
+_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK = 0.1, 0.001
+#: Seconds that copying and reducing may take once all ranks have come: a safety net.
+_COPY_SECONDS = 60.0
 _GONE = "its thread ended or left the group"
 
 
-@dataclass(slots=True)
 class _Meeting:
     """A collective: each rank's operation, and how many ranks have read the others'."""
 
-    operations: list[tuple[Operation, Header] | None]
-    arrived: int = 0
-    left: int = 0
+    def __init__(self, size: int, lock: threading.Lock) -> None:
+        self.operations: list[tuple[Operation, Header] | None] = [None] * size
+        self.arrived = 0
+        self.left = 0
+        #: Notified when all have come, or have left; and by whatever else ends a wait.
+        self.changed = threading.Condition(lock)
+        #: True once the last to come has done its part.
+        self.is_prepared = False
+        #: Why it came to nothing; else, of a reduction, its value.
+        self.error: Exception | None = None
+        self.value: Tensor | None = None
+        #: True if no rank reads the others' tensors any more.
+        self.is_over = False
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank, arrived in enumerate(self.operations) if arrived is None]
+
+    def prepare(self) -> None:
+        """Compare, and reduce: by the last to come, for all."""
+        arrived = [each for each in self.operations if each is not None]
+        try:
+            at_fault, why = disagreement([header for _, header in arrived])
+            if at_fault:
+                raise Fault("mismatch", at_fault, why)
+            operations = [operation for operation, _ in arrived]
+            self.is_over = operations[0].kind not in READ_BY_ALL
+            self.value = reduced(operations)
+        except Exception as error:
+            self.error, self.is_over = error, True
 
 
 @dataclass(slots=True, eq=False)
@@ -59,54 +98,85 @@ class _Message:
 
 
 class _Hub:
-    """The state that the ranks of one group share, but for messages guarded by ``changed``."""
+    """The state that the ranks of one group share, but for messages guarded by ``lock``."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.changed = threading.Condition()
+        self.look_seconds = _LOOK_SECONDS + _LOOK_SECONDS_PER_RANK * size
+        self.lock = threading.Lock()
+        #: Notified when all have joined, and when all have told of a failure.
+        self.changed = threading.Condition(self.lock)
         self.meetings: dict[int, _Meeting] = {}
         #: By receiving rank.
         self.messages: list[MessageMatcher[_Message]] = [MessageMatcher() for _ in range(size)]
         self.owners: list[threading.Thread | None] = [None] * size
+        self.joined = 0
         self.closed = [False] * size
         self.failures: list[str | None] = [None] * size
         self.entered = ["nothing yet"] * size
         #: By rank: the number of the operation that its own thread has entered.
         self.blocked = [0] * size
         self.abortion: Abort | None = None
+        #: The ranks that had ended or left at the last look, and when the next one is due.
+        self._gone: list[int] = []
+        self._next_look = 0.0
 
-    def lost(self, ranks: Sequence[int]) -> list[int]:
+    def join(self, rank: int) -> None:
+        """Enter the calling thread as that of ``rank``."""
+        with self.lock:
+            self.owners[rank] = threading.current_thread()
+            self.joined += 1
+            if self.joined == self.size:
+                self.changed.notify_all()
+
+    def lost(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` that ended or left."""
         return [r for r in ranks if self.closed[r] or _is_dead(self.owners[r])]
 
+    def _lost_at_last_look(self) -> list[int]:
+        """All that ended or left. It looks once for all ranks that wait."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._gone = self.lost(range(self.size))
+        return self._gone
+
     def wait(
-        self, ready: Callable[[], bool], missing: Callable[[], list[int]], deadline: float
+        self,
+        meeting: _Meeting,
+        ready: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        deadline: float,
     ) -> None:
-        """Wait, holding ``changed``, until ``ready``; raise Fault for whatever prevents it."""
+        """Wait, holding ``lock``, until ``ready``; raise Fault for whatever prevents it."""
         start = time.monotonic()
         while not ready():
             if self.abortion is not None:
                 raise Fault("aborted", (self.abortion[0],), self.abortion[2])
-            lost = self.lost(missing())
+            gone = self._lost_at_last_look()
+            lost = sorted({*gone} & {*missing()}) if gone else []
             if lost:
                 raise Fault("peer_lost", tuple(lost), _GONE)
             left = deadline - time.monotonic()
             if left <= 0:
                 waited = time.monotonic() - start
                 raise Fault("timeout", tuple(missing()), f"waited {waited:.1f} s")
-            self.changed.wait(min(left, _LOOK_SECONDS))
-            self.changed.release()  # a look may abort this group
+            meeting.changed.wait(min(left, self.look_seconds))
+            self.lock.release()  # a look may abort this group
             try:
                 long_waits.look(start)
             finally:
-                self.changed.acquire()
+                self.lock.acquire()
 
     def wake(self) -> None:
         """Have every rank that waits look at what has changed."""
-        with self.changed:
-            self.changed.notify_all()
-        for rank in range(self.size):
-            self.end_receives(rank)
+        with self.lock:
+            self._next_look = 0.0
+            for meeting in self.meetings.values():
+                meeting.changed.notify_all()
+        for rank, messages in enumerate(self.messages):
+            if messages.has_receives():
+                self.end_receives(rank)
 
     def end_receives(self, rank: int) -> None:
         """End the receives of ``rank`` that cannot end well."""
@@ -135,8 +205,8 @@ def _is_dead(owner: threading.Thread | None) -> bool:
 class _ReceiveCompletion(PythonCompletion):
     """The end of a receive; the rank that waits for it looks after its peer meanwhile."""
 
-    def __init__(self, look: Callable[[], None], deadline: float) -> None:
-        super().__init__()
+    def __init__(self, look: Callable[[], None], seconds: float, deadline: float) -> None:
+        super().__init__(seconds)
         self._look = look
         self._deadline = deadline
 
@@ -144,7 +214,7 @@ class _ReceiveCompletion(PythonCompletion):
         begun = time.monotonic()
         limit = math.inf if timeout < 0 else begun + timeout
         until = min(limit, self._deadline)
-        while not super().wait(min(_LOOK_SECONDS, max(until - time.monotonic(), 0.0))):
+        while not super().wait(min(self._look_seconds, max(until - time.monotonic(), 0.0))):
             if time.monotonic() >= limit:
                 return False
             self._look()
@@ -163,39 +233,59 @@ class ThreadsEngine(PythonEngine):
         super().__init__(rank, global_ranks)
         self.hub = hub
         self._performed = 0
-        with hub.changed:
-            hub.owners[rank] = threading.current_thread()
-            hub.changed.notify_all()
+        #: That of the operation in flight.
+        self._meeting: _Meeting | None = None
+        hub.join(rank)
 
     # -- collectives ---------------------------------------------------------------------
 
     def perform(self, operation: Operation) -> None:
-        hub = self.hub
         deadline = time.monotonic() + operation.timeout
         self._performed += 1
-        number = self._performed
+        try:
+            self._run_meeting(operation, deadline)
+        finally:
+            self._meeting = None
+
+    def _run_meeting(self, operation: Operation, deadline: float) -> None:
+        meeting = self._meet(operation, deadline)
+        if meeting.error is not None:
+            raise copy.copy(meeting.error)
+        if meeting.is_over:
+            fill(operation, meeting.value)
+            return
+        arrived = [each[0] for each in meeting.operations if each is not None]
+        writes = READ_BY_ALL[operation.kind](self.rank, operation, arrived)
+        self._part(meeting, deadline)
+        for target, value in writes:
+            copy_flat(target, value)
+
+    def _meet(self, operation: Operation, deadline: float) -> _Meeting:
+        """The meeting of an operation, once all ranks have come and the last has prepared it."""
+        hub, number = self.hub, self._performed
         header = header_of(operation, self.rank, self.size)
-        with hub.changed:
+        with hub.lock:
             self.check_open()
-            meeting = hub.meetings.setdefault(number, _Meeting([None] * hub.size))
+            meeting = hub.meetings.get(number)
+            if meeting is None:
+                meeting = hub.meetings[number] = _Meeting(hub.size, hub.lock)
+            self._meeting = meeting
             meeting.operations[self.rank] = operation, header
             hub.entered[self.rank] = f"#{number} {operation.title or operation.kind}"
             meeting.arrived += 1
-            hub.changed.notify_all()
-            hub.wait(lambda: meeting.arrived == hub.size, lambda: self._missing(meeting), deadline)
-        arrived = [each for each in meeting.operations if each is not None]
-        at_fault, why = disagreement([header for _, header in arrived])
-        if at_fault:
-            raise Fault("mismatch", at_fault, why)
-        writes = COLLECTIVES[operation.kind](self.rank, operation, [op for op, _ in arrived])
-        with hub.changed:
-            meeting.left += 1
-            hub.changed.notify_all()
-            # Leaving takes no rank longer than its copying: the deadline is a safety net.
-            hub.wait(lambda: meeting.left == hub.size, list, deadline + 60)
-            hub.meetings.pop(number, None)
-        for target, value in writes:
-            copy(target, value)
+            if meeting.arrived < hub.size:
+                missing = partial(self._missing, meeting)
+                hub.wait(meeting, lambda: meeting.arrived == hub.size, missing, deadline)
+                deadline += _COPY_SECONDS
+                hub.wait(meeting, lambda: meeting.is_prepared, list, deadline)
+                return meeting
+        meeting.prepare()
+        with hub.lock:
+            meeting.is_prepared = True
+            if meeting.is_over:
+                hub.meetings.pop(number, None)
+            meeting.changed.notify_all()
+        return meeting
 
     def _missing(self, meeting: _Meeting) -> list[int]:
         if self.closed:
@@ -203,7 +293,24 @@ class ThreadsEngine(PythonEngine):
             meeting.operations[self.rank] = None
             meeting.arrived -= 1
             self.check_open()
-        return [rank for rank, arrived in enumerate(meeting.operations) if arrived is None]
+        return meeting.missing()
+
+    def _part(self, meeting: _Meeting, deadline: float) -> None:
+        """Wait until every rank has read the others' tensors."""
+        hub = self.hub
+        with hub.lock:
+            meeting.left += 1
+            if meeting.left == hub.size:
+                hub.meetings.pop(self._performed, None)
+                meeting.changed.notify_all()
+            hub.wait(meeting, lambda: meeting.left == hub.size, list, deadline + _COPY_SECONDS)
+
+    def waiting(self) -> tuple[int, Sequence[int]] | None:
+        wait, meeting = super().waiting(), self._meeting
+        if wait is None or meeting is None:
+            return None
+        missing = meeting.missing()
+        return (wait[0], missing) if missing else None  # all have come, and are being copied
 
     # -- point to point ------------------------------------------------------------------
 
@@ -225,7 +332,9 @@ class ThreadsEngine(PythonEngine):
     ) -> PythonCompletion:
         self.check_open()
         hub, deadline = self.hub, time.monotonic() + timeout
-        completion = _ReceiveCompletion(partial(hub.end_receives, self.rank), deadline)
+        completion = _ReceiveCompletion(
+            partial(hub.end_receives, self.rank), hub.look_seconds, deadline
+        )
         receive = Receive(src, tag, tensor, timeout, deadline, completion, label)
         for matched, message in hub.messages[self.rank].add_receive(receive):
             _deliver(message, matched, self.rank)
@@ -237,9 +346,10 @@ class ThreadsEngine(PythonEngine):
         return list(self.hub.entered)
 
     def report_failure(self, text: str) -> None:
-        with self.hub.changed:
+        with self.hub.lock:
             self.hub.failures[self.rank] = text
-            self.hub.changed.notify_all()
+            if None not in self.hub.failures:
+                self.hub.changed.notify_all()
 
     def failure_reports(self, timeout: float) -> list[str | None]:
         with self.hub.changed:
@@ -264,7 +374,7 @@ class ThreadsEngine(PythonEngine):
         return self.hub.abortion
 
     def note_abort(self, by: int, kind: str, text: str) -> bool:
-        with self.hub.changed:
+        with self.hub.lock:
             if self.hub.abortion is not None:
                 return False
             self.hub.abortion = (by, kind, text)
@@ -299,7 +409,7 @@ def _deliver(message: _Message, receive: Receive, rank: int) -> None:
         why = f"rank {message.source} sent a tensor of another dtype or shape than is received"
         receive.completion.complete(("mismatch", (message.source, rank), why))
         return
-    copy(expected, sent)
+    copy_flat(expected, sent)
     receive.completion.complete()
 
 
@@ -345,7 +455,7 @@ def _await_all(hub: _Hub, request: DistributedBackendOptions) -> None:
     deadline = time.monotonic() + request.timeout.total_seconds()
     while True:
         with hub.changed:
-            if hub.changed.wait_for(lambda: None not in hub.owners, _LOOK_SECONDS):
+            if hub.changed.wait_for(lambda: hub.joined == hub.size, hub.look_seconds):
                 return
             missing = [
                 request.global_ranks_in_group[r] for r, t in enumerate(hub.owners) if t is None

@@ -1,7 +1,8 @@
-"""The collectives of the threads backend: each reads the other ranks' tensors where they are.
+"""The collectives of the threads backend.
 
-A function copies at once what no rank changes meanwhile, and returns what is to be written once all
-ranks have read.
+A reduction is made once, for all ranks. Where data is moved, each rank reads the others' tensors
+where they are: a function copies at once what no rank changes meanwhile, and returns what is to be
+written once all ranks have read.
 """
 
 from __future__ import annotations
@@ -18,26 +19,29 @@ from tilework.comm.backends.reference import combine
 Writes = list[tuple[Tensor, Tensor]]
 
 
-def copy(target: Tensor, value: Tensor) -> None:
+def copy_flat(target: Tensor, value: Tensor) -> None:
     """Copy the elements of one contiguous tensor to another."""
     with torch.inference_mode():
         target.view(-1).copy_(value.view(-1))
 
 
-def _barrier(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
-    return []
-
-
 def _broadcast(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
     if rank != own.root:
-        copy(own.outputs[0], operations[own.root].outputs[0])
+        copy_flat(own.outputs[0], operations[own.root].outputs[0])
     return []
 
 
-def _all_reduce(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
-    if not len(own.outputs):
-        return []
-    return [(own.outputs[0], _combined([op.inputs[0] for op in operations], operations))]
+def reduced(operations: Sequence[Operation]) -> Tensor | None:
+    """The value that all ranks get, by rank order; None where each gets its own, or none."""
+    if operations[0].kind not in ("all_reduce", "reduce"):
+        return None
+    return _combined([op.inputs[0] for op in operations], operations)
+
+
+def fill(own: Operation, value: Tensor | None) -> None:
+    """Copy a value to a rank's output, if it has any."""
+    if value is not None and len(own.outputs):
+        copy_flat(own.outputs[0], value)
 
 
 def _combined(parts: Sequence[Tensor], operations: Sequence[Operation]) -> Tensor:
@@ -50,12 +54,12 @@ def _gather(rank: int, own: Operation, operations: Sequence[Operation]) -> Write
     if own.kind == "all_gather" or rank == own.root:
         outputs = split_parts(own.outputs, len(operations))
         for target, op in zip(outputs, operations, strict=True):
-            copy(target, op.inputs[0])
+            copy_flat(target, op.inputs[0])
     return []
 
 
 def _scatter(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
-    copy(own.outputs[0], operations[own.root].inputs[rank])
+    copy_flat(own.outputs[0], operations[own.root].inputs[rank])
     return []
 
 
@@ -74,15 +78,13 @@ def _all_to_all(rank: int, own: Operation, operations: Sequence[Operation]) -> W
     if any(target.data_ptr() in inputs for target in targets if target.numel()):
         return [(target, value.clone()) for target, value in zip(targets, values, strict=True)]
     for target, value in zip(targets, values, strict=True):
-        copy(target, value)
+        copy_flat(target, value)
     return []
 
 
-COLLECTIVES: dict[Kind, Callable[[int, Operation, Sequence[Operation]], Writes]] = {
-    "barrier": _barrier,
+#: The operations in which each rank reads the others' tensors.
+READ_BY_ALL: dict[Kind, Callable[[int, Operation, Sequence[Operation]], Writes]] = {
     "broadcast": _broadcast,
-    "all_reduce": _all_reduce,
-    "reduce": _all_reduce,
     "all_gather": _gather,
     "gather": _gather,
     "scatter": _scatter,

@@ -1,0 +1,101 @@
+"""Ranks as threads: the work that is done once for all, and the ranks that one waits for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tilework.comm import long_waits
+from tilework.comm.backends import operation_header, reference, threads, threads_collectives
+from tilework.comm.backends.native import NativeGroup
+from tilework.comm.world import get_default_group
+from tilework.testing import run_ranks
+
+
+def test_a_reduction_is_made_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    combine = reference.combine
+
+    def counted(parts: list[torch.Tensor], op: str, factors: list[float]) -> torch.Tensor:
+        made.append(len(parts))
+        return combine(parts, op, factors)
+
+    monkeypatch.setattr(threads_collectives, "combine", counted)
+
+    def program(rank: int) -> float:
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        return value[0].item()
+
+    assert run_ranks(8, program) == [8.0] * 8
+    assert made == [8]
+
+
+def test_headers_are_compared_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    disagreement = operation_header.disagreement
+
+    def counted(headers: list[operation_header.Header]) -> tuple[tuple[int, ...], str]:
+        compared.append(len(headers))
+        return disagreement(headers)
+
+    monkeypatch.setattr(threads, "disagreement", counted)
+    run_ranks(8, lambda rank: dist.barrier())
+    assert compared == [8]
+
+
+def test_a_reduction_that_torch_refuses_raises_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(parts: list[torch.Tensor], op: str, factors: list[float]) -> torch.Tensor:
+        raise RuntimeError("not for this dtype")
+
+    monkeypatch.setattr(threads_collectives, "combine", refused)
+
+    def program(rank: int) -> None:
+        with pytest.raises(RuntimeError, match="not for this dtype"):
+            dist.all_reduce(torch.ones(2))
+
+    run_ranks(3, program)
+
+
+def test_a_waiting_rank_awaits_those_only_that_have_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    awaited: list[object] = []
+    is_seen = threading.Event()
+
+    def look(begun: float) -> None:
+        group = get_default_group()
+        if group.rank() == 0:
+            awaited.append(group.waiting())
+            is_seen.set()
+
+    def program(rank: int) -> None:
+        if rank == 2:
+            # Looks go on until both others have come.
+            while not awaited or awaited[-1] != (1, [2]):
+                assert is_seen.wait(30)
+        dist.barrier()
+
+    monkeypatch.setattr(long_waits, "look", look)
+    run_ranks(3, program)
+    assert awaited[-1] in ((1, [2]), None)
+
+
+def test_operations_of_many_ranks_leave_no_meeting() -> None:
+    def program(rank: int) -> int:
+        value = torch.zeros(1)
+        for _ in range(5):
+            dist.all_reduce(value)
+            dist.broadcast(value, 0)
+        group = get_default_group()
+        dist.barrier()
+        assert isinstance(group, NativeGroup)
+        assert isinstance(group.engine, threads.ThreadsEngine)
+        return len(group.engine.hub.meetings)
+
+    assert set(run_ranks(100, program)) == {0}
