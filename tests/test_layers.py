@@ -40,6 +40,7 @@ LATE_IMPORTS = {
     "tilework.store.torch_bridge": "needs torch.distributed",
     "tilework.sharded.remote": "loads RPC and ZeroMQ, and only remote shards need them",
     "tilework.comm.backends": "each is imported with its first group; torch's engines are slow",
+    "tilework.parallel.data_parallel.buckets": "re-exported by a package below it",
     "tilework.interop": "re-exported by a package below it",
 }
 

@@ -36,6 +36,7 @@ ABOUT_MORE = {
     "sharded/test_training.py": "sharding, training, resharding and saving together",
     "parallel/test_composition.py": "ways of data parallelism beside each other and the rest",
     "distributed/test_public_names.py": "the façade's names against torch.distributed's",
+    "distributed/test_like_torch.py": "keywords and names that programs of torch.distributed use",
     "torch_backend/test_accelerate.py": "a program of accelerate's users",
     "torch_backend/test_checkpoint.py": "torch.distributed.checkpoint on tilework's groups",
     "torch_backend/test_dtensors.py": "DTensors and meshes of both libraries in one program",

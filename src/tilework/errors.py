@@ -7,7 +7,8 @@ call moved nothing. What goes wrong at run time is one of these::
     └── DistError                      anything between ranks
         ├── RankFailedError            a rank that this process started failed
         ├── DistStoreError             a store: time-out, missing key, refused value, full disk
-        │   └── StoreTimeoutError        nobody set the keys in time
+        │   ├── StoreTimeoutError        nobody set the keys in time
+        │   └── QueueEmptyError          a queue has no value now
         ├── DistNetworkError           a connection: refused, closed, garbage, wrong secret
         ├── RpcTimeoutError            a call to another rank took too long
         ├── RemoteError                a call raised what cannot be rebuilt here
@@ -49,6 +50,10 @@ class StoreTimeoutError(DistStoreError):
         super().__init__(message)
         #: The keys that were not there when the time was up; empty where unknown.
         self.missing: tuple[str, ...] = tuple(missing)
+
+
+class QueueEmptyError(DistStoreError):
+    """A queue of a store has no value, and the caller did not want to wait."""
 
 
 class DistNetworkError(DistError):

@@ -17,13 +17,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (
     "_core",
     "errors",
+    "from_torch",
     "cores",
     "layout",
     "store",
     "rendezvous",
     "comm",
-    "distributed",
     "mesh",
+    "distributed",
     "tiled",
     "rpc",
     "sharded",
@@ -41,6 +42,10 @@ LAYERS = (
 
 #: What a module re-exports from above it, imported when it is first asked for.
 LAZY_UPWARD = {
+    (
+        "tilework.distributed.distributed_c10d",
+        "tilework.parallel.data_parallel.buckets",
+    ): "torch has the function of buckets there",
     ("tilework.dtensor", "tilework.interop"): "to_dtensor and to_sharded are public names of both",
 }
 

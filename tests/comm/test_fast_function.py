@@ -150,7 +150,7 @@ def test_the_function_has_the_other_calls() -> None:
         with pytest.raises(TypeError, match="missing 1 required"):
             dist.all_reduce()  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="positional arguments"):
-            dist.barrier(None, False, None, 1)  # type: ignore[call-arg]
+            dist.barrier(None, False, None, None)  # type: ignore[call-arg]
         with pytest.raises(TypeError, match=r"must be a torch\.Tensor"):
             dist.all_reduce(3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="a group is what new_group"):

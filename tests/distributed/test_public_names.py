@@ -9,17 +9,14 @@ import pytest
 import torch.distributed
 
 import tilework.distributed as dist
+from tilework.from_torch import LEFT_OUT
 
 #: Imported there, not of it.
 IMPORTED = {"timedelta", "reduce_op", "config", "log"}
-#: Of the engines, of compiled training, of elasticity: outside what the façade is for.
+#: Of the engines, of compiled training: outside what the façade is for.
 ELSEWHERE = {
-    *("BuiltinCommHookType", "GradBucket", "Logger", "Reducer", "ProcessGroupGloo"),
-    *("DeviceMesh", "init_device_mesh", "GroupName", "RankType", "QueueEmptyError"),
-    *("record_comm", "breakpoint", "shrink_group", "split_group", "supports_complex"),
-    *("is_torchelastic_launched", "is_xccl_available", "get_default_backend_for_device"),
-    # Newer spellings of all_gather_into_tensor and reduce_scatter_tensor.
-    *("all_gather_single", "reduce_scatter_single", "default_pg_timeout"),
+    *("BuiltinCommHookType", "GradBucket", "GroupName", "RankType"),
+    *(name for row in LEFT_OUT if row.package == "tilework.distributed" for name in row.names),
 }
 
 

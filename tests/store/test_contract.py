@@ -121,8 +121,13 @@ class TestPrefixedUnix(TestPrefixedHash):
             yield PrefixStore("p", first), PrefixStore("p", second)
 
 
+#: Older ones' stores have none.
+TORCH_HAS_QUEUES = hasattr(c10d.Store, "queue_push") and hasattr(c10d.Store, "list_keys")
+
+
 class TestTorchHash(StoreContract):
     binary_updates = False
+    queues = TORCH_HAS_QUEUES
 
     @contextmanager
     def open_pair(self, folder: Path) -> Iterator[Pair]:
@@ -132,9 +137,10 @@ class TestTorchHash(StoreContract):
 
 
 class TestTorchFile(StoreContract):
-    """A torch store without append, multi_get and multi_set."""
+    """A torch store without append, multi_get, multi_set and queues."""
 
     binary_updates = False
+    queues = False
     large_values = False
 
     @contextmanager
@@ -152,6 +158,7 @@ def torch_pair() -> tuple[c10d.TCPStore, c10d.TCPStore]:
 
 class TestTorchTCP(StoreContract):
     binary_updates = False
+    queues = TORCH_HAS_QUEUES
     large_values = False
 
     @pytest.fixture(autouse=True)

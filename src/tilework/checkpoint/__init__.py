@@ -17,6 +17,8 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 - ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """
 
+from typing import NoReturn
+
 from tilework.checkpoint.api import async_save, index_of, load, read, save
 from tilework.checkpoint.asynchronous import PendingSave
 from tilework.checkpoint.convert.converting import ConvertOptions, convert
@@ -27,6 +29,7 @@ from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import show
 from tilework.checkpoint.verifying import Difference, diff, verify
 from tilework.errors import CheckpointError
+from tilework.from_torch import refuse_left_out
 
 __all__ = [
     "CheckpointError",
@@ -48,3 +51,8 @@ __all__ = [
     "show",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """An error about a name that the package has not."""
+    refuse_left_out(__name__, name)

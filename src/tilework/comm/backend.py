@@ -161,6 +161,25 @@ def is_backend_available(backend: str) -> bool:
     return False
 
 
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The backend of a device's tensors where a program names none.
+
+    Raises:
+        ValueError: No backend serves the device here.
+
+    Example:
+        >>> get_default_backend_for_device("cpu") == BackendConfig().get_device_backend_map()["cpu"]
+        True
+    """
+    served = _default_map()
+    kind = torch.device(device).type
+    if kind not in served:
+        raise ValueError(
+            f"Default backend not registered for device : {device}; here are {', '.join(served)}"
+        )
+    return served[kind]
+
+
 def is_gloo_available() -> bool:
     """True if this torch has Gloo.
 
@@ -199,6 +218,16 @@ def is_mpi_available() -> bool:
         True
     """
     return is_backend_available(Backend.MPI)
+
+
+def is_xccl_available() -> bool:
+    """False: tilework's groups have no such backend.
+
+    Example:
+        >>> is_xccl_available()
+        False
+    """
+    return False
 
 
 def is_shm_available() -> bool:

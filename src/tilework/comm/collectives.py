@@ -557,12 +557,20 @@ def all_to_all_single(
 
 @fast_function()
 def barrier(
-    group: AnyGroup = None, async_op: bool = False, device_ids: Sequence[int] | None = None
+    group: AnyGroup = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    *,
+    timeout: timedelta | None = None,
 ) -> Work | None:
     """Return once every rank of the group has entered.
 
     Args:
         device_ids: Accepted for torch's sake.
+        timeout: How long to wait for the other ranks; None: the group's timeout.
+
+    Raises:
+        CollectiveTimeoutError: Some ranks did not come in time; ``error.ranks`` are those.
 
     Example:
         >>> import tilework.distributed as dist
@@ -573,9 +581,11 @@ def barrier(
     pg = member(group, "barrier")
     if pg is None:
         return None
-    if not async_op and pg.fast_path.run("barrier", None, None):
+    if not async_op and timeout is None and pg.fast_path.run("barrier", None, None):
         return None
-    return finish(pg.barrier(options(async_op)), async_op)
+    chosen = options(async_op)
+    chosen.timeout = timeout
+    return finish(pg.barrier(chosen), async_op)
 
 
 def monitored_barrier(

@@ -20,6 +20,7 @@ from tilework.comm.capabilities import Capability
 from tilework.comm.elastic.ledger import Ledger
 from tilework.comm.flight.ring import Entry
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
+from tilework.comm.torch_methods import TorchMethods
 from tilework.errors import DistBackendError
 from tilework.layout.torch_callers import refuse_torch_caller
 
@@ -64,6 +65,12 @@ class Work(ABC):
             CollectiveTimeoutError: ``timeout`` passed first.
             DistBackendError: The operation failed (its subclass says how).
         """
+
+    def synchronize(self) -> None:
+        """Wait: on the CPU there is no stream that could do it instead."""
+        self.wait()
+
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """True if the operation has ended, well or not. Never blocks."""
@@ -265,7 +272,7 @@ class _Slots:
         return self
 
 
-class ProcessGroup(_Slots):
+class ProcessGroup(_Slots, TorchMethods):
     """Ranks that run collective operations together, through one backend.
 
     Operations are collective over the group unless said otherwise: every rank of the group must
@@ -602,6 +609,9 @@ class ProcessGroup(_Slots):
 
     def close(self) -> None:
         """Leave the group and free what it holds. Idempotent, not collective."""
+
+    def _as_one(self, works: list[Work]) -> Work:
+        return SeveralWorks(works)
 
     def _lacks(self, operation: str) -> NoReturn:
         raise NotImplementedError(

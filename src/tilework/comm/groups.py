@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
+from tilework.comm.agreement import agree_equal
 from tilework.comm.backend import BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.cyclic_waits import notice_cycles
@@ -206,6 +207,8 @@ _SUCCESSORS = _Successors()
 def shrink_group(
     ranks_to_exclude: Sequence[int] = (),
     group: AnyGroup = None,
+    shrink_flags: int = 0,
+    pg_options: Any = None,
     timeout: timedelta | None = None,
 ) -> ProcessGroup:
     """The group of the ranks that are left of ``group``, once some were lost or are to leave.
@@ -223,6 +226,8 @@ def shrink_group(
     Args:
         ranks_to_exclude: Global ranks that are to leave; they do not call.
         group: None: the default group.
+        shrink_flags: Accepted for torch's sake: what other ranks wait in is always aborted.
+        pg_options: Accepted for torch's sake: the group has the options of the old one.
         timeout: How long to wait for a rank whose process has not ended; one that comes later is
             out. None: the group's timeout, at most 30 s.
 
@@ -344,8 +349,9 @@ def new_group(
     backend: str | None = None,
     pg_options: Any = None,
     use_local_synchronization: bool = False,
-    group_desc: str = "",
+    group_desc: str | None = None,
     device_id: Any = None,
+    sort_ranks: bool = True,
 ) -> ProcessGroup | NonMember | None:
     """Make a group of some of the ranks.
 
@@ -354,7 +360,7 @@ def new_group(
     ranks called it with the same arguments.
 
     Args:
-        ranks: Global ranks, in any order: they are numbered in ascending order. None: all.
+        ranks: Global ranks, in any order. None: all.
         timeout: As for init_process_group; None: the default group's.
         backend: As for init_process_group; None: the default group's.
         pg_options: Handed to the backend.
@@ -362,6 +368,8 @@ def new_group(
             be made in an order that cannot deadlock.
         group_desc: Describes the group in messages.
         device_id: Accepted for torch's sake.
+        sort_ranks: Whether ranks are numbered in ascending order within the group, whatever the
+            order of ``ranks``; otherwise they are numbered in that order.
 
     Returns:
         The group; on ranks outside it an object equal to ``GroupMember.NON_GROUP_MEMBER``, or
@@ -387,7 +395,7 @@ def new_group(
     """
     world = current_world()
     record = world.record(world.default())
-    members = _check_ranks(ranks, record.group.size())
+    members = _check_ranks(ranks, record.group.size(), sort_ranks)
     me = get_rank()
     name = _next_name(world, members, use_local_synchronization)
     limit = record.timeout if timeout is None else _timeout_setting(timeout)
@@ -400,16 +408,78 @@ def new_group(
     _agree(wait, f"ranks {list(members)}, backend {config}", limit)
     if me not in members:
         return NonMember(name, members)
-    plan = GroupPlan(world, store, members, members.index(me), name, limit, group_desc)
+    plan = GroupPlan(world, store, members, members.index(me), name, limit, group_desc or "")
     made = plan.make(config, pg_options, fall_back=False)
     made.successors = _SUCCESSORS
     return made
 
 
-def _check_ranks(ranks: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
+def split_group(
+    parent_pg: AnyGroup = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into parts. Collective over the ranks of ``parent_pg``; blocks.
+
+    Args:
+        parent_pg: The group to cut; None: the default group.
+        split_ranks: The parts: for each one ranks *within* ``parent_pg``, in the order of their
+            numbers in the part. No rank may be in two. The same on every rank.
+        timeout: As for new_group, like the rest.
+
+    Returns:
+        The part that this rank is in; None if it is in none.
+
+    Raises:
+        ValueError: No part was given, a rank does not exist or is in two parts, ranks gave
+            different parts, or this rank is not in ``parent_pg``.
+
+    Example:
+        >>> import tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     part = dist.split_group(split_ranks=[[0, 2], [1]])
+        ...     return dist.get_process_group_ranks(part)
+        >>> run_ranks(3, program)
+        [[0, 2], [1], [0, 2]]
+    """
+    parent = resolve(parent_pg)
+    if isinstance(parent, NonMember):
+        raise ValueError(f"this rank is not in {parent!r}: call split_group on its ranks")
+
+    def facts() -> dict[str, Any]:
+        if not split_ranks:
+            raise ValueError("split_ranks cannot be None or empty: give the ranks of each part")
+        listed = [rank for part in split_ranks for rank in part]
+        _check_ranks(listed, parent.size())
+        return {"split_ranks": [[int(rank) for rank in part] for part in split_ranks]}
+
+    parts = agree_equal(facts, parent, "all ranks must cut the group alike:")[0]["split_ranks"]
+    own = next((part for part in parts if parent.rank() in part), None)
+    if own is None:
+        return None
+    ranks = [parent.global_ranks[rank] for rank in own]
+    made = new_group(
+        *(ranks, timeout, backend, pg_options),
+        use_local_synchronization=True,
+        group_desc=group_desc,
+        sort_ranks=False,
+    )
+    assert isinstance(made, ProcessGroup)
+    return made
+
+
+def _check_ranks(
+    ranks: Sequence[int] | None, world_size: int, in_order: bool = True
+) -> tuple[int, ...]:
     if ranks is None:
         return tuple(range(world_size))
-    members = tuple(sorted(int(rank) for rank in ranks))
+    members = tuple(int(rank) for rank in ranks)
+    if in_order:
+        members = tuple(sorted(members))
     if not members:
         raise ValueError("new_group needs at least one rank, got an empty list")
     outside = [rank for rank in members if not 0 <= rank < world_size]

@@ -313,12 +313,14 @@ def send_object_list(
     group: AnyGroup = None,
     device: torch.device | None = None,
     group_dst: int | None = None,
+    use_batch: bool = False,
 ) -> None:
     """Send the objects to rank ``dst``. Not collective; the receiver's list must be as long.
 
     Args:
         dst: The receiver's global rank (0 if neither it nor ``group_dst`` is given).
         device: Accepted for torch's sake; the group's own is used.
+        use_batch: Accepted for torch's sake: there is one way to send.
 
     Example:
         >>> import tilework.distributed as dist
@@ -344,18 +346,19 @@ def send_object_list(
     p2p.send(data, group=pg, group_dst=peer)
 
 
-def recv_object_list(
+def recv_object_list(  # noqa: PLR0913
     object_list: list[Any],
     src: int | None = None,
     group: AnyGroup = None,
     device: torch.device | None = None,
     group_src: int | None = None,
+    use_batch: bool = False,
     *,
     weights_only: bool = False,
 ) -> int:
     """Receive objects from rank ``src`` (from any rank if none is given) into the list.
 
-    Not collective. The sender's list must be as long.
+    Not collective. The sender's list must be as long. ``use_batch`` is accepted for torch's sake.
 
     Returns:
         The sender's global rank; -1 on a rank outside the group.

@@ -8,8 +8,9 @@ arguments. While no profiler runs an operation reads one flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,34 @@ _SETTER: Final = "_set_is_profiler_enabled"
 def profiled() -> bool:
     """True while a profiler of torch's runs in this process."""
     return bool(getattr(profiler, _FLAG, False))
+
+
+#: The program's name for the operations that are called now; "" for none.
+_given_name: ContextVar[str] = ContextVar("tilework_comm_name", default="")
+
+
+@contextmanager
+def record_comm(name: str) -> Iterator[None]:
+    """Give the operations within a name of the program's own in ``torch.profiler``'s events.
+
+    Args:
+        name: Takes the place of the operation's name, as in ``tilework:name (8 bytes)``.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     with torch.profiler.profile() as profile, dist.record_comm("gradients"):
+        ...         dist.all_reduce(torch.ones(2))
+        ...     return any(e.key == "tilework:gradients (8 bytes)" for e in profile.key_averages())
+        >>> run_ranks(1, program)
+        [True]
+    """
+    token = _given_name.set(name)
+    try:
+        yield
+    finally:
+        _given_name.reset(token)
 
 
 def follow(tell: Callable[[bool], None]) -> None:
@@ -64,6 +93,7 @@ class Event:
     def __init__(self, name: str, tensors: Sequence[Tensor], group: ProcessGroup) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        name = _given_name.get() or name
         self._name = f"{name} ({nbytes:,} bytes)" if tensors else name
         self._facts = {"bytes": nbytes, "group": group.group_name, "ranks": group.size()}
         self._record: Any = None

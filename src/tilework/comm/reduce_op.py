@@ -212,6 +212,17 @@ def no_reduction(op: object) -> str:
     return f"a reduction must be one of {names}, got {op!r} of type {kind.__name__}"
 
 
+def supports_complex(reduceOp: AnyReduceOp) -> bool:
+    """True if the reduction is defined for complex numbers.
+
+    Example:
+        >>> supports_complex(ReduceOp.SUM), supports_complex(ReduceOp.MAX)
+        (True, False)
+    """
+    kind = reduceOp if isinstance(reduceOp, RedOpType) else reduceOp.type
+    return kind in _LEGAL[torch.complex64]
+
+
 def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
     """Raise ValueError unless ``op`` is defined for ``dtype``; TypeError unless it is one."""
     kind = op if op.__class__ is RedOpType else getattr(op, "type", None)

@@ -6,18 +6,23 @@ Names that torch spells with a leading underscore although users need them are p
 without it (``store_based_barrier``, ``get_default_group``, ``make_premul_sum``, …).
 """
 
+from typing import Any
+
 from tilework.comm import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.comm.backend import (
     Backend,
     BackendConfig,
     DistributedBackendOptions,
+    get_default_backend_for_device,
     is_backend_available,
     is_gloo_available,
     is_mpi_available,
     is_nccl_available,
     is_shm_available,
     is_ucc_available,
+    is_xccl_available,
 )
+from tilework.comm.breakpoints import breakpoint
 from tilework.comm.coalescing import CoalescedWork, coalescing_manager
 from tilework.comm.collectives import (
     all_gather,
@@ -44,6 +49,9 @@ from tilework.comm.debug import (
     set_debug_level_from_env,
 )
 from tilework.comm.groups import (
+    DEFAULT_TIMEOUT as default_pg_timeout,  # torch's name
+)
+from tilework.comm.groups import (
     abort_process_group,
     destroy_process_group,
     grow_group,
@@ -52,6 +60,7 @@ from tilework.comm.groups import (
     new_subgroups,
     new_subgroups_by_enumeration,
     shrink_group,
+    split_group,
 )
 from tilework.comm.objects import (
     all_gather_object,
@@ -62,7 +71,8 @@ from tilework.comm.objects import (
     send_object_list,
 )
 from tilework.comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from tilework.comm.reduce_op import RedOpType, ReduceOp, make_premul_sum
+from tilework.comm.profiling import record_comm
+from tilework.comm.reduce_op import RedOpType, ReduceOp, make_premul_sum, supports_complex
 from tilework.comm.stragglers import find_stragglers
 from tilework.comm.world import (
     GroupMember,
@@ -82,6 +92,7 @@ from tilework.comm.world import (
     is_initialized,
     rank_not_in_group,
 )
+from tilework.distributed import distributed_c10d, nn
 from tilework.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -91,8 +102,15 @@ from tilework.errors import (
     DistStoreError,
     ExcludedError,
     PeerLostError,
+    QueueEmptyError,
 )
-from tilework.rendezvous import register_rendezvous_handler, rendezvous
+from tilework.from_torch import refuse_left_out
+from tilework.mesh import DeviceMesh, init_device_mesh
+from tilework.rendezvous import (
+    is_torchelastic_launched,
+    register_rendezvous_handler,
+    rendezvous,
+)
 from tilework.store import (
     FileStore,
     HashStore,
@@ -107,6 +125,7 @@ from tilework.store import (
 AllgatherOptions = AllreduceOptions = AllreduceCoalescedOptions = AllToAllOptions = Options
 BarrierOptions = BroadcastOptions = GatherOptions = ReduceOptions = Options
 ReduceScatterOptions = ScatterOptions = Options
+all_gather_single, reduce_scatter_single = all_gather_into_tensor, reduce_scatter_tensor
 
 __all__ = [
     "AllToAllOptions",
@@ -121,6 +140,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DebugLevel",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -136,6 +156,7 @@ __all__ = [
     "PeerLostError",
     "PrefixStore",
     "ProcessGroup",
+    "QueueEmptyError",
     "RedOpType",
     "ReduceOp",
     "ReduceOptions",
@@ -150,22 +171,27 @@ __all__ = [
     "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
+    "breakpoint",
     "broadcast",
     "broadcast_object_list",
     "coalescing_manager",
+    "default_pg_timeout",
     "destroy_process_group",
+    "distributed_c10d",
     "find_stragglers",
     "gather",
     "gather_object",
     "get_backend",
     "get_backend_config",
     "get_debug_level",
+    "get_default_backend_for_device",
     "get_default_group",
     "get_default_store",
     "get_global_rank",
@@ -177,6 +203,7 @@ __all__ = [
     "get_world_size",
     "group",
     "grow_group",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",
@@ -186,18 +213,23 @@ __all__ = [
     "is_mpi_available",
     "is_nccl_available",
     "is_shm_available",
+    "is_torchelastic_launched",
     "is_ucc_available",
+    "is_xccl_available",
     "isend",
     "make_premul_sum",
     "monitored_barrier",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "nn",
     "rank_not_in_group",
+    "record_comm",
     "recv",
     "recv_object_list",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "register_rendezvous_handler",
     "rendezvous",
@@ -208,5 +240,14 @@ __all__ = [
     "set_debug_level",
     "set_debug_level_from_env",
     "shrink_group",
+    "split_group",
     "store_based_barrier",
+    "supports_complex",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """An underscored name, as some of torch's module have them; or an error about a name."""
+    if name in distributed_c10d.__all__:
+        return getattr(distributed_c10d, name)
+    return refuse_left_out(__name__, name)

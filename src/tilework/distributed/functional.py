@@ -24,13 +24,26 @@ from tilework.comm.functional.api import (
 )
 from tilework.comm.functional.async_tensor import AsyncTensor
 
+# torch's further names: there the differentiable ones have names of their own.
+AsyncCollectiveTensor = AsyncTensor
+all_gather_single = all_gather_tensor_autograd = all_gather_tensor
+all_gather_single_coalesced = all_gather_into_tensor_coalesced
+all_to_all_single_autograd = all_to_all_single
+reduce_scatter_single = reduce_scatter_tensor_autograd = reduce_scatter_tensor
+reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
 __all__ = [
+    "AsyncCollectiveTensor",
     "AsyncTensor",
     "all_gather_into_tensor_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
     "all_gather_tensor",
+    "all_gather_tensor_autograd",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all_single",
+    "all_to_all_single_autograd",
     "broadcast",
     "copy_to_group",
     "gather",
@@ -38,7 +51,10 @@ __all__ = [
     "permute_tensor",
     "reduce",
     "reduce_from_group",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd",
     "reduce_scatter_tensor_coalesced",
     "scatter",
     "scatter_to_group",

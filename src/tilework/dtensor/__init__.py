@@ -18,6 +18,7 @@ from tilework.dtensor.redistribution.redistribute import plan_redistribution
 from tilework.dtensor.show import show
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.verify import verify
+from tilework.from_torch import refuse_left_out
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 
@@ -66,4 +67,4 @@ def __getattr__(name: str) -> Any:
         from tilework import interop
 
         return getattr(interop, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refuse_left_out(__name__, name)

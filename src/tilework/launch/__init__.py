@@ -1,7 +1,15 @@
 """Starting ranks: ``tilework run`` for scripts, :func:`spawn` for programs."""
 
+from typing import NoReturn
+
 from tilework.errors import RankFailedError
+from tilework.from_torch import refuse_left_out
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.spawn import RunningRanks, spawn
 
 __all__ = ["LaunchSettings", "RankFailedError", "RunningRanks", "spawn"]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """An error about a name that the package has not."""
+    refuse_left_out(__name__, name)

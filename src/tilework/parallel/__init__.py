@@ -1,5 +1,8 @@
 """Models in parallel: data parallelism on replicas, tensor parallelism from a plan."""
 
+from typing import NoReturn
+
+from tilework.from_torch import refuse_left_out
 from tilework.parallel import comm_hooks
 from tilework.parallel import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.parallel.clip_grad import clip_grad_norm_
@@ -77,3 +80,8 @@ __all__ = [
     "parallelize_module",
     "register_fsdp_forward_method",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """An error about a name that the package has not."""
+    refuse_left_out(__name__, name)

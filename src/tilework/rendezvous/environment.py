@@ -40,6 +40,16 @@ class Settings:
         return self.local_world_size == self.world_size
 
 
+def is_torchelastic_launched() -> bool:
+    """True if torchrun started this process.
+
+    Example:
+        >>> is_torchelastic_launched()
+        False
+    """
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def detect_environment(variables: _Variables | None = None) -> Settings | None:
     """This rank's settings in the environment; None if no launcher left any.
 

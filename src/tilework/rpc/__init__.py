@@ -10,6 +10,9 @@ The names are torch.distributed.rpc's. A worker is named by its name, its rank o
 See docs/how-to/rpc.md.
 """
 
+from typing import NoReturn
+
+from tilework.from_torch import refuse_left_out
 from tilework.rpc import functions
 from tilework.rpc.api import (
     all_gather,
@@ -51,3 +54,8 @@ __all__ = [
     "rpc_sync",
     "shutdown",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    """An error about a name that the package has not."""
+    refuse_left_out(__name__, name)

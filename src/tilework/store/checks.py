@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from tilework.errors import DistStoreError, StoreTimeoutError
+from tilework.errors import DistStoreError, QueueEmptyError, StoreTimeoutError
 
 #: The longest key, in bytes of UTF-8.
 MAX_KEY_BYTES: Final = 64 << 10
@@ -151,6 +151,11 @@ def timeout_error(
         "Check that the ranks that set them are running, and use the same store and prefix.",
         missing=missing,
     )
+
+
+def empty_error(where: str, key: str) -> QueueEmptyError:
+    """The error for a queue without values, where the caller does not wait."""
+    return QueueEmptyError(f"queue is empty: {key!r} in {where} has no value now")
 
 
 def closed_error(where: str) -> DistStoreError:

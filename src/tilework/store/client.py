@@ -103,6 +103,30 @@ class RemoteStore(Store):
         """The number of keys."""
         return self._ask_number(Code.NUM_KEYS)
 
+    def list_keys(self) -> list[str]:
+        """All keys, in no order."""
+        return [name.decode(errors="replace") for name in self._ask(Code.LIST_KEYS)]
+
+    def queue_push(self, key: str, value: Data) -> None:
+        """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
+        self._ask(Code.QUEUE_PUSH, checks.key_bytes(key), checks.data_bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
+        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
+        name, limit = checks.key_bytes(key), left_seconds(self._wait_seconds(timeout))
+        if block:
+            deadline = Deadline(limit)
+            return self._ask_waiting(Code.QUEUE_POP, [name], [key], limit, deadline).fields[0]
+        request = wire.encode(Code.QUEUE_POP, (wire.encode_number(-1), name))
+        answer = self._pool.ask(request, checks.seconds(self._timeout))
+        if answer.code == Code.TIMEOUT:
+            raise checks.empty_error(repr(self), key)
+        return self._checked(answer).fields[0]
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue ``key``."""
+        return self._ask_number(Code.QUEUE_LENGTH, checks.key_bytes(key))
+
     def leave_will(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None]:

@@ -94,6 +94,37 @@ class Store(ABC):
     def num_keys(self) -> int:
         """The number of keys."""
 
+    @abstractmethod
+    def list_keys(self) -> list[str]:
+        """All keys, in no order. Queues have none."""
+
+    @abstractmethod
+    def queue_push(self, key: str, value: Data) -> None:
+        """Append ``value`` to the queue ``key``, which is made if need be. Never waits.
+
+        Queues have names of their own: one may be called as a key is.
+
+        Raises:
+            DistStoreError: The queue has no room for more.
+        """
+
+    @abstractmethod
+    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
+        """Take the oldest value of the queue ``key``; each value goes to one caller.
+
+        Args:
+            key: The queue's name.
+            block: Whether to wait for a value, in the order in which callers came.
+            timeout: How long; the store's own time unless given.
+
+        Raises:
+            QueueEmptyError: There is none, and ``block`` is false.
+        """
+
+    @abstractmethod
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue ``key``; 0 for one that nobody has pushed to."""
+
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """``get`` for several keys, in their order, under one timeout."""
         deadline = checks.Deadline(self._wait_seconds(timeout))
@@ -106,6 +137,23 @@ class Store(ABC):
         checks.same_length(keys, values)
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
+
+    def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        """Block until ``world_size`` callers have come with the same ``key``, which serves once.
+
+        :func:`~tilework.store.store_based_barrier` can say who is missing.
+        """
+        if self.add(f"{key}/came", 1) >= world_size:
+            self.set(f"{key}/all", b"")
+        self.wait([f"{key}/all"], timeout)
+
+    def clone(self: AnyStore) -> AnyStore:
+        """The store itself: its methods may be called by several threads at once."""
+        return self
+
+    def has_extended_api(self) -> bool:
+        """True: every store has ``append``, ``multi_get``, ``multi_set`` and queues."""
+        return True
 
     def leave_will(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None

@@ -151,6 +151,49 @@ class FileStore(Store):
         """The number of keys."""
         return self._look(lambda table: len(table.values))
 
+    def list_keys(self) -> list[str]:
+        """All keys, in no order."""
+        return self._look(lambda table: [key.decode() for key in table.values])
+
+    def queue_push(self, key: str, value: Data) -> None:
+        """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
+        record = Record(Kind.PUSH, checks.key_bytes(key), checks.data_bytes(value))
+
+        def changes(table: Table) -> list[Record]:
+            self._log.queues.check_push(record.key, record.value)
+            return [record]
+
+        self._change(changes)
+
+    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
+        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
+        name, limit = checks.key_bytes(key), self._wait_seconds(timeout)
+        deadline, pause, lines = checks.Deadline(limit), _FIRST_PAUSE, KeyWait(self)
+        taken: list[bytes] = []
+
+        def changes(table: Table) -> list[Record]:
+            taken[:] = self._log.queues.first(name)
+            return [Record(Kind.POP, name)] if taken else []
+
+        while True:
+            late = deadline.passed
+            if self._look(lambda table: self._log.queues.length(name)):
+                self._change(changes)
+            if taken:
+                return taken[0]
+            if not block:
+                raise checks.empty_error(repr(self), key)
+            if late:
+                raise checks.timeout_error(repr(self), [key], [key], limit)
+            lines.look([name])
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue ``key``."""
+        name = checks.key_bytes(key)
+        return self._look(lambda table: self._log.queues.length(name))
+
     def attendance(self) -> Attendance | None:
         """The stores that were made on this file; None where the system has no locks for it."""
         if self._log.number == 0:

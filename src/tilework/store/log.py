@@ -21,6 +21,7 @@ from tilework.errors import DistStoreError, StoreTimeoutError
 from tilework.store.attendance import hold_byte, is_free
 from tilework.store.checks import Deadline
 from tilework.store.fork import watch_forks
+from tilework.store.queues import Queues
 from tilework.store.records import (
     HEADER_BYTES,
     MAGIC,
@@ -44,7 +45,7 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class Log:
-    """An open file and the table that its records make."""
+    """An open file, and the table and queues that its records make."""
 
     def __init__(self, path: str, world_size: int, wait_seconds: float) -> None:
         self.path = path
@@ -153,6 +154,7 @@ class Log:
     def _open(self, wait_seconds: float) -> None:
         while True:
             self.table, self._offset, self.opened, self._finished = Table(), 0, 0, 0
+            self.queues = Queues()
             self._closed_in_order: set[int] = set()
             try:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -262,6 +264,10 @@ class Log:
             self.table.append(record.key, record.value)
         elif record.kind is Kind.DELETE:
             self.table.delete(record.key)
+        elif record.kind is Kind.PUSH:
+            self.queues.push(record.key, record.value)
+        elif record.kind is Kind.POP:
+            self.queues.pop(record.key)
         elif record.kind is Kind.OPEN:
             self.opened += 1
         else:

@@ -11,6 +11,7 @@ from tilework.store import checks
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.fork import watch_forks
 from tilework.store.late_notice import KeyWait
+from tilework.store.queues import Queues
 from tilework.store.table import Table
 
 T = TypeVar("T")
@@ -33,6 +34,9 @@ class HashStore(Store):
     def __init__(self, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(timeout)
         self._table = Table()
+        self._queues = Queues()
+        #: Wakes those who wait for a value of a queue when the store closes.
+        self._closing: dict[threading.Event, None] = {}
         self._lock = threading.Lock()
         watch_forks(self)
 
@@ -88,11 +92,58 @@ class HashStore(Store):
         """The number of keys."""
         return self._locked(lambda table: len(table.values))
 
+    def list_keys(self) -> list[str]:
+        """All keys, in no order."""
+        return self._locked(lambda table: [key.decode() for key in table.values])
+
+    def queue_push(self, key: str, value: Data) -> None:
+        """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
+        name, data = checks.key_bytes(key), checks.data_bytes(value)
+        self._locked(lambda _: self._queues.push(name, data))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
+        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
+        name, limit = checks.key_bytes(key), self._wait_seconds(timeout)
+        deadline, lines = checks.Deadline(limit), KeyWait(self, [name])
+        arrived, taken = threading.Event(), list[bytes]()
+
+        def take(value: bytes) -> None:
+            taken.append(value)
+            arrived.set()
+
+        with self._lock:
+            self._ensure_open()
+            value = self._queues.pop(name)
+            if value is not None:
+                return value
+            if not block:
+                raise checks.empty_error("HashStore", key)
+            self._queues.park(name, take)
+            self._closing[arrived] = None
+        try:
+            while not arrived.wait(lines.pause(deadline.left())) and not deadline.passed:
+                lines.look([name])
+        finally:
+            with self._lock:
+                self._queues.unpark(name, take)
+                self._closing.pop(arrived, None)
+        if not taken:
+            self._ensure_open()
+            raise checks.timeout_error("HashStore", [key], [key], limit)
+        return taken[0]
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue ``key``."""
+        name = checks.key_bytes(key)
+        return self._locked(lambda _: self._queues.length(name))
+
     def close(self) -> None:
         """Make threads that wait raise, and every later call of all who share the store."""
         with self._lock:
             self._closed = True
             self._table.wake_all()
+            for waiting in self._closing:
+                waiting.set()
 
     @property
     def authenticated(self) -> bool:

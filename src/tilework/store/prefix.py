@@ -82,6 +82,24 @@ class PrefixStore(Store):
         """Remove ``key``; return whether it existed."""
         return self._open_store().delete_key(self._full(key))
 
+    def list_keys(self) -> list[str]:
+        """The keys of this view, without the prefix, in no order."""
+        start = f"{self.prefix}/"
+        keys = self._open_store().list_keys()
+        return [key[len(start) :] for key in keys if key.startswith(start)]
+
+    def queue_push(self, key: str, value: Data) -> None:
+        """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
+        self._open_store().queue_push(self._full(key), value)
+
+    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
+        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
+        return self._open_store().queue_pop(self._full(key), block, self._own(timeout))
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue ``key``."""
+        return self._open_store().queue_len(self._full(key))
+
     def leave_will(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None] | None:

@@ -35,6 +35,9 @@ class Kind(IntEnum):
     #: A store object opened the file, or closed it; they count who still uses it.
     OPEN = 4
     CLOSE = 5
+    #: A value was pushed to a queue, or the oldest was taken.
+    PUSH = 6
+    POP = 7
 
 
 class Record(NamedTuple):

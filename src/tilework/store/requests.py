@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from tilework.errors import DistStoreError
 from tilework.store import wire
 from tilework.store.checks import MAX_KEY_BYTES, MAX_VALUE_BYTES
+from tilework.store.queues import Queues
 from tilework.store.table import Table
 from tilework.store.wire import Code, GarbageError
 
@@ -30,10 +32,11 @@ class Client(Protocol):
 
 
 class StoreState:
-    """The contents of one store: its table, and the workers that joined."""
+    """The contents of one store: its table and queues, and the workers that joined."""
 
     def __init__(self) -> None:
         self.table = Table()
+        self.queues = Queues()
         #: Names of the clients that joined as workers.
         self.workers: set[bytes] = set()
         #: Called, once each, when a worker joins.
@@ -203,6 +206,47 @@ def _will(client: Client, state: StoreState, fields: list[bytes]) -> None:
     client.ok()
 
 
+def _list_keys(client: Client, state: StoreState, fields: list[bytes]) -> None:
+    if fields:
+        raise GarbageError("list_keys takes nothing")
+    keys = list(state.table.values)
+    if len(keys) > wire.MAX_FIELDS or sum(map(len, keys)) + 4 * len(keys) > wire.MAX_MESSAGE_BYTES:
+        raise DistStoreError(f"the store's {len(keys)} keys do not fit into one answer")
+    client.ok(*keys)
+
+
+def _queue_push(client: Client, state: StoreState, fields: list[bytes]) -> None:
+    key, value = _fields(fields, 2)
+    state.queues.push(key, value)
+    client.ok()
+
+
+def _queue_pop(client: Client, state: StoreState, fields: list[bytes]) -> None:
+    milliseconds, keys = _timed_keys(fields)
+    (key,) = _fields(keys, 1)
+    value = state.queues.pop(key)
+    if value is not None:
+        client.ok(value)
+        return
+    if milliseconds < 0:
+        client.send(Code.TIMEOUT, (key,))
+        return
+
+    def take(value: bytes) -> None:
+        client.answer_parked(Code.OK, (value,))
+
+    def expired() -> None:
+        client.send(Code.TIMEOUT, (key,))
+
+    state.queues.park(key, take)
+    client.park(milliseconds, expired, lambda: state.queues.unpark(key, take))
+
+
+def _queue_length(client: Client, state: StoreState, fields: list[bytes]) -> None:
+    (key,) = _fields(fields, 1)
+    client.ok(wire.encode_number(state.queues.length(key)))
+
+
 HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = {
     Code.SET: _set,
     Code.GET: _get,
@@ -217,4 +261,8 @@ HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = 
     Code.JOIN: _join,
     Code.WAIT_WORKERS: _wait_workers,
     Code.WILL: _will,
+    Code.LIST_KEYS: _list_keys,
+    Code.QUEUE_PUSH: _queue_push,
+    Code.QUEUE_POP: _queue_pop,
+    Code.QUEUE_LENGTH: _queue_length,
 }

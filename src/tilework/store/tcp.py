@@ -45,6 +45,7 @@ class TCPStore(RemoteStore):
         wait_for_workers: Whether the master waits until ``world_size`` stores were made.
         multi_tenant: Whether to share the server that this process may have at this address.
         secret: The job's secret, the same on all ranks; None for none.
+        use_libuv: Accepted for torch's sake: there is one kind of server.
 
     Raises:
         DistNetworkError: Nobody answers at the address, or it cannot be listened on, or what
@@ -70,6 +71,8 @@ class TCPStore(RemoteStore):
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
         secret: bytes | None = None,
+        *,
+        use_libuv: bool = True,
     ) -> None:
         checks.positive(timeout)
         check_secret(secret)

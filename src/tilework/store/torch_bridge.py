@@ -130,6 +130,40 @@ class TorchStoreAdapter(Store):
         """The number of keys, torch's own bookkeeping included."""
         return int(self._call("num_keys"))
 
+    def list_keys(self) -> list[str]:
+        """All keys, torch's own bookkeeping included, in no order."""
+        return list(self._call("list_keys"))
+
+    def queue_push(self, key: str, value: Data) -> None:
+        """Append ``value`` to the queue ``key``; torch's FileStore has none."""
+        checks.key_bytes(key)
+        self._call("queue_push", key, checks.data_bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: timedelta | None = None) -> bytes:
+        """Take the oldest value of the queue ``key``; see :meth:`Store.queue_pop`."""
+        checks.key_bytes(key)
+        limit = self._wait_seconds(timeout)
+        deadline, pause = checks.Deadline(limit), _FIRST_PAUSE
+        while True:  # polled, as wait is
+            late = deadline.passed
+            if self.queue_len(key):
+                try:
+                    return bytes(self._call("queue_pop", key, False))
+                except DistStoreError:  # another caller was first, or it failed
+                    if self.queue_len(key):
+                        raise
+            if not block:
+                raise checks.empty_error(repr(self), key)
+            if late:
+                raise checks.timeout_error(repr(self), [key], [key], limit)
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def queue_len(self, key: str) -> int:
+        """The number of values in the queue ``key``."""
+        checks.key_bytes(key)
+        return int(self._call("queue_len", key))
+
     @property
     def authenticated(self) -> bool:
         """As given at construction; torch's TCPStore authenticates nobody."""
@@ -143,6 +177,8 @@ class TorchStoreAdapter(Store):
             raise checks.closed_error(repr(self))
         try:
             return getattr(self._store, method)(*arguments)
+        except AttributeError as error:
+            raise DistStoreError(f"{self!r} has no {method} in this version of torch") from error
         except torch_dist.DistNetworkError as error:
             raise DistNetworkError(f"{self!r}: {error}") from error
         except (RuntimeError, ValueError) as error:
@@ -204,6 +240,18 @@ class _StoreForTorch(c10d.Store):
 
     def num_keys(self) -> int:
         return self._store.num_keys()
+
+    def list_keys(self) -> list[str]:
+        return self._store.list_keys()
+
+    def queue_push(self, key: str, value: Data) -> None:
+        self._store.queue_push(key, _bytes(value))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self._store.queue_pop(key, block)
+
+    def queue_len(self, key: str) -> int:
+        return self._store.queue_len(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self._store.multi_get(keys)

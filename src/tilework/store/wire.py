@@ -84,6 +84,14 @@ class Code(IntEnum):
     WAIT_WORKERS = 27
     #: key, value: appended when this connection closes; nothing: no longer
     WILL = 28
+    #: nothing; answered by the keys
+    LIST_KEYS = 29
+    #: queue, value
+    QUEUE_PUSH = 30
+    #: milliseconds, queue: negative not to wait; answered by the value
+    QUEUE_POP = 31
+    #: queue; answered by the number of values
+    QUEUE_LENGTH = 32
 
     #: Success, with the fields named above.
     OK = 64

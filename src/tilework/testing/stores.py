@@ -31,7 +31,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from tilework.errors import DistError, DistStoreError, StoreTimeoutError
+from tilework.errors import DistError, DistStoreError, QueueEmptyError, StoreTimeoutError
 from tilework.store import MAX_KEY_BYTES, MAX_VALUE_BYTES, PrefixStore, Store, store_based_barrier
 from tilework.store.checks import MAX_INTEGER
 
@@ -102,6 +102,8 @@ class StoreContract(ABC):
     binary_updates = True
     #: Whether the largest value is tried; it takes a while where it goes through a disk.
     large_values = True
+    #: Whether it has queues, and knows only its users' keys.
+    queues = True
     #: Whether ``close`` makes the store raise.
     closes = True
 
@@ -149,6 +151,45 @@ class StoreContract(ABC):
         if self.large_values:
             pair[0].set("k", b"v" * MAX_VALUE_BYTES)
             assert len(pair[1].get("k")) == MAX_VALUE_BYTES
+
+    # queues
+
+    def test_a_queue_gives_values_in_their_order_once(self, pair: Pair) -> None:
+        self._need_queues()
+        pair[0].queue_push("q", "1")
+        pair[1].queue_push("q", b"\x00\xff")
+        assert pair[1].queue_len("q") == 2
+        assert (pair[1].queue_pop("q"), pair[0].queue_pop("q")) == (b"1", b"\x00\xff")
+        assert pair[0].queue_len("q") == 0
+
+    def test_an_empty_queue_raises_where_nobody_waits(self, pair: Pair) -> None:
+        self._need_queues()
+        with pytest.raises(QueueEmptyError, match="queue is empty"):
+            pair[0].queue_pop("q", block=False)
+
+    def test_a_pop_waits_for_a_push(self, pair: Pair) -> None:
+        self._need_queues()
+        waiting = Background(lambda: pair[0].queue_pop("q"))
+        pair[1].queue_push("q", "v")
+        assert waiting.result() == b"v"
+
+    def test_a_pop_that_gave_up_takes_nothing(self, pair: Pair) -> None:
+        self._need_queues()
+        with pytest.raises(StoreTimeoutError, match=r"^Timeout.*q'"):
+            pair[0].queue_pop("q", timeout=timedelta(milliseconds=20))
+        pair[1].queue_push("q", "v")
+        assert pair[1].queue_pop("q") == b"v"
+
+    def test_queues_are_no_keys(self, pair: Pair) -> None:
+        self._need_queues()
+        pair[0].set("k", "value")
+        pair[0].queue_push("k", "queued")
+        assert pair[1].list_keys() == ["k"]
+        assert (pair[1].get("k"), pair[1].queue_pop("k")) == (b"value", b"queued")
+
+    def _need_queues(self) -> None:
+        if not self.queues:
+            pytest.skip("a store without queues")
 
     # add
 

@@ -11,8 +11,10 @@ Gradients are those of the sum of all ranks' losses; ``requires_grad`` must agre
 ranks. Under torch.compile, torch.export and make_fx each call becomes two operators,
 ``tilework::<name>`` and ``tilework::wait``.
 
-``group`` is a group, its name, or None for the default group. All raise ``ValueError`` or
-``TypeError`` for arguments that are wrong by themselves, also on a rank outside the group.
+``group`` is a group, its name, a mesh of one axis, a pair of a mesh and one of its axes, a list of
+global ranks (the group is made when it is first named), or None for the default group. All raise
+``ValueError`` or ``TypeError`` for arguments that are wrong by themselves, also on a rank outside
+the group. torch's names of parameters (``self``, ``reduceOp``, ``tag=""``) are taken, too.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ from tilework.comm.functional import kinds
 from tilework.comm.functional import ops as _ops  # noqa: F401  # registers the operators
 from tilework.comm.functional.async_tensor import AsyncTensor
 from tilework.comm.functional.reductions import op_text
-from tilework.comm.functional.running import GroupOrName, named, root_of, run, size_of
+from tilework.comm.functional.running import (
+    GroupOrName,
+    MeshLike,
+    named,
+    root_of,
+    run,
+    size_of,
+)
 from tilework.comm.reduce_op import AnyReduceOp
+from tilework.comm.torch_names import torch_names
 from tilework.comm.world import AnyGroup
 
 #: The ``group`` of functional collectives.
-Group = AnyGroup | str
+Group = AnyGroup | str | MeshLike | tuple[MeshLike, int | str] | Sequence[int]
 #: Their ``op``: a ReduceOp, or its name ("sum").
 Op = AnyReduceOp | str
 
@@ -52,6 +62,7 @@ def wait_tensor(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
 
 
+@torch_names({"tag": ""}, self="tensor", reduceOp="op")
 def all_reduce(tensor: Tensor, op: Op = "sum", group: Group = None) -> Tensor:
     """All ranks' ``tensor`` combined, the same bits on every rank.
 
@@ -96,6 +107,7 @@ def reduce(tensor: Tensor, dst: int, op: Op = "sum", group: Group = None) -> Ten
     return run(kinds.Reduce, tensor, where, op_text(op), root_of(where, dst))
 
 
+@torch_names({"tag": ""}, self="tensor")
 def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
     """Rank ``src``'s ``tensor`` on every rank.
 
@@ -115,6 +127,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
     return run(kinds.Broadcast, tensor, where, root_of(where, src))
 
 
+@torch_names({"tag": ""}, self="tensor")
 def all_gather_tensor(
     tensor: Tensor,
     gather_dim: int = 0,
@@ -142,6 +155,7 @@ def all_gather_tensor(
     return _gathered(kinds.AllGather, tensor, gather_dim, named(group), sizes)
 
 
+@torch_names({"tag": ""}, self="tensor", reduceOp="op")
 def reduce_scatter_tensor(
     tensor: Tensor,
     op: Op = "sum",
@@ -172,6 +186,7 @@ def reduce_scatter_tensor(
     return run(kinds.ReduceScatter, tensor, where, op_text(op), dim, rows)
 
 
+@torch_names({"tag": ""}, self="tensor")
 def all_to_all_single(
     tensor: Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -193,6 +208,12 @@ def all_to_all_single(
         >>> run_ranks(2, lambda rank: all_to_all_single(torch.arange(2) + 10 * rank).tolist())
         [[0, 10], [1, 11]]
     """
+    if isinstance(output_split_sizes, Tensor):
+        raise TypeError(
+            "all_to_all_single takes the tensor to send, then the sizes, and returns what came; "
+            "torch.distributed.nn.functional's, which takes a tensor to fill first, is "
+            "tilework.distributed.nn.functional.all_to_all_single"
+        )
     where = named(group)
     dim = _dim(tensor, 0)
     sent = _shares(tensor, dim, size_of(where), input_split_sizes)
@@ -261,6 +282,7 @@ def scatter(
     return run(kinds.Scatter, tensor, where, root_of(where, src), dim, list(sizes))
 
 
+@torch_names({"tag": ""}, self="tensor")
 def permute_tensor(tensor: Tensor, src_dst: Sequence[int], group: Group = None) -> Tensor:
     """The ``tensor`` of the rank that sends to this one; zeros if none does.
 
@@ -285,6 +307,7 @@ def permute_tensor(tensor: Tensor, src_dst: Sequence[int], group: Group = None) 
 # -- several tensors -------------------------------------------------------------------------
 
 
+@torch_names({"tag": ""}, self="tensors", reduceOp="op")
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Op = "sum", group: Group = None
 ) -> list[Tensor]:
@@ -301,6 +324,7 @@ def all_reduce_coalesced(
     return [all_reduce(tensor, op, group) for tensor in tensors]
 
 
+@torch_names({"tag": ""}, self="tensors")
 def all_gather_into_tensor_coalesced(
     tensors: Sequence[Tensor], group: Group = None
 ) -> list[Tensor]:
@@ -315,6 +339,7 @@ def all_gather_into_tensor_coalesced(
     return [all_gather_tensor(tensor, 0, group) for tensor in tensors]
 
 
+@torch_names({"tag": ""}, inputs="tensors", reduceOp="op")
 def reduce_scatter_tensor_coalesced(
     tensors: Sequence[Tensor], op: Op, scatter_dim: Sequence[int], group: Group = None
 ) -> list[Tensor]:

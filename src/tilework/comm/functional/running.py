@@ -8,8 +8,8 @@ it goes through the operators of :mod:`.ops`, which are these same collectives.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.tracing import constant, traced, transformed
+from tilework.comm.groups import new_group
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank, native_group
 
 #: Smaller collectives are done before the call returns: another thread would cost more.
@@ -25,6 +26,12 @@ AT_ONCE_BYTES = 1 << 16
 
 #: A group of this rank, or its name (in traces).
 GroupOrName = ProcessGroup | str
+
+
+class MeshLike(Protocol):
+    """A mesh, as far as its groups go."""
+
+    def get_group(self, mesh_dim: Any = None) -> Any: ...
 
 
 class Collective(ABC):
@@ -219,7 +226,70 @@ def _root_of(name: str, rank: int) -> int:
     return get_group_rank(group_named(name), rank)
 
 
-def named(group: AnyGroup | str) -> GroupOrName:
+@constant
+def _name_of(*group: Any) -> str:
+    """The name of a mesh's group; of a mesh's and an axis's; of that of some ranks."""
+    alone = len(group) == 1 and not isinstance(group[0], int)
+    return _member(group[0] if alone else group).group_name
+
+
+class _ByRanks(dict[tuple[int, ...], ProcessGroup]):
+    """The groups that were named by lists of ranks, by these."""
+
+    def forget_groups(self) -> None:
+        """Forget groups of ranks that have other numbers now."""
+        self.clear()
+
+
+def _group_of_ranks(ranks: Sequence[int]) -> ProcessGroup | NonMember:
+    """The group of some ranks; the first time it is made: collective over them then."""
+    world = current_world()
+    numbers = tuple(int(rank) for rank in ranks)
+    if numbers == world.default().global_ranks:
+        return world.default()
+    if world.default().global_ranks[world.default().rank()] not in numbers:
+        return NonMember(f"ranks {list(numbers)}", numbers)
+    known = world.state(_ByRanks)
+    if known.get(numbers) not in world.records:
+        made = new_group(numbers, use_local_synchronization=True, sort_ranks=False)
+        assert isinstance(made, ProcessGroup)
+        known[numbers] = made
+    return known[numbers]
+
+
+def _from_mesh(group: Any) -> Any:
+    """The group that a mesh, a mesh and an axis, or a list of ranks stands for."""
+    if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
+        mesh, axis = group
+        return mesh.get_group(axis)
+    if isinstance(group, list | tuple):
+        if not all(isinstance(rank, int) for rank in group):
+            raise TypeError(
+                f"a group as a list is that of its global ranks, such as [0, 1], or a pair of a "
+                f"mesh and one of its axes; got {group!r}"
+            )
+        return _group_of_ranks(group)
+    return group.get_group() if hasattr(group, "get_group") else group
+
+
+def _member(group: Any) -> ProcessGroup:
+    """The group of a ``group`` argument, which this rank is in."""
+    if group is None:
+        return current_world().default()
+    if isinstance(group, str):
+        return group_named(group)
+    found = native_group(group if isinstance(group, ProcessGroup) else _from_mesh(group))
+    if isinstance(found, NonMember):
+        raise ValueError(
+            f"this rank is not in {found!r}, so there is no result here; call functional "
+            f"collectives on member ranks only (rank_not_in_group(group) tells)"
+        )
+    return found
+
+
+def named(
+    group: AnyGroup | str | MeshLike | tuple[MeshLike, int | str] | Sequence[int],
+) -> GroupOrName:
     """The group of a ``group`` argument, or its name within a trace.
 
     Raises:
@@ -229,23 +299,22 @@ def named(group: AnyGroup | str) -> GroupOrName:
     if torch.compiler.is_compiling():
         if group is None:
             return _default_name()
-        return group if isinstance(group, str) else group.group_name
-    if group is None:
-        return current_world().default()
-    if isinstance(group, str):
-        return group_named(group)
-    group = native_group(group)
-    if isinstance(group, NonMember):
-        raise ValueError(
-            f"this rank is not in {group!r}, so there is no result here; call functional "
-            f"collectives on member ranks only (rank_not_in_group(group) tells)"
-        )
-    return group
+        if isinstance(group, str):
+            return group
+        if isinstance(group, ProcessGroup):
+            return group.group_name
+        return _name_of(*group) if isinstance(group, list | tuple) else _name_of(group)
+    return _member(group)
 
 
 def size_of(group: GroupOrName) -> int:
     """The number of ranks."""
     return _size_of(group) if isinstance(group, str) else group.size()
+
+
+def rank_in(group: GroupOrName) -> int:
+    """This rank's number within the group."""
+    return (group_named(group) if isinstance(group, str) else group).rank()
 
 
 def root_of(group: GroupOrName, rank: int) -> int:

@@ -1,0 +1,65 @@
+"""torch's names of parameters that have another name here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: The attribute of a function that has torch's names: for tests and documentation.
+ATTRIBUTE = "torch_names"
+
+
+def torch_names(
+    ignored: Mapping[str, Any] | None = None, **names: str
+) -> Callable[[_Function], _Function]:
+    """A decorator: calls may name parameters as torch does.
+
+    Args:
+        ignored: Parameters of torch's that mean nothing here, with the values that may be given.
+        names: Names of parameters here, by torch's names.
+
+    Example:
+        >>> @torch_names({"tag": ""}, reduceOp="op")
+        ... def reduced(values, op="sum"):
+        ...     return sum(values) if op == "sum" else max(values)
+        >>> reduced([1, 2], reduceOp="max", tag="")
+        2
+        >>> reduced([1, 2], "max", reduceOp="sum")
+        Traceback (most recent call last):
+        TypeError: reduced() got both 'op' and torch's name for it, 'reduceOp': give one
+    """
+    without = dict(ignored or {})
+
+    def decorate(function: _Function) -> _Function:
+        order = list(function.__code__.co_varnames[: function.__code__.co_argcount])
+        name = function.__name__
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for theirs in [key for key in kwargs if key in names or key in without]:
+                value = kwargs.pop(theirs)
+                if theirs in without:
+                    _check_ignored(name, theirs, value, without[theirs])
+                    continue
+                ours = names[theirs]
+                if ours in kwargs or ours in order[: len(args)]:
+                    raise TypeError(
+                        f"{name}() got both {ours!r} and torch's name for it, {theirs!r}: give one"
+                    )
+                kwargs[ours] = value
+            return function(*args, **kwargs)
+
+        setattr(call, ATTRIBUTE, {**dict.fromkeys(without, ""), **names})
+        return cast(_Function, call)
+
+    return decorate
+
+
+def _check_ignored(function: str, name: str, value: Any, allowed: Any) -> None:
+    if value != allowed:
+        raise NotImplementedError(
+            f"{function}(): torch's parameter {name!r} can only be {allowed!r} here, got {value!r}"
+        )

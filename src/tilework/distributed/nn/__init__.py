@@ -1,0 +1,5 @@
+"""torch.distributed.nn's names."""
+
+from tilework.distributed.nn import functional
+
+__all__ = ["functional"]

@@ -1,0 +1,306 @@
+"""Names of torch.distributed's, and where they are here: the table behind errors, tests and pages.
+
+A name that is left out on purpose raises where a user of torch looks for it, with what to use
+instead. ``python -m tests.torch_names`` writes docs/how-to/left-out.md from :data:`LEFT_OUT`.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+#: The modules here that have the names of torch's modules.
+MODULES: Final = {
+    "torch.distributed": "tilework.distributed",
+    "torch.distributed.distributed_c10d": "tilework.distributed.distributed_c10d",
+    "torch.distributed._functional_collectives": "tilework.distributed.functional",
+    "torch.distributed.nn.functional": "tilework.distributed.nn.functional",
+    "torch.distributed.device_mesh": "tilework.mesh",
+    "torch.distributed.tensor": "tilework.dtensor",
+    "torch.distributed.tensor.debug": "tilework.dtensor",
+    "torch.distributed.tensor.experimental": "tilework.dtensor",
+    "torch.distributed.tensor.parallel": "tilework.parallel",
+    "torch.distributed.fsdp": "tilework.parallel",
+    "torch.nn.parallel": "tilework.parallel",
+    "torch.distributed.algorithms.join": "tilework.parallel",
+    "torch.distributed.algorithms.ddp_comm_hooks": "tilework.parallel.comm_hooks",
+    "torch.distributed.algorithms.model_averaging": "tilework.parallel",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "tilework.parallel",
+    "torch.distributed.optim": "tilework.parallel",
+    "torch.distributed.checkpoint": "tilework.checkpoint",
+    "torch.distributed.rpc": "tilework.rpc",
+    "torch.distributed._shard.api": "tilework.sharded",
+    "torch.distributed._shard.sharded_tensor": "tilework.sharded",
+    "torch.distributed._shard.sharding_spec": "tilework.sharded",
+    "torch.distributed._shard.sharding_plan": "tilework.sharded",
+    "torch.distributed._shard.sharded_optim": "tilework.sharded",
+    "torch.multiprocessing": "tilework.launch",
+    "torch.utils.data.distributed": "tilework.data",
+}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Names of torch's that are left out for one reason."""
+
+    #: Where a user looks for them here.
+    package: str
+    #: torch's module, and the names in it.
+    module: str
+    names: tuple[str, ...]
+    why: str
+    #: What to use instead.
+    instead: str
+
+    def message(self, name: str) -> str:
+        """The error for one of the names."""
+        return (
+            f"{self.package} has no {name}, which {self.module} has: {self.why}. Use {self.instead}"
+        )
+
+
+_FSDP1 = "FSDP1's wrapper has a successor, in torch as well"
+_PLUG_INS = "what a checkpoint holds and who writes it is planned inside"
+_ELASTIC = "the launcher is one program, without parts to plug in"
+
+LEFT_OUT: Final[Sequence[LeftOut]] = (
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.fsdp",
+        ("FullyShardedDataParallel", "FSDP"),
+        _FSDP1,
+        "fully_shard(module) for each block and then for the model; or torch's own class after "
+        'torch.distributed.init_process_group("tilework")',
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.fsdp",
+        ("ShardingStrategy",),
+        _FSDP1,
+        "fully_shard(…, reshard_after_forward=True) for FULL_SHARD, False for SHARD_GRAD_OP, a "
+        "mesh of two axes for HYBRID_SHARD, and DistributedDataParallel for NO_SHARD",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.fsdp",
+        ("BackwardPrefetch",),
+        _FSDP1,
+        "module.set_modules_to_backward_prefetch([…])",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.fsdp",
+        ("CPUOffload",),
+        _FSDP1,
+        "fully_shard(…, offload_policy=CPUOffloadPolicy())",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.fsdp",
+        ("StateDictType", "FullStateDictConfig", "ShardedStateDictConfig", "LocalStateDictConfig",
+         "FullOptimStateDictConfig", "ShardedOptimStateDictConfig", "LocalOptimStateDictConfig",
+         "StateDictConfig", "OptimStateDictConfig", "StateDictSettings", "OptimStateKeyType"),
+        _FSDP1,
+        "model.state_dict(), which has DTensors, and full_tensor() of each; or tilework.checkpoint",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.fsdp.wrap",
+        ("ModuleWrapPolicy", "CustomPolicy", "always_wrap_policy", "lambda_auto_wrap_policy",
+         "transformer_auto_wrap_policy", "size_based_auto_wrap_policy", "enable_wrap", "wrap"),
+        "there is no wrapper to be put around modules by a policy",
+        "a loop: for block in model.modules(): if isinstance(block, Block): fully_shard(block)",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.fsdp.sharded_grad_scaler",
+        ("ShardedGradScaler",),
+        "ranks agree about infinite gradients of sharded parameters by themselves",
+        'torch.amp.GradScaler("cpu")',
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.nn.parallel",
+        ("DataParallel", "data_parallel", "DistributedDataParallelCPU"),
+        "one process that drives several devices is no group of ranks, and slower",
+        "DistributedDataParallel, with one rank for each device",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed._composable",
+        ("replicate",),
+        "a module's parameters are replicated by one class",
+        "DistributedDataParallel(module)",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.optim",
+        ("_apply_optimizer_in_backward", "_get_in_backward_optimizers"),
+        "an optimizer's step within backward saves memory that fully_shard does not hold",
+        "fully_shard, or parameter.register_post_accumulate_grad_hook on it",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.optim",
+        ("DistributedOptimizer",),
+        "it steps over distributed autograd, which is left out",
+        "an optimizer on each rank, or ZeroRedundancyOptimizer",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.algorithms._comm_hooks.default_hooks",
+        ("LowPrecisionState", "DefaultState"),
+        _FSDP1,
+        "fully_shard(…, mp_policy=MixedPrecisionPolicy(reduce_dtype=…))",
+    ),
+    LeftOut(
+        "tilework.parallel",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        ("offload_wrapper", "OffloadWrapper"),
+        "activations are on the CPU as they are",
+        "checkpoint_wrapper, which computes them again",
+    ),
+    LeftOut(
+        "tilework.dtensor",
+        "torch.distributed.tensor.experimental",
+        ("context_parallel", "context_parallel_unshard", "set_rotate_method"),
+        "attention takes inputs that are sharded along the sequence as they are",
+        "distribute_tensor(x, mesh, [Shard(sequence_dim)]) for queries, keys and values",
+    ),
+    LeftOut(
+        "tilework.dtensor",
+        "torch.distributed.tensor.placement_types",
+        ("_StridedShard",),
+        "the order in which axes divide a dim is a property of the layout",
+        "distribute_tensor(…, order=(…)), or redistribute(…, order=(…))",
+    ),
+    LeftOut(
+        "tilework.dtensor",
+        "torch.distributed.tensor.placement_types",
+        ("_MaskPartial",),
+        "embeddings whose rows are sharded need no placement of their own",
+        "Partial",
+    ),
+    LeftOut(
+        "tilework.dtensor",
+        "torch.distributed.tensor._op_schema",
+        ("OpSchema", "OpStrategy", "OutputSharding", "TupleStrategy", "PlacementStrategy",
+         "OpSpec"),
+        "an operator's sharding is a rule of one line",
+        'register_rule(operator, "…"), or register_sharding(operator)',
+    ),
+    LeftOut(
+        "tilework.checkpoint",
+        "torch.distributed.checkpoint",
+        ("DefaultSavePlanner", "DefaultLoadPlanner", "SavePlanner", "LoadPlanner", "SavePlan",
+         "LoadPlan", "ReadItem", "WriteItem"),
+        _PLUG_INS,
+        "load(…, names=…, map_names=…) for a part, or under other names",
+    ),
+    LeftOut(
+        "tilework.checkpoint",
+        "torch.distributed.checkpoint",
+        ("FileSystemReader", "FileSystemWriter", "StorageReader", "StorageWriter", "FsspecReader",
+         "FsspecWriter"),
+        _PLUG_INS,
+        "a folder, or a URL that fsspec knows, as the path; convert(…) reads torch's folders",
+    ),
+    LeftOut(
+        "tilework.checkpoint",
+        "torch.distributed.checkpoint",
+        ("AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"),
+        "async_save copies what it needs itself",
+        "async_save(…)",
+    ),
+    LeftOut(
+        "tilework.checkpoint",
+        "torch.distributed.checkpoint",
+        ("save_state_dict", "load_state_dict"),
+        "torch has deprecated them",
+        "save(state, path) and load(path, into=state)",
+    ),
+    LeftOut(
+        "tilework.distributed",
+        "torch.distributed",
+        ("Reducer", "Logger"),
+        "they are inside DistributedDataParallel",
+        "DistributedDataParallel(…).report() and get_ddp_logging_data()",
+    ),
+    LeftOut(
+        "tilework.distributed",
+        "torch.distributed",
+        ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC"),
+        "torch's engines are made behind the contract of groups",
+        'init_process_group("gloo") and so on, or new_group(backend="gloo")',
+    ),
+    LeftOut(
+        "tilework.distributed",
+        "torch.distributed",
+        ("autograd",),
+        "no other part keeps gradients across remote calls, and torch advises against it",
+        "tilework.distributed.functional, whose collectives are differentiable",
+    ),
+    LeftOut(
+        "tilework.distributed",
+        "torch.distributed",
+        ("_symmetric_memory",),
+        "torch has it for GPUs alone",
+        "group.empty(…): tensors in the group's segment, which peers read in place",
+    ),
+    LeftOut(
+        "tilework.rpc",
+        "torch.distributed.nn",
+        ("RemoteModule",),
+        "it trains by distributed autograd, which is left out",
+        "rpc.remote(worker, module_class), whose RRef calls methods there",
+    ),
+    LeftOut(
+        "tilework.launch",
+        "torch.distributed.launcher",
+        ("elastic_launch", "LaunchConfig", "launch_agent"),
+        _ELASTIC,
+        "spawn(function, args=…, nprocs=…), or `tilework run`",
+    ),
+    LeftOut(
+        "tilework.launch",
+        "torch.multiprocessing",
+        ("start_processes", "ProcessContext", "SpawnContext"),
+        "there is one function that starts ranks",
+        "spawn(function, args=…, nprocs=…, start_method=…, join=…)",
+    ),
+    LeftOut(
+        "tilework.launch",
+        "torch.distributed.elastic",
+        ("ElasticAgent", "LocalElasticAgent", "WorkerSpec", "RendezvousHandler",
+         "RendezvousParameters", "LogsSpecs", "DefaultLogsSpecs"),
+        _ELASTIC,
+        "`tilework run --restarts`, and tilework.parallel.Resilient",
+    ),
+)  # fmt: skip
+
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+
+
+def refuse_left_out(package: str, name: str) -> NoReturn:
+    """Say that a package has no ``name``, and what became of one that is left out on purpose.
+
+    To be called by the package's own ``__getattr__``. The error of ``from package import name`` is
+    an ImportError, for Python would replace an AttributeError's message there; any other one is an
+    AttributeError, so that ``hasattr`` works.
+
+    Example:
+        >>> refuse_left_out("tilework.rpc", "nothing")
+        Traceback (most recent call last):
+        AttributeError: module 'tilework.rpc' has no attribute 'nothing'
+    """
+    for row in LEFT_OUT:
+        if row.package == package and name in row.names:
+            asking = sys._getframe(2)
+            message = row.message(name)
+            if asking.f_lasti >= 0 and asking.f_code.co_code[asking.f_lasti] == _IMPORT_FROM:
+                raise ImportError(message, name=name)
+            raise AttributeError(message, name=name)
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")
