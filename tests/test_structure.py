@@ -34,6 +34,8 @@ ABOUT_MORE = {
     "dtensor/test_random_programs.py": "any operators, one after the other",
     "dtensor/test_training.py": "what a training loop calls: optimizers, clipping, casts, hooks",
     "sharded/test_training.py": "sharding, training, resharding and saving together",
+    "parallel/lives": "whole lives of models at random, in each way of wrapping",
+    "parallel/programs": "training programs of many kinds, in each way of wrapping",
     "parallel/test_composition.py": "ways of data parallelism beside each other and the rest",
     "distributed/test_public_names.py": "the façade's names against torch.distributed's",
     "distributed/test_like_torch.py": "keywords and names that programs of torch.distributed use",

@@ -9,13 +9,11 @@ from typing import Any
 from tilework.checkpoint.asynchronous import PendingSave, raise_pending, start
 from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import Index
-from tilework.checkpoint.index_file import read_index
-from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all
+from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all, read_index
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, prepare, write_and_commit
-from tilework.checkpoint.storage import LocalStorage, Storage, is_url, plain_path
-from tilework.checkpoint.system_errors import checkpoint_errors
+from tilework.checkpoint.storage import LocalStorage, Storage, is_url
 from tilework.checkpoint.url_storage import UrlStorage
 from tilework.comm.world import AnyGroup
 
@@ -29,8 +27,7 @@ def storage_at(path: AnyPath) -> Storage:
     """The storage that a path names: a folder, or a URL.
 
     Raises:
-        ValueError: The path is empty, as of a variable that is not set; or it is a ``file://`` URL
-            of a host.
+        ValueError: The path is empty, as of a variable that is not set.
         TypeError: It is no path.
     """
     if not isinstance(path, str | os.PathLike):
@@ -40,7 +37,7 @@ def storage_at(path: AnyPath) -> Storage:
         )
     if path == "":
         raise ValueError("the path is empty: the current folder is '.'")
-    return UrlStorage(str(path)) if is_url(path) else LocalStorage(plain_path(path))
+    return UrlStorage(str(path)) if is_url(path) else LocalStorage(path)
 
 
 def save(
@@ -68,11 +65,9 @@ def save(
 
     Raises:
         CheckpointError: On all ranks alike: a file could not be written, or another save is at
-            work there. What was at the path is as it was; or the new checkpoint is there, whole, if
-            the disk refused what comes after the index.
+            work there. What was at the path is as it was.
         TypeError: The state has something that a checkpoint does not hold; the message says where.
-        PeerLostError: A rank died. What was at the path is as it was; or the new checkpoint is
-            there, whole, if the first rank died after it had written the index.
+        PeerLostError: A rank died; what was at the path is as it was.
 
     Example:
         >>> import tempfile, torch
@@ -179,7 +174,6 @@ def load(
         return load_into(storage_at(path), into, ranks, options, progress)
 
 
-@checkpoint_errors()
 def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
     """The state of a checkpoint, in plain containers and full tensors on the CPU. Local.
 
@@ -207,7 +201,6 @@ def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
         return read_all(storage_at(path), _patterns(names), verify, progress)
 
 
-@checkpoint_errors()
 def index_of(path: AnyPath) -> Index:
     """The index of a checkpoint: its tensors, boxes, files and checksums. Local.
 

@@ -1,0 +1,58 @@
+"""What a life may meet instead of the plain model's values: clear refusals, and nothing else.
+
+Each is a row of the table in docs/how-to/data-parallel.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that is a right answer.
+
+    Attributes:
+        name: What is refused.
+        error: The name of its class.
+        text: What its message has: a regular expression.
+        after: What an act until then has: likewise.
+    """
+
+    name: str
+    error: str
+    text: str
+    after: str = ""
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "DistributedDataParallel without find_unused_parameters, and a parameter left out",
+        "RuntimeError",
+        "find_unused_parameters=True",
+    ),
+    Refusal(
+        "modules given to fully_shard that only some ranks run",
+        "CollectiveMismatchError",
+        "ranks called different things",
+        r"routes=\((\d), (?!\1)",
+    ),
+    Refusal(
+        "a weight shared by modules of several calls of fully_shard",
+        "ValueError",
+        "which was given to fully_shard in another call",
+        r"tie\(",
+    ),
+)
+
+
+def refusal(error: BaseException, acts: Sequence[str]) -> str | None:
+    """The name of the refusal that an error is, after these acts; None: it is none."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    for each in REFUSALS:
+        is_after = any(re.search(each.after, act) for act in acts)
+        if each.error in names and re.search(each.text, str(error)) and is_after:
+            return each.name
+    return None
