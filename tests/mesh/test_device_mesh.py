@@ -224,8 +224,12 @@ def test_bad_meshes_raise_on_all_ranks() -> None:
             init_device_mesh("cpu", (3,))
         with pytest.raises(RuntimeError, match="is a kind of device"):
             init_device_mesh((2,), "cpu")  # type: ignore[arg-type]
-        with pytest.raises(NotImplementedError, match=r"backend_override.*from_group"):
-            init_device_mesh("cpu", (2,), backend_override={0: "gloo"})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="backend_override names axis 'a'"):
+            init_device_mesh("cpu", (2,), backend_override={"a": "gloo"})
+        with pytest.raises(ValueError, match="unknown backend 'none'"):
+            init_device_mesh("cpu", (2,), backend_override={0: "none"})
+        with pytest.raises(ValueError, match="all ranks must make the same mesh: backends"):
+            init_device_mesh("cpu", (2,), backend_override={0: "gloo"} if rank else None)
         with pytest.raises(RuntimeError, match="not be bigger than default world size 2"):
             DeviceMesh("cpu", [0, 1, 2])
         with pytest.raises(RuntimeError, match="without an index"):

@@ -8,6 +8,14 @@ from tilework.dtensor.construction.creation import empty, full, ones, rand, rand
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.explain import GatherWarning, explain, strict
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
+from tilework.dtensor.like_torch import (
+    CommDebugMode,
+    compute_local_shape_and_global_offset,
+    from_callback,
+    implicit_replication,
+    local_box,
+    visualize_sharding,
+)
 from tilework.dtensor.local_map import local_map
 from tilework.dtensor.module import distribute_module, module_from_torch, module_to_torch
 from tilework.dtensor.propagation.register_rule import register_rule
@@ -15,6 +23,7 @@ from tilework.dtensor.provenance.mode import verifying
 from tilework.dtensor.random import distributions
 from tilework.dtensor.random.generator import manual_seed
 from tilework.dtensor.redistribution.redistribute import plan_redistribution
+from tilework.dtensor.register_sharding import register_sharding
 from tilework.dtensor.show import show
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.verify import verify
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
     from tilework.interop import to_dtensor, to_sharded
 
 __all__ = [
+    "CommDebugMode",
     "DTensor",
     "DeviceMesh",
     "GatherWarning",
@@ -33,12 +43,16 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
     "empty",
     "explain",
+    "from_callback",
     "full",
+    "implicit_replication",
     "init_device_mesh",
+    "local_box",
     "local_map",
     "manual_seed",
     "module_from_torch",
@@ -48,12 +62,14 @@ __all__ = [
     "rand",
     "randn",
     "register_rule",
+    "register_sharding",
     "show",
     "strict",
     "to_dtensor",
     "to_sharded",
     "verify",
     "verifying",
+    "visualize_sharding",
     "zeros",
 ]
 

@@ -74,13 +74,18 @@ def _outside(
     tensors of one shape. Nothing is computed here with it.
     """
     if shape is None:
-        extents = list(local.shape)
-        for placement, length in zip(placements, mesh.shape, strict=False):
-            if isinstance(placement, Shard) and -local.ndim <= placement.dim < local.ndim:
-                dim = placement.dim % local.ndim
-                extents[dim] = sum(placement.sizes) if placement.sizes else extents[dim] * length
-        shape = extents
+        shape = shape_of_equals(local, mesh, placements)
     return spec_of(mesh, placements, shape, order)
+
+
+def shape_of_equals(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
+    """The shape of the tensor whose local tensor has the shape of ``local`` on every rank."""
+    extents = list(local.shape)
+    for placement, length in zip(placements, mesh.shape, strict=False):
+        if isinstance(placement, Shard) and -local.ndim <= placement.dim < local.ndim:
+            dim = placement.dim % local.ndim
+            extents[dim] = sum(placement.sizes) if placement.sizes else extents[dim] * length
+    return extents
 
 
 def _checked(local: Tensor, spec: DTensorSpec, shape: Sequence[int] | None) -> DTensorSpec:

@@ -17,7 +17,7 @@ from tilework.dtensor.autograd import gradients, in_place_views, local_graph, or
 from tilework.dtensor.base import DTensorBase, data_of, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
-from tilework.dtensor.from_local import spec_from_local
+from tilework.dtensor.from_local import shape_of_equals, spec_from_local
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.digests import (
@@ -122,6 +122,7 @@ class DTensor(DTensorBase):
         stride: Sequence[int] | None = None,
         order: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
+        check: bool = True,
     ) -> DTensor:
         """The DTensor whose local tensor on this rank is ``local_tensor``. Shares memory with it.
 
@@ -146,6 +147,8 @@ class DTensor(DTensorBase):
                 it is redistributed to; by default the tensor's, replicated where it is partial.
                 Where each rank along an axis computes its replicated part from values of its own,
                 as from its shard of a tensor, ``Partial()`` gives it its share.
+            check: False: local; without ``shape`` all ranks' local tensors are taken to have the
+                shape of this one, and nobody compares them.
 
         Raises:
             ValueError: Local tensors do not fit together or to ``shape``, or ranks differ.
@@ -185,12 +188,16 @@ class DTensor(DTensorBase):
             stride = whole_numbers(stride, "stride has a whole number for each dim, as (3, 1)")
         if stride is not None and (shape is None or len(stride) != len(shape)):
             raise ValueError("pass shape and stride together, with an entry of each for each dim")
+        if run_check and not check:
+            raise ValueError("run_check=True compares ranks, and check=False does not: leave one")
         local = on_device(awaited_in_graph(local_tensor), mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
         placements = [native_placement(placement) for placement in placements_in(placements)]
         if grad_placements is not None:
             grad_placements = [*map(native_placement, placements_in(grad_placements))]
+        if not check and shape is None:
+            shape = shape_of_equals(local, mesh, placements)
         spec = spec_from_local(local, mesh, placements, shape, order, run_check)
         if not spec.takes_part:
             return wrap(empty_local(local), spec)

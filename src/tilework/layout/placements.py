@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilework.layout.box import Ints
+from tilework.layout.chunking import chunk_at
 from tilework.layout.torch_callers import refuse_torch_caller
 from tilework.layout.whole_numbers import whole_number, whole_numbers
 
@@ -75,6 +76,24 @@ class Shard(_PlacementKind):
             if not sizes or min(sizes) < 0:
                 raise ValueError(f"Shard takes one or more sizes, none negative, got {sizes}")
             object.__setattr__(self, "sizes", sizes)
+
+    @staticmethod
+    def local_shard_size_and_offset(
+        curr_local_size: int, num_chunks: int, rank: int
+    ) -> tuple[int, int]:
+        """The size and the offset of a shard of a dim that ``torch.chunk`` splits.
+
+        Args:
+            curr_local_size: The size of the dim that is split.
+            num_chunks: The number of shards.
+            rank: The shard's number.
+
+        Example:
+            >>> [Shard.local_shard_size_and_offset(5, 3, rank) for rank in range(3)]
+            [(2, 0), (2, 2), (1, 4)]
+        """
+        offset, size = chunk_at(curr_local_size, num_chunks, rank)
+        return size, offset
 
     def __repr__(self) -> str:
         return (

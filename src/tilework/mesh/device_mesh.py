@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tilework.comm.agreement import agree_equal
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import init_process_group, new_group
 from tilework.comm.world import (
@@ -27,7 +26,8 @@ from tilework.comm.world import (
     resolve,
 )
 from tilework.layout.torch_callers import refuse_torch_caller
-from tilework.mesh.devices import check_device_is_there, check_device_type
+from tilework.mesh.devices import check_device_type
+from tilework.mesh.same_mesh import check_same, ranks_there
 from tilework.mesh.spec import MeshSpec
 from tilework.mesh.torch_meshes import (
     adopt_torch_world,
@@ -36,7 +36,7 @@ from tilework.mesh.torch_meshes import (
     new_torch_mesh,
     torch_part,
 )
-from tilework.rendezvous.handlers import starting
+from tilework.mesh.torch_names import TorchMeshNames, backends_of_axes
 
 _OURS = "a mesh of tilework's: torch.distributed's functions take to_torch() of it"
 
@@ -57,7 +57,7 @@ class _Meshes:
         self.known.clear()
 
 
-class DeviceMesh:
+class DeviceMesh(TorchMeshNames):
     """Ranks in a grid, with a process group along each axis through this rank.
 
     Collective over *all* ranks of the default group, also those outside the mesh; blocks. Meshes
@@ -67,6 +67,8 @@ class DeviceMesh:
         device_type: Where tensors on the mesh live: ``"cpu"``, ``"cuda"``, ….
         mesh: Global ranks: a tensor or nested sequences, or a :class:`MeshSpec`.
         mesh_dim_names: A name for each axis.
+        backend_override: The backend of the groups along some axes: a dict by number or name of
+            the axis, or a sequence with one, or None, for each axis.
 
     Raises:
         ValueError: A rank comes twice, the names do not fit, or ranks gave different meshes.
@@ -85,7 +87,12 @@ class DeviceMesh:
     _groups: list[ProcessGroup]
 
     def __init__(
-        self, device_type: str, mesh: Any, *, mesh_dim_names: Iterable[str] | None = None
+        self,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: Iterable[str] | None = None,
+        backend_override: Any = None,
     ) -> None:
         spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.of(mesh, mesh_dim_names)
         if isinstance(mesh, MeshSpec) and mesh_dim_names is not None:
@@ -93,12 +100,13 @@ class DeviceMesh:
         check_device_type(device_type)
         if not is_initialized():
             init_process_group()
-        _check_same(device_type, spec)
+        backends = check_same(device_type, spec, backend_override)
         self._set(device_type, spec, None)
         self.made_by_all = True
         if self._coordinate is not None:
             self._groups = [
-                self._new_group(spec.line(axis, get_rank())) for axis in range(spec.ndim)
+                self._new_group(spec.line(axis, get_rank()), backends[axis])
+                for axis in range(spec.ndim)
             ]
         current_world().state(_Meshes).known[device_type, spec] = self
 
@@ -133,10 +141,10 @@ class DeviceMesh:
         #: True on one rank of the mesh, which tells what need not be told by each.
         self.is_first = get_rank() == min(spec.ranks)
 
-    def _new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:
         group = get_default_group()
-        if sorted(ranks) != list(range(group.size())):
-            made = new_group(ranks, use_local_synchronization=True)
+        if backend is not None or sorted(ranks) != list(range(group.size())):
+            made = new_group(ranks, backend=backend, use_local_synchronization=True)
             assert isinstance(made, ProcessGroup)
             group = made
         group.of_mesh = True
@@ -315,7 +323,7 @@ class DeviceMesh:
         inner = made._flat_of.mesh_dim_names or (name,)
         return tuple(axis for each in inner for axis in root.root_axes(each))
 
-    def flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+    def flatten(self, mesh_dim_name: str | None = None, backend_override: Any = None) -> DeviceMesh:
         """All ranks of this mesh along one axis; the mesh itself if it has one of that name.
 
         Collective over the ranks of this mesh (on each rank, its own part); blocks. The result is
@@ -324,6 +332,7 @@ class DeviceMesh:
 
         Args:
             mesh_dim_name: The axis's name; by default the names joined by underscores.
+            backend_override: The backend of the group: a name, or a pair of it and options.
 
         Raises:
             ValueError: The mesh it is part of has an axis of that name.
@@ -340,12 +349,85 @@ class DeviceMesh:
             raise ValueError(
                 f"{name!r} is an axis already, of other ranks: give flatten() another name"
             )
-        group = self._groups[0] if self.ndim == 1 else self._new_group(spec.ranks)
+        (backend,) = backends_of_axes(backend_override and [backend_override], spec.names, 1)
+        is_line = self.ndim == 1 and backend is None
+        group = self._groups[0] if is_line else self._new_group(spec.ranks, backend)
         mesh = self._related(spec, [group])
         mesh._flat_of = self
         if name:
             self._root._flat[name] = mesh
         return mesh
+
+    def unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Iterable[str],
+        backend_override: Any = None,
+    ) -> DeviceMesh:
+        """The same ranks with one axis replaced by several, a mesh of its own.
+
+        Collective over the ranks of this mesh (on each rank, its own part); blocks. The other axes
+        share their groups.
+
+        Args:
+            dim: The axis, by number or name.
+            mesh_sizes: The lengths of the axes in its place; their product is its length.
+            mesh_dim_names: Their names.
+            backend_override: The backend of their groups, as for :class:`DeviceMesh`.
+
+        Raises:
+            ValueError: The lengths or names do not fit.
+            KeyError: There is no axis of that name.
+
+        Example:
+            >>> from tilework.mesh import init_device_mesh
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+            ...     return mesh.unflatten("world", (2, 2), ("dp", "tp"))["tp"].spec.ranks
+            >>> run_ranks(4, program)
+            [(0, 1), (0, 1), (2, 3), (2, 3)]
+        """
+        self._here()
+        spec, axis = self.spec.unflattened(dim, mesh_sizes, mesh_dim_names)
+        count = spec.ndim - self.ndim + 1
+        new_names = spec.names and spec.names[axis : axis + count]
+        backends = backends_of_axes(backend_override, new_names, count)
+        mesh = object.__new__(DeviceMesh)
+        mesh._set(self.device_type, spec, None)
+        made = [
+            self._new_group(spec.line(axis + number, get_rank()), backends[number])
+            for number in range(count)
+        ]
+        mesh._groups = [*self._groups[:axis], *made, *self._groups[axis + 1 :]]
+        return mesh
+
+    @staticmethod
+    def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+        """The part of one mesh along the axes of several parts of it, in their order. Local.
+
+        Raises:
+            ValueError: They are not parts of one mesh, have no names, or share an axis.
+
+        Example:
+            >>> from tilework.mesh import DeviceMesh, init_device_mesh
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
+            ...     return DeviceMesh.concatenate([mesh["tp"], mesh["pp"]]).mesh_dim_names
+            >>> run_ranks(2, program)[0]
+            ('tp', 'pp')
+        """
+        parts = list(meshes)
+        names = [name for part in parts for name in part.mesh_dim_names or ()]
+        alike = {id(part._root) for part in parts}
+        if len(alike) != 1 or len(names) != sum(part.ndim for part in parts):
+            raise ValueError(
+                f"concatenate takes parts of one mesh whose axes have names, such as "
+                f"mesh['dp'] and mesh['tp']; got {parts}"
+            )
+        return parts[0]._root[names]
 
     def shrink(self, axis: int | str = 0) -> DeviceMesh:
         """The mesh of its ranks that are left, once the default group has shrunk or grown.
@@ -591,7 +673,7 @@ def init_device_mesh(
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Iterable[str] | None = None,
-    backend_override: None = None,
+    backend_override: Any = None,
 ) -> DeviceMesh:
     """A mesh of all ranks, in their order. Collective over all ranks; blocks.
 
@@ -599,14 +681,12 @@ def init_device_mesh(
         device_type: Where tensors on the mesh live.
         mesh_shape: The number of ranks along each axis; their product is the number of ranks.
         mesh_dim_names: A name for each axis.
-        backend_override: Only None, for torch's sake: the groups of the axes are on the backend of
-            the default group. For others make the groups, and :meth:`DeviceMesh.from_group`.
+        backend_override: As for :class:`DeviceMesh`.
 
     Raises:
         RuntimeError: The job has not as many ranks.
         ValueError: An axis would have no ranks.
         TypeError: The shape is one number, or has something else than numbers.
-        NotImplementedError: Another backend is asked for.
 
     Example:
         >>> from tilework.mesh import init_device_mesh
@@ -622,13 +702,6 @@ def init_device_mesh(
             f"mesh_shape has the number of ranks along each axis, such as ({mesh_shape},), "
             f"got {mesh_shape}"
         )
-    if backend_override is not None:
-        raise NotImplementedError(
-            f"backend_override: the groups of a mesh's axes are on the backend of the default "
-            f"group, init_process_group(backend=…). For others make a group along each axis with "
-            f"new_group(ranks, backend=…), and the mesh with DeviceMesh.from_group(groups, "
-            f"device_type, ranks); got {backend_override!r}"
-        )
     check_device_type(device_type)
     spec = MeshSpec.regular(mesh_shape, mesh_dim_names)
     if not is_initialized():
@@ -636,19 +709,9 @@ def init_device_mesh(
     if spec.size != get_world_size():
         raise RuntimeError(
             f"Mesh should have as many ranks as the default process group: shape "
-            f"{tuple(mesh_shape)} needs {spec.size}, but there {_ranks_there(spec.size)}"
+            f"{tuple(mesh_shape)} needs {spec.size}, but there {ranks_there(spec.size)}"
         )
-    return DeviceMesh(device_type, spec)
-
-
-def _ranks_there(needed: int) -> str:
-    size = get_world_size()
-    if size > needed:
-        return f"are {size}. Use DeviceMesh(…) for a mesh of some of the ranks"
-    command = starting(needed) if size == 1 else ""
-    if command:
-        return f"is 1, since no launcher started this process: start it with `{command}`"
-    return f"{'is' if size == 1 else 'are'} {size}: start the job with {needed}"
+    return DeviceMesh(device_type, spec, backend_override=backend_override)
 
 
 def mesh_or_current(mesh: Any) -> DeviceMesh:
@@ -706,25 +769,3 @@ def find_or_make(
 def _seats_of(ranks: Iterable[int]) -> tuple[int, ...]:
     seats = current_world().seats
     return tuple(seats[rank] if rank < len(seats) else rank for rank in ranks)
-
-
-def _check_same(device_type: str, spec: MeshSpec) -> None:
-    """Raise unless all ranks make the same mesh, and exist. Collective."""
-
-    def facts() -> dict[str, Any]:
-        if spec.size > get_world_size() or max(spec.ranks) >= get_world_size():
-            raise RuntimeError(
-                f"Mesh should not be bigger than default world size {get_world_size()}, but found "
-                f"{spec.size} ranks up to rank {max(spec.ranks)}: {spec.nested()}. There "
-                f"{_ranks_there(max(spec.ranks) + 1)}"
-            )
-        if get_rank() in spec.ranks:
-            check_device_is_there(device_type, "a mesh")
-        return {
-            "device_type": device_type,
-            "shape": spec.shape,
-            "ranks": spec.ranks,
-            "names": spec.names,
-        }
-
-    agree_equal(facts, what="all ranks must make the same mesh:")

@@ -185,6 +185,35 @@ class MeshSpec:
             name = "_".join(self.names)
         return MeshSpec((self.size,), self.ranks, None if name is None else (name,))
 
+    def unflattened(
+        self, axis: int | str, sizes: Sequence[int], names: Iterable[str] | None
+    ) -> tuple[MeshSpec, int]:
+        """The same ranks with an axis replaced by several, and the number of the first of them.
+
+        Raises:
+            ValueError: The product of the sizes is not its length, or the names do not fit.
+            KeyError: There is no axis of that name.
+
+        Example:
+            >>> mesh = MeshSpec.regular((2, 4), ("dp", "ep"))
+            >>> print(mesh.unflattened("ep", (2, 2), ("a", "b"))[0])
+            dp=2 a=2 b=2
+        """
+        number = self.axis(axis)
+        lengths = whole_numbers(sizes, _SHAPE)
+        if math.prod(lengths) != self.shape[number]:
+            raise ValueError(
+                f"axis {axis!r} has {self.shape[number]} ranks, which are not {lengths}: the "
+                f"product of the sizes is the axis's length"
+            )
+        inner = None if names is None else _checked_names(names, len(lengths))
+        if (inner is None) != (self.names is None):
+            raise ValueError(f"all axes have names, or none: the mesh {self} was to get {inner}")
+        shape = (*self.shape[:number], *lengths, *self.shape[number + 1 :])
+        known = self.names or ()
+        all_names = (*known[:number], *(inner or ()), *known[number + 1 :]) or None
+        return MeshSpec(shape, self.ranks, all_names), number
+
     def without(self, lost: Collection[int], axis: int | str = 0) -> MeshSpec:
         """The mesh that is left without some ranks: whole slices across an axis, in their order.
 

@@ -1,0 +1,154 @@
+"""Rules of users' own operators, as torch writes them: lists of placements along one mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tilework.dtensor.handlers import forget_handler
+from tilework.layout import Partial, Shard
+from tilework.layout.placements import native_placement
+from tilework.tiled.factors import Factor
+from tilework.tiled.op_rules import Arg, RuleResult, local_call
+from tilework.tiled.op_table import override_rule
+
+#: For each result, and for each argument, its placement along an axis; None for what is no tensor.
+_Acceptable = tuple[Sequence[Any], Sequence[Any]]
+
+
+def register_sharding(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator of the function that lists what placements an operator of your own may have.
+
+    The function is called with the operator's arguments, its tensors as objects with ``shape``,
+    ``ndim`` and ``dtype``, and returns pairs: the placements of the results along one mesh axis,
+    and those of the arguments, None for what is no tensor. All replicated is always possible.
+
+    Each dim can be sharded in one of the ways only; of two that shard the same dim of an argument
+    the first one counts. :func:`~tilework.dtensor.register_rule` says the same in a line.
+
+    Args:
+        operator: An operator of ``torch.ops``, with or without its overload's name, or several. It
+            needs an implementation for meta tensors (``torch.library.register_fake``).
+
+    Example:
+        >>> import torch
+        >>> from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+        >>> from tilework.dtensor import register_sharding
+        >>> from tilework.testing import run_ranks
+        >>> @torch.library.custom_op("docs::sorted_rows", mutates_args=())
+        ... def sorted_rows(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.sort(dim=1).values
+        >>> @sorted_rows.register_fake
+        ... def _(x):
+        ...     return torch.empty_like(x)
+        >>> @register_sharding(torch.ops.docs.sorted_rows.default)
+        ... def by_rows(x):
+        ...     return [([Shard(0)], [Shard(0)])]
+        >>> def program(rank):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = distribute_tensor(torch.tensor([[2, 1], [4, 3]]), mesh, [Shard(0)])
+        ...     y = torch.ops.docs.sorted_rows(x)
+        ...     return y.placements, y.to_local().tolist()
+        >>> run_ranks(2, program)
+        [((Shard(dim=0),), [[1, 2]]), ((Shard(dim=0),), [[3, 4]])]
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for each in operator if isinstance(operator, list | tuple) else (operator,):
+            for called in _ways_to_call(each):
+                override_rule(called, _rule(each, function))
+                forget_handler(called)
+        return function
+
+    return register
+
+
+def _ways_to_call(operator: Any) -> list[Any]:
+    """An operator with its overload's name, and without it where that is the default one."""
+    if isinstance(operator, torch._ops.OpOverload):
+        packet = operator.overloadpacket
+        return [operator, packet] if packet.default is operator else [operator]
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        names: Any = operator.overloads()  # type: ignore[no-untyped-call]
+        return [operator, *(getattr(operator, name) for name in names)]
+    return [operator]
+
+
+def _rule(operator: Any, function: Callable[..., Any]) -> Callable[..., RuleResult]:
+    def rule(*args: Any, **kwargs: Any) -> RuleResult:
+        outputs = _outputs(operator, args, kwargs)
+        ways = _Ways(list(_leaves(args)), outputs)
+        for outs, ins in function(*args, **kwargs):
+            ways.add(_placements(outs), _placements(ins))
+        return local_call(ways.dims, ways.out_dims, linear=ways.linear)
+
+    return rule
+
+
+class _Ways:
+    """The factors of the dims of a call, as acceptable placements give them."""
+
+    def __init__(self, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        self._args = args
+        self._out_shapes = [tuple(output.shape) for output in outputs]
+        self.dims: dict[Arg, list[Factor | None]] = {
+            arg: [None] * arg.ndim for arg in args if isinstance(arg, Arg)
+        }
+        self.out_dims: list[list[Factor | None]] = [[None] * len(s) for s in self._out_shapes]
+        self.linear: list[list[Arg]] = []
+
+    def add(self, outs: Sequence[Any], ins: Sequence[Any]) -> None:
+        """Add one way, unless it shards what another one shards otherwise."""
+        pairs = list(zip(self._args, ins, strict=False))
+        partial = [arg for arg, its in pairs if isinstance(its, Partial)]
+        if partial:
+            if all(isinstance(out, Partial) for out in outs):
+                self.linear.append(partial)
+            return
+        places = [(arg, its.dim % arg.ndim) for arg, its in pairs if isinstance(its, Shard)]
+        results = [(n, out.dim) for n, out in enumerate(outs) if isinstance(out, Shard)]
+        results = [(n, dim % len(self._out_shapes[n])) for n, dim in results]
+        sizes = {arg.shape[dim] for arg, dim in places}
+        sizes |= {self._out_shapes[n][dim] for n, dim in results}
+        taken = any(self.dims[arg][dim] is not None for arg, dim in places)
+        taken = taken or any(self.out_dims[n][dim] is not None for n, dim in results)
+        reductions = {out.reduce_op for out in outs if isinstance(out, Partial)}
+        if not places or len(sizes) != 1 or taken or len(reductions) > 1:
+            return
+        factor = Factor(sizes.pop(), reduce_op=next(iter(reductions), None))
+        for arg, dim in places:
+            self.dims[arg][dim] = factor
+        for n, dim in results:
+            self.out_dims[n][dim] = factor
+
+
+def _placements(placements: Iterable[Any]) -> list[Any]:
+    return [None if each is None else native_placement(each) for each in placements]
+
+
+def _leaves(args: Any) -> Iterable[Any]:
+    for arg in args:
+        if isinstance(arg, list | tuple) and any(isinstance(each, Arg) for each in arg):
+            yield from arg
+        else:
+            yield arg
+
+
+def _outputs(operator: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that the operator gives, without memory."""
+
+    def on_meta(value: Any) -> Any:
+        if isinstance(value, Arg):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return [*map(on_meta, value)] if isinstance(value, list | tuple) else value
+
+    try:
+        result = operator(*on_meta(args), **{key: on_meta(kwargs[key]) for key in kwargs})
+    except RuntimeError as error:  # NotImplementedError is one
+        raise NotImplementedError(
+            f"register_sharding needs to know the shapes of what {operator} gives: give it an "
+            f"implementation for meta tensors, with torch.library.register_fake"
+        ) from error
+    return [result] if isinstance(result, torch.Tensor) else list(result)

@@ -1,0 +1,84 @@
+"""torch's underscored names for methods of meshes, which programs call all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class TorchMeshNames:
+    """Methods of a mesh under the names that they have in torch."""
+
+    def _flatten(self: Any, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
+        """:meth:`DeviceMesh.flatten`."""
+        return self.flatten(mesh_dim_name, backend_override)
+
+    def _unflatten(
+        self: Any,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Iterable[str],
+        backend_override: Any = None,
+    ) -> Any:
+        """:meth:`DeviceMesh.unflatten`."""
+        return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
+
+    @classmethod
+    def _concatenate(cls: Any, device_mesh_list: Sequence[Any]) -> Any:
+        """:meth:`DeviceMesh.concatenate`."""
+        return cls.concatenate(device_mesh_list)
+
+
+def backends_of_axes(
+    override: Any, names: Sequence[str] | None, ndim: int
+) -> tuple[str | None, ...]:
+    """The backend of the groups along each axis; None: that of the default group.
+
+    Args:
+        override: A backend's name, or a pair of it and options, by axis (a number or a name); or a
+            sequence with one, or None, for each axis; or None.
+        names: The axes'.
+        ndim: Their number.
+
+    Raises:
+        ValueError: An axis does not exist or is named twice, or the sequence has another length.
+        TypeError: It is something else.
+
+    Example:
+        >>> backends_of_axes({"tp": "gloo"}, ("dp", "tp"), 2)
+        (None, 'gloo')
+    """
+    if override is None:
+        return (None,) * ndim
+    if isinstance(override, str) or not isinstance(override, dict | list | tuple):
+        raise TypeError(
+            f"backend_override has backends by axis, as {{'tp': 'gloo'}}, got {override!r}"
+        )
+    if not isinstance(override, dict):
+        if len(override) != ndim:
+            raise ValueError(
+                f"backend_override has one backend, or None, for each of the mesh's {ndim} axes; "
+                f"got {len(override)}"
+            )
+        override = dict(enumerate(override))
+    backends: dict[int, str | None] = {}
+    for axis, backend in override.items():
+        known = list(names or ())
+        number = known.index(axis) if axis in known else axis
+        if not isinstance(number, int) or not 0 <= number < ndim or number in backends:
+            raise ValueError(
+                f"backend_override names axis {axis!r}, and the mesh has "
+                f"{', '.join(known) or f'{ndim} without names'}, each to be named once at most"
+            )
+        backends[number] = _backend_name(backend)
+    return tuple(backends.get(number) for number in range(ndim))
+
+
+def _backend_name(backend: Any) -> str | None:
+    name = backend[0] if isinstance(backend, tuple) and backend else backend
+    if name is not None and not isinstance(name, str):
+        raise TypeError(
+            f"backend_override takes a backend's name, got {backend!r} of type "
+            f"{type(backend).__name__}"
+        )
+    return name
