@@ -198,3 +198,16 @@ def test_inputs_that_do_not_fit() -> None:
             SyncBatchNorm(3)(torch.ones(2, 4))
 
     run_ranks(1, program)
+
+
+def test_channels_may_have_no_bias() -> None:
+    def program(rank: int) -> None:
+        layer = SyncBatchNorm(2, bias=False)
+        assert layer.bias is None
+        assert layer(torch.ones(4, 2)).abs().max() == 0
+        plain = torch.nn.BatchNorm1d(2)
+        plain.register_parameter("bias", None)
+        converted = SyncBatchNorm.convert_sync_batchnorm(plain)
+        assert list(dict(converted.named_parameters())) == ["weight"]
+
+    run_ranks(2, program)

@@ -5,6 +5,12 @@ from typing import NoReturn
 from tilework.from_torch import refuse_left_out
 from tilework.parallel import comm_hooks
 from tilework.parallel import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
+from tilework.parallel.activation_checkpoint import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from tilework.parallel.clip_grad import clip_grad_norm_
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.data_parallel.buckets import compute_bucket_assignment_by_size
@@ -47,6 +53,8 @@ from tilework.parallel.zero_redundancy import ZeroRedundancyOptimizer
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointImpl",
+    "CheckpointWrapper",
     "ColwiseParallel",
     "DistributedDataParallel",
     "Event",
@@ -71,7 +79,9 @@ __all__ = [
     "SyncBatchNorm",
     "UnshardHandle",
     "ZeroRedundancyOptimizer",
+    "apply_activation_checkpointing",
     "average_parameters",
+    "checkpoint_wrapper",
     "clip_grad_norm_",
     "comm_hooks",
     "compute_bucket_assignment_by_size",

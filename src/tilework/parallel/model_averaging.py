@@ -136,11 +136,12 @@ class HierarchicalModelAverager:
 
     def __init__(
         self,
-        period_group_size_dict: Mapping[int, int],
+        period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
         process_group: AnyGroup = None,
     ) -> None:
         whole = group_or_default(process_group)
+        period_group_size_dict = period_group_size_dict or {}
         _check_levels(period_group_size_dict, whole.size())
         self.step, self.warmup_steps = 0, warmup_steps
         #: The group of this rank for each period, the largest last.

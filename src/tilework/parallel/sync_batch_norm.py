@@ -32,6 +32,7 @@ class SyncBatchNorm(_BatchNorm):
         process_group: The ranks; None: the default group at the time of the call.
         device: Of the parameters.
         dtype: Of the parameters.
+        bias: False: channels have no bias.
 
     Example:
         >>> import torch
@@ -54,10 +55,14 @@ class SyncBatchNorm(_BatchNorm):
         process_group: ProcessGroup | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
+        if not bias:
+            self.register_parameter("bias", None)
         self.process_group = process_group
 
     def _check_input_dim(self, input: Tensor) -> None:

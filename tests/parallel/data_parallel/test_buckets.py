@@ -65,12 +65,12 @@ def test_indices_name_the_tensors() -> None:
 
 
 def test_the_first_plan_expects_gradients_in_reverse() -> None:
-    plan = first_step_plan(floats(2, 2, 2), [False] * 3, 16)
+    plan = first_step_plan(floats(2, 2, 2), [False] * 3, (16,))
     assert plan.buckets == ((2, 1), (0,))
 
 
 def test_a_later_plan_follows_the_order_seen() -> None:
-    plan = ordered_plan(floats(2, 2, 2), [False] * 3, 16, [1, 0, 2])
+    plan = ordered_plan(floats(2, 2, 2), [False] * 3, (16,), [1, 0, 2])
     assert plan.buckets == ((1, 0), (2,))
 
 

@@ -110,3 +110,18 @@ def devices_of(
     assert first is not None
     device = torch.device(kind, first) if isinstance(first, int) else torch.device(first)
     return [device], device
+
+
+def sends_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """True if forward passes begin with the first rank's buffers.
+
+    Raises:
+        ValueError: Both names of the setting were given, and differ.
+    """
+    given = {bool(each) for each in (broadcast_buffers, forward_sync_buffers) if each is not None}
+    if len(given) > 1:
+        raise ValueError(
+            f"broadcast_buffers={broadcast_buffers} and forward_sync_buffers="
+            f"{forward_sync_buffers} are one setting: give one of them"
+        )
+    return given != {False}

@@ -135,25 +135,47 @@ def compute_bucket_assignment_by_size(
 
 
 def first_step_plan(
-    parameters: Sequence[Tensor], sparse: Sequence[bool], bucket_bytes: int
+    parameters: Sequence[Tensor], sparse: Sequence[bool], size_limits: Sequence[int]
 ) -> BucketPlan:
     """The plan before any backward has run: gradients are expected in reverse order of use."""
     backwards = range(len(parameters) - 1, -1, -1)
-    return ordered_plan(parameters, sparse, bucket_bytes, backwards)
+    return ordered_plan(parameters, sparse, size_limits, backwards)
 
 
 def ordered_plan(
-    parameters: Sequence[Tensor], sparse: Sequence[bool], bucket_bytes: int, order: Sequence[int]
+    parameters: Sequence[Tensor],
+    sparse: Sequence[bool],
+    size_limits: Sequence[int],
+    order: Sequence[int],
 ) -> BucketPlan:
     """The plan for gradients that come in ``order``, a permutation of the parameters' indices."""
     if not parameters:
         return BucketPlan((), ())
     return plan_buckets(
         [parameters[index] for index in order],
-        [min(FIRST_BUCKET_BYTES, bucket_bytes), bucket_bytes],
+        size_limits,
         sparse=[sparse[index] for index in order],
         indices=order,
     )
+
+
+def size_limits_of(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+) -> tuple[int, ...]:
+    """The size limits of buckets in bytes, in the order in which they are reduced.
+
+    Args:
+        bucket_cap_mb: The limit of all but the first, in MiB.
+        bucket_cap_mb_list: The limit of each, in MiB, in place of that; the last one serves others.
+
+    Raises:
+        TypeError: A limit is no number.
+        ValueError: It is not positive, or without end.
+    """
+    if bucket_cap_mb_list:
+        return tuple(map(bucket_bytes_of, bucket_cap_mb_list))
+    size = bucket_bytes_of(bucket_cap_mb)
+    return min(FIRST_BUCKET_BYTES, size), size
 
 
 def bucket_bytes_of(bucket_cap_mb: float | None) -> int:

@@ -21,12 +21,18 @@ from tilework.parallel.data_parallel.arguments import (
     check_module,
     devices_of,
     group_of,
+    sends_buffers,
 )
-from tilework.parallel.data_parallel.buckets import bucket_bytes_of
+from tilework.parallel.data_parallel.buckets import size_limits_of
 from tilework.parallel.data_parallel.delayed_reduction import DelayedReduction
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
 from tilework.parallel.data_parallel.leaves import grad_leaves, local_tensors
-from tilework.parallel.data_parallel.mixed_precision import MixedPrecision, cast_floats, moved
+from tilework.parallel.data_parallel.mixed_precision import (
+    MixedPrecision,
+    cast_floats,
+    checked_precision,
+    moved,
+)
 from tilework.parallel.data_parallel.outputs import (
     call_before_backward,
     leaves_of_graph,
@@ -36,9 +42,10 @@ from tilework.parallel.data_parallel.reducer import Reducer, ReducerOptions
 from tilework.parallel.data_parallel.replicas import broadcast_tensors, check_replicas
 from tilework.parallel.data_parallel.report import StepReport
 from tilework.parallel.data_parallel.structure import ModuleStructure
+from tilework.parallel.data_parallel.torch_names import TorchDDPNames, ignored_names
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     """A module replicated on every rank of a group, whose gradients are the average over the ranks.
 
     Construction and each synchronised backward pass are collective over the group, and block. Each
@@ -73,6 +80,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         param_to_hook_all_reduce: ... this parameter is ready.
         mixed_precision: Dtypes of computation and reduction.
         device_mesh: A mesh of one axis, in place of ``process_group``.
+        skip_all_reduce_unused_params: Accepted for torch's sake: ``find_unused_parameters`` leaves
+            parameters alone that no rank uses.
+        bucket_cap_mb_list: The size of each bucket in MiB, in the order in which they are reduced,
+            in place of ``bucket_cap_mb``; the last one serves all others.
+        batched_grad_copy: Accepted for torch's sake.
+        forward_sync_buffers: Another name of ``broadcast_buffers``.
 
     Raises:
         RuntimeError: No parameter requires a gradient; the module is wrapped already.
@@ -108,6 +121,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         param_to_hook_all_reduce: nn.Parameter | None = None,
         mixed_precision: MixedPrecision | None = None,
         device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -115,19 +132,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers is not False
-        self.bucket_bytes_cap = bucket_bytes_of(bucket_cap_mb)
+        self.broadcast_buffers = sends_buffers(broadcast_buffers, forward_sync_buffers)
+        self._size_limits = size_limits_of(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self._size_limits)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.mixed_precision = mixed_precision
+        self.mixed_precision = checked_precision(mixed_precision)
         #: False within no_sync().
         self.require_backward_grad_sync = True
         self._delayed_names = tuple(name for name, _ in delay_all_reduce_named_params or ())
         self._delay_trigger = param_to_hook_all_reduce
-        self._ignored: tuple[str, ...] = tuple(
-            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        )
+        self._ignored = ignored_names(module)
         self._forward_count = 0
         self.module = module
         self._cast_buffers()
@@ -149,7 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _make_reducer(self) -> None:
         leaves = grad_leaves(self._structure.modules, (*self._ignored, *self._delayed_names))
         options = ReducerOptions(
-            self.bucket_bytes_cap,
+            self._size_limits,
             self.find_unused_parameters,
             self.static_graph,
             self.gradient_as_bucket_view,
@@ -204,12 +220,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Make a new reducer if parameters were frozen, unfrozen, added or replaced."""
         if self._structure.is_current():
             return
+        self._structure = ModuleStructure(self.module)
+        check_replicas(self._structure.parameters, self.process_group, self._ignored)
+        self._new_reducer()
+
+    def _new_reducer(self) -> None:
+        """Replace the reducer by one with the same hook."""
         hook = self.reducer.hook
         self.reducer.close()
         if self._delayed is not None:
             self._delayed.close()
-        self._structure = ModuleStructure(self.module)
-        check_replicas(self._structure.parameters, self.process_group, self._ignored)
         self._make_reducer()
         self.reducer.hook = hook
 

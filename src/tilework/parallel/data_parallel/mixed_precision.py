@@ -26,6 +26,35 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> MixedPrecision:
+        """Refuse the settings of torch's FSDP1, whose class has this name, too."""
+        theirs = sorted(_OF_FSDP1.intersection(kwargs))
+        if theirs:
+            raise TypeError(
+                f"tilework.parallel.MixedPrecision is DistributedDataParallel's, and has no "
+                f"{', '.join(theirs)}, which torch.distributed.fsdp.MixedPrecision has: "
+                f"fully_shard takes mp_policy=MixedPrecisionPolicy(param_dtype=…, reduce_dtype=…)"
+            )
+        return super().__new__(cls)
+
+
+_OF_FSDP1 = {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore"}
+
+
+def checked_precision(given: Any) -> MixedPrecision | None:
+    """The dtypes that DistributedDataParallel was given.
+
+    Raises:
+        TypeError: They are of another class.
+    """
+    if given is None or isinstance(given, MixedPrecision):
+        return given
+    kind = type(given)
+    raise TypeError(
+        f"DistributedDataParallel takes tilework.parallel.MixedPrecision, got {kind.__name__} of "
+        f"{kind.__module__}; MixedPrecisionPolicy is for fully_shard"
+    )
+
 
 def moved(value: Any, device: torch.device) -> Any:
     """A copy of a value with its tensors on a device."""

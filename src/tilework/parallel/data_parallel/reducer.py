@@ -50,14 +50,14 @@ class ReducerOptions:
     """Settings of a reducer, the same on all ranks.
 
     Attributes:
-        bucket_bytes: The size limit of a bucket.
+        size_limits: The size limits of buckets in bytes; the last one serves all others.
         find_unused: Gradients may be missing, on some ranks or on all.
         static_graph: Every pass marks the same gradients ready, as often as the first did.
         bucket_view: Gradients are views of the buckets.
         reduce_dtype: What gradients are reduced in; None: as they are.
     """
 
-    bucket_bytes: int
+    size_limits: tuple[int, ...]
     find_unused: bool = False
     static_graph: bool = False
     bucket_view: bool = False
@@ -119,7 +119,7 @@ class Reducer:
         #: would wait for a bucket that another starts at its end.
         self._overlaps = options.find_unused or has_spare_core(group.size())
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
-        self._assign(first_step_plan(self._tensors(), self._sparse(), options.bucket_bytes))
+        self._assign(first_step_plan(self._tensors(), self._sparse(), options.size_limits))
         self._reset()
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class Reducer:
         shared = torch.tensor(order, dtype=torch.int64)
         broadcast(shared, group=self.group, group_src=0)
         plan = ordered_plan(
-            self._tensors(), self._sparse(), self.options.bucket_bytes, shared.tolist()
+            self._tensors(), self._sparse(), self.options.size_limits, shared.tolist()
         )
         if plan != self.plan:
             self._assign(plan)

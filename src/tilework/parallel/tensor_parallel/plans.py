@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,7 +50,7 @@ def parallelize_module(
         axis: The plan's axis, by name or number, where the mesh has more than one.
 
     Returns:
-        ``module``.
+        ``module``, or what a style with ``_apply`` made of it.
 
     Raises:
         NotImplementedError: A style does not know the module that it is for.
@@ -86,14 +87,40 @@ def parallelize_module(
         return module
     mesh_axis = MeshAxis(mesh, _number(mesh, axis))
     styled = list(_resolved(module, _checked(parallelize_plan)))
+    native = [each for each in styled if not each.style.applies_itself]
     parameters = _Parameters()
-    for each in styled:
+    for each in native:
         parameters.add(each)
     with marking_replaced(module, by="parallelize_module"):
         parameters.distribute(module, mesh_axis, src_data_rank)
-    for each in styled:
+    for each in native:
         each.style.attach(each.module, mesh_axis)
+    for each in styled:
+        if each.style.applies_itself:
+            module = _applied(each, module, mesh, src_data_rank)
     return module
+
+
+def _applied(
+    styled: _StyledModule, root: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
+) -> nn.Module:
+    """The root once a style of torch's form was applied to a module of it."""
+    style: Any = styled.style
+    style.src_data_rank = src_data_rank
+    made = style._apply(styled.module, mesh)
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            f"{type(style).__name__}._apply is to return the module, got {type(made).__name__}"
+        )
+    if made is styled.module:
+        return root
+    if styled.module is root:
+        return made
+    for parent in root.modules():
+        for name, child in list(parent.named_children()):
+            if child is styled.module:
+                setattr(parent, name, made)
+    return root
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,11 +13,13 @@ from tilework.layout.placements import native_placement
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 
 
-class ParallelStyle(ABC):
+class ParallelStyle:
     """The layouts of a module along one mesh axis. A subclass is a style of your own.
 
     :func:`parallelize_module` first asks all styles of its plan for :meth:`parameter_layouts`,
-    then distributes parameters, then calls :meth:`attach`.
+    then distributes parameters, then calls :meth:`attach`. A style of torch's form has a method
+    ``_apply(module, device_mesh)`` instead, which does all that and returns the module (or what is
+    to take its place): it is called, after these, with the mesh that parallelize_module was given.
 
     Example:
         >>> from tilework.parallel import ColwiseParallel
@@ -26,17 +27,31 @@ class ParallelStyle(ABC):
         True
     """
 
-    @abstractmethod
+    #: As parallelize_module was given it, for styles with ``_apply``.
+    src_data_rank: int | None = 0
+
+    @property
+    def applies_itself(self) -> bool:
+        """True if it has torch's form."""
+        return hasattr(self, "_apply")
+
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
         """The layouts of parameters of ``module`` along the axis, by name. Local.
 
         Raises:
             NotImplementedError: The style does not know such modules.
         """
+        raise self._without_methods()
 
-    @abstractmethod
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         """Register hooks before and after the module's forward. Local."""
+        raise self._without_methods()
+
+    def _without_methods(self) -> NotImplementedError:
+        return NotImplementedError(
+            f"{type(self).__name__} says nothing: a style defines parameter_layouts(module) and "
+            f"attach(module, axis), or _apply(module, device_mesh) as torch's styles do"
+        )
 
 
 class _ShardedLayer(ParallelStyle):

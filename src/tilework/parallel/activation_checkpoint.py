@@ -1,0 +1,163 @@
+"""Activation checkpoints of modules: backward computes again what forward does not keep.
+
+A module is changed in place and keeps its name: keys of state dicts, names of parameters and
+``isinstance`` are as they were.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import nn
+
+from tilework.tiled.module_plan import check_is_module, matching_names
+
+
+class CheckpointImpl(enum.Enum):
+    """The kinds of torch's checkpoints."""
+
+    NO_REENTRANT = False
+    REENTRANT = True
+
+
+class CheckpointWrapper(nn.Module):
+    """The class of a module whose activations are computed again, beside that which it has.
+
+    Made by :func:`checkpoint_wrapper`.
+    """
+
+    _checkpoint: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own outputs."""
+        return self._checkpoint(super().forward, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = dict(self.__dict__)
+        return _rebuild, (type(self).__mro__[2], state)
+
+
+class _Settings:
+    """A call of torch's checkpoint function, or of another one."""
+
+    def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
+        self._function, self._settings = function, settings
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._function(forward, *args, **self._settings, **kwargs)
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    **checkpoint_fn_kwargs: Any,
+) -> nn.Module:
+    """Have a module compute its activations again in backward, in place of keeping them. Local.
+
+    torch's wrapper of this name puts another module around it, and a prefix before all names; here
+    the module itself changes its class. A module that does so already stays as it is. Shard a
+    module by ``fully_shard`` after this, or before.
+
+    Args:
+        module: Changed in place.
+        checkpoint_impl: The kind of torch's checkpoint; reentrant ones take no keyword arguments
+            of tensors.
+        checkpoint_fn: Called in place of torch's, with forward, its arguments and the settings.
+        checkpoint_fn_kwargs: Settings, such as ``preserve_rng_state=False`` or ``context_fn``.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: It is no module.
+
+    Example:
+        >>> import torch
+        >>> from tilework.parallel import checkpoint_wrapper
+        >>> layer = checkpoint_wrapper(torch.nn.Linear(2, 2))
+        >>> list(layer.state_dict()), isinstance(layer, torch.nn.Linear)
+        (['weight', 'bias'], True)
+    """
+    check_is_module(module, "checkpoint_wrapper")
+    if isinstance(module, CheckpointWrapper):
+        return module
+    settings = dict(checkpoint_fn_kwargs)
+    if checkpoint_fn is None:
+        checkpoint_fn = torch.utils.checkpoint.checkpoint
+        settings["use_reentrant"] = checkpoint_impl.value
+    module.__class__ = _class_of(type(module))
+    object.__setattr__(module, "_checkpoint", _Settings(checkpoint_fn, settings))
+    return module
+
+
+def apply_activation_checkpointing(
+    model: nn.Module,
+    modules: Collection[type[nn.Module]] | str | None = None,
+    *,
+    checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
+    check_fn: Callable[[nn.Module], bool] | None = None,
+) -> None:
+    """Have modules of a model compute their activations again, by :func:`checkpoint_wrapper`.
+
+    Local. Of modules within each other that are chosen all are.
+
+    Args:
+        model: Changed in place.
+        modules: The classes of modules, such as ``{Block}``, or a pattern of their names, such as
+            ``"layers.*"``; None: as ``check_fn`` says.
+        checkpoint_wrapper_fn: Called with each module; what it returns takes the place of that.
+        check_fn: Chooses a module, too.
+
+    Raises:
+        ValueError: No module is chosen.
+
+    Example:
+        >>> import torch
+        >>> from tilework.parallel import CheckpointWrapper, apply_activation_checkpointing
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> apply_activation_checkpointing(model, {torch.nn.Linear})
+        >>> [isinstance(layer, CheckpointWrapper) for layer in model]
+        [True, False]
+    """
+    check_is_module(model, "apply_activation_checkpointing")
+    found = dict(model.named_modules())
+    if isinstance(modules, str):
+        chosen = [found[name] for name in matching_names(modules, found) if name]
+    else:
+        kinds = tuple(modules or ())
+        chosen = [
+            each
+            for name, each in found.items()
+            if name and (isinstance(each, kinds) or (check_fn is not None and check_fn(each)))
+        ]
+    if not chosen:
+        raise ValueError(
+            f"no module of {type(model).__name__} is chosen by modules={modules!r} and "
+            f"check_fn={check_fn!r}: give classes, as {{Block}}, or a pattern of names"
+        )
+    for each in chosen:
+        _replace(model, each, checkpoint_wrapper_fn(each))
+
+
+def _replace(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
+    if made is module:
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if child is module and parent is not made:
+                setattr(parent, name, made)
+
+
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    made: type[nn.Module] = type(f"Checkpointed{kind.__name__}", (CheckpointWrapper, kind), {})
+    return made
+
+
+def _rebuild(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    module = _class_of(kind).__new__(_class_of(kind))
+    module.__dict__.update(state)
+    return module
