@@ -253,3 +253,10 @@ def test_a_program_from_stdin_can_spawn_what_it_imports(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.stdout, done.stderr) == ("0 hello\n", "")
+
+
+def test_torchs_arguments_are_taken() -> None:
+    spawn(print, ("here",), 1, True, False, "fork")
+    ranks = spawn(print, ("here",), nprocs=1, join=False, start_method="fork")
+    with ranks:
+        assert ranks.join()

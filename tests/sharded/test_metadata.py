@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import pickle
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -167,3 +168,10 @@ def test_shards_are_deep_copied_and_pickled_with_their_values() -> None:
         assert made.metadata == shard.metadata
         assert torch.equal(made.tensor, shard.tensor)
         assert made.tensor.data_ptr() != shard.tensor.data_ptr()
+
+
+def test_a_change_in_place_is_told_how_to_have_another_value() -> None:
+    shard = ShardMetadata([0], [2], "rank:0/cpu")
+    with pytest.raises(FrozenInstanceError, match=r"placement of ShardMeta.*dataclasses\.replace"):
+        shard.placement = None  # type: ignore[misc]
+    assert replace(shard, placement=None).placement is None

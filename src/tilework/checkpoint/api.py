@@ -1,4 +1,8 @@
-"""Saving and loading as programs call them."""
+"""Saving and loading as programs call them.
+
+torch's names of parameters are taken, too: ``save(state, checkpoint_id=path)``, and
+``load(state, checkpoint_id=path)`` with the state first.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, prepare, write_and_commit
 from tilework.checkpoint.storage import LocalStorage, Storage, is_url
+from tilework.checkpoint.torch_order import loading_names, saving_names
 from tilework.checkpoint.url_storage import UrlStorage
 from tilework.comm.world import AnyGroup
 
@@ -40,6 +45,7 @@ def storage_at(path: AnyPath) -> Storage:
     return UrlStorage(str(path)) if is_url(path) else LocalStorage(path)
 
 
+@saving_names
 def save(
     state: Any,
     path: AnyPath,
@@ -83,6 +89,7 @@ def save(
         write_and_commit(prepared, prepared.elements_of, ranks, progress)
 
 
+@saving_names
 def async_save(
     state: Any,
     path: AnyPath,
@@ -123,6 +130,7 @@ def async_save(
     return start(storage_at(path), state, Ranks(group).own(), options)
 
 
+@loading_names
 def load(
     path: AnyPath,
     into: Any,

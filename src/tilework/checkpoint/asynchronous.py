@@ -71,6 +71,10 @@ class PendingSave:
             self._is_seen = True
             raise self._error
 
+    def result(self, timeout: float | None = None) -> None:
+        """:meth:`wait`, under the name that a future has."""
+        self.wait(timeout)
+
     def _has_ended(self, timeout: float | None) -> bool:
         """Wait, and show how far it is meanwhile."""
         shown = None if self._is_first else False

@@ -505,6 +505,22 @@ class ProcessGroup(_Slots, TorchMethods):
         """
         return torch.empty(shape_of(size), dtype=dtype)
 
+    def agree(self, flag: bool) -> bool:
+        """True on every rank if ``flag`` is on every one: a decision that all make alike.
+
+        Collective; blocks. A rank that died is no "no": all others raise PeerLostError.
+
+        Example:
+            >>> import tilework.distributed as dist
+            >>> from tilework.testing import run_ranks
+            >>> run_ranks(2, lambda rank: dist.get_default_group().agree(rank == 0))
+            [False, False]
+        """
+        device = getattr(self, "devices", ("cpu",))[0]
+        votes = torch.tensor([1 if flag else 0], dtype=torch.int32, device=device)
+        self.allreduce([votes], Options(ReduceOp.MIN)).wait()
+        return bool(votes.item())
+
     # -- its life ------------------------------------------------------------------------
 
     def shrink(

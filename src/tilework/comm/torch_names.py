@@ -18,7 +18,8 @@ def torch_names(
     """A decorator: calls may name parameters as torch does.
 
     Args:
-        ignored: Parameters of torch's that mean nothing here, with the values that may be given.
+        ignored: Parameters of torch's that mean nothing here, with the value that may be given, or
+            a function that is true for such values.
         names: Names of parameters here, by torch's names.
 
     Example:
@@ -59,7 +60,7 @@ def torch_names(
 
 
 def _check_ignored(function: str, name: str, value: Any, allowed: Any) -> None:
-    if value != allowed:
-        raise NotImplementedError(
-            f"{function}(): torch's parameter {name!r} can only be {allowed!r} here, got {value!r}"
-        )
+    if allowed(value) if callable(allowed) else value == allowed:
+        return
+    only = "" if callable(allowed) else f"can only be {allowed!r} here, "
+    raise NotImplementedError(f"{function}(): torch's parameter {name!r} {only}got {value!r}")

@@ -70,6 +70,7 @@ from tilework.comm.objects import (
     scatter_object_list,
     send_object_list,
 )
+from tilework.comm.on_rank import assert_same, on_rank
 from tilework.comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from tilework.comm.profiling import record_comm
 from tilework.comm.reduce_op import RedOpType, ReduceOp, make_premul_sum, supports_complex
@@ -176,6 +177,7 @@ __all__ = [
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
+    "assert_same",
     "barrier",
     "batch_isend_irecv",
     "breakpoint",
@@ -223,6 +225,7 @@ __all__ = [
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "nn",
+    "on_rank",
     "rank_not_in_group",
     "record_comm",
     "recv",

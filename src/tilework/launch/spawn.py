@@ -78,11 +78,13 @@ def spawn(
     fn: Callable[..., object],
     args: tuple[Any, ...] = ...,
     nprocs: int = ...,
+    join: Literal[True] = ...,
+    daemon: bool = ...,
+    start_method: StartMethod | None = ...,
     *,
     start: StartMethod = ...,
     backend: str | None = ...,
     timeout: timedelta | None = ...,
-    join: Literal[True] = ...,
 ) -> None:
     """Nothing, once all ranks have ended."""
 
@@ -93,10 +95,12 @@ def spawn(
     args: tuple[Any, ...] = ...,
     nprocs: int = ...,
     *,
+    join: Literal[False],
+    daemon: bool = ...,
+    start_method: StartMethod | None = ...,
     start: StartMethod = ...,
     backend: str | None = ...,
     timeout: timedelta | None = ...,
-    join: Literal[False],
 ) -> RunningRanks:
     """The ranks, at once; see below for the arguments."""
 
@@ -105,11 +109,13 @@ def spawn(
     fn: Callable[..., object],
     args: tuple[Any, ...] = (),
     nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: StartMethod | None = None,
     *,
     start: StartMethod = "spawn",
     backend: str | None = None,
     timeout: timedelta | None = None,
-    join: bool = True,
 ) -> RunningRanks | None:
     """Call ``fn(rank, *args)`` in ``nprocs`` processes, set up as by ``tilework run``.
 
@@ -121,13 +127,15 @@ def spawn(
         fn: What each rank runs; its result is dropped.
         args: Its arguments after the rank.
         nprocs: Number of ranks.
+        join: Whether to wait.
+        daemon: Accepted for torch's sake: ranks always end with this process.
+        start_method: torch's name of ``start``.
         start: ``spawn``: fresh interpreters; ``fn`` and ``args`` must be picklable, and a script
             needs its ``if __name__ == "__main__":``. What was typed into a notebook or at a prompt
             is sent as it is. ``fork``: quicker, but only for programs
             without threads so far; exit handlers registered before do not run in ranks.
         backend: What ``init_process_group`` uses unless told otherwise.
         timeout: How long collectives wait unless told otherwise.
-        join: Whether to wait.
 
     Raises:
         RankFailedError: A rank failed; its text has that rank's traceback.
@@ -143,6 +151,7 @@ def spawn(
         >>> spawn(operator.add, (1,), nprocs=2)
     """
     __tracebackhide__ = True
+    start = start_method or start
     _check_caller(start)
     settings = LaunchSettings(nprocs=nprocs, start=start, backend=backend, timeout=timeout)
     cell = CellOutput() if in_notebook() else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from functools import cached_property
 from operator import index
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tilework.layout.tiling import trusted_tile, trusted_tiling
 from tilework.sharded.device import RemoteDevice, covers
 
 ItemT = TypeVar("ItemT", covariant=True)
+ClassT = TypeVar("ClassT")
 
 
 class Items(tuple[ItemT, ...]):
@@ -41,6 +42,20 @@ class Items(tuple[ItemT, ...]):
         return type(self), (tuple(self),)
 
 
+def _explained(cls: type[ClassT]) -> type[ClassT]:
+    """A frozen class whose error says how to have another value."""
+
+    def refuse(self: object, name: str, *value: object) -> NoReturn:
+        raise FrozenInstanceError(
+            f"cannot change {name} of {cls.__name__}, which is a value that others may share: make "
+            f"another with dataclasses.replace(metadata, {name}=…)"
+        )
+
+    cls.__setattr__ = cls.__delattr__ = refuse  # type: ignore[method-assign]
+    return cls
+
+
+@_explained
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
     """The offsets, sizes and placement of a shard.
@@ -118,6 +133,7 @@ def trusted_shard(
     return shard
 
 
+@_explained
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
     """The properties that all shards of a tensor have in common.
@@ -161,6 +177,7 @@ def _named_properties(
     return TensorProperties(values[0], values[1], requires_grad, values[2], pin_memory)
 
 
+@_explained
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
     """All of a sharded tensor but its values; the same on every rank.
@@ -218,6 +235,7 @@ class ShardMap:
         return trusted_tiling(tuple(self.metadata.size), (tuple(tiles),))
 
 
+@_explained
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
     """A local tensor of a sharded tensor, and its metadata.

@@ -1,0 +1,172 @@
+"""Work that one rank does for all, and values that all ranks must have alike."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilework.comm import checks
+from tilework.comm.agreement import agree_equal
+from tilework.comm.objects import broadcast_object_list
+from tilework.comm.world import AnyGroup, member
+from tilework.errors import text_of
+
+T = TypeVar("T")
+
+
+def on_rank(rank: int, fn: Callable[[], T], group: AnyGroup = None) -> T:
+    """Call ``fn`` on one rank; all ranks get what it returns, or raise what it raises.
+
+    Collective; blocks. The others wait meanwhile, as in any collective, no longer than the group's
+    timeout. ``fn`` must not communicate.
+
+    Args:
+        rank: The global rank.
+        fn: What it returns, or raises, must be picklable; others get copies. It is not called on
+            the others, where None may be given.
+        group: The ranks; None: all.
+
+    Raises:
+        Exception: What ``fn`` raised: on the other ranks of the same class, with the rank in a
+            note; a RuntimeError with its text where it cannot be pickled.
+        TypeError: What ``fn`` returned cannot be pickled; on all ranks.
+        ValueError: The rank is not in the group.
+
+    Example:
+        >>> from tilework.testing import run_ranks
+        >>> from tilework.distributed import on_rank
+        >>> run_ranks(3, lambda rank: on_rank(0, lambda: {"read by": rank}))
+        [{'read by': 0}, {'read by': 0}, {'read by': 0}]
+    """
+    pg = member(group, "on_rank")
+    if pg is None:
+        return None  # type: ignore[return-value]
+    root = checks.group_root(pg, rank, None, "rank")
+    value: Any = None
+    error: Exception | None = None
+    parcel = [b"", b""]
+    if pg.rank() == root:
+        try:
+            value = fn()
+            parcel[0] = _pickled(value)
+        except Exception as raised:
+            error = raised
+            parcel[1] = _pickled_error(raised)
+    broadcast_object_list(parcel, group=pg, group_src=root)
+    if error is not None:
+        raise error
+    if pg.rank() == root:
+        return value  # type: ignore[no-any-return]
+    if parcel[1]:
+        raise _told(parcel[1], rank)
+    return pickle.loads(parcel[0])  # type: ignore[no-any-return]
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(
+            f"on_rank hands what fn returns to the other ranks, and a {type(value).__name__} "
+            f"cannot be pickled: {text_of(error)}"
+        ) from error
+
+
+def _pickled_error(error: Exception) -> bytes:
+    text = f"{type(error).__name__}: {text_of(error)}"
+    try:
+        data = pickle.dumps((error, text), pickle.HIGHEST_PROTOCOL)
+        pickle.loads(data)  # classes with arguments of their own are pickled, and cannot be rebuilt
+        return data
+    except Exception:
+        return pickle.dumps((None, text), pickle.HIGHEST_PROTOCOL)
+
+
+def _told(data: bytes, rank: int) -> Exception:
+    """The error that another rank raised."""
+    error, text = pickle.loads(data)
+    if not isinstance(error, Exception):
+        return RuntimeError(f"rank {rank}: {text}")
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"raised on rank {rank} by the function of on_rank")
+    return error
+
+
+def assert_same(value: Any, what: str = "the value", group: AnyGroup = None) -> None:
+    """Raise on every rank unless all have the same value, and say where they differ.
+
+    Collective; blocks; sends a digest of each part. Tensors are the same if dtype, shape and bits
+    are; dicts, lists and tuples are compared part by part, other things by what they pickle to.
+
+    Args:
+        value: Plain data and tensors, which may be nested.
+        what: Its name, for messages.
+        group: The ranks; None: all.
+
+    Raises:
+        ValueError: Ranks have different values; it names the part and the ranks.
+        TypeError: A tensor is a part of one only, such as a DTensor; or something cannot be
+            pickled.
+
+    Example:
+        >>> import torch
+        >>> from tilework.testing import run_ranks
+        >>> from tilework.distributed import assert_same
+        >>> def program(rank):
+        ...     try:
+        ...         assert_same({"seed": 0, "weights": torch.full((2,), float(rank))}, "the state")
+        ...     except ValueError as error:
+        ...         return str(error)[:58]
+        >>> run_ranks(2, program)[1]
+        "the state must be the same on all ranks: ['weights']=float"
+    """
+    agree_equal(
+        lambda: dict(_parts(value, "value")), group, f"{what} must be the same on all ranks:"
+    )
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    name = path.removeprefix("value") or path
+    if isinstance(value, Mapping):
+        yield f"{name}.keys()", str([repr(key) for key in value])
+        for key, each in value.items():
+            yield from _parts(each, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        yield f"len({name})", str(len(value))
+        for number, each in enumerate(value):
+            yield from _parts(each, f"{path}[{number}]")
+    elif isinstance(value, Tensor):
+        yield name, _tensor_text(value, name)
+    elif isinstance(value, int | float | str | bool | None):
+        yield name, repr(value)
+    else:
+        yield name, f"{type(value).__name__} of digest {_digest(_pickled_part(value, name))}"
+
+
+def _tensor_text(tensor: Tensor, name: str) -> str:
+    checks.refuse_parts(tensor, name)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = plain.view(torch.uint8).numpy() if plain.numel() and plain.ndim else b""
+    if plain.ndim == 0:
+        data = plain.reshape(1).view(torch.uint8).numpy()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} of digest {_digest(data)}"
+
+
+def _pickled_part(value: Any, name: str) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(
+            f"assert_same cannot compare {name}, a {type(value).__name__} that cannot be pickled: "
+            f"{text_of(error)}"
+        ) from error
+
+
+def _digest(data: Any) -> str:
+    return blake2b(data, digest_size=6).hexdigest()
