@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ import tilework.distributed as dist
 from tests.checkpoint.faulty_calls import fail_at, watched
 from tests.checkpoint.states import dtensor, full, model, numbers, train
 from tilework import checkpoint
-from tilework.checkpoint import CheckpointError
+from tilework.checkpoint import CheckpointError, asynchronous
+from tilework.checkpoint.memory import lasting_bytes
 from tilework.dtensor import Shard
 from tilework.testing import run_ranks
 
@@ -112,3 +114,48 @@ def test_resume_from_a_save_beside_training(tmp_path: Path) -> None:
     train(net, optimizer, steps=2)
     assert all(map(torch.equal, expected, net.parameters()))
     assert full(net.state_dict()["0.weight"]).equal(expected[0])
+
+
+@pytest.mark.parametrize("refused", [OSError(errno.ENOMEM, "no memory"), MemoryError()])
+def test_a_rank_without_memory_for_its_copy_is_told_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Exception
+) -> None:
+    def memory(nbytes: int) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise refused
+        return lasting_bytes(nbytes)
+
+    def program(rank: int) -> tuple[str, bool]:
+        x = dtensor(numbers(8, 3), (2,), [Shard(0)])
+        with pytest.raises(CheckpointError) as told:
+            checkpoint.async_save({"x": x}, tmp_path)
+        dist.barrier()
+        monkeypatch.undo()
+        checkpoint.async_save({"x": x}, tmp_path).wait()
+        return str(told.value), checkpoint.read(tmp_path)["x"].equal(numbers(8, 3))
+
+    monkeypatch.setattr(asynchronous, "lasting_bytes", memory)
+    ends = run_ranks(2, program)
+    assert ends[0] == ends[1]
+    assert re.match("rank 1: there is no memory for the copy of 64 bytes", ends[0][0])
+    assert ends[0][1]
+
+
+def test_a_rank_without_a_thread_to_write_is_told_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            if self.name == "checkpoint" and dist.get_rank() == 1:
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    def program(rank: int) -> None:
+        x = dtensor(numbers(8, 3), (2,), [Shard(0)])
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            checkpoint.async_save({"x": x}, tmp_path)
+        checkpoint.save({"x": x}, tmp_path)
+
+    monkeypatch.setattr(threading, "Thread", NoThread)
+    run_ranks(2, program)
+    assert checkpoint.read(tmp_path)["x"].equal(numbers(8, 3))

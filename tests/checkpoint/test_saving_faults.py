@@ -20,6 +20,7 @@ from tests.checkpoint.faulty_calls import fail_at, kill_at, killed_at, recorded,
 from tests.checkpoint.states import dtensor, full, numbers
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, CheckpointManager, SaveOptions, storage
+from tilework.checkpoint.saving import remove_leftovers
 from tilework.dtensor import Shard
 from tilework.errors import DistError
 from tilework.testing import run_ranks
@@ -197,6 +198,20 @@ def test_a_manager_that_is_killed_has_a_latest_checkpoint(tmp_path: Path) -> Non
         assert len(os.listdir(tmp_path / "step-00000009")) == 2
         storage.LocalStorage(tmp_path / "step-00000009").remove_folder()
     assert number > 30
+
+
+def test_a_damaged_index_beside_an_unfinished_one_blocks_no_save(tmp_path: Path) -> None:
+    save(1, tmp_path)
+    files = {name for name in os.listdir(tmp_path) if name != "index.json"}
+    text = (tmp_path / "index.json").read_bytes()
+    (tmp_path / "index.json").write_bytes(text[: len(text) // 2])
+    (tmp_path / "index.json.part").write_bytes(text[:10])
+    assert remove_leftovers(storage.LocalStorage(tmp_path)) == ["index.json.part"]
+    assert files < set(os.listdir(tmp_path))  # somebody may mend the index
+    (tmp_path / "index.json.part").write_bytes(text[:10])
+    save(2, tmp_path)
+    assert number_at(tmp_path) == 2
+    assert len(os.listdir(tmp_path)) == 4
 
 
 def test_two_writers_of_one_path(tmp_path: Path) -> None:

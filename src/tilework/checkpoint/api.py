@@ -13,11 +13,13 @@ from typing import Any
 from tilework.checkpoint.asynchronous import PendingSave, raise_pending, start
 from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import Index
-from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all, read_index
+from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, prepare, write_and_commit
-from tilework.checkpoint.storage import LocalStorage, Storage, is_url
+from tilework.checkpoint.storage import LocalStorage, Storage, is_url, plain_path
+from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.torch_order import loading_names, saving_names
 from tilework.checkpoint.url_storage import UrlStorage
 from tilework.comm.world import AnyGroup
@@ -32,7 +34,8 @@ def storage_at(path: AnyPath) -> Storage:
     """The storage that a path names: a folder, or a URL.
 
     Raises:
-        ValueError: The path is empty, as of a variable that is not set.
+        ValueError: The path is empty, as of a variable that is not set; or it is a ``file://`` URL
+            of a host.
         TypeError: It is no path.
     """
     if not isinstance(path, str | os.PathLike):
@@ -42,7 +45,7 @@ def storage_at(path: AnyPath) -> Storage:
         )
     if path == "":
         raise ValueError("the path is empty: the current folder is '.'")
-    return UrlStorage(str(path)) if is_url(path) else LocalStorage(path)
+    return UrlStorage(str(path)) if is_url(path) else LocalStorage(plain_path(path))
 
 
 @saving_names
@@ -71,9 +74,11 @@ def save(
 
     Raises:
         CheckpointError: On all ranks alike: a file could not be written, or another save is at
-            work there. What was at the path is as it was.
+            work there. What was at the path is as it was; or the new checkpoint is there, whole, if
+            the disk refused what comes after the index.
         TypeError: The state has something that a checkpoint does not hold; the message says where.
-        PeerLostError: A rank died; what was at the path is as it was.
+        PeerLostError: A rank died. What was at the path is as it was; or the new checkpoint is
+            there, whole, if the first rank died after it had written the index.
 
     Example:
         >>> import tempfile, torch
@@ -182,6 +187,7 @@ def load(
         return load_into(storage_at(path), into, ranks, options, progress)
 
 
+@checkpoint_errors()
 def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
     """The state of a checkpoint, in plain containers and full tensors on the CPU. Local.
 
@@ -209,6 +215,7 @@ def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
         return read_all(storage_at(path), _patterns(names), verify, progress)
 
 
+@checkpoint_errors()
 def index_of(path: AnyPath) -> Index:
     """The index of a checkpoint: its tensors, boxes, files and checksums. Local.
 

@@ -10,7 +10,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -171,27 +172,43 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
     background = current_world().state(_Background)
     background.close_with_rank()
     save = prepare(storage, state, ranks, options, raise_pending)
+    pending = PendingSave(storage.location, save.nbytes, ranks.is_first)
+    begins = Future[bool]()
+
+    def begin() -> None:
+        copies = _copied(save, background)
+
+        def run() -> None:
+            if begins.result():
+                pending._end(_error_of(lambda: _write(save, copies, ranks, pending)))
+
+        # Not a daemon: the interpreter waits for it before it ends.
+        context = copy_context()
+        threading.Thread(target=context.run, args=(run,), name="checkpoint", daemon=False).start()
+
+    # A rank that has no memory for its copy, or no thread, tells the others before they write.
     try:
-        copies = copied(save, background)
+        ranks.gather(begin)
     except BaseException:
+        begins.set_result(False)
         save.release()
         raise
     save.leaves = {}  # the copy is all that is needed
-    pending = PendingSave(storage.location, save.nbytes, ranks.is_first)
     background.last = pending
-
-    def run() -> None:
-        try:
-            write_and_commit(save, copies.elements_of, ranks, pending._count)
-            error: BaseException | None = None
-        except BaseException as raised:
-            error = raised
-        pending._end(error)
-
-    # Not a daemon: the interpreter waits for it before it ends.
-    context = copy_context()
-    threading.Thread(target=context.run, args=(run,), name="checkpoint", daemon=False).start()
+    begins.set_result(True)
     return pending
+
+
+def _write(save: Save, copies: _Copies, ranks: Ranks, pending: PendingSave) -> None:
+    write_and_commit(save, copies.elements_of, ranks, pending._count)
+
+
+def _error_of(work: Callable[[], None]) -> BaseException | None:
+    try:
+        work()
+    except BaseException as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True)
@@ -213,14 +230,24 @@ class _Copies:
             yield self.memory[at : min(at + CHUNK_BYTES, start + placed.nbytes)]
 
 
-def copied(save: Save, background: _Background) -> _Copies:
-    """Copies of all that this rank is to write, in memory that is used again."""
+def _copied(save: Save, background: _Background) -> _Copies:
+    """Copies of all that this rank is to write, in memory that is used again.
+
+    Raises:
+        CheckpointError: There is no memory for them.
+    """
     placed = [each for plan in save.files for each in plan.boxes]
     total = sum(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in placed)
     memory = background.copy
     if memory is None or not total <= memory.numel() <= 2 * total + (1 << 20):
         background.copy = memory = None
-        background.copy = memory = lasting_bytes(total)
+        try:
+            background.copy = memory = lasting_bytes(total)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise CheckpointError(
+                f"there is no memory for the copy of {total:,} bytes that async_save makes "
+                f"({error}): save() makes none"
+            ) from error
     starts: dict[PlacedBox, int] = {}
     sources: list[tuple[int, Tensor]] = []
     used = 0

@@ -101,7 +101,7 @@ class CoreReads:
 
         Raises:
             CheckpointError: Something is damaged. What comes after it is not read.
-            OSError: The system cannot read a file.
+            OSError: The system cannot read a file; it names the file.
         """
         checked, of_checked = self._checked, self._of_checked
         shared, of_shared = self._shared, self._of_shared

@@ -56,7 +56,8 @@ from tilework.checkpoint.flat_state import (
     state_json,
 )
 from tilework.checkpoint.format import CHUNK_BYTES, Index, Part, SavedFile, SavedTensor
-from tilework.checkpoint.loading import read_index, saved_state
+from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.memory import pieces_in_order
 from tilework.checkpoint.reading import PartReader, read_region
 from tilework.checkpoint.save_planning import (

@@ -17,6 +17,8 @@ from tilework.layout import Box
 
 #: The name of the index's file: a folder is a checkpoint if it has one.
 INDEX_NAME = "index.json"
+#: The index that is being replaced, for as long as the new one may be torn.
+PREVIOUS_NAME = f"{INDEX_NAME}.previous"
 FORMAT_NAME = "tilework.checkpoint"
 VERSION = 1
 #: The bytes that each checksum is of, counted from where a part begins; the last has fewer.

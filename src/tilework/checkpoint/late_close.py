@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 
 #: More are closed at once, by the one who removes them.
 _MOST_WAITING = 64
@@ -33,7 +34,7 @@ class LateClose:
         waiting = self._waiting
         self._begin()
         for descriptor in waiting:
-            os.close(descriptor)
+            _close(descriptor)
 
     def add(self, descriptor: int) -> None:
         """Have a descriptor closed. Local; hardly ever blocks."""
@@ -44,7 +45,7 @@ class LateClose:
             starts = not is_full and not self._is_at_work
             self._is_at_work |= starts
         if is_full:
-            os.close(descriptor)
+            _close(descriptor)
         if starts:
             try:
                 threading.Thread(target=self._work, name="late close", daemon=True).start()
@@ -64,7 +65,12 @@ class LateClose:
                     self._changed.notify_all()
                     return
                 descriptor = self._waiting.popleft()
-            os.close(descriptor)
+            _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    with suppress(OSError):  # of a network file system: it is closed all the same
+        os.close(descriptor)
 
 
 #: That of this process.

@@ -25,7 +25,7 @@ from tilework.checkpoint.flat_state import (
     state_of_json,
 )
 from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
-from tilework.checkpoint.index_text import parse_index
+from tilework.checkpoint.index_file import read_index
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import places_of_parameters
@@ -91,28 +91,6 @@ class LoadReport:
                 more = f" and {len(names) - 8} more" if len(names) > 8 else ""
                 lines.append(f"{what.replace('_', ' ')}: {', '.join(names[:8])}{more}")
         return "\n".join(lines)
-
-
-def read_index(storage: Storage) -> Index:
-    """The index of a checkpoint.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    where = storage.where(INDEX_NAME)
-    try:
-        text = storage.read_all(INDEX_NAME)
-    except CheckpointError as error:
-        names = storage.names()
-        if INDEX_NAME not in names:
-            nothing = "" if names else "; there is no such folder, or nothing in it"
-            raise CheckpointError(
-                f"{storage.location} is no checkpoint: it has no {INDEX_NAME}, which is written "
-                f"when all else is{nothing}",
-                file=storage.location,
-            ) from None
-        raise error
-    return parse_index(text, where)
 
 
 def load_into(

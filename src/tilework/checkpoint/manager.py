@@ -14,8 +14,9 @@ from typing import Any
 from tilework.checkpoint.api import AnyPath, Names, async_save, load, save, storage_at
 from tilework.checkpoint.asynchronous import PendingSave, finish_pending
 from tilework.checkpoint.filling import MapNames
-from tilework.checkpoint.format import INDEX_NAME, Index
-from tilework.checkpoint.loading import LoadReport, read_index
+from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME, Index
+from tilework.checkpoint.index_file import is_checkpoint, read_index
+from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, is_ours, nothing
 from tilework.checkpoint.storage import LOCK_NAME, Storage
@@ -239,7 +240,7 @@ class CheckpointManager:
         """The checkpoint in a folder, if all its files are there in full; None: not saved yet."""
         storage = self._storage.inner(name)
         try:
-            if INDEX_NAME not in storage.names():
+            if not is_checkpoint(storage.names(), storage):
                 return None
             index = read_index(storage)
             for file, saved in index.files.items():
@@ -325,7 +326,8 @@ def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
 
 def _is_left(names: list[str]) -> bool:
     """True if these names are those of a save that did not end."""
-    return INDEX_NAME not in names and all(is_ours(name) or name == LOCK_NAME for name in names)
+    indices = {INDEX_NAME, PREVIOUS_NAME}
+    return indices.isdisjoint(names) and all(is_ours(n) or n == LOCK_NAME for n in names)
 
 
 def _metrics_of(index: Index) -> dict[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tilework.checkpoint.system_errors import as_checkpoint_error
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
@@ -60,7 +61,8 @@ class Ranks:
             make: Makes plain data, without communicating.
 
         Raises:
-            CheckpointError: On all ranks alike, if ``make`` raised one or an OSError anywhere.
+            CheckpointError: On all ranks alike, if ``make`` raised one anywhere, or the system
+                refused a file or memory.
             Exception: ``make`` raised something else, here or on another rank.
         """
         results = self._outcomes(make)
@@ -82,12 +84,11 @@ class Ranks:
         def outcome() -> Any:
             try:
                 return make(), None
-            except CheckpointError as error:
-                return None, (str(error), error.file, error.tensor)
-            except OSError as error:
-                file = str(error.filename or "")
-                where = f"{file}: " if file else ""
-                return None, (f"{where}{error.strerror or error}", file, "")
+            except Exception as error:
+                told = as_checkpoint_error(error)
+                if told is None:
+                    raise
+                return None, (str(told), told.file, told.tensor)
 
         return [outcome()] if self.group is None else agree(outcome, self.group)
 

@@ -28,12 +28,14 @@ from tilework.checkpoint.flat_state import FlatState, flatten, state_json
 from tilework.checkpoint.format import (
     CHUNK_BYTES,
     INDEX_NAME,
+    PREVIOUS_NAME,
     Index,
     Part,
     SavedFile,
     SavedTensor,
 )
-from tilework.checkpoint.index_text import check_meta, index_text, parse_index
+from tilework.checkpoint.index_file import is_checkpoint, read_counting, write_index
+from tilework.checkpoint.index_text import check_meta
 from tilework.checkpoint.memory import byte_view, crc32, pieces_in_order
 from tilework.checkpoint.objects import Containers
 from tilework.checkpoint.ranks import Ranks
@@ -45,7 +47,7 @@ from tilework.checkpoint.save_planning import (
     check_file_bytes,
     plan_files,
 )
-from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, Storage
+from tilework.checkpoint.storage import UNFINISHED, Storage
 from tilework.errors import CheckpointError
 
 #: The names of files of elements: a mark of the save that wrote them, the rank, a number.
@@ -194,7 +196,8 @@ class _Path:
         """Take the path. Local."""
         check_meta(self._options.meta)
         self.release = self._locked()
-        if not self._options.overwrite and INDEX_NAME in self._storage.names():
+        storage = self._storage
+        if not self._options.overwrite and is_checkpoint(storage.names(), storage):
             raise CheckpointError(
                 f"{self._storage.location} is a checkpoint already: give another path, or "
                 f"overwrite=True",
@@ -216,19 +219,19 @@ class _Path:
 def remove_leftovers(storage: Storage) -> list[str]:
     """Remove files of saves that did not end. Local; only the one that has the lock may.
 
-    What no save could have written stays: so do all files where the index cannot be read.
+    What no save could have written stays: so do all finished files where the index cannot be read.
 
     Returns:
         The names of the files.
     """
     names = storage.names()
     used: set[str] = set()
-    if INDEX_NAME in names:
+    if is_checkpoint(names, storage):
         try:
-            index = parse_index(storage.read_all(INDEX_NAME), storage.where(INDEX_NAME))
-        except CheckpointError:
-            return []
-        used = set(index.files)
+            counting, index = read_counting(storage)
+            used = {counting, *index.files}
+        except CheckpointError:  # but what is unfinished is no part of any checkpoint
+            used = {name for name in names if not name.endswith(UNFINISHED)}
     left = [name for name in names if is_ours(name) and name not in used]
     for name in left:
         storage.remove(name)
@@ -241,7 +244,7 @@ def is_ours(name: str) -> bool:
     finished = name.removesuffix(UNFINISHED)
     if finished == INDEX_NAME:
         return finished != name
-    return name != LOCK_NAME and _DATA_FILE.fullmatch(finished) is not None
+    return finished == PREVIOUS_NAME or _DATA_FILE.fullmatch(finished) is not None
 
 
 # -- writing ---------------------------------------------------------------------------------
@@ -321,13 +324,16 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
     try:
         # Before anybody needs the room that they take.
         ranks.gather(lambda: _removed(save.storage) if ranks.is_first else 0)
-        _forget_replaced(save, ranks)
-        reports = ranks.gather(
-            lambda: [
+
+        def write() -> list[Report]:
+            _forget_replaced(save, ranks)
+            written = write_files(save.storage, save.files, source, progress)
+            return [
                 (f.name, f.nbytes, f.header_crc32, [s.tobytes() for s in f.checksums])
-                for f in write_files(save.storage, save.files, source, progress)
+                for f in written
             ]
-        )
+
+        reports = ranks.gather(write)
         committed: list[Index] = []
 
         def commit() -> None:
@@ -364,7 +370,8 @@ def _forget_replaced(save: Save, ranks: Ranks) -> None:
 
 
 def _clean(storage: Storage) -> None:
-    with suppress(OSError):  # the error that is on its way says more
+    # The error that is on its way says more.
+    with suppress(OSError, CheckpointError):
         remove_leftovers(storage)
 
 
@@ -389,10 +396,7 @@ def commit_index(storage: Storage, index: Index) -> None:
     """
     _check_visible(storage, index)
     replaced = _files_of_present(storage)
-    with storage.create(INDEX_NAME) as file:
-        file.write(index_text(index))
-        file.finish()
-    storage.sync()
+    write_index(storage, index)
     for name in replaced - set(index.files):
         storage.remove(name)
 

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.flat_state import FlatState, PerRank, Value, dotted
 from tilework.checkpoint.format import Index, SavedTensor
-from tilework.checkpoint.loading import read_index, saved_state
+from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
+from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture, print_styled
 
@@ -19,6 +21,7 @@ _LISTED, _DRAWN = 200, 4
 _RANK = re.compile(r"-rank0*([0-9]+)-")
 
 
+@checkpoint_errors()
 def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     """Print a checkpoint: its tensors, their layouts, drawn, their sizes and checksums. Local.
 

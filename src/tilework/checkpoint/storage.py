@@ -16,7 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from urllib.request import url2pathname
 
+from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.late_close import late_close
 from tilework.errors import CheckpointError
 
@@ -56,7 +58,7 @@ class FileWriter(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop the file. Idempotent; nothing happens to one that is finished."""
+        """Drop the file. Idempotent; nothing happens to one that is finished. Never raises."""
 
     def __enter__(self) -> FileWriter:
         return self
@@ -83,7 +85,7 @@ class FileReader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file. Idempotent; never raises, as what was read is compared with checksums."""
 
 
 class Storage(ABC):
@@ -92,6 +94,8 @@ class Storage(ABC):
     location: str
     #: True if other processes of this machine see what is written.
     is_local: bool = True
+    #: True if a file that is written again may be torn until that ends: no rename replaces it.
+    writes_in_place: bool = False
 
     @abstractmethod
     def prepare(self) -> None:
@@ -160,6 +164,8 @@ class Storage(ABC):
 
     def lock(self) -> Callable[[], None]:
         """Keep other writers away until the returned function is called.
+
+        The function never raises: a lock ends with its descriptor, whatever becomes of its file.
 
         Raises:
             CheckpointError: Another writer is at work.
@@ -249,7 +255,7 @@ class LocalStorage(Storage):
         if (fd := _opened_if_large(self.folder / name)) is not None:
             with suppress(OSError):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+            _close_quietly(fd)
 
     def sync(self) -> None:
         while self._changed:
@@ -263,14 +269,29 @@ class LocalStorage(Storage):
         if self.folder.is_symlink() and self.folder.is_dir():
             calls.unlink(self.folder)  # whoever made it has the folder elsewhere
             return
-        names = self.names()
-        for name in sorted(names, key=lambda name: not name.endswith(".json")):
+        for name in sorted(self.names(), key=removal_order):
             self.remove(name)
         with suppress(FileNotFoundError):
             calls.rmdir(self.folder)
 
     def lock(self) -> Callable[[], None]:
         return _locked(self.folder.resolve() / LOCK_NAME, self.location)
+
+
+def removal_order(name: str) -> tuple[bool, bool]:
+    """The key that sorts the files of a folder for their removal: what makes it a checkpoint first.
+
+    Example:
+        >>> sorted(["a.safetensors", "index.json", "index.json.previous"], key=removal_order)
+        ['index.json.previous', 'index.json', 'a.safetensors']
+    """
+    return not name.startswith(INDEX_NAME), name == INDEX_NAME
+
+
+def _close_quietly(fd: int) -> None:
+    """Close a descriptor by which nothing was written. Some network file systems fail at that."""
+    with suppress(OSError):
+        calls.close(fd)
 
 
 def _opened_if_large(path: Path) -> int | None:
@@ -348,9 +369,8 @@ class _LocalWriter(FileWriter):
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        try:
-            calls.close(fd)
-        finally:
+        _close_quietly(fd)
+        with suppress(OSError):  # what went wrong with the file before says more
             calls.unlink(self._unfinished)
 
 
@@ -362,6 +382,7 @@ class _LocalReader(FileReader):
         except OSError as error:
             problem = "is a symlink" if error.errno == errno.ELOOP else error.strerror
             raise CheckpointError(f"cannot open {where}: {problem}", file=where) from None
+        self._where = where
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
@@ -372,7 +393,11 @@ class _LocalReader(FileReader):
     def read_into(self, memory: memoryview, offset: int) -> int:
         total = 0
         while total < memory.nbytes:
-            count = calls.preadv(self._fd, [memory[total:]], offset + total)
+            try:
+                count = calls.preadv(self._fd, [memory[total:]], offset + total)
+            except OSError as error:  # the system does not name the file
+                error.filename = self._where
+                raise
             if count == 0:
                 break
             total += count
@@ -381,7 +406,7 @@ class _LocalReader(FileReader):
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            _close_quietly(fd)
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
@@ -406,9 +431,9 @@ def _locked(path: Path, location: str) -> Callable[[], None]:
         if key in _held:
             _held.discard(key)
             if fd >= 0:
-                with suppress(FileNotFoundError):  # the folder may be gone
-                    os.unlink(path)
-                os.close(fd)
+                with suppress(OSError):  # the folder may be gone, or the disk read-only by now
+                    calls.unlink(path)
+                _close_quietly(fd)
 
     return release
 
@@ -444,13 +469,38 @@ def _busy(location: str, who: str) -> CheckpointError:
 # -- URLs ------------------------------------------------------------------------------------
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|[A-Za-z0-9]+::")
+#: URLs of files of this machine, as fsspec has them.
+_LOCAL_URL = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """True if a path names a storage of fsspec's.
 
     Example:
-        >>> is_url("s3://bucket/run"), is_url("/data/run")
-        (True, False)
+        >>> is_url("s3://bucket/run"), is_url("/data/run"), is_url("file:///data/run")
+        (True, False, False)
     """
-    return isinstance(path, str) and _URL.match(path) is not None
+    if not isinstance(path, str) or _LOCAL_URL.match(path):
+        return False
+    return _URL.match(path) is not None
+
+
+def plain_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The path that a URL of a file of this machine names; any other is as it was.
+
+    Raises:
+        ValueError: The URL names a host.
+
+    Example:
+        >>> plain_path("file:///data/my%20run"), plain_path("s3://bucket/run")
+        ('/data/my run', 's3://bucket/run')
+    """
+    match = _LOCAL_URL.match(path) if isinstance(path, str) else None
+    if match is None:
+        return path
+    if not match["path"].startswith("/"):
+        raise ValueError(
+            f"{path} has the host {match['path'].partition('/')[0]!r}: a file of this machine has "
+            f"three slashes, as in file:///data/run"
+        )
+    return url2pathname(match["path"])

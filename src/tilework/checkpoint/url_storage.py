@@ -1,16 +1,19 @@
 """Checkpoints at URLs, by way of fsspec: memory://, s3:// and whatever it has plug-ins for.
 
-There is no rename that all stores have. What is written is complete when it is closed, and the
-index is written last: without it there is no checkpoint.
+There is no rename that all stores have, and many write files in place. So nothing counts on a file
+being whole before it is closed; ``index_file`` keeps the index of before until then.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from tilework.checkpoint.storage import FileReader, FileWriter, Storage
+from tilework.checkpoint.storage import FileReader, FileWriter, Storage, removal_order
 from tilework.errors import CheckpointError
+
+_MISSING = (FileNotFoundError, NotADirectoryError)
 
 
 class UrlStorage(Storage):
@@ -21,9 +24,11 @@ class UrlStorage(Storage):
 
     Raises:
         ImportError: fsspec, or its plug-in for the URL, is not installed.
+        ValueError: fsspec does not know such URLs.
     """
 
     is_local = False
+    writes_in_place = True
 
     def __init__(self, url: str) -> None:
         try:
@@ -37,24 +42,27 @@ class UrlStorage(Storage):
         self._folder = self._folder.rstrip("/")
 
     def prepare(self) -> None:
-        self._files.makedirs(self._folder, exist_ok=True)
+        with _told(f"cannot make {self.location}", self.location):
+            self._files.makedirs(self._folder, exist_ok=True)
 
     def create(self, name: str) -> FileWriter:
-        return _UrlWriter(self._files, f"{self._folder}/{name}")
+        return _UrlWriter(self._files, f"{self._folder}/{name}", self.where(name))
 
     def open(self, name: str) -> FileReader:
         return _UrlReader(self._files, f"{self._folder}/{name}", self.where(name))
 
     def names(self) -> list[str]:
-        self._files.invalidate_cache()
-        try:
-            listed = self._files.ls(self._folder, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with _told(f"cannot list {self.location}", self.location):
+            self._files.invalidate_cache()
+            try:
+                listed = self._files.ls(self._folder, detail=False)
+            except _MISSING:
+                return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in listed)
 
     def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
+        where = self.where(name)
+        with _told(f"cannot remove {where}", where), suppress(FileNotFoundError):
             self._files.rm_file(f"{self._folder}/{name}")
 
     def wait_for_room(self) -> None:
@@ -67,57 +75,84 @@ class UrlStorage(Storage):
         """Nothing: a store keeps what it has accepted."""
 
     def inner(self, name: str) -> Storage:
-        return UrlStorage(f"{self.location.rstrip('/')}/{name}")
+        return UrlStorage(self.where(name))
 
     def remove_folder(self) -> None:
-        for name in sorted(self.names(), key=lambda name: not name.endswith(".json")):
+        for name in sorted(self.names(), key=removal_order):
             self.remove(name)
         with suppress(OSError, NotImplementedError):  # stores of objects have no folders
             self._files.rmdir(self._folder)
 
 
+@contextmanager
+def _told(problem: str, where: str) -> Iterator[None]:
+    """Have what a plug-in raises, of whatever class, as the error of a checkpoint."""
+    try:
+        yield
+    except (CheckpointError, *_MISSING):
+        raise
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise CheckpointError(f"{problem}: {reason}", file=where) from error
+
+
 class _UrlWriter(FileWriter):
-    def __init__(self, files: Any, path: str) -> None:
-        self._files, self._path = files, path
-        self._file = files.open(path, "wb")
+    def __init__(self, files: Any, path: str, where: str) -> None:
+        self._files, self._path, self._where = files, path, where
+        with self._told():
+            self._file = files.open(path, "wb")
+
+    def _told(self) -> Any:
+        return _told(f"cannot write {self._where}", self._where)
 
     def write(self, memory: memoryview | bytes) -> None:
-        self._file.write(bytes(memory))
+        data = bytes(memory)
+        with self._told():
+            if self._file.write(data) not in (None, len(data)):
+                raise OSError("the store took a part of what was to be written")
 
     def finish(self) -> None:
-        file, self._file = self._file, None
-        file.close()
+        with self._told():
+            self._file.close()
+        self._file = None
 
     def discard(self) -> None:
         file, self._file = self._file, None
         if file is None:
             return
-        try:
-            if hasattr(file, "discard"):
-                file.discard()  # an upload in parts that was not completed
-                return
-        except Exception:  # whatever a plug-in raises, the error on its way says more
-            return
-        file.close()
-        self._files.rm_file(self._path)
+        # Whatever a plug-in raises, the error on its way says more.
+        with suppress(Exception):
+            file.discard()  # an upload in parts that was not completed
+            file.closed = True  # else its end would complete it
+        with suppress(Exception):
+            file.close()
+        with suppress(Exception):
+            self._files.rm_file(self._path)
 
 
 class _UrlReader(FileReader):
     def __init__(self, files: Any, path: str, where: str) -> None:
-        self._files, self._path = files, path
+        self._files, self._path, self._where = files, path, where
         try:
-            info = files.info(path)
-        except (FileNotFoundError, NotADirectoryError):
+            with _told(f"cannot open {where}", where):
+                info = files.info(path)
+                self.nbytes = int(info.get("size") or 0)
+        except _MISSING:
             raise CheckpointError(f"cannot open {where}: it does not exist", file=where) from None
         if info.get("type") != "file" or info.get("islink"):
             raise CheckpointError(f"{where} is no plain file", file=where)
-        self.nbytes = int(info["size"])
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         if not memory.nbytes:
             return 0
-        data: bytes = self._files.cat_file(self._path, offset, offset + memory.nbytes)
-        memory[: len(data)] = data
+        try:
+            with _told(f"cannot read {self._where}", self._where):
+                data: bytes = self._files.cat_file(self._path, offset, offset + memory.nbytes)
+                memory[: len(data)] = data
+        except _MISSING:
+            raise CheckpointError(
+                f"cannot read {self._where}: it was removed meanwhile", file=self._where
+            ) from None
         return len(data)
 
     def close(self) -> None:

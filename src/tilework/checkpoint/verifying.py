@@ -13,17 +13,20 @@ from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.dtypes import stored
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
 from tilework.checkpoint.format import Index, Part, SavedTensor
+from tilework.checkpoint.index_file import read_index
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
-from tilework.checkpoint.loading import read_index, saved_state
+from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.memory import crc32
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
 from tilework.checkpoint.save_planning import cut_box
 from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.errors import CheckpointError
 from tilework.layout.box import whole_box
 
 
+@checkpoint_errors()
 def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
     """The problems of a checkpoint; none if every byte is as it was written. Local.
 
@@ -148,6 +151,7 @@ class Difference:
     text: str
 
 
+@checkpoint_errors()
 def diff(a: AnyPath, b: AnyPath) -> list[Difference]:
     """The differences of two checkpoints: names, shapes, dtypes, elements and values. Local.
 

@@ -31,10 +31,15 @@ def _leave(module: ModuleType) -> None:
             leave_function(function)
 
 
-def leave_function(function: FunctionType, reason: str = _REASON) -> None:
+def leave_function(function: FunctionType, reason: str = _REASON, with_calls: bool = True) -> None:
     """Have torch.compile end its graph at ``function``, call it, and compile nothing in it.
 
     Where a whole graph is asked for (fullgraph=True) it raises, and says ``reason``.
+
+    Args:
+        function: The function.
+        reason: Said where a whole graph is asked for.
+        with_calls: False: functions that it calls may be compiled.
     """
     # What torch.compiler.disable does, which takes a second to import and a frame in each call.
     marked: Any = function
@@ -42,8 +47,10 @@ def leave_function(function: FunctionType, reason: str = _REASON) -> None:
     marked._torchdynamo_disable_msg = reason
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        actions = frames._FrameAction
+        calls = actions.SKIP if with_calls else actions.DEFAULT
+        strategy = frames._FrameExecStrategy(actions.SKIP, calls)
+        frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 for _module in (collectives, groups, objects, p2p):

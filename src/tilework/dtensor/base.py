@@ -37,6 +37,8 @@ class DTensorBase(TiledTensor):
     _is_param: bool
     #: The gradient as it was last asked for.
     _grad: DTensorBase | None = None
+    #: Of a leaf with a gradient that is not reduced yet: reduces it, and adds it to ``grad``.
+    _deferred_grad: Callable[[], None] | None = None
     #: The local tensor at places in the graph where gradients are partial, by their axes.
     _aliases: dict[Ints, Alias] | None = None
     #: What it is a view of, if its elements are copies.

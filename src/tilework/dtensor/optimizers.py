@@ -109,6 +109,8 @@ def _on_locals(
                 if (state := optimizer.state.get(param)) is not None:
                     states[param] = state
                 continue
+            if param._deferred_grad is not None:
+                param._deferred_grad()
             local = param._local_tensor
             if param._spec.partial_axes or not param._spec.takes_part or param._origin is not None:
                 return None

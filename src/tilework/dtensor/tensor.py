@@ -402,6 +402,8 @@ class DTensor(DTensorBase):
 
     @property
     def grad(self) -> DTensor | None:
+        if self._deferred_grad is not None:
+            self._deferred_grad()
         if self._became is not None and in_place_views.before_changes(self) is not self:
             return in_place_views.grad_before_changes(self)  # type: ignore[return-value]
         if self._grad is not None and self._grad._view_of is not None:
@@ -425,10 +427,12 @@ class DTensor(DTensorBase):
         if value is None:
             del self.grad
         else:
+            self._deferred_grad = None
             gradients.set_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
+        self._deferred_grad = None
         note_cleared(self)
         self._grad = None
         origins.set_grad_of(in_place_views.before_changes(self), None)

@@ -17,10 +17,10 @@ from tilework.parallel.data_parallel.buckets import compute_bucket_assignment_by
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook
 from tilework.parallel.data_parallel.mixed_precision import MixedPrecision
-from tilework.parallel.fully_sharded.fully_shard import (
+from tilework.parallel.fully_sharded.fully_shard import fully_shard
+from tilework.parallel.fully_sharded.module import (
     FSDPModule,
     UnshardHandle,
-    fully_shard,
     register_fsdp_forward_method,
 )
 from tilework.parallel.fully_sharded.policies import (

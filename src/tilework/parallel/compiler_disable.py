@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tilework.comm.compiler_disable import leave_function
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
-from tilework.parallel.fully_sharded.fully_shard import State
+from tilework.parallel.fully_sharded.module import FSDPModule
+from tilework.parallel.fully_sharded.unit import Unit
 
 _REASON = (
     "averaging gradients and gathering parameters communicate and are not traced; compile without "
@@ -13,6 +14,8 @@ _REASON = (
 
 for _function in (
     *(DistributedDataParallel._before_forward, DistributedDataParallel._after_forward),
-    *(State.before_forward, State.after_forward, State.before_backward),
+    *(Unit._enter, Unit._clean, Unit._end_run, Unit._watch, Unit._check_unwritten),
 ):
     leave_function(_function, _REASON)  # type: ignore[arg-type]
+for _caller in (FSDPModule.__call__, Unit.run):
+    leave_function(_caller, _REASON, with_calls=False)  # type: ignore[arg-type]

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from torch import Tensor
 
@@ -26,8 +24,9 @@ from tilework.checkpoint.convert.source import IndexedSource, Source
 from tilework.checkpoint.convert.torch_file import open_torch_file, write_torch_file
 from tilework.checkpoint.describing import MergedState
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
-from tilework.checkpoint.format import INDEX_NAME
-from tilework.checkpoint.loading import read_index, saved_state
+from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
+from tilework.checkpoint.index_file import is_checkpoint, read_index
+from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, of_group
@@ -44,7 +43,8 @@ from tilework.checkpoint.saving import (
     remove_leftovers,
     write_and_commit,
 )
-from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, is_url
+from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, is_url, plain_path
+from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
@@ -72,6 +72,7 @@ class ConvertOptions:
         check_file_bytes(self.file_bytes)
 
 
+@checkpoint_errors()
 def convert(
     source: AnyPath, target: AnyPath, to: str | None = None, options: ConvertOptions | None = None
 ) -> None:
@@ -107,16 +108,13 @@ def convert(
     kind = to or format_of_name(target)
     if kind not in FORMATS:
         raise ValueError(f"formats are {', '.join(FORMATS)}, got {kind!r}")
-    source, target = _plain(source), _plain(target)
+    source, target = plain_path(source), plain_path(target)
     _check_target(target, kind)
     _check_apart(source, target)
     opened = open_source(source)
     try:
         with Progress(f"converting {source}", afterwards="the disk") as progress:
             _write(_Chosen(opened, options, progress), target, kind, options)
-    except OSError as error:
-        where = str(error.filename or target)
-        raise CheckpointError(f"{where}: {error.strerror or error}", file=where) from None
     finally:
         opened.close()
 
@@ -130,13 +128,6 @@ def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) 
         write_dcp(source, Path(target))
     else:
         write_torch_file(source, Path(target))
-
-
-def _plain(path: AnyPath) -> AnyPath:
-    """The path of a URL of this machine's files; any other is as it was."""
-    if not str(path).startswith("file://"):
-        return path
-    return Path(url2pathname(urlsplit(str(path)).path))
 
 
 def _check_apart(source: AnyPath, target: AnyPath) -> None:
@@ -177,7 +168,7 @@ def _check_target(target: AnyPath, kind: str) -> None:
 
 def _is_left_over(names: set[str]) -> bool:
     """True if a folder has nothing, or just what a conversion has left that did not end."""
-    if INDEX_NAME in names or HF_INDEX in names:
+    if names & {INDEX_NAME, PREVIOUS_NAME, HF_INDEX}:
         return False
     unfinished_index = f"{HF_INDEX}{UNFINISHED}"
     return all(
@@ -200,9 +191,11 @@ def open_source(path: AnyPath) -> Source:
         CheckpointError: It is in none that is known, or damaged.
     """
     if is_url(path):
-        names = storage_at(path).names()
+        storage = storage_at(path)
+        names = storage.names()
         files = [name for name in names if name.endswith(".safetensors")]
-        is_other = str(path).endswith(".safetensors") or (files and INDEX_NAME not in names)
+        is_other = files and not is_checkpoint(names, storage)
+        is_other = str(path).endswith(".safetensors") or is_other
         return open_safetensors(path) if is_other else _open_tilework(path)
     if (Path(path) / INDEX_NAME).exists():
         return _open_tilework(path)

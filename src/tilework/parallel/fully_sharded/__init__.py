@@ -1,5 +1,7 @@
 """Fully sharded data parallelism.
 
-``fully_shard`` decides when to gather and free, ``flat_group`` has the collectives, ``shards`` is
-one parameter, ``policies`` are settings.
+``fully_shard`` is the function, ``module`` has the methods that modules get. ``unit`` decides when
+the parameters of a call are gathered and freed, ``taking_over`` takes over what modules hold,
+``flat`` has the buffers and collectives, ``graph`` the place in autograd's graph, ``sharded_param``
+is a parameter, and ``policies`` are settings.
 """

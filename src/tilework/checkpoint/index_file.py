@@ -1,0 +1,102 @@
+"""The file of an index: read, and replaced so that a folder has the old or the new one throughout.
+
+Where a rename replaces files that is the rename's doing. Elsewhere, as at URLs, a file that is
+written again may be torn for a while, or for ever. There the old index is written to a second file
+before, and removed after: a reader that finds the first one torn or missing takes the second.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME, Index
+from tilework.checkpoint.index_text import index_text, parse_index
+from tilework.checkpoint.storage import Storage
+from tilework.errors import CheckpointError
+
+
+def is_checkpoint(names: list[str], storage: Storage) -> bool:
+    """True if a folder with files of these names has an index, whole or not. Local."""
+    return INDEX_NAME in names or (storage.writes_in_place and PREVIOUS_NAME in names)
+
+
+def read_index(storage: Storage) -> Index:
+    """The index of a checkpoint. Local.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    return read_counting(storage)[1]
+
+
+def read_counting(storage: Storage) -> tuple[str, Index]:
+    """The name of the file whose index counts, and the index. Local.
+
+    Raises:
+        CheckpointError: As :func:`read_index` raises.
+    """
+    try:
+        return INDEX_NAME, _read(storage, INDEX_NAME)
+    except CheckpointError as error:
+        names = storage.names()
+        if storage.writes_in_place:
+            if PREVIOUS_NAME in names:
+                with suppress(CheckpointError):
+                    return PREVIOUS_NAME, _read(storage, PREVIOUS_NAME)
+            if INDEX_NAME in names:
+                return INDEX_NAME, _read(storage, INDEX_NAME)  # it may have been replaced meanwhile
+        if INDEX_NAME not in names:
+            nothing = "" if names else "; there is no such folder, or nothing in it"
+            raise CheckpointError(
+                f"{storage.location} is no checkpoint: it has no {INDEX_NAME}, which is written "
+                f"when all else is{nothing}",
+                file=storage.location,
+            ) from None
+        raise error
+
+
+def write_index(storage: Storage, index: Index) -> None:
+    """Let a folder have an index, in the place of one that is there. Local.
+
+    Raises:
+        CheckpointError, OSError: It cannot be written. The one that was there counts on.
+    """
+    before = _kept(storage) if storage.writes_in_place else None
+    try:
+        _write(storage, INDEX_NAME, index_text(index))
+    except BaseException:
+        if before is not None:
+            with suppress(OSError, CheckpointError):
+                _write(storage, INDEX_NAME, before)
+                storage.remove(PREVIOUS_NAME)
+        raise
+    storage.sync()
+    if before is not None:
+        storage.remove(PREVIOUS_NAME)
+
+
+def _read(storage: Storage, name: str) -> Index:
+    return parse_index(storage.read_all(name), storage.where(name))
+
+
+def _kept(storage: Storage) -> bytes | None:
+    """The text of the index that counts, once it lies in a second file; None: there is none."""
+    names = storage.names()
+    for name in (INDEX_NAME, PREVIOUS_NAME):
+        if name not in names:
+            continue
+        with suppress(CheckpointError):
+            text = storage.read_all(name)
+            parse_index(text, storage.where(name))
+            break
+    else:
+        return None
+    if name == INDEX_NAME:
+        _write(storage, PREVIOUS_NAME, text)
+    return text
+
+
+def _write(storage: Storage, name: str, text: bytes) -> None:
+    with storage.create(name) as file:
+        file.write(text)
+        file.finish()

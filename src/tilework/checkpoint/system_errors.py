@@ -1,0 +1,59 @@
+"""Refusals of the system, to read, to write or to give memory, as errors of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tilework.errors import CheckpointError
+
+#: How torch says that there is no memory: with a RuntimeError of no class of its own.
+_NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
+
+
+def as_checkpoint_error(error: BaseException) -> CheckpointError | None:
+    """The error of a checkpoint for what the system has refused; None for any other error.
+
+    Example:
+        >>> print(as_checkpoint_error(OSError(5, "Input/output error", "run/index.json")))
+        run/index.json: Input/output error
+        >>> as_checkpoint_error(ValueError("of a program")) is None
+        True
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError):
+        file = str(error.filename or "")
+        where = f"{file}: " if file else ""
+        return CheckpointError(f"{where}{error.strerror or error}", file=file)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or _is_without_memory(error):
+        reason = str(error).partition("\n")[0] or "the system gives no more"
+        return CheckpointError(f"there is not enough memory: {reason}")
+    return None
+
+
+def _is_without_memory(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _NO_MEMORY)
+
+
+@contextmanager
+def checkpoint_errors() -> Iterator[None]:
+    """Raise what the system refuses as a CheckpointError. Also a decorator.
+
+    Example:
+        >>> with checkpoint_errors():
+        ...     raise MemoryError
+        Traceback (most recent call last):
+        tilework.errors.CheckpointError: there is not enough memory: the system gives no more
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        told = as_checkpoint_error(error)
+        if told is None:
+            raise
+        raise told from error

@@ -1,0 +1,238 @@
+"""Sharded parameters of one dtype in one buffer, and the collectives that gather and reduce them.
+
+A rank's shards lie one after the other in the *flat buffer*. Gathering makes full tensors in one
+block of memory. A large parameter whose shards are rows of equal number is gathered by a collective
+of its own, straight to where modules read. The others share a collective: each rank sends its
+shards as a *row*, padded to the largest rank's, and the full tensors are copied out of all rows.
+Reducing goes the same ways back, straight from where backward wrote large gradients.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tilework.comm.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.transfer.large_buffers import empty_tensor
+from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
+from tilework.parallel.fully_sharded.sharded_param import ShardedParam
+
+#: A shard of so many bytes is gathered by a collective of its own; a copy of less costs less.
+DIRECT_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some parameters, and where each begins in a rank's row.
+
+    Attributes:
+        params: The parameters.
+        offsets: By parameter, the first element; last, the number of elements.
+    """
+
+    params: tuple[ShardedParam, ...]
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def of(params: Sequence[ShardedParam]) -> Row:
+        """The row of these parameters, in this order."""
+        return Row(tuple(params), (0, *accumulate(param.padded for param in params)))
+
+    @property
+    def numel(self) -> int:
+        return self.offsets[-1]
+
+
+class Gathering:
+    """Full parameters that are being gathered, or were.
+
+    Attributes:
+        block: The memory of all of them.
+        fulls: By parameter, its full local tensor.
+    """
+
+    def __init__(
+        self, block: Tensor, fulls: list[Tensor], params: list[ShardedParam], offsets: list[int]
+    ) -> None:
+        self.block, self.fulls = block, fulls
+        self._params, self._offsets = params, offsets
+        self.begin = block.data_ptr()
+        self.end = self.begin + block.nbytes
+        self.works: list[Work] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    def param_at(self, offset: int) -> ShardedParam:
+        """The parameter whose full tensor has the element at ``offset`` of the block."""
+        return self._params[bisect_right(self._offsets, offset) - 1]
+
+    def finish(self) -> None:
+        """Wait until the full tensors are there."""
+        for work in self.works:
+            work.wait()
+        if self.pairs:
+            with torch.no_grad():
+                full, rows = zip(*self.pairs, strict=True)
+                torch._foreach_copy_(list(full), list(rows))
+        self.works, self.pairs = [], []
+
+
+class Flat:
+    """The flat buffer of parameters of one dtype and device on this rank.
+
+    Args:
+        params: The parameters, whose ``sharded`` may still be the full ones.
+        shard_group: The ranks that the parameters are sharded over.
+        replicate_group: The ranks with the same shards; None: there are none.
+        policy: The dtypes of gathered parameters and of reductions.
+        device: The device of the shards.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        shard_group: ProcessGroup,
+        replicate_group: ProcessGroup | None,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        self.params = list(params)
+        self.dtype = self.params[0].sharded.dtype
+        self.shard_group, self.replicate_group = shard_group, replicate_group
+        self.rank, self.ranks = shard_group.rank(), shard_group.size()
+        is_cast = policy.param_dtype is not None and self.dtype.is_floating_point
+        #: The dtype of what is gathered.
+        self.compute_dtype: torch.dtype = policy.param_dtype if is_cast else self.dtype  # type: ignore[assignment]
+        self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
+        direct = [param for param in self.params if self._is_direct(param)]
+        self._row = Row.of([param for param in self.params if param not in direct])
+        self._in_order = Row.of([*direct, *self._row.params])
+        self.flat = _zeros(self._in_order.numel, self.dtype, device, shard_group)
+
+    def _is_direct(self, param: ShardedParam) -> bool:
+        return param.is_even and param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
+
+    def shards(self) -> list[Tensor]:
+        """By parameter, this rank's shard in the flat buffer. Writes to each count separately."""
+        order = self._in_order
+        views = {
+            id(param): param.in_row(self.flat, offset, self.rank).data
+            for param, offset in zip(order.params, order.offsets, strict=False)
+        }
+        return [views[id(param)] for param in self.params]
+
+    # -- gathering ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(self, async_op: bool) -> Gathering:
+        """Start to gather the full parameters. Collective over the sharding group.
+
+        Args:
+            async_op: Return at once; ``finish`` of the result waits.
+        """
+        mine = self.flat.to(self.compute_dtype)
+        gathering = self._empty(mine)
+        full_of = dict(zip(map(id, self.params), gathering.fulls, strict=True))
+        order, offset = self._in_order, 0
+        for param, offset in zip(order.params, order.offsets, strict=False):
+            if not self._is_direct(param):
+                break
+            full, shard = full_of[id(param)], mine[offset : offset + param.padded]
+            self._start(gathering, full.view(-1), shard, async_op)
+            offset += param.padded
+        if self._row.numel:
+            rows = mine.new_empty(self.ranks, self._row.numel)
+            self._start(gathering, rows.view(-1), mine[order.numel - self._row.numel :], async_op)
+            for param, at in zip(self._row.params, self._row.offsets, strict=False):
+                pairs = param.rows_and_parts(rows, at, full_of[id(param)])
+                gathering.pairs += [(part, row) for row, part in pairs]
+        return gathering
+
+    def _empty(self, like: Tensor) -> Gathering:
+        """Memory for all full parameters: contiguous tensors one after the other."""
+        offsets = [0, *accumulate(param.numel for param in self.params)]
+        block = empty_tensor((offsets[-1],), self.compute_dtype, like.device)
+        fulls = [
+            block[start:end].view(param.shape)
+            for param, start, end in zip(self.params, offsets, offsets[1:], strict=False)
+        ]
+        return Gathering(block, fulls, self.params, offsets[:-1])
+
+    def _start(self, gathering: Gathering, out: Tensor, mine: Tensor, async_op: bool) -> None:
+        work = all_gather_into_tensor(out, mine, self.shard_group, async_op)
+        if work is not None:
+            gathering.works.append(work)
+
+    # -- reducing ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(
+        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """This rank's shards of the gradients' averages over all ranks. Collective; blocks.
+
+        A gradient that only some ranks have counts as zero on the others.
+
+        Args:
+            params: Parameters of this buffer, the same ones on all ranks.
+            grads: By parameter, this rank's gradient of the full tensor; None: there is none.
+
+        Returns:
+            By parameter, the shard in the parameter's dtype; None: no rank has a gradient.
+        """
+        direct = [
+            (param, grad)
+            for param, grad in zip(params, grads, strict=True)
+            if self._is_direct(param)
+        ]
+        results = {id(param): self._reduce_alone(param, grad) for param, grad in direct}
+        together = [
+            (param, grad)
+            for param, grad in zip(params, grads, strict=True)
+            if id(param) not in results
+        ]
+        # Each row ends with a mark for each parameter: above zero where a rank has a gradient.
+        row = Row.of([param for param, _ in together])
+        rows = self.flat.new_zeros(self.ranks, row.numel + len(params), dtype=self.reduce_dtype)
+        pairs = []
+        for (param, grad), offset in zip(together, row.offsets, strict=False):
+            if grad is not None:
+                pairs += param.rows_and_parts(rows, offset, grad)
+        if pairs:
+            torch._foreach_copy_([part for part, _ in pairs], [grad for _, grad in pairs])
+        marks = [float(grad is not None) for grad in grads]
+        rows[:, row.numel :] = torch.tensor(marks, dtype=rows.dtype, device=rows.device)
+        reduced = self._reduce(rows.view(-1), row.numel + len(params))
+        for (param, _), offset in zip(together, row.offsets, strict=False):
+            results[id(param)] = param.in_row(reduced, offset, self.rank)
+        used = [True] * len(params) if all(marks) else (reduced[row.numel :] > 0).tolist()
+        return [
+            results[id(param)].to(self.dtype) if has_grad else None
+            for param, has_grad in zip(params, used, strict=True)
+        ]
+
+    def _reduce_alone(self, param: ShardedParam, grad: Tensor | None) -> Tensor:
+        if grad is None:
+            grad = self.flat.new_zeros(param.shape, dtype=self.reduce_dtype)
+        contribution = grad.to(self.reduce_dtype).contiguous()
+        return self._reduce(contribution.view(-1), param.padded).view(param.shard_shapes[0])
+
+    def _reduce(self, contributions: Tensor, numel: int) -> Tensor:
+        reduced = contributions.new_empty(numel)
+        reduce_scatter_tensor(reduced, contributions, ReduceOp.AVG, self.shard_group)
+        if self.replicate_group is not None and self.replicate_group.size() > 1:
+            all_reduce(reduced, ReduceOp.AVG, self.replicate_group)
+        return reduced
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
+    """Zeros, where the group's operations read CPU memory in place."""
+    if device.type == "cpu":
+        return group.empty(numel, dtype=dtype).zero_()
+    return torch.zeros(numel, dtype=dtype, device=device)

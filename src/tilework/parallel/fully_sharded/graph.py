@@ -1,0 +1,169 @@
+"""The place of gathered parameters in autograd's graph.
+
+The full tensors of a module are results of one node, :class:`Gather`, whose inputs are the shards:
+leaves of the graph. Autograd itself then knows when all gradients of the module are there, which
+parameters a pass did not use, what was frozen, and what hooks a shard has. The node's backward
+reduces the full gradients to gradients of the shards.
+
+Full tensors that operators save for backward are not kept: :class:`Saved` stands for each, and
+gathers again when backward asks for it, whichever way backward got there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tilework.parallel.fully_sharded.flat import Gathering
+    from tilework.parallel.fully_sharded.sharded_param import ShardedParam
+
+_autograd: Any = torch._C._autograd
+
+#: Reduces gradients of full tensors to gradients of shards; None where no rank has a gradient.
+Reduce = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list[Tensor | None]]
+#: Full tensors of the shards of some parameters.
+GatherAgain = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list[Tensor | None]]
+
+
+class Gather(torch.autograd.Function):
+    """Full tensors of shards. Backward averages their gradients over the ranks. Collective."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ends: tuple[Reduce, GatherAgain],
+        params: Sequence[ShardedParam],
+        fulls: Sequence[Tensor],
+        *shards: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The tensors ``fulls``, which were gathered already."""
+        ctx.ends, ctx.params = ends, params
+        ctx.set_materialize_grads(False)
+        return tuple(full.detach() for full in fulls)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """The gradients of the shards."""
+        if torch.is_grad_enabled():  # create_graph: the reduction is in the new graph
+            shards = AverageToShards.apply(ctx.ends, ctx.params, *grads)  # type: ignore[no-untyped-call]
+        else:
+            shards = ctx.ends[0](ctx.params, grads)
+        return None, None, None, *shards
+
+
+class AverageToShards(torch.autograd.Function):
+    """Averages over the ranks of full gradients, as shards, where gradients have gradients.
+
+    A shard's gradient is that of one value which all ranks have computed. So each rank's share in
+    the average has the gathered gradient itself, not a fraction: :class:`Gather` averages later.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ends: tuple[Reduce, GatherAgain],
+        params: Sequence[ShardedParam],
+        *grads: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The shards of the averages."""
+        ctx.ends, ctx.params = ends, params
+        ctx.set_materialize_grads(False)
+        return tuple(ends[0](params, grads))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """The gathered gradients."""
+        return None, None, *ctx.ends[1](ctx.params, grads)
+
+
+class Saved:
+    """A full tensor, or a view of one, that an operator has saved for backward."""
+
+    __slots__ = ("offset", "param", "shape", "stride", "use", "version", "which")
+
+    def __init__(self, use: Any, which: int, tensor: Tensor, gathering: Gathering) -> None:
+        self.use, self.which = use, which
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        self.offset = (tensor.data_ptr() - gathering.begin) // tensor.itemsize
+        self.param: ShardedParam = gathering.param_at(self.offset)
+        self.version = self.param.local._version
+
+    def tensor(self) -> Tensor:
+        """The tensor. Collective if the full parameters are not there.
+
+        Raises:
+            RuntimeError: The parameter was written to since.
+        """
+        if self.param.local._version != self.version:
+            raise RuntimeError(
+                f"parameter {self.param.name} was written to in place after the forward pass whose "
+                f"backward needs the value, by an optimizer step for one: call backward before it"
+            )
+        block: Tensor = self.use.block(self.which)
+        return block.as_strided(self.shape, self.stride, self.offset)
+
+
+class _Kept:
+    """Another tensor that an operator has saved, and the writes to it until then."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = -1 if tensor.is_inference() else tensor._version
+
+
+#: Reads the hooks for saved tensors that are around. Releases of torch before 2.8 lack it.
+_hooks_around: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+#: False: full tensors that operators save stay in memory until backward.
+CAN_FREE = _hooks_around is not None
+_OWN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+@contextmanager
+def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
+    """Let operators save a :class:`Saved` in place of full tensors, and others as without this.
+
+    Hooks around this (those of a checkpoint, for one) get the other tensors. Without such hooks
+    torch would check in backward that a saved tensor was not written to. Hooks switch that check
+    off, which is why it is made here.
+
+    Args:
+        use: The module's forward pass; ``use.block(which)`` has the memory in backward.
+        gatherings: The full tensors.
+    """
+    around = _hooks_around(False)
+    spans = list(gatherings)
+
+    def pack(tensor: Tensor) -> Any:
+        if type(tensor) in _OWN_TYPES and tensor.layout is torch.strided:
+            address = tensor.data_ptr()
+            for which, part in enumerate(spans):
+                if part.begin <= address < part.end and tensor.dtype == part.block.dtype:
+                    return Saved(use, which, tensor, part)
+        return _Kept(tensor) if around is None else around[0](tensor)
+
+    def unpack(saved: Any) -> Any:
+        if type(saved) is Saved:
+            return saved.tensor()
+        if around is not None:
+            return around[1](saved)
+        if saved.version >= 0 and saved.tensor._version != saved.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(saved.tensor.shape)} that backward needs was written to "
+                f"in place after forward (version {saved.tensor._version}, {saved.version} when it "
+                f"was saved): write to a clone of it"
+            )
+        return saved.tensor
+
+    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    try:
+        yield
+    finally:
+        _autograd._pop_saved_tensors_default_hooks()
+        spans.clear()  # the graph keeps the hooks, which shall not keep the memory

@@ -1,0 +1,203 @@
+"""The methods of modules that fully_shard has sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NoReturn, cast
+
+from torch import nn
+
+from tilework.parallel.fully_sharded.unit import Unit
+
+
+class FSDPModule:
+    """The methods that a module has after :func:`fully_shard`. Its class is a subclass of both."""
+
+    _fsdp_state: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the plain class: containers make slices of themselves by their class."""
+        plain: Any = cls.__mro__[2]
+        module = plain.__new__(plain, *args, **kwargs)
+        plain.__init__(module, *args, **kwargs)
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward with full parameters. Collective over the mesh; blocks."""
+        return self._fsdp_state.run(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the module's parameters now. Collective over the mesh.
+
+        Attributes (``module.weight``) are full tensors then, until :meth:`reshard` or the end of
+        the next forward or backward pass that frees them. ``parameters()`` are always the shards.
+
+        Args:
+            async_op: Return at once; wait with the handle, or by running forward.
+        """
+        self._fsdp_state.look()
+        self._fsdp_state.start_gather(async_op)
+        handle = UnshardHandle(self._fsdp_state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the full parameters; attributes are DTensors again. Local."""
+        self._fsdp_state.reshard()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce gradients in backward, or accumulate the full ones on each rank. Local."""
+        for unit in units_of(self, recurse):
+            unit.requires_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free parameters after forward, or keep them until backward is through. Local."""
+        for unit in units_of(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Free parameters after backward, or keep them: for accumulation. Local."""
+        for unit in units_of(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these modules' parameters while this one's forward computes. Local.
+
+        Without it the module that ran next in the first forward pass is prefetched.
+        """
+        self._fsdp_state.forward_prefetch = [module._fsdp_state for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Gather these modules' parameters while this one's backward computes. Local."""
+        self._fsdp_state.backward_prefetch = [module._fsdp_state for module in modules]
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Raise: gradients are reduced to shards, which a hook for whole buckets cannot do."""
+        raise NotImplementedError(
+            "fully_shard has no communication hooks: gradients are reduce-scattered, not averaged "
+            "in buckets. For fewer bytes use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
+        )
+
+    def no_sync(self) -> None:
+        """Raise: accumulation is a setting of the module."""
+        raise NotImplementedError(
+            "fully_shard accumulates between set_requires_gradient_sync(False) and "
+            "set_requires_gradient_sync(True); no_sync() is DistributedDataParallel's"
+        )
+
+    def join(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: a rank without inputs must still help to gather parameters."""
+        raise NotImplementedError(
+            "fully_shard has no join(): every rank has to gather parameters as often as the "
+            "others, so give ranks equally many batches, or use DistributedDataParallel"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded module of its own, as an average of weights needs. Local.
+
+        Each rank copies its shards; gradients and hooks are copied as torch copies them. Of modules
+        that were given together, the copy of one copies the others, too.
+        """
+        for unit in units_of(self, True):
+            unit.reshard()
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise: a module is not pickled with groups of ranks."""
+        raise TypeError(
+            f"{type(self).__name__} was given to fully_shard and cannot be pickled or copied by "
+            f"copy.copy: save model.state_dict(), or copy.deepcopy(model)"
+        )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Move or cast the shards, as ``to()``, ``half()`` and ``to_empty()`` do. Local."""
+        units = units_of(self, True)
+        for unit in units:
+            unit.reshard()
+        ties = [param.places for unit in units for param in unit.params if len(param.places) > 1]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for places in ties:  # torch makes a parameter for each place where it cannot set data
+            first = places[0][0]._parameters[places[0][1]]
+            for module, name in places[1:]:
+                module._parameters[name] = first
+        for unit in units:
+            unit.look()
+        return result
+
+
+class UnshardHandle:
+    """The handle of an asynchronous :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Block until the module's attributes are full parameters."""
+        self._unit.unshard()
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def install(module: nn.Module, unit: Unit) -> None:
+    """Make a module one of a unit: its class becomes a subclass of FSDPModule, too."""
+    kind = type(module)
+    if kind not in _classes:
+        _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    each: Any = module
+    each.__class__ = _classes[kind]
+    object.__setattr__(module, "_fsdp_state", unit)
+    # Parameters that were assigned are sharded before an optimizer can get them.
+    each.register_load_state_dict_post_hook(lambda loaded, _: loaded._fsdp_state.look())
+
+
+def units_of(module: Any, recurse: bool) -> list[Unit]:
+    """The units of a module and, with ``recurse``, of those within."""
+    modules = module.modules() if recurse else [module]
+    units = [getattr(each, "_fsdp_state", None) for each in modules]
+    return list(dict.fromkeys(cast("list[Unit]", [unit for unit in units if unit])))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather parameters around another method than ``forward``, as around it. Local.
+
+    Raises:
+        ValueError: The module was not given to :func:`fully_shard`, or has no such method.
+
+    Example:
+        >>> import torch
+        >>> from tilework.parallel import fully_shard, register_fsdp_forward_method
+        >>> from tilework.testing import run_ranks
+        >>> class Coder(torch.nn.Linear):
+        ...     def encode(self, x):
+        ...         return x @ self.weight.t()
+        >>> def program(rank):
+        ...     coder = fully_shard(Coder(2, 3))
+        ...     register_fsdp_forward_method(coder, "encode")
+        ...     return coder.encode(torch.ones(1, 2)).shape
+        >>> run_ranks(2, program)[0]
+        torch.Size([1, 3])
+    """
+    if not isinstance(module, FSDPModule):
+        raise ValueError(f"{type(module).__name__} was not given to fully_shard")
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+    unit = module._fsdp_state
+
+    @wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return unit.run(method, args, kwargs)
+
+    setattr(module, method_name, wrapped)

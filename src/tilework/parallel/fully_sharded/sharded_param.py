@@ -1,0 +1,212 @@
+"""A parameter of a fully sharded module: where modules hold it, and how it is divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilework.dtensor import DTensor, Replicate, Shard
+from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
+from tilework.layout import Placement, chunk_sizes, offsets_of
+from tilework.mesh import DeviceMesh
+
+#: The modules and attributes that hold a parameter: several where weights are tied.
+Places = list[tuple[nn.Module, str]]
+
+
+@dataclass(eq=False)
+class ShardedParam:
+    """A parameter that is gathered for computation and sharded otherwise.
+
+    Attributes:
+        name: The parameter's name in the module that was sharded.
+        places: The modules and attributes that hold it.
+        sharded: The DTensor that modules and optimizers have.
+        shape: The shape of the full local tensor: with tensor parallelism, of this rank's part.
+        dim: The dim that is sharded.
+        sizes: The size of each rank's shard along that dim.
+        spec: The layout of the DTensor.
+        tensor_parallel: The layout of the full tensor; None: it is a plain tensor.
+    """
+
+    name: str
+    places: Places
+    sharded: Any
+    shape: tuple[int, ...]
+    dim: int
+    sizes: list[int]
+    spec: DTensorSpec
+    tensor_parallel: DTensorSpec | None
+    #: Each rank's elements, and where they begin in the ranks' shards one after the other.
+    shard_shapes: list[tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        self.shard_shapes = [(*before, size, *after) for size in self.sizes]
+        self.numel = math.prod(self.shape)
+        #: The elements of the largest rank's shard.
+        self.padded = math.prod(self.shard_shapes[0])
+        #: True if the ranks' shards one after the other are the full tensor.
+        self.is_even = self.dim == 0 and len(set(self.sizes)) == 1
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard: a leaf of the graph."""
+        local: Tensor = self.sharded._local_tensor
+        return local
+
+    def of_full(self, full: Tensor, rank: int) -> Tensor:
+        """The view of a full tensor that is a rank's shard."""
+        return full.narrow(self.dim, offsets_of(self.sizes)[rank], self.sizes[rank])
+
+    def in_row(self, row: Tensor, offset: int, rank: int) -> Tensor:
+        """The view of a rank's row that is the rank's shard, which begins at ``offset``."""
+        shape = self.shard_shapes[rank]
+        return row[offset : offset + math.prod(shape)].view(shape)
+
+    def rows_and_parts(
+        self, rows: Tensor, offset: int, full: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of equal elements: views of all ranks' rows, and of the full tensor."""
+        ranks = len(self.sizes)
+        if self.is_even and full.is_contiguous():
+            inner = self.shard_shapes[0]
+            shards = rows[:, offset : offset + self.padded].view(ranks, *inner)
+            return [(shards, full.view(ranks, *inner))]
+        return [
+            (self.in_row(rows[rank], offset, rank), self.of_full(full, rank))
+            for rank in range(ranks)
+            if self.sizes[rank]
+        ]
+
+
+def sharded_param(
+    name: str,
+    places: Places,
+    parameter: Any,
+    mesh: DeviceMesh,
+    dim: int,
+    on_mesh: bool = False,
+) -> ShardedParam:
+    """The description of a parameter on a mesh. Values are not looked at. Local.
+
+    Args:
+        name: The parameter's name.
+        places: The modules and attributes that hold it.
+        parameter: The full parameter: plain, or a DTensor of tensor parallelism.
+        mesh: One axis: shard along it. Two: replicate along the first.
+        dim: The dim to shard, not negative.
+        on_mesh: True of a DTensor that lies on the mesh already, in any layout.
+
+    Raises:
+        TypeError: The parameter is a DTensor of torch.distributed.tensor's.
+        ValueError: The parameter does not have the dim, or the meshes have no common root.
+    """
+    refuse_torch_dtensor(parameter, f"fully_shard of parameter {name!r}")
+    is_full = isinstance(parameter, DTensor) and not on_mesh
+    tensor_parallel = parameter._spec if is_full else None
+    local_shape = tuple(parameter.shape if tensor_parallel is None else tensor_parallel.local_shape)
+    if dim >= len(local_shape):
+        raise ValueError(
+            f"parameter {name} of shape {list(local_shape)} cannot be sharded along dim {dim}: "
+            f"fully_shard needs a parameter with dims; pass shard_placement_fn, or ignored_params"
+        )
+    return ShardedParam(
+        name,
+        places,
+        parameter,
+        local_shape,
+        dim,
+        chunk_sizes(local_shape[dim], mesh.shape[-1]),
+        _spec(name, parameter.shape, tensor_parallel, mesh, dim),
+        tensor_parallel,
+    )
+
+
+def dim_of(name: str, parameter: nn.Parameter, placement: Any) -> int:
+    """The dim that a placement function chose for a parameter; the first for None.
+
+    Raises:
+        TypeError: The function returned something else than Shard or None.
+        ValueError: The parameter does not have the dim.
+    """
+    if placement is None:
+        return 0
+    if type(placement) is not Shard:
+        raise TypeError(
+            f"shard_placement_fn returns Shard(dim) or None, got {placement!r} for {name}"
+        )
+    ndim = parameter.ndim
+    if not -ndim <= placement.dim < ndim:
+        raise ValueError(
+            f"parameter {name} of shape {list(parameter.shape)} cannot be sharded along dim "
+            f"{placement.dim}: shard_placement_fn returns a dim that the parameter has"
+        )
+    return placement.dim % ndim
+
+
+def _spec(
+    name: str,
+    shape: torch.Size,
+    tensor_parallel: DTensorSpec | None,
+    mesh: DeviceMesh,
+    dim: int,
+) -> DTensorSpec:
+    """The layout of the sharded parameter."""
+    own: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(dim)]
+    if tensor_parallel is None:
+        return spec_of(mesh, own, shape)
+    if tensor_parallel.mesh == mesh:
+        raise ValueError(
+            f"parameter {name} of shape {list(shape)} is sharded on {mesh} already: of nested "
+            f"modules the inner ones are given to fully_shard first; tensor parallelism needs "
+            f"another axis of the mesh"
+        )
+    whole = _mesh_of_both(mesh, tensor_parallel.mesh)
+    placements: list[Placement] = [Replicate()] * whole.ndim
+    axes = [[whole.spec.axis(name) for name in _names(m)] for m in (mesh, tensor_parallel.mesh)]
+    for axis, placement in zip(axes[0], own, strict=True):
+        placements[axis] = placement
+    for axis, placement in zip(axes[1], tensor_parallel.placements, strict=True):
+        placements[axis] = placement
+    # A dim that both shard was sharded by tensor parallelism first.
+    return spec_of(whole, placements, shape, order=(*axes[1], *axes[0]))
+
+
+def _mesh_of_both(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    """The mesh of the axes of two meshes, in the order of the one that both are parts of."""
+    root, names = mesh._root, (*_names(mesh), *_names(other))
+    known, axes = _names(root), _root_axes(root, names)
+    listed = [axis for each in axes.values() for axis in each]
+    if (
+        other._root is not root
+        or len(axes) < mesh.ndim + other.ndim
+        or len(set(listed)) < len(listed)
+    ):
+        raise ValueError(
+            f"fully_shard on {mesh} and tensor parallelism on {other} need one mesh of which both "
+            f"are parts: init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then mesh['tp'] for "
+            f"parallelize_module and mesh['dp'] for fully_shard"
+        )
+    return root[tuple(sorted(axes, key=lambda name: known.index(axes[name][0])))]
+
+
+def _root_axes(root: DeviceMesh, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The root's axes of each name that it knows."""
+    axes = {}
+    for name in names:
+        try:
+            axes[name] = root.root_axes(name)
+        except KeyError:
+            continue
+    return axes
+
+
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()

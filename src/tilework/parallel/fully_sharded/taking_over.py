@@ -1,0 +1,344 @@
+"""Parameters as modules hold them, taken into flat buffers, and noticed when they change."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tilework.comm.agreement import agree
+from tilework.comm.collectives import all_gather_into_tensor
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.objects import device_of
+from tilework.dtensor import DTensor
+from tilework.dtensor.provenance.content import hash_of
+from tilework.dtensor.provenance.mode import mode
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.tensor import wrap
+from tilework.errors import CollectiveMismatchError
+from tilework.layout import Shard
+from tilework.mesh import DeviceMesh
+from tilework.parallel.fully_sharded.flat import Flat
+from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
+from tilework.parallel.fully_sharded.sharded_param import (
+    Places,
+    ShardedParam,
+    dim_of,
+    sharded_param,
+)
+from tilework.tiled.stale_parameters import mark_replaced
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """A unit as the owner of parameters: how it shards them.
+
+    Attributes:
+        name: The classes of the modules, for errors.
+        mesh: One axis: shard along it. Two: replicate along the first.
+        policy: Dtypes.
+        placement: The dim to shard of a parameter; None: the first of all.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    policy: MixedPrecisionPolicy
+    placement: Callable[[nn.Parameter], Shard | None] | None
+
+    @cached_property
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that parameters are sharded over."""
+        return self.mesh.get_all_groups()[-1]
+
+    @cached_property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks with the same shards; None: there are none."""
+        return self.mesh.get_all_groups()[0] if self.mesh.ndim == 2 else None
+
+
+#: The owner of a parameter, also of a full one that was sharded.
+_owners: Any = WeakTensorKeyDictionary()
+
+
+class ModuleTables:
+    """The tables of submodules and parameters that the modules of a unit have.
+
+    Looked at before each use, so all loops over parameters run in C. Modules that were given to
+    fully_shard by themselves are left out.
+
+    Args:
+        modules: The modules of the unit.
+        ignored: Parameters that are left as they are, and those that take their places later.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
+        self._roots = modules
+        self._forget()
+        left_out = {id(parameter) for parameter in ignored}
+        self._scan()
+        self._ignored = {
+            (module, name)
+            for _, module in self._modules
+            for name, parameter in module._parameters.items()
+            if id(parameter) in left_out
+        }
+
+    def of_copies(self, modules: Sequence[nn.Module], memo: dict[int, Any]) -> ModuleTables:
+        """The tables of copies of the modules, as ``copy.deepcopy`` has made them."""
+        tables = copy.copy(self)
+        tables._roots = modules
+        tables._forget()
+        tables._ignored = {(copy.deepcopy(module, memo), name) for module, name in self._ignored}
+        return tables
+
+    def _forget(self) -> None:
+        """Remember nothing: what there is has to be taken over."""
+        self._tables: list[Mapping[str, Any]] = []
+        self._held: list[Any] = []
+        self._known = [-1]
+
+    def _scan(self) -> None:
+        self._modules = list(chain.from_iterable(_own_modules(root, "") for root in self._roots))
+        every = [module for _, module in self._modules]
+        self._tables = [module._modules for module in every]
+        self._tables += [module._parameters for module in every]
+        #: Layers that keep a list of their weights besides.
+        self.recurrent: list[Any] = [module for module in every if isinstance(module, nn.RNNBase)]
+
+    def is_current(self) -> bool:
+        """True unless submodules or parameters were added, replaced or removed since ``note``."""
+        return self._ids() == self._known
+
+    def note(self) -> None:
+        """Remember what there is now."""
+        self._scan()
+        #: As long as they live no other object has their ids.
+        self._held = list(chain.from_iterable(map(dict.values, self._tables)))  # type: ignore[arg-type]
+        self._known = self._ids()
+
+    def _ids(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))  # type: ignore[arg-type]
+
+    def parameters(self) -> list[tuple[str, Places, nn.Parameter]]:
+        """Each parameter once, with its first name and its places."""
+        self._scan()
+        found: dict[int, tuple[str, Places, nn.Parameter]] = {}
+        for prefix, module in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (module, name) not in self._ignored:
+                    known = found.setdefault(id(parameter), (f"{prefix}{name}", [], parameter))
+                    known[1].append((module, name))
+        return list(found.values())
+
+
+def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    """A module and those within that belong to the same unit, with the prefix of names."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and "_fsdp_state" not in vars(child):
+            yield from _own_modules(child, f"{prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A parameter to take over: its description, and what gives this rank's shard of it."""
+
+    param: ShardedParam
+    shard: Callable[[], Tensor]
+    #: The full parameter that the sharded one replaces; None: modules hold the sharded one.
+    full: Any = None
+
+
+def take_over(
+    tables: ModuleTables, before: Sequence[ShardedParam], owner: Owner
+) -> tuple[list[ShardedParam], list[Flat]]:
+    """The parameters that modules hold now, in flat buffers. Collective if any are new.
+
+    Full parameters become sharded ones. Those that are sharded already get their values into the
+    new buffers, whatever memory, dtype or layout they were given.
+
+    Args:
+        tables: The modules.
+        before: The parameters that they held when this was called last.
+        owner: The unit.
+
+    Raises:
+        CollectiveMismatchError: A full parameter is not the same on all ranks; on every rank.
+        TypeError: A module holds something that is no parameter.
+        ValueError: A parameter cannot be sharded, or belongs to another unit.
+    """
+    at = {(module, name): p for p in before for module, name in p.places}
+    known = {id(param.sharded): param for param in before}
+    taken = []
+    for name, places, parameter in tables.parameters():
+        _check(name, parameter, owner)
+        old = known.get(id(parameter)) or next((at[p] for p in places if p in at), None)
+        taken.append(_describe(name, places, parameter, old, owner))
+    fresh = [(each.param.name, each.full) for each in taken if each.full is not None]
+    _compare(fresh, owner.mesh, owner.name)
+    kinds: dict[Any, list[_Taken]] = {}
+    for each in taken:
+        value = each.param.sharded if each.full is None else each.full
+        kinds.setdefault((value.dtype, value.device), []).append(each)
+    flats = [_fill(owner, alike, device) for (_, device), alike in kinds.items()]
+    _mark_gone(at)
+    return [each.param for each in taken], flats
+
+
+def _check(name: str, parameter: Any, owner: Owner) -> None:
+    """Raise unless a parameter can be this unit's."""
+    if not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            f"{name} of {owner.name} is a {type(parameter).__name__} in the place of a parameter: "
+            f"a module that fully_shard has sharded holds parameters, and "
+            f"torch.func.functional_call is not for such modules"
+        )
+    for kind in (type(parameter), type(parameter.data)):
+        if hasattr(kind, "fsdp_pre_all_gather") or hasattr(kind, "fsdp_post_all_gather"):
+            raise NotImplementedError(
+                f"parameter {name} is a {kind.__name__}, which has extensions of FSDP "
+                f"(fsdp_pre_all_gather): fully_shard does not call them. Convert the parameter "
+                f"to a plain one, or pass it in ignored_params"
+            )
+    known = _owners.get(parameter)
+    other = None if known is None else known()
+    if other is not None and other is not owner:
+        raise ValueError(
+            f"parameter {name} of {owner.name} belongs to {other.name}, which was given to "
+            f"fully_shard in another call: of nested modules the inner ones are given to "
+            f"fully_shard first, and modules that share a weight are given in one call, "
+            f"fully_shard([first, second]), or by the module above them"
+        )
+
+
+def _describe(
+    name: str, places: Places, parameter: Any, old: ShardedParam | None, owner: Owner
+) -> _Taken:
+    dim = dim_of(name, parameter, owner.placement(parameter) if owner.placement else None)
+    if isinstance(parameter, DTensor):
+        param, spec = None, parameter._spec
+        if old is not None and (spec.mesh, spec.shape) == (old.spec.mesh, old.spec.shape):
+            old.name, old.places = name, places
+            param = old if old.sharded is parameter else replace(old, sharded=parameter)
+        elif spec.mesh == owner.mesh:  # computed from sharded ones, by a parametrization
+            param = sharded_param(name, places, parameter, owner.mesh, dim, on_mesh=True)
+        if param is not None:
+            _lay_out(parameter, param.spec)
+            return _Taken(param, lambda: parameter._local_tensor)
+    param = sharded_param(name, places, parameter, owner.mesh, dim)
+    if old is not None and param.tensor_parallel != old.tensor_parallel and old.tensor_parallel:
+        raise ValueError(
+            f"parameter {name} of {owner.name} was sharded by tensor parallelism, and was replaced "
+            f"by a plain tensor: assign a DTensor of that layout, or load without assign=True"
+        )
+    rank = owner.shard_group.rank()
+    return _Taken(param, lambda: param.of_full(_local_full(parameter), rank), parameter)
+
+
+def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
+    """Give a sharded parameter the layout of a unit. Collective if it has another."""
+    if parameter._spec != spec:
+        with torch.no_grad():
+            parameter.data = parameter.detach().redistribute(
+                spec.mesh, spec.placements, order=spec.order
+            )
+
+
+def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device) -> Flat:
+    """The flat buffer of parameters of one dtype and device, which they show from then on."""
+    params = [each.param for each in taken]
+    flat = Flat(params, owner.shard_group, owner.replicate_group, owner.policy, device)
+    with torch.no_grad():
+        for each, local in zip(taken, flat.shards(), strict=True):
+            if not local.is_meta:
+                local.copy_(each.shard())
+            if each.full is None:
+                each.param.local.data = local
+            else:
+                _replace(each, local, owner)
+    for param in params:
+        _owners[param.sharded] = weakref.ref(owner)
+    return flat
+
+
+def _replace(taken: _Taken, local: Tensor, owner: Owner) -> None:
+    """Put the sharded parameter around a shard into the modules, in the place of the full one."""
+    param, full = taken.param, taken.full
+    param.sharded = nn.Parameter(wrap(local, param.spec), requires_grad=full.requires_grad)
+    vars(param.sharded).update({k: v for k, v in vars(full).items() if not k.startswith("_")})
+    for module, name in param.places:
+        module._parameters[name] = param.sharded
+    module, name = param.places[0]
+    mark_replaced(full, module, name, name=param.name, by="fully_shard")
+    _owners[full] = weakref.ref(owner)
+
+
+def _mark_gone(at: Mapping[tuple[nn.Module, str], ShardedParam]) -> None:
+    """Have optimizers of sharded parameters whose places others have taken raise."""
+    for (module, name), param in at.items():
+        now = module._parameters.get(name)
+        if now is not None and now is not param.sharded and (module, name) == param.places[0]:
+            mark_replaced(param.sharded, module, name, name=param.name, by="an assignment")
+
+
+def _local_full(parameter: Any) -> Tensor:
+    local: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return local.detach()
+
+
+# -- the same model on all ranks -------------------------------------------------------------
+
+
+def _compare(fulls: Sequence[tuple[str, Any]], mesh: DeviceMesh, where: str) -> None:
+    """Raise unless all ranks have the same full parameters. Collective; blocks.
+
+    Raises:
+        CollectiveMismatchError: They differ; it names the first parameter, and two ranks.
+    """
+    if mesh.size() == 1 or not fulls or mode() == "off":
+        return
+    group = mesh.axes_group(range(mesh.ndim))
+    facts = [
+        (name, tuple(full.shape), str(full.dtype), hash_of(_local_full(full)))
+        for name, full in fulls
+    ]
+    row = torch.tensor(
+        [hash(tuple(fact[-1] for fact in facts)), len(facts)], device=device_of(group)
+    )
+    rows = row.new_empty(group.size(), 2)
+    all_gather_into_tensor(rows, row, group)
+    if all(each == rows[0].tolist() for each in rows.tolist()):
+        return
+    every = agree(lambda: facts, group)
+    ranks = group.global_ranks
+    for rank, theirs in enumerate(every):
+        for mine, other in zip(every[0], theirs, strict=False):
+            if tuple(mine) != tuple(other):
+                raise CollectiveMismatchError(
+                    f"parameter {other[0]} of {where} is not the same on ranks {ranks[0]} and "
+                    f"{ranks[rank]} ({_differ(mine, other)}): fully_shard makes one model of the "
+                    f"ranks' shards. Give all ranks the same values (a seed, or a loaded state "
+                    f"dict), or take those of one rank: fully_shard(..., src_data_rank=0)",
+                    ranks=(ranks[0], ranks[rank]),
+                )
+        if len(theirs) != len(every[0]):
+            raise CollectiveMismatchError(
+                f"{where} has {len(every[0])} parameters on rank {ranks[0]} and {len(theirs)} on "
+                f"rank {ranks[rank]}: build the same model on all ranks",
+                ranks=(ranks[0], ranks[rank]),
+            )
+
+
+def _differ(one: Sequence[Any], other: Sequence[Any]) -> str:
+    for what, mine, theirs in zip(("name", "shape", "dtype"), one, other, strict=False):
+        if mine != theirs:
+            return f"{what} {mine} and {theirs}"
+    return "other elements"

@@ -1,0 +1,618 @@
+"""The parameters of one call of fully_shard: sharded, being gathered, or gathered.
+
+The modules' ``_parameters`` are the one truth, and hold the sharded DTensors at all times. While a
+unit is *gathered* its full tensors stand in the modules' ``__dict__``, where attribute access finds
+them first. So ``module.weight`` is the full tensor in forward, and ``parameters()``, state dicts
+and optimizers never see it. Flat buffers and full tensors are made from what the modules hold. That
+is compared before each use: whatever was assigned, cast, tied or swapped is taken over then.
+
+=========== ============================== ==========================================
+phase       full tensors                   left by
+=========== ============================== ==========================================
+sharded     none                           start_gather
+gathering   collectives are under way      gather, reshard
+gathered    in memory; installed or not    reshard
+=========== ============================== ==========================================
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tilework.comm.collectives import all_reduce
+from tilework.comm.reduce_op import ReduceOp
+from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.tensor import wrap
+from tilework.layout import Shard
+from tilework.mesh import DeviceMesh
+from tilework.parallel.data_parallel.outputs import replace_tensors, tensors_of
+from tilework.parallel.fully_sharded.flat import Flat, Gathering
+from tilework.parallel.fully_sharded.graph import CAN_FREE, Gather, saving
+from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
+from tilework.parallel.fully_sharded.sharded_param import ShardedParam
+from tilework.parallel.fully_sharded.taking_over import ModuleTables, Owner, take_over
+
+_engine: Any = torch.autograd.Variable._execution_engine
+_local_of = attrgetter("_local_tensor")
+_address_of = Tensor.data_ptr
+
+Phase = Literal["sharded", "gathering", "gathered"]
+
+
+class Gathered:
+    """Full parameters of a unit, and the shards that they were gathered from."""
+
+    def __init__(self, parts: list[Gathering], version: int, flats: list[Flat]) -> None:
+        self.parts, self.version, self.flats = parts, version, flats
+        self.is_ready = False
+        #: The forward pass that has compared the shards; None: none has.
+        self.seen_by: Any = None
+
+    def finish(self) -> None:
+        """Wait until the full parameters are in memory."""
+        for part in self.parts:
+            part.finish()
+        self.is_ready = True
+
+    @property
+    def fulls(self) -> Iterable[tuple[ShardedParam, Tensor]]:
+        """The parameters, each with the full local tensor."""
+        for flat, part in zip(self.flats, self.parts, strict=True):
+            yield from zip(flat.params, part.fulls, strict=True)
+
+
+class Use:
+    """A forward pass of a unit, as long as autograd has saved something of it."""
+
+    def __init__(self, unit: Unit, gathered: Gathered, run: Run) -> None:
+        self.unit, self.flats = unit, gathered.flats
+        #: The full parameters, while they are in memory.
+        self.gathered: Gathered | None = gathered
+        #: The forward pass of the outermost unit, and the place in it.
+        self.run, self.number = run, len(run.uses)
+
+    def forget(self) -> None:
+        """Free the full parameters, unless others need them."""
+        self.gathered = None
+
+    def block(self, which: int) -> Tensor:
+        """The memory of full tensors in backward. Collective if it is not there."""
+        if self.gathered is None:
+            self.gathered = self.unit.gather_for(self)
+        return self.gathered.parts[which].block
+
+
+class Run:
+    """A forward pass of an outermost unit: the units within, in the order of their use."""
+
+    def __init__(self, before: list[Unit]) -> None:
+        self.units: list[Unit] = []
+        self.uses: list[weakref.ref[Use]] = []
+        #: The units of the pass before, which are gathered ahead as long as the order is the same.
+        self.before = before
+
+    def next_unit(self) -> Unit | None:
+        """The unit that comes next if this pass goes on as the one before."""
+        at = len(self.units)
+        if at < len(self.before) and self.units == self.before[:at]:
+            return self.before[at]
+        return None
+
+
+class _Running(threading.local):
+    """The units whose forward passes run in a thread, and backward passes under way."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.stack: list[Unit] = []
+        #: By backward pass, the units that it has gathered.
+        self.passes: dict[int, dict[Unit, list[weakref.ref[Use]]]] = {}
+
+
+_running = _Running()
+#: Backward passes that raised are forgotten when there are more.
+_MOST_PASSES = 16
+
+
+class Unit:
+    """The parameters of one call of fully_shard, and when they are gathered and freed.
+
+    Args:
+        modules: The modules that were given.
+        mesh: One axis: shard along it. Two: replicate along the first.
+        policy: Dtypes.
+        reshard_after_forward: See :func:`fully_shard`.
+        placement: The dim to shard of a parameter.
+        ignored: Parameters to leave as they are.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        placement: Callable[[nn.Parameter], Shard | None] | None,
+        ignored: Iterable[nn.Parameter],
+    ) -> None:
+        self.modules = list(modules)
+        name = ", ".join(type(module).__name__ for module in modules)
+        self.owner = Owner(name, mesh, policy, placement)
+        self.tables = ModuleTables(self.modules, ignored)
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_sync = True
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.params: list[ShardedParam] = []
+        self.flats: list[Flat] = []
+        self._addresses: list[int] = []
+        self._depth = 0
+        self._around: tuple[Unit, ...] = ()
+        self._task = -1
+        self._order: list[Unit] = []
+        self._gathered: Gathered | None = None
+        self._latest: weakref.ref[Gathered] | None = None
+        #: The parameters that attribute access finds full.
+        self._installed: list[ShardedParam] = []
+        self._written: list[int] = []
+        #: Gradients of full parameters that no collective has reduced yet.
+        self._deferred: dict[ShardedParam, Tensor] = {}
+
+    @property
+    def phase(self) -> Phase:
+        """The state of the full parameters."""
+        if self._gathered is None:
+            return "sharded"
+        return "gathered" if self._gathered.is_ready else "gathering"
+
+    # -- what the modules hold ---------------------------------------------------------------
+
+    def look(self) -> None:
+        """Take over what the modules hold now. Local unless they hold new parameters.
+
+        Raises:
+            ValueError: They hold something that cannot be sharded; it is named.
+        """
+        if self.tables.is_current() and self._addresses_now() == self._addresses:
+            return
+        self.reshard()
+        self.params, self.flats = take_over(self.tables, self.params, self.owner)
+        self.tables.note()
+        self._addresses = self._addresses_now()
+
+    def _addresses_now(self) -> list[int]:
+        return [_address_of(_local_of(param.sharded)) for param in self.params]
+
+    def _version(self) -> int:
+        """The number of writes to the shards that torch has counted."""
+        return sum([param.local._version for param in self.params])
+
+    # -- phases ------------------------------------------------------------------------------
+
+    def start_gather(self, async_op: bool = True, in_backward: bool = False) -> None:
+        """Start to gather, unless that was done. Collective.
+
+        Args:
+            async_op: Return at once; :meth:`gather` waits.
+            in_backward: What autograd still has of a forward pass serves, too.
+        """
+        if self._gathered is None:
+            known = None if self._latest is None or not in_backward else self._latest()
+            if known is None or known.version != self._version() or known.flats is not self.flats:
+                known = self._new_gathered(async_op)
+            self._gathered = known
+
+    def gather(self, in_backward: bool = False) -> Gathered:
+        """The full parameters. Collective; blocks."""
+        self.start_gather(False, in_backward)
+        assert self._gathered is not None
+        self._gathered.finish()
+        return self._gathered
+
+    def _new_gathered(self, async_op: bool) -> Gathered:
+        if any(flat.flat.is_meta for flat in self.flats):
+            raise RuntimeError(
+                f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
+                f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
+            )
+        digest = hash(tuple([digest_of(param.sharded) for param in self.params]))
+        with ExitStack() as around:
+            around.enter_context(torch.inference_mode(False))
+            if self.params:
+                around.enter_context(moving(digest, f"the parameters of {self.owner.name}"))
+            parts = [flat.gather(async_op) for flat in self.flats]
+        gathered = Gathered(parts, self._version(), self.flats)
+        self._latest = weakref.ref(gathered)
+        return gathered
+
+    def unshard(self) -> None:
+        """Gather, and let attribute access find full parameters. Collective; blocks."""
+        if not self._installed:
+            self.gather()
+            self._install()
+
+    def reshard(self) -> None:
+        """Leave the modules their shards alone; drop full parameters. Local."""
+        if self._depth:
+            return
+        self._uninstall()
+        if self._gathered is not None:
+            self._gathered.finish()  # a collective still writes to the memory
+        self._gathered = None
+
+    def _install(self) -> None:
+        """Let attribute access find the full parameters, at a new place in the graph. Local."""
+        assert self._gathered is not None
+        pairs = list(self._gathered.fulls)
+        fulls = {id(param): full.detach() for param, full in pairs}
+        trained = [pair for pair in pairs if pair[0].local.requires_grad]
+        if trained and torch.is_grad_enabled():
+            params = [param for param, _ in trained]
+            ends = (self._reduce, self._gather_again)
+            in_graph = Gather.apply(  # type: ignore[no-untyped-call]
+                ends, params, [full for _, full in trained], *[param.local for param in params]
+            )
+            fulls.update(zip(map(id, params), in_graph, strict=True))
+        for param, _ in pairs:
+            value = fulls[id(param)]
+            if param.tensor_parallel is not None:
+                value = wrap(value, param.tensor_parallel, digest_of(param.sharded))
+            attributes = vars(param.sharded)
+            vars(value).update({k: v for k, v in attributes.items() if not k.startswith("_")})
+            for module, name in param.places:
+                module.__dict__[name] = value
+        self._installed, self._task = [p for p, _ in pairs], torch._C._current_graph_task_id()
+        self._written = self._writes()
+        self._show_recurrent()
+
+    def _writes(self) -> list[int]:
+        """The numbers of writes to the full parameters."""
+        return [] if self._gathered is None else [p.block._version for p in self._gathered.parts]
+
+    def _uninstall(self) -> None:
+        if self._installed:
+            for param in self._installed:
+                for module, name in param.places:
+                    module.__dict__.pop(name, None)
+            self._installed = []
+            self._show_recurrent()
+
+    def _show_recurrent(self) -> None:
+        """Let recurrent layers, which list their weights, list those that they have."""
+        for module in self.tables.recurrent:
+            names = module._flat_weights_names
+            module._flat_weights = [getattr(module, name, None) for name in names]
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module's forward pass with full parameters. Collective."""
+        with ExitStack() as around:
+            use = None if self._depth else self._enter(around)
+            self._depth += 1
+            around.callback(self._leave)
+            dtype = self.owner.policy.param_dtype
+            if dtype is not None and self.owner.policy.cast_forward_inputs:
+                args, kwargs = _cast((args, kwargs), dtype)
+            output = call(*args, **kwargs)
+            self._check_unwritten()
+        if self.owner.policy.output_dtype is not None:
+            output = _cast(output, self.owner.policy.output_dtype)
+        if use is not None and torch.is_grad_enabled():
+            self._watch(output, use)
+        return output
+
+    def _enter(self, around: ExitStack) -> Use:
+        """Gather and install the full parameters of a forward pass. Collective."""
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint computes in backward
+        outermost = _running.run is None
+        if outermost:
+            _running.run = Run([] if again else self._order)
+            around.callback(self._end_run, again)
+        run = _running.run
+        assert run is not None
+        if again:
+            self._join_backward()
+            self._drop_stale()
+        else:
+            self._around = tuple(_running.stack)
+            self._look_before(run)
+        gathered = self.gather()
+        gathered.seen_by = run
+        use = Use(self, gathered, run)
+        run.units.append(self)
+        run.uses.append(weakref.ref(use))
+        around.callback(self._clean)
+        self._install()
+        if not again:
+            self._gather_ahead(run)
+        _running.stack.append(self)
+        around.callback(_running.stack.pop)
+        if torch.is_grad_enabled() and CAN_FREE and gathered.parts:
+            around.enter_context(saving(use, gathered.parts))
+        frees = self.reshard_after_forward
+        if (not outermost if frees is None else frees) or again:
+            around.callback(use.forget)
+        return use
+
+    def _look_before(self, run: Run) -> None:
+        """Compare what the modules hold, and what was gathered, with the shards. Collective."""
+        self.look()
+        gathered = self._gathered
+        if gathered is not None and gathered.seen_by is not run and gathered.parts:
+            self._drop_if_changed(gathered)
+
+    def _drop_if_changed(self, gathered: Gathered) -> None:
+        """Drop full parameters of a pass before if any rank's shards have changed. Collective.
+
+        Writes to ``.data`` are not counted, and a rank may have no elements that changed. So values
+        are compared, and all ranks do as one of them has to.
+        """
+        gathered.finish()
+        changed = gathered.version != self._version() or any(
+            not torch.equal(
+                param.of_full(full, self.owner.shard_group.rank()), param.local.to(full.dtype)
+            )
+            for param, full in gathered.fulls
+        )
+        flag = torch.tensor([float(changed)], device=self.flats[0].flat.device)
+        all_reduce(flag, ReduceOp.MAX, self.owner.shard_group)
+        if flag.item():
+            self.reshard()
+            self._latest = None
+
+    def _gather_ahead(self, run: Run) -> None:
+        ahead = self.forward_prefetch
+        if ahead is None:
+            after = run.next_unit()
+            ahead = [] if after is None else [after]
+        for unit in ahead:
+            if unit.phase == "sharded":
+                unit.look()
+                unit.start_gather()
+                assert unit._gathered is not None
+                unit._gathered.seen_by = run
+
+    def _check_unwritten(self) -> None:
+        """Raise if forward has written to a full parameter: nobody would see it."""
+        if self._depth == 1 and self._installed and self._writes() != self._written:
+            raise RuntimeError(
+                f"forward of {self.owner.name} wrote to a parameter in place: the full tensor is "
+                f"there for forward alone, and the write would be lost. Write between steps, to "
+                f"the parameter that named_parameters() has"
+            )
+
+    def _leave(self) -> None:
+        self._depth -= 1
+
+    def _clean(self) -> None:
+        """Free the full parameters after forward; in backward that is done later. Local."""
+        again = torch._C._current_graph_task_id() != -1
+        if not again and self.reshard_after_forward is not False:
+            self.reshard()
+
+    def _end_run(self, again: bool) -> None:
+        """Remember the order of a pass, and drop what was gathered ahead and not used."""
+        run, _running.run = _running.run, None
+        assert run is not None
+        if not again:
+            self._order = run.units
+        for unit in dict.fromkeys(run.before):
+            if unit not in run.units and unit.phase == "gathering":
+                unit.reshard()
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def _watch(self, output: Any, use: Use) -> None:
+        """Have backward gather when it comes to an output that forward has computed.
+
+        The saved tensors ask for what they need by themselves. This is earlier, and lets code that
+        computes again within the module find full parameters.
+        """
+        of = weakref.ref(use)
+        for tensor in tensors_of(output):
+            local: Any = getattr(tensor, "_local_tensor", tensor)
+            if local.grad_fn is not None:
+                local.grad_fn.register_prehook(lambda _: self._begin_backward(of()))
+
+    def _join_backward(self) -> None:
+        """Be freed at the end of the backward pass under way, at the latest; free units before."""
+        units = _units_of_pass()
+        for unit in list(units):
+            if unit is not self and unit not in self._around:
+                unit._release()
+        units.setdefault(self, [])
+
+    def _begin_backward(self, use: Use | None) -> None:
+        """Gather and install before the backward pass of outputs. Collective."""
+        self._join_backward()
+        if self._installed:
+            return
+        if use is None:  # autograd has saved nothing, but a checkpoint may compute again
+            self._drop_stale()
+            self.gather(in_backward=True)
+        else:
+            use.block(0) if use.flats else None
+            if self._gathered is not use.gathered:
+                self.reshard()
+                self._gathered = use.gathered
+            self.gather(in_backward=True)
+        with torch.enable_grad():
+            self._install()
+
+    def gather_for(self, use: Use) -> Gathered:
+        """The full parameters of a forward pass, for the pass's backward. Collective.
+
+        Raises:
+            RuntimeError: The module has other parameters since.
+        """
+        if use.flats is not self.flats:
+            raise RuntimeError(
+                f"parameters of {self.owner.name} were replaced, cast or moved after the forward "
+                f"pass whose backward needs them: call backward before that"
+            )
+        self._drop_stale()
+        gathered = self.gather(in_backward=True)
+        if not self._installed:
+            self._gathered = None  # what autograd has saved keeps it
+        _units_of_pass().setdefault(self, []).append(weakref.ref(use))
+        self._gather_ahead_in_backward(use)
+        return gathered
+
+    def _drop_stale(self) -> None:
+        if self._gathered is not None and self._gathered.version != self._version():
+            self.reshard()
+
+    def _gather_ahead_in_backward(self, use: Use) -> None:
+        ahead = self.backward_prefetch
+        if ahead is None:
+            before = use.run.uses[use.number - 1]() if use.number else None
+            ahead = [before.unit] if before is not None and before.gathered is None else []
+        for unit in ahead:
+            if unit.phase == "sharded":
+                unit.start_gather(in_backward=True)
+                _units_of_pass().setdefault(unit, [])
+
+    def _release(self) -> None:
+        """Free what backward has installed, as far as autograd has not saved it. Local."""
+        if self.reshard_after_backward and self._installed:
+            self.reshard()
+
+    def _end_backward(self, uses: Iterable[weakref.ref[Use]]) -> None:
+        """Free what backward has gathered, also where autograd keeps the graph. Local."""
+        if self.reshard_after_backward:
+            self.reshard()
+        for each in uses:
+            use = each()
+            if use is not None:
+                use.forget()
+
+    def _reduce(
+        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of shards, when all gradients of full parameters are there. Collective."""
+        if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
+            self._release()
+        grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
+        if not self.requires_sync:
+            self._defer(params, grads)
+            return [None] * len(params)
+        grad_of = dict(zip(map(id, params), grads, strict=True))
+        shards: dict[int, Tensor | None] = {}
+        for flat in self.flats:
+            mine = [param for param in flat.params if id(param) in grad_of]
+            if mine:
+                reduced = self._reduce_together(flat, mine, [grad_of[id(p)] for p in mine])
+                shards.update(zip(map(id, mine), reduced, strict=True))
+        return [shards[id(param)] for param in params]
+
+    def _reduce_together(
+        self, flat: Flat, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of shards in one buffer, whose digests tell of the pass. Collective."""
+        digests = [digest_of(param.sharded) for param in params]
+        histories = [history_of(param.spec.mesh) for param in params]
+        with moving(hash((histories[0].passes, *digests)), f"the gradients of {self.owner.name}"):
+            reduced = flat.reduce(params, grads)
+        for history, digest in zip(histories, digests, strict=True):
+            history.note_gradient(digest)
+        return reduced
+
+    def _gather_again(
+        self, params: Sequence[ShardedParam], shards: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Full tensors of shards in the layout of parameters. Collective."""
+        results = []
+        for param, shard in zip(params, shards, strict=True):
+            value = torch.zeros_like(param.local) if shard is None else shard
+            whole = wrap(value.detach(), param.spec).full_tensor()
+            if param.tensor_parallel is not None:
+                whole = whole[param.tensor_parallel.local_box.slices]
+            results.append(whole)
+        return list(results)
+
+    # -- gradients that wait -----------------------------------------------------------------
+
+    def _defer(self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]) -> None:
+        """Keep gradients until they are asked for, or until a pass reduces its own."""
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                self._deferred[param] = grad
+                param.sharded._deferred_grad = self.reduce_deferred
+
+    def _with_deferred(self, param: ShardedParam, grad: Tensor | None) -> Tensor | None:
+        deferred = self._deferred.pop(param, None)
+        if deferred is None or param.sharded._deferred_grad is None:  # cleared since
+            return grad
+        param.sharded._deferred_grad = None
+        return deferred if grad is None else deferred + grad
+
+    def reduce_deferred(self) -> None:
+        """Reduce the gradients that wait, and add them to those of the shards. Collective."""
+        params = [param for param in self.params if param in self._deferred]
+        synced, self.requires_sync = self.requires_sync, True
+        try:
+            shards = self._reduce(params, [None] * len(params))
+        finally:
+            self.requires_sync = synced
+        pairs = [(p.local, s) for p, s in zip(params, shards, strict=True) if s is not None]
+        if pairs:
+            locals_, grads = zip(*pairs, strict=True)
+            torch.autograd.backward(locals_, grads)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """The unit of the modules' copies, which takes over their parameters when it looks."""
+        copied = copy.copy(self)
+        memo[id(self)] = copied
+        copied.modules = copy.deepcopy(self.modules, memo)
+        copied.owner = replace(self.owner)
+        copied.tables = self.tables.of_copies(copied.modules, memo)
+        copied.params = [
+            replace(
+                param,
+                places=[(copy.deepcopy(module, memo), name) for module, name in param.places],
+                sharded=copy.deepcopy(param.sharded, memo),
+            )
+            for param in self.params
+        ]
+        copied.forward_prefetch = copied.backward_prefetch = None
+        copied.flats, copied._addresses, copied._order = [], [], []
+        copied._gathered, copied._latest, copied._deferred = None, None, {}
+        copied._depth, copied._installed = 0, []
+        return copied
+
+
+def _units_of_pass() -> dict[Unit, list[weakref.ref[Use]]]:
+    """The units that the backward pass under way has gathered, and the uses that they had."""
+    passes, task = _running.passes, torch._C._current_graph_task_id()
+    if task == -1:  # a program looks at what a node has saved
+        return {}
+    units = passes.get(task)
+    if units is None:
+        if len(passes) > _MOST_PASSES:
+            passes.clear()
+        units = passes[task] = {}
+
+        def end() -> None:
+            for unit, uses in passes.pop(task, {}).items():
+                unit._end_backward(uses)
+
+        _engine.queue_callback(end)
+    return units
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return replace_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
