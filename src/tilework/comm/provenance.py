@@ -34,6 +34,16 @@ _ADVICE = (
 )
 
 
+#: The words by which messages tell that a collective is of a pass of a wrapped module.
+OF_A_PASS = "after forward pass"
+ADVICE_ON_PASSES = (
+    "Modules that average gradients or gather parameters count their forward and backward passes, "
+    "and the changes of their parameters in between, and all ranks have to come to the same "
+    "counts. Look for a batch, a backward() or a step() that one rank skips or does twice "
+    "(loss.isnan(), a shorter data loader, rank == 0). For a forward pass of one rank alone call "
+    "the module within (ddp.module) or use torch.no_grad(); for uneven inputs use Join."
+)
+
 #: The environment variable that says how much is compared.
 VARIABLE = "TILEWORK_VERIFY"
 
@@ -44,9 +54,10 @@ def is_off() -> bool:
     return os.environ.get(VARIABLE) == "off"
 
 
-#: What a thread's collectives are for, innermost first: the operator or method, "" if unknown; the
-#: tensor that moves, by its str(), None if unknown; and what is around.
-Purpose = tuple[str, object, Any]
+#: What a thread's collectives are for, innermost first: the operator or method, "" if unknown, or
+#: an object whose str() is the whole text; the tensor that moves, by its str(), None if unknown;
+#: and what is around.
+Purpose = tuple[object, object, Any]
 
 
 class _Carried(threading.local):
@@ -72,7 +83,7 @@ set_digest = _set_digest if _core is None else _core.set_provenance
 digest = _digest if _core is None else _core.provenance
 
 
-def enter(digest: int, operator: str, tensor: object) -> int:
+def enter(digest: int, operator: object, tensor: object) -> int:
     """Let this thread's collectives carry a digest from now on; :func:`leave` with the result."""
     _carried.purpose = (operator, tensor, _carried.purpose)
     return set_digest(digest)
@@ -90,7 +101,8 @@ class carrying:
 
     Args:
         digest: The digest; the same on all ranks that are to call the same collectives.
-        operator: The operator or method that they are for, unless one around says so.
+        operator: The operator or method that they are for, unless one around says so; or an object
+            whose str() says what they are for, where that is none of DTensors.
         tensor: The tensor that moves; its str() names it in errors.
 
     Example:
@@ -109,7 +121,7 @@ class carrying:
 
     __slots__ = ("before", "digest", "operator", "tensor")
 
-    def __init__(self, digest: int, operator: str = "", tensor: object = None) -> None:
+    def __init__(self, digest: int, operator: object = "", tensor: object = None) -> None:
         self.digest, self.operator, self.tensor = digest, operator, tensor
 
     def __enter__(self) -> None:
@@ -126,11 +138,15 @@ class carrying:
 
 def named(title: str) -> str:
     """An operation's title, with what it is for: the outermost operator, the innermost tensor."""
-    operator, tensor, purpose = "", None, _carried.purpose
+    purpose = _carried.purpose
+    operator: object = ""
+    tensor: object = None
     while purpose is not None:
         operator = purpose[0] or operator
         tensor = purpose[1] if tensor is None else tensor
         purpose = purpose[2]
+    if not isinstance(operator, str):
+        return f"{title} for {operator}"
     if not (operator or digest()) and tensor is None:
         return title
     what = "" if tensor is None else f" {tensor}"
@@ -138,5 +154,7 @@ def named(title: str) -> str:
 
 
 def advice(text: str) -> str:
-    """The next step after a failure that ``text`` tells of; "" if it is not about DTensors."""
+    """The next step after a failure that ``text`` tells of; "" if nothing is known of it."""
+    if OF_A_PASS in text:
+        return f" {ADVICE_ON_PASSES}"
     return f" {_ADVICE}" if OF_A_DTENSOR in text else ""

@@ -22,7 +22,8 @@ from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import device_of
 from tilework.dtensor.debug.formatting import layout_text
-from tilework.dtensor.provenance.content import hash_of, sample
+from tilework.dtensor.plain_replicas import apart, shown
+from tilework.dtensor.provenance.content import hash_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.provenance.mode import mode
@@ -37,10 +38,6 @@ from tilework.mesh import DeviceMesh
 _STEPS, _OFTEN, _LATER_STEPS = 4, 64, 16
 #: Where a step takes less than so many seconds on all ranks, a comparison would show: fewer do.
 _QUICK, _QUICK_STEPS = 2e-3, 64
-_SHOWN = 256
-#: Differences of replicated values that are none: parts of the largest value.
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8}
-_COARSE = 2e-2
 _NEXT_STEP = (
     "; all ranks of a mesh have to compute alike on the same replicated values: look for data that "
     "each rank has loaded or drawn by itself and that counts as replicated along all axes of the "
@@ -317,17 +314,16 @@ def _odd(facts: Sequence[_Facts]) -> tuple[int, int] | None:
 
 def _difference(tensor: DTensor, facts: Sequence[_Facts], group: ProcessGroup) -> str:
     """The difference in elements that ranks share; "" if it is one of rounding. Collective."""
-    local = tensor._local_tensor.detach()
-    shown: list[list[Any]] = agree(lambda: sample(local, _SHOWN).cpu().tolist(), group)
-    tolerance = _TOLERANCES.get(local.dtype, _COARSE if local.is_floating_point() else 0)
+    local = tensor._local_tensor
+    values: list[list[Any]] = agree(lambda: shown(local), group)
     first: dict[tuple[int, ...], int] = {}
-    for rank, (fact, mine) in enumerate(zip(facts, shown, strict=True)):
+    for rank, (fact, mine) in enumerate(zip(facts, values, strict=True)):
         known = first.setdefault(fact.shard, rank)
-        theirs = shown[known]
-        scale = max((abs(x) for x in (*mine, *theirs) if x == x), default=0)
-        for x, y in zip(theirs, mine, strict=True):
-            if x != y and not (x != x and y != y) and not abs(x - y) <= tolerance * scale:
-                return f"an element is {x} on rank {group.global_ranks[known]} and {y} there"
+        pair = apart(values[known], mine, local.dtype)
+        if pair is not None:
+            return (
+                f"an element is {pair[0]} on rank {group.global_ranks[known]} and {pair[1]} there"
+            )
     return ""
 
 

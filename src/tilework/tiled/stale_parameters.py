@@ -113,17 +113,38 @@ def marking_replaced(module: nn.Module, by: str) -> Iterator[None]:
         [2, 2]), which pruning has replaced by Parameter of [1, 2]. Make the optimizer after
         pruning, of the parameters that the model has then
     """
-    before = [
-        (owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter)
-        for prefix, owner in module.named_modules()
-        for attribute, parameter in owner._parameters.items()
-        if parameter is not None
-    ]
+    before = ParameterPlaces(module)
     try:
         yield
     finally:
-        for owner, attribute, name, parameter in before:
-            if owner._parameters.get(attribute) is not parameter:
+        before.mark_replaced(by)
+
+
+class ParameterPlaces:
+    """The parameters of a module, and where each is, as they are at construction of this.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._places = [
+            (owner, attribute, f"{prefix}.{attribute}" if prefix else attribute, parameter)
+            for prefix, owner in module.named_modules()
+            for attribute, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    def mark_replaced(self, by: str) -> None:
+        """Call :func:`mark_replaced` for those that the model does not have any more. Local.
+
+        Args:
+            by: Who has replaced them, for errors.
+        """
+        now = set(map(id, self._module.parameters()))
+        for owner, attribute, name, parameter in self._places:
+            if id(parameter) not in now:
                 mark_replaced(parameter, owner, attribute, name=name, by=by)
 
 

@@ -15,6 +15,7 @@ import ctypes
 import weakref
 from collections.abc import Collection, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ from tilework.parallel.data_parallel.leaves import grad_view
 
 #: Gradients from this size on are moved one by one; a copy of less costs less than the call.
 MOVED_BYTES = 16 << 10
+
+
+_STRIDED = torch.strided
+_grad = attrgetter("grad")
 
 
 class BucketMemory:
@@ -154,12 +159,11 @@ class BucketMemory:
             grad = self.tensors[place].grad
             if grad is not None and self._is_inside(place, grad):
                 self.tensors[place].grad = grad.clone()
-        sources, targets = [], []
-        for place, (tensor, view) in enumerate(zip(self.tensors, views, strict=True)):
-            grad = tensor.grad
+        sources, targets, moves = [], [], self.moves
+        for place, (grad, view) in enumerate(zip(map(_grad, self.tensors), views, strict=True)):
             if grad is None:
                 view.zero_()
-            elif grad is not view and not (self.moves[place] and self._is_inside(place, grad)):
+            elif grad is not view and not (moves[place] and self._is_inside(place, grad)):
                 sources.append(grad.to_dense() if grad.is_sparse else grad)
                 targets.append(view)
         if targets:
@@ -171,17 +175,17 @@ class BucketMemory:
         Args:
             used: By place, False for gradients that are left as they are; None: all are used.
         """
-        targets, sources = [], []
-        for place, (tensor, view) in enumerate(zip(self.tensors, self.views, strict=True)):
+        targets, sources, stays, moves = [], [], self._stays, self.moves
+        grads = map(_grad, self.tensors)
+        for place, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
             if used is not None and not used[place]:
                 continue
-            grad = tensor.grad
-            if self._stays:
+            if stays:
                 if grad is not view:
-                    tensor.grad = view
-            elif grad is None or grad.layout is not torch.strided:
-                tensor.grad = self._new_grad(place)
-            elif not (self.moves[place] and self._is_inside(place, grad)):
+                    self.tensors[place].grad = view
+            elif grad is None or grad.layout is not _STRIDED:
+                self.tensors[place].grad = self._new_grad(place)
+            elif not (moves[place] and self._is_inside(place, grad)):
                 targets.append(grad)
                 sources.append(view)
         if targets:

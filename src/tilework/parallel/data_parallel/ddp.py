@@ -39,10 +39,11 @@ from tilework.parallel.data_parallel.outputs import (
     tensors_of,
 )
 from tilework.parallel.data_parallel.reducer import Reducer, ReducerOptions
-from tilework.parallel.data_parallel.replicas import broadcast_tensors, check_replicas
+from tilework.parallel.data_parallel.replicas import Replica, broadcast_tensors, check_replicas
 from tilework.parallel.data_parallel.report import StepReport
 from tilework.parallel.data_parallel.structure import ModuleStructure
 from tilework.parallel.data_parallel.torch_names import TorchDDPNames, ignored_names
+from tilework.parallel.passes import Passes
 
 
 class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
@@ -157,10 +158,17 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     def _start(self, init_sync: bool) -> None:
         """Compare and synchronise the replicas, and make the reducer. Collective."""
         parameters = self._structure.parameters
-        check_replicas(parameters, self.process_group, self._ignored, values=not init_sync)
+        values = () if init_sync else [name for name, _ in parameters]
+        check_replicas(parameters, self.process_group, self._ignored, values=values)
         if init_sync:
             broadcast_tensors(self._state_tensors(), self.process_group)
+        self._count_passes()
         self._make_reducer()
+
+    def _count_passes(self) -> None:
+        names = [(name, list(parameter.shape)) for name, parameter in self._structure.parameters]
+        kind = f"DistributedDataParallel of {type(self.module).__name__}"
+        self._passes = Passes(kind, names)
 
     def _make_reducer(self) -> None:
         leaves = grad_leaves(self._structure.modules, (*self._ignored, *self._delayed_names))
@@ -171,7 +179,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             self.gradient_as_bucket_view,
             self.mixed_precision.reduce_dtype if self.mixed_precision else None,
         )
-        self.reducer = Reducer(leaves, self.process_group, options)
+        replica = Replica(self._passes, self.replicated_parameters)
+        self.reducer = Reducer(leaves, self.process_group, options, replica)
         self._delayed = self._make_delayed()
 
     def _make_delayed(self) -> DelayedReduction | None:
@@ -210,18 +219,24 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self.reducer.accumulating = not self.require_backward_grad_sync
         if not self.require_backward_grad_sync:
             return
-        self._follow_changes()
-        if self.reducer.active_group is None:
-            self.reducer.rebuild()
-        if self.broadcast_buffers:
-            broadcast_tensors(self._buffers_to_send(), active)
+        self._passes.begin_forward()
+        with self._passes.carried():
+            self._follow_changes()
+            if self.reducer.active_group is None:
+                self.reducer.rebuild()
+            if self.broadcast_buffers:
+                broadcast_tensors(self._buffers_to_send(), active)
 
     def _follow_changes(self) -> None:
-        """Make a new reducer if parameters were frozen, unfrozen, added or replaced."""
-        if self._structure.is_current():
+        """Make a new reducer if parameters were frozen, unfrozen, added or replaced. Collective."""
+        if self._structure.is_current() and self.reducer.is_hooked():
             return
-        self._structure = ModuleStructure(self.module)
-        check_replicas(self._structure.parameters, self.process_group, self._ignored)
+        known = {id(parameter) for _, parameter in self._structure.parameters}
+        now = ModuleStructure(self.module)
+        new = [name for name, parameter in now.parameters if id(parameter) not in known]
+        check_replicas(now.parameters, self.process_group, self._ignored, values=new)
+        self._structure.places.mark_replaced(by="an assignment")
+        self._structure = now
         self._new_reducer()
 
     def _new_reducer(self) -> None:
@@ -387,7 +402,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     # -- copies and files --------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("reducer", "process_group", "device_mesh", "_delayed", "_structure")
+        left_out = ("reducer", "process_group", "device_mesh", "_delayed", "_structure", "_passes")
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["join_context"] = None
         return state
@@ -396,6 +411,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self.__dict__.update(state)
         self.process_group, self.device_mesh = get_default_group(), None
         self._structure = ModuleStructure(self.module)
+        self._count_passes()
         self._make_reducer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
@@ -403,6 +419,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         made.process_group, made.device_mesh = self.process_group, self.device_mesh
         made._structure = ModuleStructure(made.module)
+        made._count_passes()
         made._make_reducer()
         return made
 
@@ -422,14 +439,17 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
 
     # -- parameters and buffers --------------------------------------------------------------
 
-    def _state_tensors(self) -> list[Tensor]:
-        parameters = [
-            local
+    def replicated_parameters(self) -> list[tuple[str, Tensor]]:
+        """The local tensors, with names, that are the same on all ranks of the group. Local."""
+        return [
+            (name, local)
             for name, parameter in self._structure.parameters
             if name not in self._ignored
             for local in local_tensors(parameter.detach())
         ]
-        return [*parameters, *self._buffers_to_send()]
+
+    def _state_tensors(self) -> list[Tensor]:
+        return [*(local for _, local in self.replicated_parameters()), *self._buffers_to_send()]
 
     def _buffers_to_send(self) -> list[Tensor]:
         if not self._structure.has_buffers():
@@ -461,5 +481,6 @@ class _FinalSync(JoinHook):
         last = torch.tensor([group.rank() if is_last_joiner else -1])
         all_reduce(last, ReduceOp.MAX, group)
         broadcast_tensors(ddp._state_tensors(), group, int(last))
+        ddp._passes.reset()
         ddp.reducer.active_group = None
         ddp.reducer.divide_by_initial_size = True

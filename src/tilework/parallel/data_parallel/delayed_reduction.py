@@ -36,7 +36,8 @@ class DelayedReduction:
             for leaf, grad in zip(self._leaves, grads, strict=True)
         ]
         flat = torch.cat([grad.reshape(-1) for grad in dense])
-        all_reduce(flat, ReduceOp.AVG, self._reducer.active)
+        with self._reducer.replica.passes.carried():
+            all_reduce(flat, ReduceOp.AVG, self._reducer.active)
         for leaf, grad, part in zip(
             self._leaves, dense, torch.split(flat, [g.numel() for g in dense]), strict=True
         ):

@@ -37,8 +37,11 @@ class GradLeaf:
 
     def on_grad(self, call: Callable[[Tensor], None]) -> Any:
         """Call a function whenever the gradient was accumulated into; the handle removes it."""
-        register: Any = self.tensor.register_post_accumulate_grad_hook
-        return register(call)
+        leaf: Any = self.tensor
+        remover = leaf.register_post_accumulate_grad_hook(call)
+        # After swap_tensors the object still has a dict of hooks, which its tensor does not know.
+        leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
+        return remover
 
     def __str__(self) -> str:
         return f"{self.name} ({self.module}, {list(self.tensor.shape)})"

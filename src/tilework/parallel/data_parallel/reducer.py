@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from tilework.parallel.data_parallel.bucket_memory import BucketMemory
 from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
 from tilework.parallel.data_parallel.leaves import GradLeaf
 from tilework.parallel.data_parallel.outputs import leaves_of_nodes
+from tilework.parallel.data_parallel.replicas import Replica
 from tilework.parallel.data_parallel.report import (
     BucketTimes,
     PassTimes,
@@ -83,12 +85,18 @@ class Reducer:
         leaves: The tensors that get gradients, in the order of the module's parameters.
         group: The ranks that have replicas.
         options: Its settings.
+        replica: The parameters and the counts of passes, which ranks compare.
     """
 
     def __init__(
-        self, leaves: Sequence[GradLeaf], group: ProcessGroup, options: ReducerOptions
+        self,
+        leaves: Sequence[GradLeaf],
+        group: ProcessGroup,
+        options: ReducerOptions,
+        replica: Replica,
     ) -> None:
         self.leaves, self.group, self.options = list(leaves), group, options
+        self.replica = replica
         self.hook: tuple[Any, CommHook] | None = None
         #: Ranks that have run out of inputs take no part; None: every rank of the group has inputs.
         self.active_group: ProcessGroup | None = None
@@ -112,24 +120,25 @@ class Reducer:
         self._marks, self._bucket_of, self._places = [0] * count, [0] * count, [0] * count
         self._moves = [False] * count
         self._pending: list[int] = []
-        #: The nodes that accumulate gradients.
-        self._nodes: list[Any] = []
         #: Without a core of its own the core's thread takes turns with backward, and is woken for
         #: each bucket: reducing at once is quicker then. Not where ranks' graphs may differ: a rank
         #: would wait for a bucket that another starts at its end.
         self._overlaps = options.find_unused or has_spare_core(group.size())
+        self._tensors = [leaf.tensor for leaf in self.leaves]
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
-        self._assign(first_step_plan(self._tensors(), self._sparse(), options.size_limits))
+        self._identities = list(map(_identity, self._tensors))
+        self._assign(first_step_plan(self._tensors, self._sparse(), options.size_limits))
         self._reset()
 
     def close(self) -> None:
         """Remove the hooks. Idempotent; not collective."""
         for remover in self._removers:
             remover.remove()
-        self._removers, self._nodes = [], []
+        self._removers = []
 
-    def _tensors(self) -> list[Tensor]:
-        return [leaf.tensor for leaf in self.leaves]
+    def is_hooked(self) -> bool:
+        """True unless a leaf is another tensor by now, as ``swap_tensors`` makes it. Local."""
+        return list(map(_identity, self._tensors)) == self._identities
 
     def _sparse(self) -> list[bool]:
         return [leaf.sparse for leaf in self.leaves]
@@ -170,7 +179,7 @@ class Reducer:
         shared = torch.tensor(order, dtype=torch.int64)
         broadcast(shared, group=self.group, group_src=0)
         plan = ordered_plan(
-            self._tensors(), self._sparse(), self.options.size_limits, shared.tolist()
+            self._tensors, self._sparse(), self.options.size_limits, shared.tolist()
         )
         if plan != self.plan:
             self._assign(plan)
@@ -214,6 +223,7 @@ class Reducer:
             return
         self._reset()
         self._open = True
+        self.replica.passes.begin_backward(self._tensors)
         self._is_simple = self.rebuilt and not self.options.static_graph
         if not self.rebuilt:
             self._order = []
@@ -235,11 +245,8 @@ class Reducer:
 
     def _will_accumulate(self) -> bool:
         """False within torch.autograd.grad(), which gives no parameter a gradient."""
-        if not self._nodes:
-            with torch.enable_grad():
-                roots: Any = [leaf.tensor.view_as(leaf.tensor).grad_fn for leaf in self.leaves]
-            self._nodes = [root.next_functions[0][0] for root in roots]
-        if any(map(torch._C._will_engine_execute_node, self._nodes)):
+        # The nodes are asked for in each pass: a tensor has another one after a cast.
+        if any(map(torch._C._will_engine_execute_node, map(_accumulator, self._tensors))):
             return True
         # Nor are those executed that a reentrant checkpoint makes the graph of only later.
         current: Any = torch._C
@@ -337,6 +344,10 @@ class Reducer:
             if missing
             else ()
         )
+        with self.replica.passes.carried():
+            self._start_reduction(bucket, memory)
+
+    def _start_reduction(self, bucket: _Bucket, memory: BucketMemory) -> None:
         is_last = bucket.index == len(self.buckets) - 1
         at_once = is_last or not self._overlaps
         if self.hook is None:
@@ -369,7 +380,7 @@ class Reducer:
     def _end(self) -> None:
         """Finish the pass: start what is left, wait, compare, and hand the averages out."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.replica.passes.carried():
                 self._finish()
         finally:
             self._open = self._is_simple = self._expecting = False
@@ -405,15 +416,24 @@ class Reducer:
 
         Raises:
             RuntimeError: Gradients are missing where none may be; on every rank.
+            CollectiveMismatchError: Ranks are in different passes, or their parameters have parted.
         """
-        if self.options.find_unused or self.options.static_graph:
-            used = torch.ones(len(self.leaves), dtype=torch.int32)
-            used[self._missing] = 0
-            all_reduce(used, ReduceOp.MAX, self.active)
-            return used.bool().tolist()
-        count = torch.tensor([len(self._missing)])
-        all_reduce(count, group=self.active)
-        if int(count):
+        may_lack = self.options.find_unused or self.options.static_graph
+        facts = [len(self._missing)]
+        if may_lack:
+            facts = [1] * len(self.leaves)
+            for index in self._missing:
+                facts[index] = 0
+        compares_values = self.hook is None  # a hook may let replicas part for some time
+        digest = self.replica.digest(compares_values)
+        row = torch.tensor([*facts, digest, -digest])
+        all_reduce(row, ReduceOp.MAX, self.active)
+        *facts, highest, lowest = row.tolist()
+        if highest != -lowest:
+            self.replica.find_difference(self.active)
+        if may_lack:
+            return list(map(bool, facts))
+        if facts[0]:
             self._raise_missing()
         return None
 
@@ -472,6 +492,17 @@ class Reducer:
             for bucket in self.buckets
         ]
         return step_report(self.last_pass, buckets, self.rebuilt)
+
+
+#: The number of the tensor that a Python object is; its gradient hooks are that tensor's.
+_identity = attrgetter("_cdata")
+
+
+def _accumulator(leaf: Tensor) -> Any:
+    """The node that accumulates a leaf's gradient, as it is now."""
+    with torch.enable_grad():
+        root: Any = leaf.view_as(leaf).grad_fn
+    return root.next_functions[0][0]
 
 
 def _described(value: Any) -> str:

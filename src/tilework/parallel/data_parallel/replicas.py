@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +11,61 @@ from torch import Tensor
 from tilework.comm.agreement import agree
 from tilework.comm.collectives import broadcast
 from tilework.comm.contract import ProcessGroup
+from tilework.dtensor.plain_replicas import compare_plain, content_of
 from tilework.dtensor.propagation.plain_inputs import content_hash
+from tilework.dtensor.provenance.mode import mode
 from tilework.parallel.data_parallel.leaves import local_tensors
+from tilework.parallel.passes import Passes, compare_passes
+
+_ADVICE = (
+    "DistributedDataParallel gives all ranks the same parameters and the same gradients: look for "
+    "what one rank alone has written to them, or has stepped with other options or states of its "
+    "optimizer"
+)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What ranks compare at the end of backward passes: counts, and at times the parameters.
+
+    Attributes:
+        passes: The counts of passes.
+        parameters: The parameters that are the same on all ranks, as local tensors with names.
+    """
+
+    passes: Passes
+    parameters: Callable[[], list[tuple[str, Tensor]]]
+
+    def digest(self, values: bool) -> int:
+        """A number that is the same on all ranks that are in the same pass. Local.
+
+        Args:
+            values: True if the elements of parameters may go into it, in the passes where they are
+                due; of tensors on accelerators in the full mode only.
+        """
+        digest = self.passes.digest
+        if values and self.passes.is_due():
+            return hash(
+                (digest, content_of([tensor for _, tensor in self._compared()], self._full))
+            )
+        return digest
+
+    @property
+    def _full(self) -> bool:
+        return mode() == "full"
+
+    def _compared(self) -> list[tuple[str, Tensor]]:
+        full = self._full
+        return [(name, tensor) for name, tensor in self.parameters() if full or tensor.is_cpu]
+
+    def find_difference(self, group: ProcessGroup) -> None:
+        """Raise where ranks differ, by more than rounding. Collective over the group; blocks.
+
+        Raises:
+            CollectiveMismatchError: They do; on every rank.
+        """
+        compare_passes(self.passes, group)
+        compare_plain(self._compared(), group, full=self._full, advice=_ADVICE)
 
 
 def check_replicas(
@@ -19,7 +73,7 @@ def check_replicas(
     group: ProcessGroup,
     ignored: Sequence[str] = (),
     *,
-    values: bool = False,
+    values: Container[str] = (),
 ) -> None:
     """Raise if the parameters of a module differ between ranks. Collective over the group; blocks.
 
@@ -27,7 +81,8 @@ def check_replicas(
         parameters: Those of this rank's replica, with their names.
         group: The ranks with replicas.
         ignored: Names of parameters that may differ.
-        values: Compare elements, too, not only names, shapes, dtypes and ``requires_grad``.
+        values: Names of parameters whose elements are compared, too, not only names, shapes, dtypes
+            and ``requires_grad``.
 
     Raises:
         ValueError: They differ; on every rank, naming the first that does, and both sides.
@@ -35,7 +90,7 @@ def check_replicas(
 
     def facts() -> list[tuple[str, str]]:
         return [
-            (name, _described(parameter, values))
+            (name, _described(parameter, name in values))
             for name, parameter in parameters
             if name not in ignored
         ]

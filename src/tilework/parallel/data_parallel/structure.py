@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tilework.tiled.stale_parameters import ParameterPlaces
+from tilework.tiled.tensor import TiledTensor
+
 
 class ModuleStructure:
     """The modules and parameters of a module as they were at construction of this.
@@ -28,14 +31,25 @@ class ModuleStructure:
         self._children: list[Mapping[str, Any]] = [each._modules for each in every]
         self._parameters: list[Mapping[str, Any]] = [each._parameters for each in every]
         self._buffers: list[Mapping[str, Any]] = [each._buffers for each in every]
+        self.places = ParameterPlaces(module)
         self._ids = self._current_ids()
         #: The parameters themselves: as long as they live, no other tensor has their ids.
         self._held = [p for p in _values(self._parameters) if p is not None]
         self._kinds = list(map(_kind, self._held))
+        #: Those that have local tensors, and these.
+        self._tiled = [p for p in self._held if isinstance(p, TiledTensor)]
+        self._tiles = [p.local_tiles() for p in self._tiled]
 
     def is_current(self) -> bool:
         """True unless modules or parameters were added, replaced, removed, frozen or cast."""
-        return self._current_ids() == self._ids and list(map(_kind, self._held)) == self._kinds
+        return (
+            self._current_ids() == self._ids
+            and list(map(_kind, self._held)) == self._kinds
+            and all(
+                list(map(id, parameter.local_tiles())) == list(map(id, tiles))
+                for parameter, tiles in zip(self._tiled, self._tiles, strict=True)
+            )
+        )
 
     def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
         """Every buffer that there is now, once, with its name."""
