@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilework.dtensor import DTensor
 from tilework.dtensor.autograd import partial_grads
 from tilework.dtensor.provenance.plain_parts import note_input, note_output
+from tilework.dtensor.rank_part import as_rank_part, plain_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Placement, Shard
@@ -58,6 +60,7 @@ class MeshAxis:
                 f"Give None as the layout of what is to stay as it is"
             )
         refuse_torch_dtensor(value, what)
+        value = plain_of(value)
         if isinstance(value, DTensor):
             if value.device_mesh != self.mesh:
                 raise ValueError(
@@ -87,10 +90,19 @@ class MeshAxis:
         return ", ".join(map(repr, chosen)) or "no other axis"
 
     def to_local(self, tensor: DTensor) -> Tensor:
-        """The local tensor, for plain operators to go on with."""
+        """The local tensor, for plain operators to go on with.
+
+        While gradients are enabled plain parameters may act on it: theirs are added up over the
+        ranks that have other parts (:class:`~tilework.dtensor.rank_part.RankPart`).
+        """
         local = tensor.to_local()
         note_output(tensor, local)
-        return local
+        spec = tensor._spec
+        if spec.is_replicated or not spec.takes_part or not torch.is_grad_enabled():
+            return local
+        axes = [a for a, placement in enumerate(spec.placements) if not placement.is_replicate()]
+        group = spec.mesh.axes_group(axes)
+        return local if group.size() == 1 else as_rank_part(local, group)
 
     def _global_shape(
         self, local: Tensor, layout: Placement, extent: int | None

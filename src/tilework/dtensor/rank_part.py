@@ -1,0 +1,185 @@
+"""Plain tensors of which each rank has its own part, in the operators between parallel modules.
+
+A module of a plan hands out the local tensor of a sharded output, and plain operators go on with
+it: activations, a norm of each attention head. What such operators take besides, a plain parameter
+or a tensor that all ranks have alike, acts on another part on each rank. So its gradient is a sum
+over the ranks, of which each has computed one term. A :class:`RankPart` is such a local tensor: it
+finds these plain operands, and adds their gradients up when backward comes to them. What an
+operator makes of a part is a part; a module of the plan takes it as its shard and the chain ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.collectives import all_reduce
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.provenance import OF_A_DTENSOR, carrying
+from tilework.dtensor.provenance.content import content_digest
+from tilework.dtensor.provenance.digests import stable_digest
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+#: Operators whose result has nothing of a part's elements.
+_OF_SHAPES = frozenset(
+    {
+        *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones"),
+        *("new_empty", "new_full", "new_tensor", "new_empty_strided", "backward", "grad"),
+    }
+)
+#: Operators that take only shape, dtype or device from their second operand.
+_AS_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
+#: Methods that take the tensor out of operators: into a file, a copy or a text.
+_OUTWARD = frozenset(
+    {*("__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "as_subclass", "__array__")}
+)
+_SEED = stable_digest("the gradient of a plain tensor beside parts of ranks")
+
+
+class RankPart(Tensor):
+    """A plain tensor that is this rank's part of one, or was computed from such.
+
+    ``x.as_subclass(torch.Tensor)`` takes it out: operators on the result are this rank's own, and
+    gradients of what they take are not added up.
+    """
+
+    _group: ProcessGroup
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if all(each in (cls, *_PLAIN) for each in types):
+                if name in _OF_SHAPES:
+                    return func(*args, **kwargs)
+                if name in _OUTWARD:
+                    return func(_without_class(args[0]), *args[1:], **kwargs)
+                return _operate(func, name, args, kwargs)
+            args = _stripped(args)
+            kwargs = {key: _stripped(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)  # another class of tensors takes the call
+
+
+def as_rank_part(local: Tensor, group: ProcessGroup) -> Tensor:
+    """The very tensor, as a part whose plain partners have their gradients added up. Local.
+
+    Args:
+        local: A plain tensor; another is returned as it is.
+        group: The ranks that have other parts.
+    """
+    if local.__class__ is Tensor:
+        part: Any = local
+        part.__class__ = RankPart
+        part._group = group
+    return local
+
+
+def plain_of(value: Any) -> Any:
+    """The plain tensor that a :class:`RankPart` is, in the same memory; of others themselves."""
+    if value.__class__ is not RankPart:
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return _without_class(value)
+
+
+def _without_class(value: Any) -> Any:
+    return value.as_subclass(Tensor) if value.__class__ is RankPart else value
+
+
+def _stripped(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_stripped(each) for each in value])
+    return _without_class(value)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif value.__class__ in (list, tuple):
+            yield from _tensors_in(value)
+
+
+def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Run an operator of which an operand, at least, is a part."""
+    operands = list(_tensors_in((*args, *kwargs.values())))
+    group = next((each._group for each in operands if each.__class__ is RankPart), None)
+    if group is None or (name in _AS_ANOTHER and args[0].__class__ is not RankPart):
+        return func(*args, **kwargs)
+    plain = [each for each in operands if each.__class__ in _PLAIN]
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if plain and torch.is_grad_enabled() and any(each.requires_grad for each in plain):
+        if writes and args[0].__class__ in _PLAIN and args[0].requires_grad:
+            raise RuntimeError(_written(name, args[0]))
+        args = _summed(args, group)
+        kwargs = {key: _summed(value, group) for key, value in kwargs.items()}
+    result = func(*args, **kwargs)
+    if writes:
+        _mark(args[0], (), group)
+    _mark(result, plain, group)
+    return result
+
+
+def _mark(result: Any, plain: Any, group: ProcessGroup) -> None:
+    """Make tensors of a result parts, but for those that are plain operands themselves."""
+    if result.__class__ is Tensor:
+        if not any(result is each for each in plain):
+            as_rank_part(result, group)
+    elif isinstance(result, (list, tuple)):
+        for each in result:
+            _mark(each, plain, group)
+
+
+def _summed(value: Any, group: ProcessGroup) -> Any:
+    """An operand, whose gradient is added up over the group if it is a plain tensor's."""
+    if value.__class__ in _PLAIN:
+        if not value.requires_grad:
+            return value
+        return _SumOfGradients.apply(value, group)  # type: ignore[no-untyped-call]
+    if value.__class__ in (list, tuple):
+        return type(value)([_summed(each, group) for each in value])
+    return value
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The identity, whose gradient is the sum of those of all ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        """The tensor itself, as a view."""
+        ctx.group, ctx.text = group, _Text(tensor)
+        # Ranks whose tensors differ do not have the same tensor: they raise in the collective.
+        ctx.digest = hash((_SEED, content_digest(tensor.detach())))
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The sum. Collective over the group; blocks."""
+        total = _without_class(grad).clone(memory_format=torch.contiguous_format)
+        with carrying(ctx.digest, ctx.text):
+            all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Text:
+    """A plain operand, as errors name it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._kind = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
+
+    def __str__(self) -> str:
+        return (
+            f"the gradient of a plain tensor, {self._kind}, which all ranks have alike and which "
+            f"meets each rank's part {OF_A_DTENSOR}"
+        )
+
+
+def _written(name: str, tensor: Tensor) -> str:
+    return (
+        f"{name} writes a rank's part of a sharded tensor into a plain one of {list(tensor.shape)} "
+        f"that requires a gradient, and that all ranks have alike: use the operator that makes a "
+        f"new tensor, or x.as_subclass(torch.Tensor) for what is this rank's own"
+    )
