@@ -21,7 +21,9 @@ SIZES = {
     "num_attention_heads": 4,
     "head_dim": 4,
     "use_cache": False,
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 
 
