@@ -26,7 +26,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Replica:
-    """What ranks compare at the end of backward passes: counts, and at times the parameters.
+    """The facts that ranks compare after backward: counts of passes, and at times parameters.
 
     Attributes:
         passes: The counts of passes.
