@@ -25,6 +25,7 @@ from tilework.parallel.fully_sharded.module import (
 )
 from tilework.parallel.fully_sharded.policies import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "CheckpointImpl",
     "CheckpointWrapper",
     "ColwiseParallel",
+    "DataParallelMeshDims",
     "DistributedDataParallel",
     "Event",
     "FSDPModule",

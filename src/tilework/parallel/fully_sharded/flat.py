@@ -21,7 +21,7 @@ from tilework.comm.collectives import all_gather_into_tensor, all_reduce, reduce
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.transfer.large_buffers import empty_tensor
-from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
+from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 
 #: A shard of so many bytes is gathered by a collective of its own; a copy of less costs less.
@@ -173,7 +173,7 @@ class Flat:
 
     @torch.no_grad()
     def reduce(
-        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None], how: Reduction
     ) -> list[Tensor | None]:
         """This rank's shards of the gradients' averages over all ranks. Collective; blocks.
 
@@ -182,6 +182,7 @@ class Flat:
         Args:
             params: Parameters of this buffer, the same ones on all ranks.
             grads: By parameter, this rank's gradient of the full tensor; None: there is none.
+            how: What averages are.
 
         Returns:
             By parameter, the shard in the parameter's dtype; None: no rank has a gradient.
@@ -191,7 +192,7 @@ class Flat:
             for param, grad in zip(params, grads, strict=True)
             if self._is_direct(param)
         ]
-        results = {id(param): self._reduce_alone(param, grad) for param, grad in direct}
+        results = {id(param): self._reduce_alone(param, grad, how) for param, grad in direct}
         together = [
             (param, grad)
             for param, grad in zip(params, grads, strict=True)
@@ -208,7 +209,7 @@ class Flat:
             torch._foreach_copy_([part for part, _ in pairs], [grad for _, grad in pairs])
         marks = [float(grad is not None) for grad in grads]
         rows[:, row.numel :] = torch.tensor(marks, dtype=rows.dtype, device=rows.device)
-        reduced = self._reduce(rows.view(-1), row.numel + len(params))
+        reduced = self._reduce(rows.view(-1), row.numel + len(params), how)
         for (param, _), offset in zip(together, row.offsets, strict=False):
             results[id(param)] = param.in_row(reduced, offset, self.rank)
         used = [True] * len(params) if all(marks) else (reduced[row.numel :] > 0).tolist()
@@ -217,17 +218,24 @@ class Flat:
             for param, has_grad in zip(params, used, strict=True)
         ]
 
-    def _reduce_alone(self, param: ShardedParam, grad: Tensor | None) -> Tensor:
+    def _reduce_alone(self, param: ShardedParam, grad: Tensor | None, how: Reduction) -> Tensor:
         if grad is None:
             grad = self.flat.new_zeros(param.shape, dtype=self.reduce_dtype)
         contribution = grad.to(self.reduce_dtype).contiguous()
-        return self._reduce(contribution.view(-1), param.padded).view(param.shard_shapes[0])
+        return self._reduce(contribution.view(-1), param.padded, how).view(param.shard_shapes[0])
 
-    def _reduce(self, contributions: Tensor, numel: int) -> Tensor:
-        reduced = contributions.new_empty(numel)
-        reduce_scatter_tensor(reduced, contributions, ReduceOp.AVG, self.shard_group)
+    def _reduce(self, contributions: Tensor, numel: int, how: Reduction) -> Tensor:
+        reduced, ranks = contributions.new_empty(numel), self.ranks
+        is_average = how.divide_factor is None and not how.sums
+        op = ReduceOp.AVG if is_average else ReduceOp.SUM
+        reduce_scatter_tensor(reduced, contributions, op, self.shard_group)
         if self.replicate_group is not None and self.replicate_group.size() > 1:
-            all_reduce(reduced, ReduceOp.AVG, self.replicate_group)
+            ranks *= self.replicate_group.size()
+            all_reduce(reduced, op, self.replicate_group)
+        if not is_average:
+            reduced /= how.divide_factor or ranks
+        if how.hook is not None:
+            how.hook(reduced)
         return reduced
 
 

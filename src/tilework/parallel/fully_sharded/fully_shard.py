@@ -19,6 +19,8 @@ from tilework.comm.collectives import broadcast
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import current_world, get_default_group
 from tilework.dtensor import DTensor
+from tilework.dtensor.spec import spec_of
+from tilework.dtensor.tensor import wrap
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.mesh.device_mesh import mesh_or_current
@@ -26,6 +28,7 @@ from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import install
 from tilework.parallel.fully_sharded.policies import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
@@ -42,6 +45,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     src_data_rank: int | None = None,
 ) -> Any:
     """A module whose parameters are sharded over a mesh between uses. Collective; blocks.
@@ -68,6 +72,8 @@ def fully_shard(
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Accepted for modules on the CPU, where everything is there already.
         ignored_params: Parameters to leave as they are.
+        dp_mesh_dims: The axes of ``mesh`` that are data parallel, where it is a mesh for all kinds
+            of parallelism.
         src_data_rank: The index, among the mesh's ranks, of the rank whose parameters all ranks
             take; None: all ranks hold the same ones.
 
@@ -96,6 +102,14 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     mesh = None if mesh is None else mesh_or_current(mesh)
+    if mesh is not None and dp_mesh_dims is not None:
+        _leave_axes(modules, mesh, dp_mesh_dims)
+        mesh = _part_of(mesh, dp_mesh_dims)
+    if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
+        raise NotImplementedError(
+            f"reshard_after_forward is {reshard_after_forward!r}: full parameters are freed or "
+            f"kept (True, False, None); to shard over fewer ranks in between is not supported"
+        )
     _check(modules, mesh, offload_policy)
     mesh = _mesh_of_all_ranks(modules) if mesh is None else mesh
     policy = mp_policy or MixedPrecisionPolicy()
@@ -108,6 +122,44 @@ def fully_shard(
     for each in modules:
         install(each, unit)
     return module
+
+
+def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
+    """The data-parallel axes of a mesh: replicate, if there are replicas, and shard."""
+    axes = []
+    for names in filter(None, (dims.replicate, dims.shard)):
+        several = (names,) if isinstance(names, str) else tuple(names)
+        axes.append("_".join(several))
+        if len(several) > 1:
+            mesh[several].flatten(axes[-1])
+    return mesh[tuple(axes)]
+
+
+def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+    """Make DTensors that are replicated along the data-parallel axes ones of the other axes."""
+    own = {
+        name
+        for names in filter(None, (dims.replicate, dims.shard))
+        for name in ((names,) if isinstance(names, str) else names)
+    }
+    known = mesh.mesh_dim_names or ()
+    if not own <= set(known):
+        raise ValueError(f"dp_mesh_dims names {sorted(own)}, and the mesh has the axes {known}")
+    rest = tuple(name for name in known if name not in own)
+    for module in (inner for each in modules for inner in each.modules()):
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor) or parameter._spec.mesh != mesh:
+                continue
+            placements = dict(zip(known, parameter.placements, strict=True))
+            if not rest or not all(placements[axis].is_replicate() for axis in own):
+                raise ValueError(
+                    f"parameter {name} lies as {list(parameter.placements)} on {mesh}: parameters "
+                    f"are replicated along the data-parallel axes {sorted(own)} before, and "
+                    f"DTensors lie on other axes besides"
+                )
+            spec = spec_of(mesh[rest], [placements[axis] for axis in rest], parameter.shape)
+            local = wrap(parameter._local_tensor.detach(), spec)
+            module._parameters[name] = nn.Parameter(local, parameter.requires_grad)
 
 
 def _take_values_of(source: int, unit: Unit) -> None:

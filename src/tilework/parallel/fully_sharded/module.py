@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NoReturn, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from tilework.parallel.fully_sharded.unit import Unit
 
@@ -54,7 +54,64 @@ class FSDPModule:
     ) -> None:
         """Reduce gradients in backward, or accumulate the full ones on each rank. Local."""
         for unit in units_of(self, recurse):
-            unit.requires_sync = requires_gradient_sync
+            unit.reduction.is_due = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients over replicas in backward, or let them wait. Local.
+
+        Where there are no replicas it changes nothing. Gradients that wait are full ones.
+        """
+        for unit in units_of(self, recurse):
+            unit.reduction.reduces_replicas = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients over all ranks by ``factor``, not by their number. Local."""
+        if not factor > 0:
+            raise ValueError(f"gradients are divided by a factor above zero, got {factor}")
+        self._fsdp_state.reduction.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do as :meth:`set_gradient_divide_factor`, by torch's older name. Local."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sum gradients in collectives, and divide afterwards. Local."""
+        self._fsdp_state.reduction.sums = enable
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None] | None, *, stream: Any = None
+    ) -> None:
+        """Call ``hook`` with each tensor of reduced gradients of the module, to change it. Local.
+
+        Args:
+            hook: Called after reduce-scatter, and after the all-reduce over replicas; or None.
+            stream: Taken for torch's sake: the hook runs where the reduction runs.
+        """
+        self._fsdp_state.reduction.hook = hook
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Gather when backward comes to the module, or only what autograd asks for. Local."""
+        self._fsdp_state.unshards_in_backward = unshard_in_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Change nothing: what a pass leaves behind is freed at the end of each. Local."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Change nothing: gathering waits for no other stream. Local."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Change nothing: buffers lie where the group moves them fastest. Local."""
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Raise: groups have backends for that."""
+        raise NotImplementedError(
+            "fully_shard gathers by the group of its mesh: register a backend "
+            "(tilework.distributed.register_backend) for collectives of your own"
+        )
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Raise: groups have backends for that."""
+        self.set_custom_all_gather(comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free parameters after forward, or keep them until backward is through. Local."""

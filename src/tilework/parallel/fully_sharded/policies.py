@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,35 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """The axes of a mesh for all kinds of parallelism that are data parallel.
+
+    Attributes:
+        shard: The axis that parameters are sharded over; several count as one.
+        replicate: The axis of replicas; several count as one. None: there are none.
+    """
+
+    shard: str | tuple[str, ...]
+    replicate: str | tuple[str, ...] | None = None
+
+
+@dataclass
+class Reduction:
+    """The way from full gradients to those of the shards.
+
+    Attributes:
+        is_due: False: gradients wait until they are asked for, or until a pass where it is True.
+        reduces_replicas: False: likewise, where there are replicas.
+        divide_factor: What sums over all ranks are divided by; None: the number of ranks.
+        sums: Sum in the collectives, and divide afterwards.
+        hook: Called with each tensor of reduced gradients.
+    """
+
+    is_due: bool = True
+    reduces_replicas: bool = True
+    divide_factor: float | None = None
+    sums: bool = False
+    hook: Callable[[Tensor], None] | None = None

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from tilework.comm.collectives import all_reduce
+from tilework.comm.provenance import carrying
 from tilework.comm.reduce_op import ReduceOp
-from tilework.dtensor.provenance.digests import digest_of
+from tilework.dtensor.provenance.digests import digest_of, stable_digest
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import wrap
@@ -40,7 +41,7 @@ from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.outputs import replace_tensors, tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering
 from tilework.parallel.fully_sharded.graph import CAN_FREE, Gather, saving
-from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
+from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 from tilework.parallel.fully_sharded.taking_over import ModuleTables, Owner, take_over
 
@@ -122,6 +123,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_AT_ONCE: Any = {"is_due": True, "reduces_replicas": True}
 #: Backward passes that raised are forgotten when there are more.
 _MOST_PASSES = 16
 
@@ -153,12 +155,16 @@ class Unit:
         self.tables = ModuleTables(self.modules, ignored)
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.requires_sync = True
+        self.unshards_in_backward = True
+        self.reduction = Reduction()
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.params: list[ShardedParam] = []
         self.flats: list[Flat] = []
         self._addresses: list[int] = []
+        #: The number of times that the parameters were gathered; the same on all ranks.
+        self._gathers = 0
+        self._known_as, self._text = 0, ""
         self._depth = 0
         self._around: tuple[Unit, ...] = ()
         self._task = -1
@@ -191,6 +197,10 @@ class Unit:
         self.reshard()
         self.params, self.flats = take_over(self.tables, self.params, self.owner)
         self.tables.note()
+        names = [param.name for param in self.params]
+        self._known_as = stable_digest(self.owner.name, names)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self._text = f"{self.owner.name} ({names[0]}{more})" if names else self.owner.name
         self._addresses = self._addresses_now()
 
     def _addresses_now(self) -> list[int]:
@@ -228,11 +238,10 @@ class Unit:
                 f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
                 f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
             )
-        digest = hash(tuple([digest_of(param.sharded) for param in self.params]))
-        with ExitStack() as around:
-            around.enter_context(torch.inference_mode(False))
-            if self.params:
-                around.enter_context(moving(digest, f"the parameters of {self.owner.name}"))
+        in_backward = torch._C._current_graph_task_id() != -1
+        self._gathers += 1
+        what = f"gather {self._gathers}, in {'backward' if in_backward else 'forward'}, of"
+        with torch.inference_mode(False), self._telling(what, self._gathers, in_backward):
             parts = [flat.gather(async_op) for flat in self.flats]
         gathered = Gathered(parts, self._version(), self.flats)
         self._latest = weakref.ref(gathered)
@@ -243,6 +252,11 @@ class Unit:
         if not self._installed:
             self.gather()
             self._install()
+
+    def _telling(self, what: str, *numbers: int) -> carrying:
+        """Let collectives meanwhile tell what they are for, so that ranks which part all raise."""
+        digests = [digest_of(param.sharded) for param in self.params]
+        return moving(hash((self._known_as, *numbers, *digests)), f"{what} {self._text}")
 
     def reshard(self) -> None:
         """Leave the modules their shards alone; drop full parameters. Local."""
@@ -439,7 +453,7 @@ class Unit:
     def _begin_backward(self, use: Use | None) -> None:
         """Gather and install before the backward pass of outputs. Collective."""
         self._join_backward()
-        if self._installed:
+        if self._installed or not self.unshards_in_backward:
             return
         if use is None:  # autograd has saved nothing, but a checkpoint may compute again
             self._drop_stale()
@@ -507,7 +521,8 @@ class Unit:
         if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
             self._release()
         grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
-        if not self.requires_sync:
+        how = self.reduction
+        if not (how.is_due and (how.reduces_replicas or self.owner.replicate_group is None)):
             self._defer(params, grads)
             return [None] * len(params)
         grad_of = dict(zip(map(id, params), grads, strict=True))
@@ -523,12 +538,11 @@ class Unit:
         self, flat: Flat, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gradients of shards in one buffer, whose digests tell of the pass. Collective."""
-        digests = [digest_of(param.sharded) for param in params]
-        histories = [history_of(param.spec.mesh) for param in params]
-        with moving(hash((histories[0].passes, *digests)), f"the gradients of {self.owner.name}"):
-            reduced = flat.reduce(params, grads)
-        for history, digest in zip(histories, digests, strict=True):
-            history.note_gradient(digest)
+        passes = history_of(params[0].spec.mesh).passes
+        with self._telling("the gradients of", passes):
+            reduced = flat.reduce(params, grads, self.reduction)
+        for param in params:
+            history_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
         return reduced
 
     def _gather_again(
@@ -563,11 +577,11 @@ class Unit:
     def reduce_deferred(self) -> None:
         """Reduce the gradients that wait, and add them to those of the shards. Collective."""
         params = [param for param in self.params if param in self._deferred]
-        synced, self.requires_sync = self.requires_sync, True
+        now, self.reduction = self.reduction, replace(self.reduction, **_AT_ONCE)
         try:
             shards = self._reduce(params, [None] * len(params))
         finally:
-            self.requires_sync = synced
+            self.reduction = now
         pairs = [(p.local, s) for p, s in zip(params, shards, strict=True) if s is not None]
         if pairs:
             locals_, grads = zip(*pairs, strict=True)
@@ -588,6 +602,7 @@ class Unit:
             )
             for param in self.params
         ]
+        copied.reduction = replace(self.reduction)
         copied.forward_prefetch = copied.backward_prefetch = None
         copied.flats, copied._addresses, copied._order = [], [], []
         copied._gathered, copied._latest, copied._deferred = None, None, {}
