@@ -9,7 +9,7 @@ may differ in their last bits.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,8 +21,9 @@ from tilework.comm.callsite import call_site
 from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import device_of
+from tilework.comm.world import get_default_group, is_initialized
 from tilework.dtensor.debug.formatting import layout_text
-from tilework.dtensor.plain_replicas import apart, shown
+from tilework.dtensor.plain_replicas import apart, compare_plain, shown
 from tilework.dtensor.provenance.content import hash_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import moving
@@ -32,6 +33,7 @@ from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Partial
 from tilework.mesh import DeviceMesh
+from tilework.tiled.tensor import TiledTensor
 
 #: In the sampled mode the first steps of an optimizer are compared, then each so many, and each so
 #: many once it has stepped often.
@@ -43,6 +45,11 @@ _NEXT_STEP = (
     "each rank has loaded or drawn by itself and that counts as replicated along all axes of the "
     "mesh, but in modules of parallelize_module (make it a DTensor of Shard(0) with from_local), "
     "and for branches, numbers or steps that ranks do not have in common"
+)
+
+_ADVICE = (
+    "Ranks that train one model have the same plain parameters: look for what one rank alone has "
+    "loaded, drawn or written"
 )
 
 Named = Sequence[tuple[str, DTensor]]
@@ -63,7 +70,9 @@ def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -
     """Raise unless all ranks have the same parameters, buffers and gradients. Collective; blocks.
 
     Every DTensor is compared over its mesh: how it came about, and where it is replicated every
-    element. Plain tensors are each rank's own, and are left out.
+    element. Plain parameters of a module are replicas: of ranks that a wrapper averages
+    (``DistributedDataParallel``), of the meshes of the module's DTensors, or, where it has neither,
+    of the default group. Other plain tensors are each rank's own, and are left out.
 
     Args:
         what: A module, a tensor, tensors by name, or any tensors; the same ones on all ranks.
@@ -96,6 +105,26 @@ def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -
             group = mesh.axes_group(range(mesh.ndim))
             with moving(1, "verify"):
                 _compare_each(tensors, group, full=True)
+    if isinstance(what, nn.Module):
+        for replicas, group in _plain_replicas(what, list(by_mesh)):
+            if group.size() > 1:
+                compare_plain(replicas, group, full=True, advice=_ADVICE)
+
+
+def _plain_replicas(
+    module: nn.Module, meshes: Sequence[DeviceMesh]
+) -> Iterator[tuple[Sequence[tuple[str, Tensor]], ProcessGroup]]:
+    """The plain parameters of a module, and the groups whose ranks are to have the same."""
+    every: list[Any] = list(module.modules())
+    wrappers = [part for part in every if hasattr(part, "replicated_parameters")]
+    for wrapper in wrappers:
+        yield wrapper.replicated_parameters(), wrapper.process_group
+    named = [(n, p) for n, p in module.named_parameters() if not isinstance(p, TiledTensor)]
+    for mesh in meshes:
+        if mesh.here:
+            yield named, mesh.axes_group(range(mesh.ndim))
+    if named and not wrappers and not meshes and is_initialized():
+        yield named, get_default_group()
 
 
 def _named_tensors(what: Any) -> Named:
