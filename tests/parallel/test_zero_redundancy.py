@@ -224,3 +224,49 @@ def test_steps_within_backward_replace_step() -> None:
             torch.autograd.backward(ddp(rows(0)).sum())
 
     run_ranks(2, program)
+
+
+class Counting(torch.optim.SGD):
+    """Takes a keyword in a step, and counts steps in its groups."""
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for parameter in group["params"]:
+                parameter.grad.mul_(scale)
+        return super().step(closure)
+
+
+def test_keywords_of_a_step_and_what_it_adds_to_groups_come_through() -> None:
+    def program(rank: int) -> Any:
+        plain, ddp = model(), DistributedDataParallel(model())
+        wanted = Counting(plain.parameters(), lr=0.1)
+        own = ZeroRedundancyOptimizer(ddp.parameters(), Counting, lr=0.1)
+        for step in range(2):
+            for each, optimizer in ((plain, wanted), (ddp, own)):
+                optimizer.zero_grad()
+                torch.autograd.backward(each(rows(step)).square().mean())
+                optimizer.step(scale=0.5)
+        for mine, other in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert_close(mine, other)
+        own.consolidate_state_dict(0)
+        if rank:
+            return own.param_groups[0]["k"]
+        own.load_state_dict(own.state_dict())
+        own.optim.step()  # type: ignore[union-attr]
+        return own.state_dict()["param_groups"][0]["k"], own.optim.param_groups[0]["k"]  # type: ignore[union-attr]
+
+    assert run_ranks(2, program) == [(2, 3), 2]
+
+
+def test_a_group_that_a_rank_owns_nothing_of_is_saved_as_its_owner_has_it() -> None:
+    def program(rank: int) -> Any:
+        first, second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2))
+        groups = [{"params": [first]}, {"params": [second]}]
+        own = ZeroRedundancyOptimizer(groups, Counting, lr=0.1)
+        first.grad, second.grad = torch.ones(4), torch.ones(2)
+        own.step()
+        own.consolidate_state_dict(0)
+        return None if rank else [group.get("k") for group in own.state_dict()["param_groups"]]
+
+    assert run_ranks(2, program)[0] == [1, 1]

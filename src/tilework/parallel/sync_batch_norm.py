@@ -12,6 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.functional import api as functional
 from tilework.comm.world import get_default_group
+from tilework.parallel.batch_norm_classes import (
+    check_can_synchronise,
+    desynchronise,
+    synchronise,
+)
 from tilework.parallel.data_parallel.join import active_group
 from tilework.tiled.module_plan import check_is_module
 
@@ -140,7 +145,7 @@ class SyncBatchNorm(_BatchNorm):
         else:
             bias = self._by_channel(self.bias.to(scale.dtype), x)
             out = torch.addcmul(bias, centred, self._by_channel(scale, x))
-        return out.to(input.dtype)
+        return _dense_as_torch(out.to(input.dtype))
 
     @torch.no_grad()
     def _update(self, mean: Tensor, var: Tensor, count: int) -> None:
@@ -159,81 +164,44 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: ProcessGroup | None = None
     ) -> nn.Module:
-        """A module with every batch normalisation in it replaced by a SyncBatchNorm. Local.
+        """Make every batch normalisation in a module a SyncBatchNorm, in place. Local.
 
-        Layers keep their parameters, statistics and settings. Wrap the module in
-        DistributedDataParallel after it, or before: parameters are the same tensors.
+        Layers stay the objects that they are, with parameters, statistics, settings, hooks and
+        parametrizations; lazy ones stay lazy. A subclass goes on to do what it does around its
+        ``super().forward(x)``, which synchronises. Wrap the module in DistributedDataParallel
+        after it, or before.
 
         Args:
-            module: Changed in place; returned, or its replacement if it is such a layer itself.
+            module: Changed in place, and returned.
             process_group: The ranks; None: the default group.
+
+        Raises:
+            TypeError: A subclass has a forward that does not call ``super().forward``; nothing has
+                changed then.
         """
         check_is_module(module, "convert_sync_batchnorm")
-        return _replaced(module, lambda layer: _synchronised(cls, layer, process_group))
+        for name, layer in module.named_modules():
+            check_can_synchronise(name, layer, cls)
+        for layer in module.modules():
+            synchronise(layer, cls, process_group)
+        return module
 
     @classmethod
     def revert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
-        """A module with every SyncBatchNorm in it replaced by a plain batch normalisation. Local.
+        """Make every SyncBatchNorm in a module a plain batch normalisation, in place. Local.
 
-        The opposite of :meth:`convert_sync_batchnorm`; layers take inputs of any number of dims.
+        The opposite of :meth:`convert_sync_batchnorm`: subclasses are what they were, others take
+        inputs of any number of dims.
         """
         check_is_module(module, "revert_sync_batchnorm")
-        return _replaced(module, _plain)
+        for layer in module.modules():
+            desynchronise(layer, SyncBatchNorm)
+        return module
 
 
-class _AnyDimBatchNorm(_BatchNorm):
-    """Batch normalisation of inputs with any number of dims from two on."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-
-def _replaced(module: nn.Module, replacement: Any) -> nn.Module:
-    new = replacement(module)
-    if new is not None:
-        return new  # type: ignore[no-any-return]
-    for name, child in list(module.named_children()):
-        changed = _replaced(child, replacement)
-        if changed is not child:
-            setattr(module, name, changed)
-    return module
-
-
-def _synchronised(
-    cls: type[SyncBatchNorm], layer: nn.Module, group: ProcessGroup | None
-) -> nn.Module | None:
-    if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
-        return None
-    made = cls(
-        layer.num_features,
-        layer.eps,
-        layer.momentum,
-        layer.affine,
-        layer.track_running_stats,
-        group,
-        device="meta",
-    )
-    return _with_state_of(layer, made)
-
-
-def _plain(layer: nn.Module) -> nn.Module | None:
-    if not isinstance(layer, SyncBatchNorm):
-        return None
-    made = _AnyDimBatchNorm(
-        layer.num_features,
-        layer.eps,
-        layer.momentum,
-        layer.affine,
-        layer.track_running_stats,
-        device="meta",
-    )
-    return _with_state_of(layer, made)
-
-
-def _with_state_of(layer: _BatchNorm, made: _BatchNorm) -> _BatchNorm:
-    """``made`` with the very parameters, buffers, mode and hooks of ``layer``."""
-    made._parameters.update(layer._parameters)
-    made._buffers.update(layer._buffers)
-    made.training = layer.training
-    return made
+def _dense_as_torch(out: Tensor) -> Tensor:
+    """A result in the order of torch's: channels last where it is, else contiguous."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(out.dim())
+    if last is not None and out.is_contiguous(memory_format=last):
+        return out
+    return out.contiguous()

@@ -80,7 +80,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._class, self._defaults = optimizer_class, defaults
         self._owner: dict[nn.Parameter, int] = {}
         self._loads = [0] * self.process_group.size()
-        self._saved: list[dict[str, Any]] | None = None
+        self._saved: list[tuple[dict[int, Any], dict[int, Any]]] | None = None
         self.optim: Optimizer | None = None
         self._is_constructed = False
         # Groups have all of the optimizer's settings, as its own state dicts do.
@@ -136,11 +136,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._is_constructed:
             self._deal()
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, **keywords: Any) -> Any:
         """Step on this rank's parameters, and take the others' from their owners. Collective.
 
         Args:
             closure: Computes the loss again, on every rank.
+            keywords: For the optimizer's own ``step``; the same on all ranks.
         """
         if self.overlap_with_ddp:
             warnings.warn(
@@ -157,21 +158,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         active = active_group(self.process_group)
         if active is not self.process_group:
             self._hand_over(active.global_ranks)
-        self._step_and_exchange()
+        self._step_and_exchange(**keywords)
         return loss
 
-    def _step_and_exchange(self) -> None:
+    def _step_and_exchange(self, **keywords: Any) -> None:
         if self.optim is not None:
             self._copy_settings()
-            self.optim.step()
+            self.optim.step(**keywords)
+            self._copy_settings(back=True)
         self._exchange()
 
-    def _copy_settings(self) -> None:
-        """Let the local optimizer have the settings that schedulers have changed."""
+    def _copy_settings(self, back: bool = False) -> None:
+        """Let the local optimizer have the settings that schedulers have changed; or the reverse.
+
+        A rank that owns nothing of a group keeps that group's settings as they are.
+        """
         assert self.optim is not None
-        filled = [group for group in self.param_groups if self._own_part(group)["params"]]
+        filled = [self.param_groups[at] for at in self._filled()]
         for own, group in zip(self.optim.param_groups, filled, strict=True):
-            own.update({name: value for name, value in group.items() if name != "params"})
+            source, target = (own, group) if back else (group, own)
+            target.update(_settings(source))
+
+    def _filled(self) -> list[int]:
+        """The numbers of the groups of which this rank owns a parameter."""
+        return [at for at, g in enumerate(self.param_groups) if self._own_part(g)["params"]]
 
     def _exchange(self) -> None:
         for rank in range(self.process_group.size()):
@@ -205,10 +215,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         source = group.global_ranks.index(active[0])
         away = {at for at, rank in enumerate(group.global_ranks) if rank not in active}
         theirs = [p for p, owner in self._owner.items() if owner in away]
-        settings = [
-            {name: value for name, value in each.items() if name != "params"}
-            for each in self.param_groups
-        ]
+        settings = [_settings(each) for each in self.param_groups]
         facts = [([p.grad is not None for p in theirs], settings)]
         broadcast_object_list(facts, group=group, group_src=source)
         has_grad, settings = facts[0]
@@ -255,7 +262,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             to: The global rank.
         """
-        own = {} if self.optim is None else _on_cpu(self._by_index())
+        own: tuple[dict[int, Any], dict[int, Any]] = {}, {}
+        if self.optim is not None:
+            settings = {at: _settings(self.param_groups[at]) for at in self._filled()}
+            own = _on_cpu(self._by_index()), settings
         is_target = self.process_group.global_ranks[self.process_group.rank()] == to
         gathered: list[Any] | None = [None] * self.process_group.size() if is_target else None
         gather_object(own, gathered, to, self.process_group)
@@ -279,11 +289,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "every rank first, then state_dict() on that rank"
             )
         numbers = iter(range(len(self._owner)))
+        # What a step adds to a group, only its owners know.
+        known = {at: each for _, part in reversed(self._saved) for at, each in part.items()}
         groups = [
-            {**group, "params": [next(numbers) for _ in group["params"]]}
-            for group in self.param_groups
+            {**group, **known.get(at, {}), "params": [next(numbers) for _ in group["params"]]}
+            for at, group in enumerate(self.param_groups)
         ]
-        state = {at: value for part in self._saved for at, value in part.items()}
+        state = {at: value for part, _ in self._saved for at, value in part.items()}
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -294,7 +306,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         every = [p for group in self.param_groups for p in group["params"]]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+            group.update(_settings(saved))
         if self.optim is None:
             return
         self._copy_settings()
@@ -306,6 +318,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     name: one.to(parameter.device, copy=True) if torch.is_tensor(one) else one
                     for name, one in value.items()
                 }
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a parameter group but its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _on_cpu(state: dict[int, Any]) -> dict[int, Any]:
@@ -358,11 +375,12 @@ class _BucketStep:
         if self.optim is None:
             return
         for own, at in zip(self.optim.param_groups, self._filled, strict=True):
-            settings = self._whole.param_groups[at]
-            own.update({name: value for name, value in settings.items() if name != "params"})
+            own.update(_settings(self._whole.param_groups[at]))
         before = [parameter.grad for parameter in self._parameters]
         for parameter, grad in zip(self._parameters, grads, strict=True):
             parameter.grad = grad if parameter in self._own else None
         self.optim.step()
+        for own, at in zip(self.optim.param_groups, self._filled, strict=True):
+            self._whole.param_groups[at].update(_settings(own))
         for parameter, old in zip(self._parameters, before, strict=True):
             parameter.grad = old
