@@ -124,7 +124,7 @@ LEFT_OUT: Final[Sequence[LeftOut]] = (
     LeftOut(
         "tilework.parallel",
         "torch.nn.parallel",
-        ("DataParallel", "data_parallel", "DistributedDataParallelCPU"),
+        ("DataParallel", "DistributedDataParallelCPU"),
         "one process that drives several devices is no group of ranks, and slower",
         "DistributedDataParallel, with one rank for each device",
     ),
@@ -278,6 +278,177 @@ LEFT_OUT: Final[Sequence[LeftOut]] = (
          "RendezvousParameters", "LogsSpecs", "DefaultLogsSpecs"),
         _ELASTIC,
         "`tilework run --restarts`, and tilework.parallel.Resilient",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Names, members and keywords of torch's that there are not here, for one reason."""
+
+    #: Where a user looks for them here.
+    package: str
+    #: ``name``, ``Class.member`` or ``function(keyword)``; ``*`` stands for anything.
+    names: tuple[str, ...]
+    why: str
+
+
+DIFFERENCES: Final[Sequence[Difference]] = (
+    Difference(
+        "tilework.distributed", ("Backend.FAKE", "Backend.XCCL"), "there are no such backends"
+    ),
+    Difference(
+        "tilework.distributed",
+        ("Backend.backend_type_map", "Backend.default_device_backend_map"),
+        "numbers of torch's C++; `get_default_backend_for_device(device)` tells the default",
+    ),
+    Difference(
+        "tilework.distributed",
+        ("*Options.rootTensor", "*Options.device_ids", "*Options.device"),
+        "one class of options serves all operations, and they take one tensor",
+    ),
+    Difference(
+        "tilework.distributed",
+        ("ProcessGroup.BackendType", "ProcessGroup.CUSTOM", "ProcessGroup.GLOO", "ProcessGroup.MPI",
+         "ProcessGroup.NCCL", "ProcessGroup.UCC", "ProcessGroup.UNDEFINED", "ProcessGroup.XCCL",
+         "ProcessGroupGloo"),
+        "numbers of torch's C++; `get_backend(group)` is a name",
+    ),
+    Difference(
+        "tilework.distributed",
+        ("*.boxed", "*.unbox", "ProcessGroup.use_pg_for_symm_mem_rendezvous", "ReduceOp.op",
+         "Work.get_future_result", "GroupName", "GradBucket", "BuiltinCommHookType",
+         "DebugLevel.*"),
+        "of torch's own C++ and compiler; the bucket of hooks is `tilework.parallel.GradBucket`",
+    ),
+    Difference(
+        "tilework.distributed",
+        ("ProcessGroup.get_group_store",),
+        "`get_default_store()` is the store; groups have prefixes in it",
+    ),
+    Difference(
+        "tilework.distributed",
+        ("ProcessGroup.merge_remote_group",),
+        "groups grow by `grow_group`, with ranks that were started again",
+    ),
+    Difference(
+        "tilework.distributed",
+        ("ProcessGroup.split_group",),
+        "the function `split_group(group, …)` says the same",
+    ),
+    Difference("tilework.distributed", ("TCPStore.libuvBackend",), "there is one kind of server"),
+    Difference(
+        "tilework.distributed", ("init_process_group(_ranks)",), "private to torch's own tests"
+    ),
+    Difference(
+        "tilework.distributed.functional",
+        ("*_backward", "*_setup_context", "*_inplace", "legacy_*", "*_ctx", "backend_impl",
+         "get_proxy_mode", "is_torchdynamo_compiling", "AsyncCollectiveTensor.*", "DeviceMesh",
+         "custom_op", "fake_impl", "resolve_*", "return_and_correct_aliasing",
+         "tree_map_only"),
+        "of the way in which torch registers and traces its own operators",
+    ),
+    Difference(
+        "tilework.distributed.nn.functional",
+        ("Function", "group"),
+        "imported there, and not of it",
+    ),
+    Difference(
+        "tilework.distributed",
+        ("DeviceMesh(_init_backend)", "DeviceMesh(_rank)", "DeviceMesh(_layout)",
+         "DeviceMesh(_rank_map)", "DeviceMesh(_root_mesh)"),
+        "private; `MeshSpec` is a mesh without groups",
+    ),
+    Difference(
+        "tilework.dtensor",
+        ("Partial.ALL_REDUCE_OPS", "Partial.LINEAR_REDUCE_OPS"),
+        "which reductions there are is told by the error for another one",
+    ),
+    Difference(
+        "tilework.dtensor",
+        ("Placement.*",),
+        "`Placement` is the union of the three classes, which have these methods",
+    ),
+    Difference(
+        "tilework.dtensor",
+        ("CommDebugMode.*",),
+        "counts and a table are of `explain()`; modules and operators are in its events",
+    ),
+    Difference(
+        "tilework.parallel",
+        ("FSDPModule.reset_iter_state", "FSDPModule.set_reduce_scatter_max_input_buffers",
+         "FSDPModule.set_reduce_scatter_unused_params",
+         "FSDPModule.set_separate_reduce_scatter_group", "FSDPModule.set_symm_mem_for_comm",
+         "share_comm_ctx", "DataParallelMeshDims.*_names"),
+        "controls of GPU streams and memory, and what torch's own code asks of a mesh",
+    ),
+    Difference(
+        "tilework.parallel",
+        ("MixedPrecision.cast_root_forward_inputs", "MixedPrecision.keep_low_precision_grads"),
+        "of FSDP1; the class here is DistributedDataParallel's",
+    ),
+    Difference(
+        "tilework.parallel",
+        ("gather", "scatter", "parallel_apply", "DistributedDataParallel.gather",
+         "DistributedDataParallel.scatter", "DistributedDataParallel.to_kwargs", "data_parallel"),
+        "of modules on several devices of one process",
+    ),
+    Difference(
+        "tilework.parallel",
+        ("*.join_device",),
+        "ranks that join tell each other on the device of their group",
+    ),
+    Difference(
+        "tilework.parallel",
+        ("apply_activation_checkpointing(auto_wrap_policy)", "ActivationWrapper",
+         "copy_method_params", "save_on_cpu", "torch_utils_checkpoint"),
+        "no module is put around another one: `modules={Block}` or `check_fn=` chooses",
+    ),
+    Difference(
+        "tilework.parallel", ("as_functional_optim",), "for optimizers of torch's TorchScript"
+    ),
+    Difference(
+        "tilework.checkpoint",
+        ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
+        "`index_of(path)` is the index of a checkpoint, and docs/format.md its format",
+    ),
+    Difference(
+        "tilework.checkpoint", ("CheckpointException",), "`CheckpointError`, alike on all ranks"
+    ),
+    Difference(
+        "tilework.checkpoint",
+        ("HuggingFaceStorage*", "QuantizedHuggingFaceStorageReader"),
+        "`convert(…)` and `read(…)` take safetensors files as they are",
+    ),
+    Difference(
+        "tilework.checkpoint",
+        ("load_sharded_optimizer_state_dict",),
+        "`load(path, into={'model': model, 'optimizer': optimizer})`",
+    ),
+    Difference(
+        "tilework.rpc",
+        ("*RpcBackendOptions.*", "AllGatherStates", "BackendType", "method_factory", "new_method"),
+        "of torch's TensorPipe; options are fields of `RpcBackendOptions`",
+    ),
+    Difference(
+        "tilework.rpc", ("is_available", "RRef.backward"), "there is no distributed autograd"
+    ),
+    Difference(
+        "tilework.sharded",
+        ("allclose", "equal", "constant_", "kaiming_uniform_", "normal_", "uniform_",
+         "sharded_embedding", "sharded_embedding_bag"),
+        "`torch.equal`, `torch.nn.init.uniform_` and so on take ShardedTensors themselves",
+    ),
+    Difference(
+        "tilework.sharded",
+        ("ShardedTensor.ProcessGroupState", "ChunkShardingSpec.ShardingDim", "DevicePlacementSpec",
+         "PlacementSpec"),
+        "of pickles and placements that nobody makes by hand",
+    ),
+    Difference(
+        "tilework.launch",
+        ("*_sharing_strateg*",),
+        "how torch.multiprocessing shares tensors, which ranks here do through groups",
     ),
 )  # fmt: skip
 

@@ -26,10 +26,12 @@ from tilework.comm.functional.async_tensor import AsyncTensor
 
 # torch's further names: there the differentiable ones have names of their own.
 AsyncCollectiveTensor = AsyncTensor
-all_gather_single = all_gather_tensor_autograd = all_gather_tensor
+all_gather_single = all_gather_single_autograd = all_gather_tensor
+all_gather_tensor_autograd = all_gather_tensor
 all_gather_single_coalesced = all_gather_into_tensor_coalesced
 all_to_all_single_autograd = all_to_all_single
-reduce_scatter_single = reduce_scatter_tensor_autograd = reduce_scatter_tensor
+reduce_scatter_single = reduce_scatter_single_autograd = reduce_scatter_tensor
+reduce_scatter_tensor_autograd = reduce_scatter_tensor
 reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "AsyncTensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_single",
+    "all_gather_single_autograd",
     "all_gather_single_coalesced",
     "all_gather_tensor",
     "all_gather_tensor_autograd",
@@ -52,6 +55,7 @@ __all__ = [
     "reduce",
     "reduce_from_group",
     "reduce_scatter_single",
+    "reduce_scatter_single_autograd",
     "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_autograd",

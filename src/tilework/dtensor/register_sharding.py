@@ -18,7 +18,7 @@ from tilework.tiled.op_table import override_rule
 _Acceptable = tuple[Sequence[Any], Sequence[Any]]
 
 
-def register_sharding(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator of the function that lists what placements an operator of your own may have.
 
     The function is called with the operator's arguments, its tensors as objects with ``shape``,
@@ -29,7 +29,7 @@ def register_sharding(operator: Any) -> Callable[[Callable[..., Any]], Callable[
     the first one counts. :func:`~tilework.dtensor.register_rule` says the same in a line.
 
     Args:
-        operator: An operator of ``torch.ops``, with or without its overload's name, or several. It
+        op: An operator of ``torch.ops``, with or without its overload's name, or several. It
             needs an implementation for meta tensors (``torch.library.register_fake``).
 
     Example:
@@ -56,7 +56,7 @@ def register_sharding(operator: Any) -> Callable[[Callable[..., Any]], Callable[
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for each in operator if isinstance(operator, list | tuple) else (operator,):
+        for each in op if isinstance(op, list | tuple) else (op,):
             for called in _ways_to_call(each):
                 override_rule(called, _rule(each, function))
                 forget_handler(called)

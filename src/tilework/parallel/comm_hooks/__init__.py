@@ -29,6 +29,10 @@ from tilework.parallel.comm_hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from tilework.parallel.comm_hooks.registration import (
+    DDPCommHookType,
+    register_ddp_comm_hook,
+)
 from tilework.parallel.comm_hooks.zero_step import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
@@ -38,6 +42,7 @@ __all__ = [
     "BucketRecord",
     "CommHook",
     "CompressionStats",
+    "DDPCommHookType",
     "GradBucket",
     "PostLocalSGDState",
     "PowerSGDState",
@@ -57,4 +62,5 @@ __all__ = [
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "recording_hook",
+    "register_ddp_comm_hook",
 ]

@@ -1,0 +1,1 @@
+"""Names, members and keywords of the installed torch, against those here."""
