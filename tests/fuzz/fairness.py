@@ -24,6 +24,8 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_fair = True
+        #: The memories that were written to.
+        self.written: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -31,6 +33,7 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written, read = _written_and_read(func, args, kwargs or {})
         if any(_is_torn(target, other) for target in written for other in read):
             self.is_fair = False
+        self.written |= {x.untyped_storage()._cdata for x in written if x.numel()}
         before = [(x.shape, x.untyped_storage().nbytes()) for x in written]
         result = func(*args, **(kwargs or {}))
         for target, (shape, size) in zip(written, before, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from tests.fuzz.programs import Program, expect
+from tests.fuzz.programs import Program, expect, is_said
 
 _SHAPES = ((4, 4), (5, 3), (4, 6), (6, 4), (3, 4))
 _LEAF = "v0 = leaf('v0', {s}, 1, {p})"
@@ -112,5 +112,5 @@ def made(number: int, mesh: Sequence[int]) -> Program:
         if "v2" not in "".join(lines).replace("v2 = ", ""):
             lines = [line for line in lines if not line.startswith("v2 = ")]
         program = Program(lines, tuple(mesh), number)
-        if expect(program):
+        if is_said(program) and expect(program):
             return program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tests.fuzz.programs import Outcome, Program, expect, run_programs
+from tests.fuzz.programs import Outcome, Program, expect, is_said, run_programs
 
 _PLACEMENTS = re.compile(r"'(?:(?:S\d(?:\([\d,]*\))?|R|PM|PA|P)(?: |(?=')))+'")
 
@@ -28,7 +28,7 @@ def minimise(outcome: Outcome, tries: int = 200) -> Outcome:
 
 
 def _outcome(program: Program) -> Outcome | None:
-    if not program.statements or not expect(program):
+    if not (program.statements and is_said(program) and expect(program)):
         return None
     return next(iter(run_programs([program])))
 

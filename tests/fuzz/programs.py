@@ -9,8 +9,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tests.dtensor.op_checks import noting_gatherings
-from tests.fuzz.fairness import Fairness
 from tests.fuzz.language import Run
+from tests.fuzz.limits import Speaker
 from tests.fuzz.statements import Chooser, first_statement, refused_statement, statement
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
@@ -38,10 +37,6 @@ _SINGLE = re.compile(r"float32|float\(\)")
 
 #: torch asks the place in the graph of x, a view, which writing to x[…] has given another.
 _WRITTEN_TWICE = re.compile(r"\] [-+*]= ")
-#: Writes to local tensors, of which a user's own Function that took the tensor does not know.
-_WRITES_LOCAL = re.compile(r"(own\(|recomputed)[\s\S]*write_local")
-#: Writes that torch does not count.
-_COUNTED_BY_NONE = re.compile(r"\.data|inference_mode|set_")
 
 
 @dataclass
@@ -63,8 +58,6 @@ class Program:
     expected: dict[str, Any] = field(default_factory=dict)
     #: True if there is a backward pass.
     graded: bool = False
-    #: Gradients of one that torch refuses, since what it keeps was written to: had it kept copies.
-    kept: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         refused = [f"refused: {self.refused}"] if self.refused else []
@@ -76,10 +69,11 @@ def made(seed: int, mesh: tuple[int, ...] | None = None) -> Program:
     rng = random.Random(seed)
     mesh = mesh or MESHES[seed % len(MESHES)]
     run, statements = Run(), []
+    speaker = Speaker(run)
     for number in range(rng.randint(1, 3)):
         chooser = Chooser(rng, run.tensors(), mesh, "")
         statements.append(first_statement(chooser, f"v{number}"))
-        run.execute(statements[-1])
+        speaker.says(statements[-1])
     wanted, tries = rng.randint(3, 13), 0
     while len(statements) < wanted and tries < 60:
         tries += 1
@@ -89,49 +83,60 @@ def made(seed: int, mesh: tuple[int, ...] | None = None) -> Program:
             text = statement(chooser)
         except (LookupError, ValueError, RuntimeError):  # the last: torch shows a tensor no more
             continue
-        with Fairness() as operators:
-            runs = _runs(run, text)
-        if runs and operators.is_fair and _is_fair(run):
+        if _says(speaker, text) and _is_fair(run):
             statements.append(text)
         else:  # what it left half done is undone by running the rest again
-            run = _rerun(statements)
-    refused = _refused(rng, run, mesh) if rng.random() < 0.5 else ""
+            speaker = _spoken(statements)
+            run = speaker.run
+    refused = _refused(rng, speaker, mesh) if rng.random() < 0.5 else ""
     return Program(statements, mesh, seed, refused)
 
 
-def _rerun(statements: list[str]) -> Run:
-    """A run of statements anew, without those from the first on that torch refuses now.
+def _spoken(statements: list[str]) -> Speaker:
+    """A speaker who has said these, but those from the first on that torch refuses now.
 
     What a statement that was undone had looked at may have let it pass before.
     """
-    run = Run()
+    speaker = Speaker(Run())
     for number, text in enumerate(statements):
-        if not _runs(run, text, "ignore"):
+        if not _says(speaker, text, "ignore"):
             del statements[number:]
-            return _rerun(statements)
-    return run
+            return _spoken(statements)
+    return speaker
 
 
-def _refused(rng: random.Random, run: Run, mesh: tuple[int, ...]) -> str:
+def is_said(program: Program) -> bool:
+    """True if all statements of a program are of the language."""
+    statements = list(program.statements)
+    _spoken(statements)
+    return len(statements) == len(program.statements)
+
+
+def _refused(rng: random.Random, speaker: Speaker, mesh: tuple[int, ...]) -> str:
     """A statement that torch refuses after those that were run; empty if none is found."""
     for _ in range(5):
         try:
-            text = refused_statement(Chooser(rng, run.tensors(), mesh, "v99"))
+            text = refused_statement(Chooser(rng, speaker.run.tensors(), mesh, "v99"))
         except (LookupError, ValueError, RuntimeError):
             continue
         if _WRITTEN_TWICE.search(text) or "write_local" in text:
             continue  # a rank without elements refuses no write to its local tensor
-        if not _runs(run, text, "ignore"):
+        if not (speaker.leaves_out(text) or _runs(speaker.run.execute, text, "ignore")):
             return text
     return ""
 
 
-def _runs(run: Run, text: str, warned: Any = "error") -> bool:
+def _says(speaker: Speaker, text: str, warned: Any = "error") -> bool:
+    said = []
+    return _runs(lambda text: said.append(speaker.says(text)), text, warned) and said[0]
+
+
+def _runs(execute: Callable[[str], Any], text: str, warned: Any = "error") -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter(warned)  # such as an out= that is resized
         torch.set_warn_always(True)
         try:
-            run.execute(text)
+            execute(text)
         except Exception:
             return False
         finally:
@@ -155,59 +160,15 @@ def expect(program: Program) -> bool:
     except Exception:
         return False
     grads = _plain_gradients(run)
-    uncounted = any(_COUNTED_BY_NONE.search(text) for text in program.statements)
-    if grads is None and not (uncounted or _WRITES_LOCAL.search(f"{program}")):
-        with _saving_copies():
-            program.kept = _plain_gradients(_on_plain(program)[0])
-    again = any("create_graph" in text for text in program.statements)
-    ways = (_saving_copies, _replaying_views) if uncounted else (_replaying_views,) * again
-    for otherwise in ways:
-        with otherwise():
-            other = _seen_on_plain(program)
-        if other is None:
-            continue
-        state, other_grads = other
-        if _difference(state, program.expected):
-            return False
-        if grads and _difference(other_grads or {}, grads):
-            grads = None
     program.graded = grads is not None
     program.expected |= grads or {}
     if program.refused:
         last, _ = _on_plain(program)
         if program.graded:
             last.backward()
-        if _runs(last, program.refused, "ignore"):
+        if _runs(last.execute, program.refused, "ignore"):
             program.refused = ""
     return True
-
-
-def _saving_copies() -> AbstractContextManager[Any]:
-    """Autograd keeps copies: gradients depend on no write to what it keeps.
-
-    Gradients of memory that was written to behind autograd's back, as through ``.data``, are
-    those of whatever an operator happens to keep: torch leaves them undefined.
-    """
-    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved)
-
-
-def _replaying_views() -> AbstractContextManager[Any]:
-    """Autograd finds a view's elements by its operators instead of its strides.
-
-    By strides, the gradient of a view without elements is cut off the graph.
-    After ``view.data = other``, strides are those of other memory than the base's: torch's
-    gradients are then of elements that the view never showed.
-    """
-    return torch.autograd.grad_mode._force_original_view_tracking(True)
-
-
-def _seen_on_plain(program: Program) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
-    """What can be seen of a run on plain tensors, and its gradients; None if torch refuses it."""
-    try:
-        run, state = _on_plain(program)
-    except Exception:
-        return None
-    return state, _plain_gradients(run)
 
 
 def _on_plain(program: Program) -> tuple[Run, dict[str, Any]]:
@@ -217,7 +178,7 @@ def _on_plain(program: Program) -> tuple[Run, dict[str, Any]]:
         warnings.simplefilter("ignore")
         for text in program.statements:
             run.execute(text)
-        return run, _state(run)
+        return run, state_of(run)
 
 
 def _plain_gradients(run: Run) -> dict[str, Any] | None:
@@ -228,10 +189,10 @@ def _plain_gradients(run: Run) -> dict[str, Any] | None:
             run.backward()
         except Exception:
             return None
-        return _gradients(run)
+        return gradients(run)
 
 
-def _state(run: Run) -> dict[str, Any]:
+def state_of(run: Run) -> dict[str, Any]:
     """All that can be seen of a run's tensors before the backward pass."""
     state: dict[str, Any] = {}
     for name, tensor in run.tensors().items():
@@ -249,7 +210,7 @@ def _state(run: Run) -> dict[str, Any]:
     return state
 
 
-def _gradients(run: Run) -> dict[str, Any]:
+def gradients(run: Run) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, leaf in run.leaves.items():
         # Given data of another dtype, it gets gradients of both: the first to come decides.
@@ -274,8 +235,7 @@ class Outcome:
 
     Args:
         program: The program.
-        kind: "right", "wrong" (another result), "raised" (where plain tensors do not), "hang";
-            on a rank "refused", too: a backward pass that plain tensors refuse.
+        kind: "right", "wrong" (another result), "raised" (where plain tensors do not), "hang".
         why: What differs, or the error.
     """
 
@@ -310,8 +270,6 @@ def _run_some(programs: Sequence[Program]) -> list[Outcome]:
             group.set_timeout(_TIMEOUT)
         for program in programs:
             done[rank].append(_run(program, mesh))
-            if done[rank][-1].kind == "refused":  # others may be in the midst of it
-                raise _Lost
             try:
                 meeting.wait(_TIMEOUT.total_seconds() * 1.5)
             except threading.BrokenBarrierError:
@@ -335,8 +293,6 @@ def _worst(outcomes: Sequence[Outcome], size: int, program: Program) -> Outcome:
         if found:
             # Ranks that wait for one that raised say so: the others' errors tell more.
             return min(found, key=lambda each: "Timeout" in each.why or "PeerLost" in each.why)
-    if any(each.kind == "refused" for each in outcomes):
-        return Outcome(program, "right")
     if len(outcomes) < size:
         return Outcome(program, "hang", "ranks are waiting for each other")
     return outcomes[0]
@@ -347,13 +303,11 @@ def _run(program: Program, mesh: DeviceMesh) -> Outcome:
     try:
         for text in program.statements:
             run.execute(text)
-        state = _state(run)
+        state = state_of(run)
         _check_locals(run)
         if program.graded:
             run.backward()
-            state |= _gradients(run)
-        elif program.kept is not None:
-            return _run_refused(program, run)
+            state |= gradients(run)
         if program.refused:
             _check_refused(run, program.refused)
     except AssertionError as error:
@@ -361,22 +315,8 @@ def _run(program: Program, mesh: DeviceMesh) -> Outcome:
     except Exception as error:
         return Outcome(program, "raised", f"{type(error).__name__}: {error} {_place(error)}")
     is_single = any(map(_SINGLE.search, program.statements))
-    differing = _difference(state, program.expected, is_single)
+    differing = difference(state, program.expected, is_single)
     return Outcome(program, "wrong", differing) if differing else Outcome(program, "right")
-
-
-def _run_refused(program: Program, run: Run) -> Outcome:
-    """How a backward pass went that torch refuses."""
-    assert program.kept is not None
-    try:
-        run.backward()
-        grads = _gradients(run)
-    except Exception:
-        return Outcome(program, "refused")
-    differing = _difference(grads, program.kept, any(map(_SINGLE.search, program.statements)))
-    if differing:
-        return Outcome(program, "wrong", f"not refused: {differing}")
-    return Outcome(program, "right")
 
 
 def _check_refused(run: Run, text: str) -> None:
@@ -394,7 +334,7 @@ def _check_locals(run: Run) -> None:
             assert local.shape == spec.local_shape, f"{name} has a part of shape {local.shape}"
 
 
-def _difference(state: dict[str, Any], expected: dict[str, Any], is_single: bool = False) -> str:
+def difference(state: dict[str, Any], expected: dict[str, Any], is_single: bool = False) -> str:
     """The first thing that differs; empty if nothing does.
 
     Args:

@@ -45,11 +45,6 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v7 = v3 * 2",
         "v0 = leaf('v0', (7, 2), 83, 'S1')\nv1 = v0.squeeze()\nwith torch.no_grad(): v1.mul_(0.5)\n"
         "v4 = v1.ravel()\nv5 = torch.cat([v4, v4], 0)\nv0.requires_grad_(False)\nv6 = v4 * 2",
-        # Copied views of a leaf whose dims were changed, written to since.
-        "v1 = leaf('v1', (6,), 75, 'S0')\nwith torch.no_grad(): v1.unsqueeze_(0)\n"
-        "v4 = v1.unflatten(-1, (3, -1))\nwith torch.no_grad(): v1.mul_(0.25)\nv5 = v4 * 3",
-        "v1 = leaf('v1', (4, 6), 75, 'S1')\nwith torch.no_grad(): v1.t_()\nv4 = v1[0]\n"
-        "with torch.no_grad(): v1.mul_(0.25)\nv5 = v4 * 3",
         # A gradient that is partial, of a leaf that is frozen by then.
         "v1 = data((), 97, 'P')\nv2 = leaf('v2', (), 76, 'R')\nv1.addcmul_(v2, v2, value=0.5)\n"
         "v2.requires_grad_(False)\nv3 = v1 * 2",
@@ -118,17 +113,10 @@ def test_what_goes_wrong_is_made_short() -> None:
         # Leaves and results of Functions where gradients are off.
         "v0 = leaf('v0', (), 50, 'R')\nv1 = recomputed(lambda a: a.sin(), v0, reentrant=True)\n"
         "with torch.no_grad(): watch(v1, 'v1')",
-        "v0 = leaf('v0', (1, 6), 72, 'S1')\nv1 = v0.sum(0)\n"
-        "with torch.inference_mode(): v0.resize_([1])",
-        "v0 = leaf('v0', (1,), 48, 'R')\nwith torch.no_grad(): v0.t_()\nwatch(v0, 'v0')",
-        "v0 = leaf('v0', (1,), 70, 'S0')\nwith torch.no_grad(): v0.squeeze_(0)",
         # Views that stay in the graph which their base has left.
         "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0 * 2\nv2 = v1[0]\nv1.detach_()\nv3 = v2 * 3",
         "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0 * 2\nv2 = v1[0]\nv1.detach_()\nv1.add_(1.0)\n"
         "v3 = v2 * 3",
-        "v0 = leaf('v0', (4, 4), 5, 'S0')\nv1 = v0[0, :]\nwith torch.no_grad(): v0.unsqueeze_(-1)",
-        "v0 = leaf('v0', (7, 2), 90, 'S1')\nwatch(v0, 'v0')\n"
-        "with torch.inference_mode(): v0.resize_([4, 2])",
         # Partial products of what lies otherwise.
         "v0 = leaf('v0', (6,), 68, 'PA')\nv1 = v0.prod()\nv2 = gradient(v1, v1)",
         # Writes that torch does not count, and places in the graph that are left.
@@ -148,8 +136,6 @@ def test_what_goes_wrong_is_made_short() -> None:
         "v0 = leaf('v0', (1, 6), 50, 'PM')\n"
         "with torch.no_grad(): v1 = torch.einsum('...ij->...ji', v0)\n"
         "write_local(v0[:].detach(), 0.25)",
-        "v0 = leaf('v0', (0, 4), 43, 'S0')\nv1 = leaf('v1', (4, 4), 8, 'P')\n"
-        "with torch.inference_mode(): torch.sum(v1, -2, out=v0)",
         "v0 = data((4, 6), 41, 'S1')\nv1 = torch.nn.functional.group_norm(v0, 1)\nv1.detach_()",
         "v0 = leaf('v0', (1,), 52, 'PA')\nv0.register_hook(lambda grad: grad.clamp(-1, 1))",
         "v0 = leaf('v0', (3,), 58, 'S0')\nv1 = v0.expand([2, 3])\nv0.data = v0.data * 2\n"

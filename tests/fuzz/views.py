@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from tests.fuzz.programs import Program, expect
+from tests.fuzz.programs import Program, expect, is_said
 
 _SHAPES = ((4, 4), (5, 3), (2, 3, 4), (6, 4), (1, 4), (3, 1, 2), (2, 2))
 _MAKES = (
@@ -123,5 +123,5 @@ def made(number: int, mesh: Sequence[int], kind: str = "") -> Program:
                 name, _, node = line.partition(" = ")
                 lines.append(f"v{name[1:]} = torch.tensor(float({node} is {name}))")
         program = Program(lines, tuple(mesh), number)
-        if expect(program):
+        if is_said(program) and expect(program):
             return program

@@ -45,20 +45,10 @@ class DTensorBase(TiledTensor):
     _view_of: View | None = None
     #: The tensor whose memory it shares, if it was made as a view of one.
     _viewed: Viewed | None = None
-    #: The tensor whose graph it shares though it was given other data since: torch's views remain.
-    _graph_base: DTensorBase | None = None
-    #: What keeps its place in that graph, as torch has it: see ``MovedView``.
-    _moved: Any = None
-    #: True of a stand-in from which no gradient of what it stands for comes any more.
-    _left: bool = False
+    #: Of a stand-in whose tensor was given other data since: what tells of writes to those.
+    _left: Left | None = None
     #: The local tensor that it had before it left the graph, where nothing was written.
     _left_as: Tensor | None = None
-    #: The layout that it had when it was told to retain its gradient, if its dims changed since.
-    _retained: DTensorSpec | None = None
-    #: Where a tensor that was given other data goes on in the graph: see ``Successor``.
-    _successor: Any = None
-    #: Of a stand-in: the successor's ``now`` when the tensor left it.
-    _left_at: tuple[int, int] = (0, 0)
     #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
     _writes: int = 0
     #: Autograd's number when that memory was last written to, where torch would count the write.
@@ -82,8 +72,8 @@ class DTensorBase(TiledTensor):
     #: Without one: the local tensor, the numbers of writes to it and of changes of the mode when it
     #: was last hashed, and the digest of that.
     _content: tuple[Tensor, int, int, int] | None = None
-    #: Views of a leaf in its graph, kept by the tensor that owns the memory.
-    _leaf_views: list[ref[DTensorBase]] | None = None
+    #: Views of a leaf in its graph, or without elements on some rank, kept by the memory's owner.
+    _graph_views: list[ref[DTensorBase]] | None = None
     #: Tensors of all of its memory and the same layout, as detach() makes; itself among them.
     _family: list[ref[DTensorBase]] | None = None
     #: Of a leaf: the backward passes when its gradient was last cleared.
@@ -190,11 +180,26 @@ class Place(NamedTuple):
     value: Tensor | None = None
 
 
+class Left(NamedTuple):
+    """The local tensor of a tensor that was given other data, and the number of writes then.
+
+    None: writes to it give views that were made before no other place in the graph.
+    """
+
+    local: Tensor
+    version: int | None
+
+    @property
+    def is_written(self) -> bool:
+        """True if the tensor was written to since."""
+        return self.version is not None and version_of(self.local) != self.version
+
+
 class Origin:
-    """The place in the graph of a tensor that was given data in another layout since.
+    """The place in the graph of a leaf that was given data in another layout since.
 
     Args:
-        local: The local tensor at that place: a leaf, or what an operator made.
+        local: The local tensor at that place.
         spec: The layout there.
     """
 
@@ -204,7 +209,7 @@ class Origin:
         self.local, self.spec = local, spec
         #: The node that takes gradients of what the tensor is now to that place.
         self.node: Any = None
-        #: Of a leaf: the local gradient so far, and its layout.
+        #: The local gradient so far, and its layout.
         self.grad: Tensor | None = None
         self.grad_spec: DTensorSpec | None = None
 
@@ -255,7 +260,7 @@ def base_then(tensor: DTensorBase) -> DTensorBase | None:
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
     """The tensor that a view was made of, and whose graph it shares; None: it has its own."""
     if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
-        return tensor._graph_base
+        return None
     return tensor._viewed[0]
 
 
@@ -284,7 +289,6 @@ class View:
     __slots__ = (
         *(
             "apart",
-            "at",
             "base",
             "counted",
             "first",
@@ -323,13 +327,6 @@ class View:
         owner = memory_of(self.base)
         self.required, self.writes = self.base_requires_grad, owner._writes
         self.counted = version_of(owner._local_tensor)
-        self.at = self.base_now
-
-    @property
-    def base_now(self) -> tuple[int, int]:
-        """The number of writes to the tensor that the base stands for, and of its moves."""
-        successor = self.base._successor
-        return (0, 0) if successor is None else successor.now
 
     @property
     def is_stale(self) -> bool:
@@ -342,20 +339,13 @@ class View:
             or version_of(owner._local_tensor) != self.counted
             # Where nothing was written, torch leaves it out of the graph.
             or (not self.required and self.version != self.first and self.base_requires_grad)
-            or self.base_went_on
         )
-
-    @property
-    def base_went_on(self) -> bool:
-        """True if the base was given other data, and was then written to."""
-        now = self.base_now
-        return now not in (self.at, self.base._left_at)
 
     @property
     def base_requires_grad(self) -> bool:
         """True if the tensor that it is a view of in the graph requires a gradient."""
         tensor = self.base
-        while (base := base_in_graph(tensor)) is not None and not base._left:
+        while (base := base_in_graph(tensor)) is not None and base._left is None:
             tensor = base
         return tensor._local_tensor.requires_grad
 
@@ -372,7 +362,6 @@ class View:
             local is self.local
             and version_of(local) == self.version
             and self.base_requires_grad == self.required
-            and not self.base_went_on
         )
 
 

@@ -40,7 +40,7 @@ from tilework.dtensor.torch_tensors import (
 )
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.deep_copies import deep_copy
-from tilework.dtensor.views.leaf_views import before_leaving_graph
+from tilework.dtensor.views.graph_views import before_leaving_graph
 from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
@@ -266,8 +266,7 @@ class DTensor(DTensorBase):
             copied_views.hand_out(self)
         if grad_placements is None:
             local = local_graph.local_of(self)
-            is_moved_leaf = self._origin is not None and self.is_leaf
-            return origins.as_leaf_to_writes(local) if is_moved_leaf else local
+            return local if self._origin is None else origins.as_leaf_to_writes(self)
         given = [*map(native_placement, placements_in(grad_placements))]
         return gradients.local_with_grad(self, given)
 

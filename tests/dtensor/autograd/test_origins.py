@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.fuzz.language import Run
 from tests.fuzz.programs import Program, compare, expect, run_programs
 from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
@@ -41,18 +42,13 @@ from tilework.testing import run_ranks
         "v3 = gradient(v1 + v2, v0)\nv4 = gradient(v2 * v2, v0, create_graph=True)",
         # Further data, steps, copies; and without a gradient.
         "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\n"
-        "with torch.no_grad(): v0.add_(1.0)\nv2 = v0 * v0\nv0.data = v0.data * 2\nv3 = v0.sin()\n"
+        "with torch.no_grad(): v0.add_(1.0)\nv2 = v0 * 3\nv0.data = v0.data * 2\nv3 = v0 * 4\n"
         "v0.data = v0.data.t()\nv4 = v0.cos()",
         "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\nv2 = v0 * v0\n"
         "descend(v2)\ntorch.optim.SGD([v0], 0.1, momentum=0.9).step()\nv3 = copied(v0)\n"
         "v4 = pickled(v0)\nv0.requires_grad_(False)\nv5 = v0 * 2",
         "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nv0.data = v0.data.t()\n"
         "with torch.no_grad(): v0.detach_()\nv5 = v0 * 2",
-        # A leaf that becomes a view, and an intermediate.
-        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nwith torch.no_grad(): v0.t_()\n"
-        "v2 = v0 * v0\nwatch(v0, 'v0')\nv3 = v0[0]",
-        "v0 = leaf('v0', (4, 4), 1, 'S0')\nv1 = v0 * 2\nwatch(v1, 'v1')\nv2 = v1.sin()\n"
-        "v1.data = v1.data.t()\nv3 = v1.cos()",
         "v0 = data((4, 4), 1, 'S0')\nwith torch.inference_mode(): v0.data = v0.data.t()",
     ],
 )  # fmt: skip
@@ -123,8 +119,6 @@ def test_data_of_another_shape_are_not_used_beside_those_before() -> None:
         "v0.data = v0.data * 2",
         "v0.data = v0.data.clone()",
         "v0.data = v0.data.t()",
-        "v0.data = v0.data.t()\nwith torch.no_grad(): v0.t_()",
-        "with torch.no_grad(): v0.t_()\nv0.data = v0.data * 2",
     ],
 )
 @pytest.mark.parametrize(
@@ -143,26 +137,48 @@ def test_views_made_before_show_the_memory_of_then(placement: str, views: str, d
     )
 
 
-@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P"])
-@pytest.mark.parametrize("view", ["v0.flatten()", "v0[1]", "v0.view(2, 8)[0]"])
+_BEYOND = "given other data|given data|of another layout"
+
+
 @pytest.mark.parametrize(
-    "afterwards",
+    ("layout", "make", "text"),
     [
-        "v0.mul_(3)",
-        "v0[1:].mul_(3)\nwatch(v1, 'v1')",
-        "watch(v1, 'v1')\nv0.mul_(3)\nwith torch.no_grad(): v1.mul_(2)\nv0.mul_(2)",
-        "v2 = v1 * 3\nv0.mul_(3)\ndescend(v1, v2)\nwith torch.no_grad(): v1.detach().mul_(2)",
-        "with torch.no_grad(): v0.mul_(3)\nv1.data.mul_(2)\nv2 = v1 * 2\nv0.mul_(3)",
-        "v0.mul_(3)\nv0.data = v0.data * 2\nv2 = v0.flatten()\nv0.mul_(2)\nv3 = v2 * 2",
-        "keep(v1, 'v1')\nv0.mul_(3)\nv0.detach_()",
+        # A view; and what was computed, in another layout.
+        ("S0", "v1 = v0[0]", "v1.data = v1.data * 2"),
+        ("S1", "v1 = v0.flatten()", "with torch.no_grad(): v1.set_(v1.detach() * 2)"),
+        ("S0", "v1 = v0 * 2", "v1.data = v1.data.t()"),
+        # A use of a view, a copied one or not, whose tensor was then written to.
+        ("S1", "v2 = v0 * 2\nv1 = v2.flatten()\nv2.data = v2.data * 2\nv2.mul_(3)", "v1 * 3"),
+        ("S1", "v2 = v0 * 2\nv1 = v2.flatten()\nv2.data = v2.data * 2\nv2.t_()", "v1[0] * 3"),
+        (
+            "S0",
+            "v1 = v0[1]\nv0.data = v0.data.t()\nwith torch.no_grad(): v0.mul_(3)",
+            "v1 * 3",
+        ),
+        # A recorded write to one.
+        ("S0", "v2 = v0 * 2\nv1 = v2[0]\nv2.data = v2.data * 2", "v1.mul_(3)"),
     ],
 )
-def test_views_made_before_follow_the_tensor_in_the_graph(
-    placement: str, view: str, afterwards: str
-) -> None:
+def test_data_beyond_the_limit_are_refused_on_all_ranks(layout: str, make: str, text: str) -> None:
+    def on_rank(rank: int) -> None:
+        run = Run(init_device_mesh("cpu", (2,)))
+        run.execute(f"v0 = leaf('v0', (4, 4), 1, '{layout}')")
+        for line in make.splitlines():
+            run.execute(line)
+        with pytest.raises(RuntimeError, match=_BEYOND):
+            run.execute(text)
+        run.execute("v1 = v1.detach() * 2")
+        run.backward()
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("data", ["v0.data * 2", "v0.data.clone()"])
+@pytest.mark.parametrize("view", ["v0[1]", "v0.flatten()"])
+def test_views_of_a_leaf_go_on_after_steps_on_new_data(view: str, data: str) -> None:
     compare(
-        f"v9 = leaf('v9', (4, 4), 1, '{placement}')\nv0 = v9 * 2\nv1 = {view}\n"
-        f"v0.data = v0.detach().clone()\n{afterwards}\nv8 = v1 * v1"
+        f"v0 = leaf('v0', (4, 4), 1, 'S1')\nv1 = {view}\nv0.data = {data}\nv2 = v1 * 2\n"
+        "with torch.no_grad(): v0.mul_(3)\nv3 = v1 * 3"
     )
 
 

@@ -24,10 +24,10 @@ from tilework.dtensor.autograd.local_graph import WayBack, in_graph, local_as, l
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
 from tilework.dtensor.base import (
     DTensorBase,
+    Left,
     Place,
-    base_in_graph,
     data_of,
-    root_in_graph,
+    version_of,
     wrap_as,
 )
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
@@ -40,6 +40,7 @@ from tilework.dtensor.redistribution.redistribute import (
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.graph_views import views_of
 from tilework.dtensor.views.places import keep_place, same_place
 from tilework.layout import Placement
 
@@ -162,9 +163,11 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         )
     if _is_all_of(value, tensor):
         return
+    _check_may_get_data(tensor, value)
     tensor._aliases = None
     keep_place(tensor)
     used = origins.is_in_graph(tensor)
+    stays = tensor.is_leaf and tensor._spec == value._spec
     digest = digest_of(value)
     shown = local_of(value).data
     anchor = _leave_memory(tensor, value, used)
@@ -172,24 +175,49 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         with torch.inference_mode(False):
             shown = shown.clone()
     tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
-    if copied_views.is_view(tensor):
-        tensor._graph_base = base_in_graph(tensor)
-    graph_base = tensor._graph_base
     tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
     tensor._spec, tensor._grad = value._spec.copy(), None
-    if tensor._successor is not None:
-        tensor._successor.follow(tensor)
-    if anchor is not None and anchor._local_tensor.requires_grad:
-        anchor._successor = tensor._successor = tensor._successor or origins.Successor(tensor)
-        anchor._left_at = tensor._successor.now
+    if anchor is not None:
+        _note_left(tensor, anchor, stays)
     note_write(tensor, digest)
     if not is_new:
         copied_views.share_memory(tensor, value)
-    if graph_base is not None:
-        tensor._moved = origins.MovedView(tensor, root_in_graph(graph_base))
-        if tensor._view_of is None:
-            tensor._view_of = copied_views.WATCHED
     show_shape(tensor)
+
+
+def _note_left(tensor: DTensorBase, anchor: DTensorBase, stays: bool) -> None:
+    """Note for views of what a tensor was where it is by now: see ``Left``. Local.
+
+    Args:
+        tensor: The tensor.
+        anchor: What stands for it as it was.
+        stays: True if it is a leaf, and lies as it did.
+    """
+    local = tensor._local_tensor
+    anchor._left = Left(local, None)
+    if stays:
+        return
+    for before in tensor._befores:
+        if before._left is not None and not before._left.is_written:
+            before._left = Left(local, version_of(local))
+    for view in views_of(anchor):
+        if view._view_of is None:
+            view._view_of = copied_views.WATCHED
+
+
+def _check_may_get_data(tensor: DTensorBase, value: DTensorBase) -> None:
+    """Raise where torch's graph would go on with gradients of other elements. Local."""
+    if copied_views.is_view(tensor):
+        raise RuntimeError(
+            f"{tensor!r} is a view, and cannot be given other data: torch's graph would still take "
+            f"it for a view. Make it a tensor of its own first, v = v.detach(), or write to it, "
+            f"v.copy_(y)"
+        )
+    if tensor._spec != value._spec and tensor.requires_grad and not tensor.is_leaf:
+        raise RuntimeError(
+            f"{tensor!r} was computed from what requires a gradient, and cannot be given data of "
+            f"another layout, {value!r}: redistribute them as it lies, or write x = y"
+        )
 
 
 def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
@@ -214,9 +242,10 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTenso
     if tensor._anchor is None and not copied_views.is_shown_elsewhere(local):
         return None
     anchor, tensor._anchor = copied_views.anchor_of(tensor), None
-    anchor._local_tensor, anchor._left = same_place(local) if used else local.detach(), True
+    anchor._local_tensor = same_place(local) if used else local.detach()
     anchor._left_as = local  # nothing was written: hooks on copies stay where they are
     copied_views.take_over(anchor, tensor)
+    anchor._graph_views, tensor._graph_views = tensor._graph_views, None
     while (viewed := value._viewed) is not None:
         base, spec, func, args, kwargs = viewed
         if base is tensor:
@@ -246,7 +275,7 @@ def set_memory(tensor: DTensorBase, *source: Any) -> None:
     if torch.is_grad_enabled() and (tensor.requires_grad or source[0].requires_grad):
         raise RuntimeError("set_() has no gradient: call it under no_grad(), or x.data = y")
     set_data(tensor, source[0])
-    if tensor._moved is not None:  # which torch counts as a write, unlike x.data = y
+    if tensor.requires_grad:  # torch counts it as a write, unlike x.data = y
         torch.autograd.graph.increment_version(tensor._local_tensor)
 
 

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import origins
 from tilework.dtensor.base import DTensorBase, DTensorT, base_in_graph, memory_of, wrap_as
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.leaf_views import derive_anew
-from tilework.dtensor.views.places import same_place
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -42,8 +39,6 @@ def changed_grad(tensor: DTensorBase, grad: Any) -> Any:
 def grad_before_changes(tensor: DTensorBase) -> DTensorBase | None:
     """The gradient of a tensor that is whole at what it was before; the same one each time."""
     grad: Any = before_changes(tensor).grad
-    if tensor._retained is not None:  # as torch's, of the dims from before
-        return grad  # type: ignore[no-any-return]
     known = tensor._grad
     if grad is None:
         tensor._grad = None
@@ -96,9 +91,10 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
     check_no_leaf(tensor)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
-    tensor._aliases = tensor._grad = tensor._anchor = tensor._retained = None
-    if tensor._successor is not None:
-        tensor._successor.follow(tensor)
+    tensor._aliases = tensor._grad = tensor._anchor = None
+    for before in tensor._befores:
+        if before._left is not None:  # views of it count this as a write
+            before._left = before._left._replace(version=-1)
     note_write(tensor, digest_of(value))
     show_shape(tensor)
     return tensor
@@ -140,8 +136,6 @@ def become_view(
     anchor: DTensorT,
     result: DTensorT,
     change: Callable[[Any], Any] | None,
-    used: bool,
-    stays: bool,
 ) -> DTensorT:
     """Make ``tensor`` a view of its own anchor, which takes over its memory.
 
@@ -150,38 +144,17 @@ def become_view(
         anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
         result: The view.
         change: Makes the view of the anchor; None: the local tensor itself was changed.
-        used: What :func:`~tilework.dtensor.autograd.origins.is_in_graph` said before.
-        stays: True if the tensor stays at its place in the graph.
     """
     anchor._became, anchor._in_place = tensor._became, tensor._in_place
     base = anchor._local_tensor
     is_place = anchor._became is not None or not base._is_view()
     tensor._became = (anchor, change) if change and is_place else None
     view, shown = result._view_of, result._viewed
-    before, memory = tensor._local_tensor, storage_of(tensor._local_tensor)
-    if stays:
-        local = anchor._local_tensor
-        anchor._local_tensor = same_place(local) if used else local.detach()
-        anchor._left = True
-        if anchor._anchor is not None:  # as the base of what is a copy
-            anchor._anchor._local_tensor = anchor._local_tensor
-        local = origins.with_data(tensor, result._local_tensor.data, result._spec, used)
-        result._local_tensor = local
-        tensor._became = None  # hooks are on the leaf
-        if view is not None and view is not copied_views.WATCHED:
-            view.value = local
     copied_views.take_over(anchor, tensor)
-    if stays and view is not None and (view.base is anchor or view.base is anchor._anchor):
-        view.note()
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
     tensor._view_of, tensor._in_place = view, True
-    anchor._leaf_views, tensor._leaf_views = tensor._leaf_views, None
-    become(tensor, result)
-    if stays and used:
-        torch.autograd.graph.increment_version(before)  # for what was saved of it
-        if memory == storage_of(tensor._local_tensor):
-            derive_anew(tensor, before)
-    return tensor
+    anchor._graph_views, tensor._graph_views = tensor._graph_views, None
+    return become(tensor, result)
 
 
 def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
@@ -190,7 +163,6 @@ def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
     return (
         (tensor._view_of is None or tensor._view_of is copied_views.WATCHED)
         and tensor._origin is None
-        and tensor._moved is None
         and tensor._became is None
         and not local.is_inference()
         and storage_of(shown) == storage_of(local)

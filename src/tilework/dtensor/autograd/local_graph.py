@@ -36,7 +36,7 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 def local_of(tensor: DTensorBase) -> Tensor:
     """The local tensor, at its place in the graph."""
     if tensor._view_of is not None:
-        copied_views.refresh(tensor)
+        copied_views.refresh_in_graph(tensor)
     local = tensor._local_tensor
     if tensor._made_without_grad and not local.requires_grad and torch.is_grad_enabled():
         return _linked(tensor)
@@ -48,10 +48,10 @@ def in_graph(tensor: DTensorBase) -> Tensor:
 
     That of its origin, if it has one: see ``origins.py``.
     """
-    if tensor._origin is not None:
-        local, origin = local_of(tensor), tensor._origin
-        is_there = origin is not None and local.grad_fn is origin.node
-        return origin.local if is_there else local
+    origin = tensor._origin
+    if origin is not None:
+        local = local_of(tensor)
+        return origin.local if local.grad_fn is origin.node else local
     if not tensor._made_without_grad or torch.is_grad_enabled():
         return local_of(tensor)
     with torch.inference_mode(False), torch.enable_grad():
@@ -89,9 +89,7 @@ def grad_fn_of(tensor: DTensorBase) -> Any:
         node = _grad_fn_of(tensor)
     if node is not None:
         return node
-    local, origin = local_of(tensor), tensor._origin
-    is_there = origin is not None and local.grad_fn is origin.node
-    return origin.local.grad_fn if is_there else local.grad_fn  # type: ignore[union-attr]
+    return in_graph(tensor).grad_fn
 
 
 def _linked(tensor: DTensorBase) -> Tensor:

@@ -1,11 +1,11 @@
-"""Tensors that are given data in another layout: ``x.data = y``, or ``x.t_()`` of a leaf.
+"""Leaves that are given data in another layout: ``x.data = y``.
 
-torch leaves a tensor at its place in the graph then. What was computed from it before and what will
+torch leaves a leaf at its place in the graph then. What was computed from it before and what will
 be computed later add their gradients up there. Here the local tensor may get another shape by it,
-or the same shape for other elements. So that place keeps the layout which it had: the tensor's
+or the same shape for other elements. So that place keeps the layout which it had: the leaf's
 *origin*. The local tensor with the new data is computed from it, by a node that redistributes
-gradients to the layout there. The tensor goes on as the leaf, or the result, that it was: hooks and
-``grad`` are the origin's.
+gradients to the layout there. The tensor goes on as the leaf that it was: hooks and ``grad`` are
+the origin's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd.counted_grads import as_seen
-from tilework.dtensor.base import DTensorBase, Origin, View, version_of, wrap_as
+from tilework.dtensor.base import DTensorBase, Origin
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -29,7 +29,6 @@ from tilework.dtensor.redistribution.redistribute import (
 )
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.memory_layout import offset_of
 
 _use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
@@ -82,10 +81,8 @@ def with_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec, used: bool) 
         local.data = data
     if origin is None:
         origin = tensor._origin = Origin(local, before)
-        if local.is_leaf:
-            _collect_grads(tensor, origin)
-    if origin.local.is_leaf:
-        origin.grad, origin.grad_spec = grad, grad_spec
+        _collect_grads(tensor, origin)
+    origin.grad, origin.grad_spec = grad, grad_spec
     if not used:
         origin.spec = spec
         return local
@@ -106,11 +103,12 @@ def origin_of(tensor: DTensorBase) -> Origin | None:
     return origin
 
 
-def as_leaf_to_writes(local: Tensor) -> Tensor:
+def as_leaf_to_writes(tensor: DTensorBase) -> Tensor:
     """The local tensor of a leaf that has an origin, as a view that torch lets nobody write to.
 
     That is, where gradients are recorded: as it does with leaves.
     """
+    local = tensor._local_tensor
     return local.unsqueeze(0).unbind(0)[0] if torch.is_grad_enabled() else local
 
 
@@ -122,13 +120,9 @@ def place_in_graph(tensor: DTensorBase) -> tuple[Tensor, DTensorSpec]:
 
 def grad_of(tensor: DTensorBase) -> tuple[Tensor | None, DTensorSpec]:
     """The local tensor of a tensor's gradient, and its layout."""
-    origin = origin_of(tensor)
-    if origin is None:
-        local, spec = tensor._local_tensor, tensor._retained or tensor._spec
-    elif not origin.local.is_leaf:
-        local, spec = origin.local, origin.spec
-    else:
-        return origin.grad, origin.grad_spec or tensor._spec.grad_spec
+    origin, local, spec = origin_of(tensor), tensor._local_tensor, tensor._spec
+    if origin is not None:
+        return origin.grad, origin.grad_spec or spec.grad_spec
     grad = local.grad if local.is_leaf or local.retains_grad else None
     if grad is None:
         return None, spec.dual  # there may be none in whose layout a gradient could be seen
@@ -144,120 +138,14 @@ def set_grad_of(tensor: DTensorBase, grad: Tensor | None) -> None:
     origin = origin_of(tensor)
     if origin is None:
         tensor._local_tensor.grad = grad
-    elif not origin.local.is_leaf:
-        origin.local.grad = grad
     else:
         origin.grad, origin.grad_spec = grad, tensor._spec.grad_spec
-
-
-class MovedView:
-    """A view in a graph that was given other data, which torch has for a view of its base still.
-
-    Once the view or the base is written to, torch takes its gradient for that of those elements of
-    the base which lie where its own do in their memory.
-
-    Args:
-        tensor: The view, with its new data.
-        base: The tensor that it was made of, by way of others or not.
-    """
-
-    __slots__ = ("base", "base_local", "local", "versions")
-
-    def __init__(self, tensor: DTensorBase, base: DTensorBase) -> None:
-        self.base = base
-        self.note(tensor)
-
-    def note(self, tensor: DTensorBase) -> None:
-        """Remember that the view has the place in the graph that it is to have now."""
-        self.local, self.base_local = tensor._local_tensor, self.base._local_tensor
-        self.versions = version_of(self.local), version_of(self.base_local)
-
-    def follow(self, tensor: DTensorBase) -> None:
-        """Give the view its place in the graph. Collective where something was written to."""
-        base = self.base
-        now = version_of(tensor._local_tensor), version_of(base._local_tensor)
-        if now == self.versions and base._local_tensor is self.base_local:
-            return
-        if not (base.requires_grad and torch.is_grad_enabled()):
-            return
-        self.note(tensor)
-        place: Any = torch.as_strided(base, tensor.shape, tensor._spec.strides, offset_of(tensor))
-        local = _relaid(place._local_tensor, tensor._local_tensor.data, place._spec, tensor)
-        copied_views.replace_local(tensor, local)
-        tensor._aliases = tensor._origin = None
-        self.note(tensor)
-
-
-def _relaid(
-    place: Tensor,
-    data: Tensor,
-    spec: DTensorSpec,
-    tensor: DTensorBase,
-    function: type[LocalFunction] | None = None,
-) -> Tensor:
-    """The data of a tensor, whose gradient goes to a place of another layout."""
-    with torch.inference_mode(False), torch.enable_grad():
-        anew: Tensor = (function or _Relaid).apply(  # type: ignore[no-untyped-call]
-            place, [data], (spec, tensor._spec), _of(tensor)
-        )
-        anew.data = data
-    return anew
-
-
-class Successor:
-    """The place in the graph of a tensor that was given other data, now.
-
-    Torch takes views that were made before for views of the tensor still, and gives them a place
-    there once it is written to, though they show the memory of then.
-
-    Args:
-        tensor: The tensor, with its new data.
-    """
-
-    __slots__ = ("local", "moves", "spec")
-
-    def __init__(self, tensor: DTensorBase) -> None:
-        self.local, self.spec = tensor._local_tensor, tensor._spec
-        #: How many times it was another local tensor.
-        self.moves = 0
-
-    def follow(self, tensor: DTensorBase) -> None:
-        """Note that the tensor has another local tensor, or layout."""
-        self.moves += tensor._local_tensor is not self.local
-        self.local, self.spec = tensor._local_tensor, tensor._spec
-
-    @property
-    def now(self) -> tuple[int, int]:
-        """Numbers of moves and of writes."""
-        return self.moves, version_of(self.local)
-
-    def derive(self, view: View, local: Tensor, tensor: DTensorBase) -> Tensor:
-        """The local tensor of a copied view, at its place in the graph.
-
-        Collective if the tensor was written to since it was given other data.
-
-        Args:
-            view: How the view is made of the tensor's stand-in.
-            local: The local tensor that it makes.
-            tensor: The view.
-        """
-        base = view.base
-        spec, then = self.spec, base._spec
-        if self.now == base._left_at or view.apart or not (local.requires_grad and view.graded):
-            return local
-        if (spec.shape, spec.strides) != (then.shape, then.strides):
-            return local
-        if not self.local.requires_grad:
-            return local.detach()
-        with torch.inference_mode(False), torch.enable_grad():
-            place = view.redo(wrap_as(type(base), self.local, spec))
-        return _relaid(place._local_tensor, local.detach(), place._spec, tensor, _AtSuccessor)
 
 
 def leave_graph(tensor: DTensorBase) -> None:
     """Let a leaf that has an origin be one that requires no gradient. Local."""
     origin = origin_of(tensor)
-    if origin is None or not origin.local.is_leaf:
+    if origin is None:
         return
     origin.local.requires_grad_(False)
     copied_views.replace_local(tensor, tensor._local_tensor.detach())
@@ -298,10 +186,6 @@ class _Relaid(LocalFunction):
         adjoint = Adjoint(source, source.dual)
         value = ctx.local if adjoint.nonlinear else None
         return pull_back(adjoint, grad, value, of), None, None, None
-
-
-class _AtSuccessor(_Relaid):
-    """The same, of a view that is derived from its base whenever that is written to."""
 
 
 def _summed_to(grad: Tensor, source: DTensorSpec, target: DTensorSpec, of: Moved) -> Tensor:

@@ -81,7 +81,7 @@ from tilework.dtensor.torch_tensors import (
     refuse_within_torch,
 )
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.leaf_views import note_view
+from tilework.dtensor.views.graph_views import note_view
 from tilework.dtensor.views.ungraded_views import check_ungraded
 from tilework.mesh.devices import check_device_is_there
 from tilework.tiled import torch_init
@@ -112,7 +112,7 @@ _FOR_THE_CORE = {
     "size": torch.Size,
     "sequence_end": END,
     "number_seed": number_seed,
-    "refresh": copied_views.refresh,
+    "refresh": copied_views.refresh_in_graph,
     "local_of": _local_of,
     "digest_of": digest_of,
     "add_to_key": add_to_key,

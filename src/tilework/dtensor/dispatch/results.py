@@ -269,10 +269,12 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
         raise TypeError(f"{name} gives {len(values)} tensors, got {len(outs)} in out=")
     for target, value in zip(outs, values, strict=True):
         for tensor in inputs:
-            if tensor is target or not isinstance(target, DTensor):
+            if not isinstance(target, DTensor):
                 continue
             if target.shape == value.shape:
-                check_apart(name, target, tensor, out=name not in ("max", "min") or len(outs) > 1)
+                if tensor is not target:
+                    one = name in ("max", "min") and len(outs) == 1
+                    check_apart(name, target, tensor, out=not one)
             elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
                 raise RuntimeError(
                     f"{name} with out= of shape {list(target.shape)}, which would be resized for "
@@ -289,7 +291,7 @@ def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
         RuntimeError: It does not, and the memory is another tensor's.
     """
     owner = memory_of(out)
-    room = owner.numel() - offset_of(out)
+    room = max(owner.numel() - offset_of(out), 0)
     if math.prod(shape) > room > 0 and owner is not out:
         raise RuntimeError(
             f"out= of shape {list(out.shape)} is a view of memory with room for {room} elements "
@@ -313,6 +315,11 @@ def check_out(name: str, out: Tensor, value: Tensor, result: Any) -> None:
         raise RuntimeError(
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "
             f"but one of the arguments requires grad"
+        )
+    if isinstance(out, DTensor) and out.requires_grad and out.shape != value.shape:
+        raise RuntimeError(
+            f"{name} with out= of shape {list(out.shape)}, which requires a gradient, would resize "
+            f"it to {list(value.shape)}: pass a tensor of that shape, or one that requires none"
         )
 
 

@@ -17,7 +17,7 @@ from tilework.dtensor.base import DTensorBase, base_in_graph, memory_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.leaf_views import after_leaving_graph, before_leaving_graph
+from tilework.dtensor.views.graph_views import after_leaving_graph, before_leaving_graph
 from tilework.dtensor.views.memory_layout import offset_of
 from tilework.dtensor.views.places import count_write, keep_place, leave_graph_of_wrappers
 from tilework.tiled.op_table import dtensor_handler

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import in_place_views, local_graph, origins
+from tilework.dtensor.autograd import in_place_views, local_graph
 from tilework.dtensor.base import memory_of
 from tilework.dtensor.dispatch.overlapping import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
 from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views import copied_views
+from tilework.dtensor.views.copied_views import anchor_of
 from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of
 from tilework.dtensor.views.places import count_write, keep_place
 from tilework.tiled.op_names import canonical_name
@@ -29,35 +28,24 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     Other views show the same memory as before, which their base's anchor stands for.
     """
     tensor: DTensor = args[0]
-    operator = getattr(Tensor, canonical_name(func)[0])
+    name = canonical_name(func)[0]
+    operator = getattr(Tensor, name)
     in_place_views.check_no_leaf(tensor)
-    check_in_graph(canonical_name(func)[0], tensor)
+    check_in_graph(name, tensor)
+    _check_graph_of_dims(name, tensor)
     rest = args[1:]
 
     def change(x: Any) -> Any:
         return operator(x, *rest, **kwargs)
 
     graded = torch.is_grad_enabled()
-    # Whatever mode this is in, the tensor stays what it is in its graph: a leaf by itself, and
-    # without gradients what an operator made.
-    stays = tensor.requires_grad and tensor.is_leaf
-    stays = stays or (tensor.requires_grad and not (graded or copied_views.is_view(tensor)))
-    retained = tensor._retained
-    if retained is None and not stays and tensor.retains_grad:
-        retained = tensor._spec
-    with (
-        torch.inference_mode(tensor._local_tensor.is_inference()),
-        torch.set_grad_enabled(not stays),
-    ):
+    with torch.inference_mode(tensor._local_tensor.is_inference()), torch.enable_grad():
         local_graph.local_of(tensor)  # as it is now, and linked to a user's own Function
         count_write(tensor, graded)
         keep_place(tensor)
-        if stays:
-            tensor._aliases = None
-        used = origins.is_in_graph(tensor)
-        anchor = copied_views.anchor_of(tensor)
+        anchor = anchor_of(tensor)
         result: DTensor = change(anchor)
-        changes = not stays and in_place_views.may_change_local(tensor, result)
+        changes = in_place_views.may_change_local(tensor, result)
         if graded and not changes:
             in_place_views.begin_anew(anchor)
             result = change(anchor)
@@ -66,9 +54,24 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         in_place_views.change_local(
             anchor, result, lambda local: func(local, *rest, **kwargs), change
         )
-    in_place_views.become_view(tensor, anchor, result, None if changes else change, used, stays)
-    tensor._retained = retained
-    return tensor
+    return in_place_views.become_view(tensor, anchor, result, None if changes else change)
+
+
+def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
+    """Raise at a change of dims that torch's graph does not follow. Local."""
+    if not tensor.requires_grad:
+        return
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}_() changes the dims of {tensor!r}, which requires a gradient, where none are "
+            f"recorded: later gradients would be those of other elements. Write "
+            f"x.data = x.data.{name}(…), or x = x.{name}(…)"
+        )
+    if tensor.retains_grad:
+        raise RuntimeError(
+            f"{name}_() changes the dims of {tensor!r}, whose gradient is retained, with the dims "
+            f"that it has so far: call {name}_() before retain_grad(), or write x = x.{name}(…)"
+        )
 
 
 @dtensor_handler("resize_")
@@ -78,8 +81,11 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
     sizes: Any = args[1:]
     sizes = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
     shape = tuple(map(int, sizes if args[1:] else kwargs["size"]))
-    if tensor.requires_grad and not torch.is_inference_mode_enabled():
-        raise RuntimeError("cannot resize variables that require grad")
+    if tensor.requires_grad:
+        raise RuntimeError(
+            f"cannot resize variables that require grad, got {tensor!r}: give it other data, with "
+            f"x.data = y"
+        )
     return _resized(tensor, shape, kwargs.get("memory_format", torch.contiguous_format))
 
 
@@ -101,12 +107,9 @@ def _resized(
             f"{list(shape)}: it shows a memory of {memory_of(tensor).dtype}: clone() it first"
         )
     start = offset_of(tensor)
-    room = memory_of(tensor).numel() - start
+    room = max(memory_of(tensor).numel() - start, 0)
     if math.prod(shape) <= room and memory_format is torch.contiguous_format:
-        with torch.no_grad() if tensor.requires_grad and tensor.is_leaf else nullcontext():
-            return _changed_dims(
-                torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {}
-            )
+        return _changed_dims(torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {})
     if math.prod(shape) > room > 0 and memory_of(tensor) is not tensor:
         raise RuntimeError(
             f"a view cannot be resized from {list(tensor.shape)} to {list(shape)}: the memory that "

@@ -33,7 +33,7 @@ from tilework.dtensor.base import (
     wrap_as,
 )
 from tilework.dtensor.provenance.digests import digest_of, follow
-from tilework.dtensor.views.leaf_views import note_view, with_grad_of_nobody
+from tilework.dtensor.views.graph_views import note_view, with_grad_of_nobody
 from tilework.dtensor.views.memory_layout import (
     counts_apart,
     full_in_memory_order,
@@ -295,8 +295,6 @@ def refresh(tensor: DTensorBase) -> None:
     owner = memory_of(tensor)
     if owner._handed_out is not None:
         _write_back_handed_out(owner)
-    if tensor._moved is not None:
-        tensor._moved.follow(tensor)
     view = tensor._view_of
     if view is None or view is WATCHED:
         return
@@ -317,6 +315,30 @@ def refresh(tensor: DTensorBase) -> None:
         tensor._local_tensor, tensor._aliases = view.value, None
 
 
+def refresh_in_graph(tensor: DTensorBase) -> None:
+    """The same, of a view that an operator is about to take. Collective in that case.
+
+    Raises:
+        RuntimeError: Gradients are recorded, and the place of the view in the graph is another in
+            torch: its base was given other data, and was then written to.
+    """
+    if torch.is_grad_enabled() and tensor._local_tensor.requires_grad:
+        _check_left(tensor)
+    refresh(tensor)
+
+
+def _check_left(view: DTensorBase) -> None:
+    base: DTensorBase | None = view
+    while base is not None and base._viewed is not None and base_in_graph(base) is not None:
+        base = base_then(base)
+        if base is not None and base._left is not None and base._left.is_written:
+            raise RuntimeError(
+                f"{view!r} is a view of a tensor that was given other data since (x.data = y), and "
+                f"that was then written to: gradients of the view would be those of elements which "
+                f"it does not show. Make the view again, or use its detach()"
+            )
+
+
 def _compute_anew(tensor: DTensorBase, view: View) -> None:
     """Give a view what its base holds now, at its place in the graph. Collective."""
     base, owner = view.base, memory_of(tensor)
@@ -324,8 +346,6 @@ def _compute_anew(tensor: DTensorBase, view: View) -> None:
     with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
         anew = view.redo(base)._local_tensor
         anew = anew if view.shares else _counting(anew)
-    if base._successor is not None:
-        anew = base._successor.derive(view, anew, tensor)
     in_graph = view.apart or (anew.requires_grad and view.base_requires_grad)
     if view.value.requires_grad and not in_graph:
         anew = with_grad_of_nobody(anew)
@@ -408,8 +428,6 @@ def is_view(tensor: DTensorBase) -> bool:
     """True if torch had this for a view: not for the whole of a tensor, as detach() shows it."""
     base = base_in_graph(tensor)
     while base is not None:
-        if base is tensor._graph_base:
-            return True
         assert tensor._viewed is not None
         if not tensor._in_place and tensor._viewed[2] is not None:
             return True

@@ -136,29 +136,27 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
         if tensor._made_without_grad or _use_count(tensor) > 1:
             _increment_version((tensor,))
         viewed = tensor._viewed
-        if graded and tensor._moved is not None:
-            _check_in_place(tensor, tensor._moved.base)
         if viewed is None or viewed[2] is data_of:
             tensor._written_at = _next_number()
             if tensor._taken is not None:
                 _count_for_taken(tensor)
             return
         base = viewed[0]
-        if graded and (base._left or base._spec is not viewed[1]):
+        if graded and (base._left is not None or base._spec is not viewed[1]):
             then = base_then(tensor)
-            if then is None or then._left:
+            if then is None or then._left is not None:
                 _check_in_place(tensor, base)
         tensor = base
 
 
 def _check_in_place(tensor: DTensorBase, base: DTensorBase) -> None:
-    """Raise at a write in the graph to a view, if it or its base was given other data."""
+    """Raise at a write in the graph to a view whose base was given other data."""
     if 0 in tensor._spec.shape:
         return  # nothing is written
     if tensor._local_tensor.requires_grad and base._local_tensor.requires_grad:
         raise RuntimeError(
-            f"{tensor!r} is a view of {base!r} in the graph, and one of them was given other data "
-            f"since (x.data = y): a write to it would have gradients of elements that it does not "
+            f"{tensor!r} is a view of {base!r} in the graph, which was given other data since "
+            f"(x.data = y): a write to the view would have gradients of elements that it does not "
             f"show. Write to its clone(), or under no_grad() to its detach()"
         )
 

@@ -1,8 +1,4 @@
-"""Views that get another place in the graph where the tensor is changed that they are views of.
-
-``w.t_()`` without gradients leaves the leaf at its place. Views of its memory that were made before
-are derived anew when they are next used: their gradients go to the same elements of memory, which
-are others of the leaf by now. What was computed before passes on gradients as it did.
+"""Views in the graph that have to know when their tensor leaves it, or is given other data.
 
 Views without elements are made again as they were made, once something was written: torch's own way
 (by strides) forgets their graph. But where the tensor has left the graph, torch fails to.
@@ -17,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.dtensor.base import DTensorBase, data_of, memory_of, version_of
+from tilework.dtensor.base import DTensorBase, memory_of, version_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.views.places import keep_place
 from tilework.dtensor.views.ungraded_views import note_ungraded
@@ -37,33 +33,14 @@ def note_view(view: DTensorBase, base: DTensorBase) -> None:
             note_ungraded(view, base)
         return
     owner = memory_of(base)
-    views = owner._leaf_views
+    views = owner._graph_views
     if views is None:
         if base._local_tensor.is_leaf or view._spec.has_empty_parts:
-            owner._leaf_views = [ref(view)]
+            owner._graph_views = [ref(view)]
         return
     if len(views) >= _FEW and not len(views) & (len(views) - 1):
         views[:] = [each for each in views if each() is not None]
     views.append(ref(view))
-
-
-def derive_anew(tensor: DTensorBase, before: Tensor) -> None:
-    """Derive views of a leaf, and its anchors, from what it is now. Local.
-
-    Args:
-        tensor: The leaf, whose dims were changed in place: a view of its anchor.
-        before: The local tensor that it had.
-    """
-    views = memory_of(tensor)._leaf_views or ()
-    for view in [each() for each in views]:
-        if view is not None and view._local_tensor._base is before:
-            keep_place(view, written=True)
-            _move(view, tensor)
-            view._aliases = None
-    viewed = tensor._viewed
-    while viewed is not None and viewed[2] is not data_of:
-        _move(viewed[0], tensor)
-        viewed = viewed[0]._viewed
 
 
 def before_leaving_graph(tensor: DTensorBase, remains_leaf: bool) -> None:
@@ -109,12 +86,17 @@ def _note_unwritten(view: DTensorBase, before: Tensor) -> None:
 def _views_without_elements(tensor: DTensorBase) -> list[DTensorBase]:
     """The views of a tensor in its graph, whose local tensors have no elements, but others'."""
     local = tensor._local_tensor
-    views = [each() for each in memory_of(tensor)._leaf_views or ()]
     return [
         view
-        for view in views
-        if view is not None and view._local_tensor._base is local and not view._local_tensor.numel()
+        for view in views_of(tensor)
+        if view._local_tensor._base is local and not view._local_tensor.numel()
     ]
+
+
+def views_of(owner: DTensorBase) -> list[DTensorBase]:
+    """The views that the owner of a memory knows of."""
+    views = [each() for each in memory_of(owner)._graph_views or ()]
+    return [view for view in views if view is not None]
 
 
 def with_grad_of_nobody(local: Tensor) -> Tensor:

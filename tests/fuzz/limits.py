@@ -1,0 +1,98 @@
+"""The language of random programs: what docs/concepts/limits.md leaves out is not said in it.
+
+Left out are these kinds of statements:
+
+- other data (``x.data = y``, ``set_``) for a view, for what was computed from a leaf, for what has
+  views in its graph, and for what an operator has kept for its backward pass;
+- dims changed in place without gradients, or where the gradient is retained;
+- writes that torch does not count to what an operator has kept for its backward pass;
+- ``out=`` that requires a gradient and has another shape;
+- gradients with respect to a view, where another view has the same base: see limits.md;
+- gradients of gradients where a tensor has no elements, which torch forgets;
+- what depends on how torch loops: see ``fairness.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.fairness import Fairness
+from tests.fuzz.language import Run
+
+_GIVEN = re.compile(r"\b(v\d+)\.data\b(?![.\[])")
+_SET = re.compile(r"\b(v\d+)\.set_\(")
+_DIMS = re.compile(r"\b(v\d+)\.(?:t|transpose|squeeze|unsqueeze|swapaxes|swapdims|as_strided)_\(")
+_RESIZED = re.compile(r"\b(v\d+)\.resize_\(")
+_OUT = re.compile(r"out=(v\d+)\b(?!\[)")
+_UNGRADED = re.compile(r"no_grad|inference_mode")
+_SEEN = re.compile(r"\b(?:keep|watch)\((v\d+)|\bgradient\(.*, (v\d+)[,)]")
+#: Writes that torch does not count.
+_UNCOUNTED = re.compile(r"\.data|inference_mode|set_")
+
+
+class Speaker:
+    """Speaks the language: runs statements on plain tensors that are of it.
+
+    Args:
+        run: The run, on plain tensors.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        #: The memories that operators have kept for their backward passes.
+        self._kept: set[int] = set()
+
+    def says(self, text: str) -> bool:
+        """Run a statement, and say if it is of the language; one that is not may be left undone.
+
+        Raises:
+            Exception: Torch refuses it.
+        """
+        if self.leaves_out(text):
+            return False
+        with Fairness() as operators, self._noting():
+            self.run.execute(text)
+        changed = operators.written if _UNCOUNTED.search(text) else set()
+        return operators.is_fair and changed.isdisjoint(self._kept)
+
+    def leaves_out(self, text: str) -> bool:
+        """True if a statement is not of the language, whatever it writes."""
+        tensors = self.run.tensors()
+        target = text.partition(" = ")[0] if " = " in text else ""
+        given = [tensors.get(name) for name in _GIVEN.findall(target) + _SET.findall(text)]
+        if any(x is not None and not self._takes_data(x) for x in given):
+            return True
+        ungraded = bool(_UNGRADED.search(text))
+        for name in _DIMS.findall(text):
+            x = tensors.get(name)
+            if x is not None and x.requires_grad and (ungraded or x.retains_grad):
+                return True
+        resized = [tensors.get(name) for name in _RESIZED.findall(text) + _OUT.findall(text)]
+        if ungraded and any(x is not None and x.requires_grad for x in resized):
+            return True
+        seen = [tensors.get(first or second) for first, second in _SEEN.findall(text)]
+        if any(x is not None and self._has_sibling(x) for x in seen):
+            return True
+        return "create_graph" in text and not all(x.numel() for x in tensors.values())
+
+    def _takes_data(self, x: Tensor) -> bool:
+        if x._is_view() or (x.requires_grad and not x.is_leaf):
+            return False
+        views = [v for v in self.run.tensors().values() if v._base is x and v.requires_grad]
+        return not views and x.untyped_storage()._cdata not in self._kept
+
+    def _has_sibling(self, x: Tensor) -> bool:
+        views = [v for v in self.run.tensors().values() if v._base is not None]
+        return any(v._base is x._base and v is not x for v in views)
+
+    def _noting(self) -> AbstractContextManager[Any]:
+        def note(kept: Tensor) -> Tensor:
+            self._kept.add(kept.untyped_storage()._cdata)
+            return kept.clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
