@@ -65,6 +65,8 @@ class Backend(str):
     backend_list: ClassVar[list[str]] = [UNDEFINED, THREADS, SHM, HYBRID, GLOO, NCCL, UCC, MPI]
     #: Backends that users registered, by upper-case name.
     plugins: ClassVar[dict[str, BackendPlugin]] = {}
+    #: torch's name for the same.
+    _plugins: ClassVar[dict[str, BackendPlugin]] = plugins
     #: The device types that each backend serves.
     backend_capability: ClassVar[dict[str, list[str]]] = {
         THREADS: ["cpu"],

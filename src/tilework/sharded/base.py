@@ -19,13 +19,14 @@ from tilework.sharded.formatting import Overview, as_text, headline, overview
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
 from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
+from tilework.sharded.torch_names import TorchShardedNames
 from tilework.tiled.argument_names import torch_arguments
 from tilework.tiled.tensor import TiledTensor
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 
 
-class ShardedTensorBase(TiledTensor):
+class ShardedTensorBase(TorchShardedNames, TiledTensor):
     """Shards, and the metadata of the full tensor. Has no group, and never communicates."""
 
     _sharding_spec: ShardingSpec

@@ -101,17 +101,22 @@ def rank_info(group: AnyGroup) -> RankInfo:
     return get_rank(group), get_rank(), get_world_size(group), get_world_size()
 
 
+def check_there_is_a_group() -> None:
+    """Raise RuntimeError if there is no default group to load onto."""
+    if not is_initialized():
+        raise RuntimeError(
+            "Need to initialize default process group using init_process_group before loading "
+            "a ShardedTensor"
+        )
+
+
 def group_to_load_onto(saved: RankInfo) -> ProcessGroup | NonMember:
     """The group of a tensor that is being loaded.
 
     Raises:
         RuntimeError: There is no default group, or this rank has other numbers than when it saved.
     """
-    if not is_initialized():
-        raise RuntimeError(
-            "Need to initialize default process group using init_process_group before loading "
-            "a ShardedTensor"
-        )
+    check_there_is_a_group()
     group = current_process_group()
     names = ("Local rank", "Global rank", "Local world size", "Global world size")
     for name, then, now in zip(names, saved, rank_info(group), strict=True):

@@ -368,6 +368,7 @@ def _rebuild(
         placed = places(group, loaded.shards_metadata)
         return assemble(ShardedTensor, new_spec, loaded, placed, local, group)
 
+    serialization.check_there_is_a_group()  # before ranks agree on one
     tensor = ShardedTensor._with_rrefs(make, init_rrefs)
     mark_parameter(tensor, is_parameter)
     return tensor

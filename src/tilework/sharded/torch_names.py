@@ -1,0 +1,26 @@
+"""torch's underscored names for the ways to make a ShardedTensor, which programs call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TorchShardedNames:
+    """Class methods under the names that they have in torch."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _init_from_local_shards(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``init_from_local_shards``."""
+        return cls.init_from_local_shards(*args, **kwargs)
+
+    @classmethod
+    def _init_from_local_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``init_from_local_tensor``."""
+        return cls.init_from_local_tensor(*args, **kwargs)
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``from_local_shards_and_global_metadata``."""
+        return cls.from_local_shards_and_global_metadata(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""The specifying documents' own tests, with their imports changed."""
