@@ -109,6 +109,7 @@ def test_accumulation_counts_for_one_rank_alone_and_synchronised_passes_do_not()
     def program(rank: int) -> None:
         model = DistributedDataParallel(nn.Linear(2, 1))
         for micro_batches in (1, 3):
+            model.zero_grad()
             with model.no_sync():
                 for _ in range(micro_batches * rank):
                     model(torch.ones(1, 2)).sum().backward()

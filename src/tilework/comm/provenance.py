@@ -39,7 +39,7 @@ OF_A_PASS = "after forward pass"
 ADVICE_ON_PASSES = (
     "Modules that average gradients or gather parameters count their forward and backward passes, "
     "and the changes of their parameters in between, and all ranks have to come to the same "
-    "counts. Look for a batch, a backward() or a step() that one rank skips or does twice "
+    "counts. Look for a batch, a backward(), step() or zero_grad() that one rank skips or repeats "
     "(loss.isnan(), a shorter data loader, rank == 0). For a forward pass of one rank alone call "
     "the module within (ddp.module) or use torch.no_grad(); for uneven inputs use Join."
 )

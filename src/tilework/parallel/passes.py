@@ -58,7 +58,7 @@ class Passes:
 
     __slots__ = (
         *("_digest", "_seed", "_tensors", "_versions"),
-        *("backwards", "changes", "forwards", "kind"),
+        *("backwards", "changes", "forwards", "kept", "kind"),
     )
 
     def __init__(self, kind: str, names: Iterable[Any] = ()) -> None:
@@ -69,6 +69,7 @@ class Passes:
     def reset(self) -> None:
         """Count from 0 again: where all ranks do at the same time, as after ``Join``. Local."""
         self.forwards = self.backwards = self.changes = 0
+        self.kept = False
         self._tensors: Sequence[Tensor] | None = None
         self._versions = 0
         self._digest: int | None = None
@@ -82,18 +83,19 @@ class Passes:
         self.forwards += 1
         self._digest = None
 
-    def begin_backward(self, tensors: Sequence[Tensor]) -> None:
+    def begin_backward(self, tensors: Sequence[Tensor], kept: bool = False) -> None:
         """Count a backward pass that communicates. Local; 0.1 µs for each tensor.
 
         Args:
             tensors: The module's trained parameters, or the tensors that optimizers step. That some
                 were written to since the last pass counts as one change; and so does another
                 sequence than in the last pass: pass the same object while the tensors are the same.
+            kept: True if gradients of synchronised passes before are there, for this one to add to.
         """
         versions = sum(map(_version, tensors))
         if self._tensors is not None:
             self.changes += versions != self._versions or tensors is not self._tensors
-        self._tensors, self._versions = tensors, versions
+        self._tensors, self._versions, self.kept = tensors, versions, kept
         self.backwards += 1
         self._digest = None
 
@@ -104,8 +106,8 @@ class Passes:
             return 0
         digest = self._digest
         if digest is None:
-            counts = self._seed, self.forwards, self.backwards, self.changes
-            digest = self._digest = hash(counts)
+            counts = self.forwards, self.backwards, self.changes, self.kept
+            digest = self._digest = hash((self._seed, *counts))
         return digest
 
     def carried(self) -> carrying:
@@ -133,7 +135,7 @@ class Passes:
         changes = f"{self.changes} change{'s' * (self.changes != 1)} of parameters"
         return (
             f"backward pass {self.backwards} of {self.kind}, {OF_A_PASS} {self.forwards} and "
-            f"{changes}"
+            f"{changes}{', to gradients kept from before' * self.kept}"
         )
 
 

@@ -147,27 +147,32 @@ class BucketMemory:
         return part.as_strided_(view.shape, view.stride())
 
     @torch.no_grad()
-    def fill(self, missing: Collection[int] = ()) -> None:
+    def fill(self, missing: Collection[int] = ()) -> list[int]:
         """Copy the gradients in that are not there; zeros for those that there are not. Local.
 
         Args:
             missing: Places of gradients that this pass does not produce. Those of earlier passes
                 count, but are taken out of the bucket's memory: they may be left as they are.
+
+        Returns:
+            The places where there is no gradient.
         """
         views = self.views
         for place in missing:
             grad = self.tensors[place].grad
             if grad is not None and self._is_inside(place, grad):
                 self.tensors[place].grad = grad.clone()
-        sources, targets, moves = [], [], self.moves
+        sources, targets, absent, moves = [], [], [], self.moves
         for place, (grad, view) in enumerate(zip(map(_grad, self.tensors), views, strict=True)):
             if grad is None:
                 view.zero_()
+                absent.append(place)
             elif grad is not view and not (moves[place] and self._is_inside(place, grad)):
                 sources.append(grad.to_dense() if grad.is_sparse else grad)
                 targets.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
+        return absent
 
     def hand_out(self, used: Sequence[bool] | None = None) -> None:
         """Make the averages the gradients, where they do not lie in the bucket. Local.

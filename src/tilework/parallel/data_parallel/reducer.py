@@ -223,7 +223,8 @@ class Reducer:
             return
         self._reset()
         self._open = True
-        self.replica.passes.begin_backward(self._tensors)
+        kept = not self._accumulated and self._tensors[0].grad is not None
+        self.replica.passes.begin_backward(self._tensors, kept)
         self._is_simple = self.rebuilt and not self.options.static_graph
         if not self.rebuilt:
             self._order = []
@@ -246,7 +247,8 @@ class Reducer:
     def _will_accumulate(self) -> bool:
         """False within torch.autograd.grad(), which gives no parameter a gradient."""
         # The nodes are asked for in each pass: a tensor has another one after a cast.
-        if any(map(torch._C._will_engine_execute_node, map(_accumulator, self._tensors))):
+        will_run = torch._C._will_engine_execute_node
+        if any(leaf.requires_grad and will_run(_accumulator(leaf)) for leaf in self._tensors):
             return True
         # Nor are those executed that a reentrant checkpoint makes the graph of only later.
         current: Any = torch._C
@@ -339,11 +341,12 @@ class Reducer:
         if memory is None:
             return  # sparse gradients are reduced at the end
         missing = set(self._missing)
-        memory.fill(
+        absent = memory.fill(
             [place for place, member in enumerate(bucket.members) if member in missing]
             if missing
             else ()
         )
+        self._missing += [bucket.members[place] for place in absent]
         with self.replica.passes.carried():
             self._start_reduction(bucket, memory)
 
@@ -397,6 +400,7 @@ class Reducer:
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
         self._next = len(self.buckets)
+        self._missing = sorted(set(self._missing))
         self._clock.computed = time.perf_counter()
         used = self._compare()
         for bucket in self.buckets:
@@ -433,16 +437,25 @@ class Reducer:
             self.replica.find_difference(self.active)
         if may_lack:
             return list(map(bool, facts))
-        if facts[0]:
-            self._raise_missing()
-        return None
+        return self._used_but_frozen() if facts[0] else None
 
-    def _raise_missing(self) -> None:
-        """Raise, on every rank, naming which ranks have no gradient for which parameters."""
-        names = agree(lambda: [str(self.leaves[i]) for i in self._missing], self.active)
-        ranks = dict(zip(self.active.global_ranks, names, strict=True))
+    def _used_but_frozen(self) -> list[bool]:
+        """For each gradient False if its parameter was frozen since forward. Collective.
+
+        Raises:
+            RuntimeError: Others are missing; on every rank. It names them, and the ranks.
+        """
+        leaves = self.leaves
+        lacks = agree(
+            lambda: [(i, str(leaves[i]), leaves[i].tensor.requires_grad) for i in self._missing],
+            self.active,
+        )
+        if all(each == lacks[0] for each in lacks) and not any(trained for *_, trained in lacks[0]):
+            frozen = {index for index, *_ in lacks[0]}
+            return [index not in frozen for index in range(len(leaves))]
+        names = [[name for _, name, _ in each] for each in lacks]
         self._open = False
-        raise RuntimeError(_missing(ranks))
+        raise RuntimeError(_missing(dict(zip(self.active.global_ranks, names, strict=True))))
 
     def _wait(self, bucket: _Bucket) -> None:
         if isinstance(bucket.work, _AnyFuture):
