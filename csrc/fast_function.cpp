@@ -1,5 +1,6 @@
 #include "fast_function.h"
 
+#include <nanobind/stl/string.h>
 #include <structmember.h>
 
 #include <string>

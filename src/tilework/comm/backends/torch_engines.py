@@ -187,6 +187,13 @@ class StreamEngine(TorchEngine):
         if self._backend is not None:
             self._backend.abort()
 
+    def release(self) -> None:
+        """End the communicators, whose threads would outlive the group."""
+        backend = self._backend
+        super().release()
+        if backend is not None:
+            backend.shutdown()
+
 
 # -- the groups -----------------------------------------------------------------------------
 
