@@ -120,6 +120,8 @@ class Reducer:
         self._marks, self._bucket_of, self._places = [0] * count, [0] * count, [0] * count
         self._moves = [False] * count
         self._pending: list[int] = []
+        #: The node that accumulated a gradient in the last pass, and likely does in the next.
+        self._likely_node: Any = None
         #: Without a core of its own the core's thread takes turns with backward, and is woken for
         #: each bucket: reducing at once is quicker then. Not where ranks' graphs may differ: a rank
         #: would wait for a bucket that another starts at its end.
@@ -134,7 +136,7 @@ class Reducer:
         """Remove the hooks. Idempotent; not collective."""
         for remover in self._removers:
             remover.remove()
-        self._removers = []
+        self._removers, self._likely_node = [], None
 
     def is_hooked(self) -> bool:
         """True unless a leaf is another tensor by now, as ``swap_tensors`` makes it. Local."""
@@ -246,10 +248,14 @@ class Reducer:
 
     def _will_accumulate(self) -> bool:
         """False within torch.autograd.grad(), which gives no parameter a gradient."""
-        # The nodes are asked for in each pass: a tensor has another one after a cast.
         will_run = torch._C._will_engine_execute_node
-        if any(leaf.requires_grad and will_run(_accumulator(leaf)) for leaf in self._tensors):
+        if self._likely_node is not None and will_run(self._likely_node):
             return True
+        # A tensor has another node after a cast, and the last one may be none of this graph.
+        for leaf in self._tensors:
+            if leaf.requires_grad and will_run(node := _accumulator(leaf)):
+                self._likely_node = node
+                return True
         # Nor are those executed that a reentrant checkpoint makes the graph of only later.
         current: Any = torch._C
         reached = leaves_of_nodes([current._current_autograd_node()])
