@@ -23,15 +23,28 @@ MODULES: Final = {
     "torch.distributed.tensor.debug": "tilework.dtensor",
     "torch.distributed.tensor.experimental": "tilework.dtensor",
     "torch.distributed.tensor.parallel": "tilework.parallel",
+    "torch.distributed.tensor.placement_types": "tilework.dtensor",
     "torch.distributed.fsdp": "tilework.parallel",
     "torch.nn.parallel": "tilework.parallel",
     "torch.distributed.algorithms.join": "tilework.parallel",
     "torch.distributed.algorithms.ddp_comm_hooks": "tilework.parallel.comm_hooks",
-    "torch.distributed.algorithms.model_averaging": "tilework.parallel",
+    "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks": "tilework.parallel.comm_hooks",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks": "tilework.parallel.comm_hooks",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook": (
+        "tilework.parallel.comm_hooks"
+    ),
+    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook": "tilework.parallel.comm_hooks",
+    "torch.distributed.algorithms.model_averaging.averagers": "tilework.parallel",
+    "torch.distributed.algorithms.model_averaging.hierarchical_model_averager": (
+        "tilework.parallel"
+    ),
+    "torch.distributed.algorithms.model_averaging.utils": "tilework.parallel",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "tilework.parallel",
     "torch.distributed.optim": "tilework.parallel",
     "torch.distributed.checkpoint": "tilework.checkpoint",
+    "torch.distributed.checkpoint.stateful": "tilework.checkpoint",
     "torch.distributed.rpc": "tilework.rpc",
+    "torch.distributed.remote_device": "tilework.sharded",
     "torch.distributed._shard.api": "tilework.sharded",
     "torch.distributed._shard.sharded_tensor": "tilework.sharded",
     "torch.distributed._shard.sharding_spec": "tilework.sharded",
@@ -392,6 +405,17 @@ DIFFERENCES: Final[Sequence[Difference]] = (
         ("gather", "scatter", "parallel_apply", "DistributedDataParallel.gather",
          "DistributedDataParallel.scatter", "DistributedDataParallel.to_kwargs", "data_parallel"),
         "of modules on several devices of one process",
+    ),
+    Difference(
+        "tilework.parallel.comm_hooks",
+        ("*.maybe_increase_iter", "PowerSGDState.next_stats_report", "PowerSGDState.rng",
+         "PowerSGDState.total_numel_*_compression"),
+        "counters of the hooks themselves; `compression_stats()` tells what was saved",
+    ),
+    Difference(
+        "tilework.parallel",
+        ("ModelAverager",),
+        "a class with `average_parameters(params)` is one",
     ),
     Difference(
         "tilework.parallel",

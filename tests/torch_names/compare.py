@@ -15,6 +15,11 @@ import torch
 from tilework.comm.torch_names import ATTRIBUTE
 from tilework.from_torch import DIFFERENCES, LEFT_OUT, MODULES, Difference
 
+#: Single names of modules that are not of torch.distributed, and the packages here that have them.
+_SINGLE = (
+    ("torch.nn", "SyncBatchNorm", "tilework.parallel"),
+    ("torch.utils.data", "DataLoader", "tilework.data"),
+)
 #: Members that every class of these has are torch's own.
 _BASES = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, Exception, object)
 
@@ -39,6 +44,10 @@ def differences() -> Iterator[tuple[str, str]]:
                     yield ours, missing
             else:
                 yield ours, name
+    for theirs, name, ours in _SINGLE:
+        there, here = (importlib.import_module(module) for module in (theirs, ours))
+        for missing in _compared(name, getattr(there, name), getattr(here, name)):
+            yield ours, missing
 
 
 def row_of(package: str, missing: str) -> Difference | None:

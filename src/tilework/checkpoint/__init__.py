@@ -27,6 +27,7 @@ from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.objects import RandomState
 from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import show
+from tilework.checkpoint.stateful import Stateful
 from tilework.checkpoint.verifying import Difference, diff, verify
 from tilework.errors import CheckpointError
 from tilework.from_torch import refuse_left_out
@@ -41,6 +42,7 @@ __all__ = [
     "PendingSave",
     "RandomState",
     "SaveOptions",
+    "Stateful",
     "async_save",
     "convert",
     "diff",

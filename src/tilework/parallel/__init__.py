@@ -34,6 +34,8 @@ from tilework.parallel.model_averaging import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
     average_parameters,
+    average_parameters_or_parameter_groups,
+    get_params_to_average,
 )
 from tilework.parallel.resilient.resilient import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
@@ -83,11 +85,13 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "apply_activation_checkpointing",
     "average_parameters",
+    "average_parameters_or_parameter_groups",
     "checkpoint_wrapper",
     "clip_grad_norm_",
     "comm_hooks",
     "compute_bucket_assignment_by_size",
     "fully_shard",
+    "get_params_to_average",
     "loss_parallel",
     "parallelize_module",
     "register_fsdp_forward_method",

@@ -69,6 +69,26 @@ def _each(params: Params) -> Iterable[nn.Parameter]:
             yield each
 
 
+average_parameters_or_parameter_groups = average_parameters
+
+
+def get_params_to_average(params: Params) -> list[nn.Parameter]:
+    """The parameters that :func:`average_parameters` averages: those with a gradient. Local.
+
+    Args:
+        params: Parameters, or an optimizer's parameter groups.
+
+    Example:
+        >>> import torch
+        >>> from tilework.parallel import get_params_to_average
+        >>> used, unused = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+        >>> used.grad = torch.zeros(1)
+        >>> len(get_params_to_average([used, unused]))
+        1
+    """
+    return [parameter for parameter in _each(params) if parameter.grad is not None]
+
+
 class PeriodicModelAverager:
     """An average of all parameters every ``period`` steps.
 

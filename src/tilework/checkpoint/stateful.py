@@ -1,0 +1,23 @@
+"""What a checkpoint takes for an object with a state, as a type."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that tells its state and takes one: nothing needs to be derived from this.
+
+    Example:
+        >>> import torch
+        >>> from tilework.checkpoint import Stateful
+        >>> isinstance(torch.nn.Linear(1, 1), Stateful), isinstance({}, Stateful)
+        (True, False)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: any nesting of containers, tensors and plain values."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take a state."""
