@@ -113,6 +113,28 @@ def test_sharded_modules_compute_again(first: str) -> None:
     run_ranks(2, program)
 
 
+@pytest.mark.parametrize("first", ["checkpoint", "shard"])
+def test_sharded_layers_compute_again_themselves(first: str) -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        sharded = copy.deepcopy(plain)
+        if first == "checkpoint":
+            apply_activation_checkpointing(sharded, {nn.Linear})
+        for layer in (sharded[0], sharded[2]):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        if first == "shard":
+            apply_activation_checkpointing(sharded, {nn.Linear})
+        expected = gradients(plain)
+        sharded(torch.ones(2, 4)).sum().backward()
+        for parameter, grad in zip(sharded.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), grad)  # type: ignore[union-attr]
+
+    run_ranks(2, program)
+
+
 def test_replicas_compute_again() -> None:
     def program(rank: int) -> None:
         wrapped = model()
@@ -121,3 +143,14 @@ def test_replicas_compute_again() -> None:
         torch.testing.assert_close(gradients(replica), gradients(model()))
 
     run_ranks(2, program)
+
+
+def test_compiled_modules_compute_again() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    wrapped = copy.deepcopy(plain)
+    apply_activation_checkpointing(wrapped, {nn.Linear})
+    compiled = torch.compile(wrapped, backend="aot_eager")
+    compiled(torch.ones(2, 4)).sum().backward()
+    for parameter, grad in zip(wrapped.parameters(), gradients(plain), strict=True):
+        torch.testing.assert_close(parameter.grad, grad)

@@ -31,9 +31,21 @@ class CheckpointWrapper(nn.Module):
 
     _checkpoint: Callable[..., Any]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own outputs."""
-        return self._checkpoint(super().forward, *args, **kwargs)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the call of the very class of a module compute again: all that others add is within.
+
+        So hooks, and what gathers parameters, run again with forward, in whatever order classes
+        were made.
+        """
+        super().__init_subclass__(**kwargs)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            within = super(cls, self).__call__
+            if type(self) is not cls:
+                return within(*args, **kwargs)
+            return self._checkpoint(within, *args, **kwargs)
+
+        cls.__call__ = call  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)
@@ -46,8 +58,8 @@ class _Settings:
     def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
         self._function, self._settings = function, settings
 
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._function(forward, *args, **self._settings, **kwargs)
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._function(call, *args, **self._settings, **kwargs)
 
 
 def checkpoint_wrapper(
@@ -59,14 +71,15 @@ def checkpoint_wrapper(
     """Have a module compute its activations again in backward, in place of keeping them. Local.
 
     torch's wrapper of this name puts another module around it, and a prefix before all names; here
-    the module itself changes its class. A module that does so already stays as it is. Shard a
-    module by ``fully_shard`` after this, or before.
+    the module itself changes its class. Its hooks run with it, each time. A module that does so
+    already stays as it is. Shard a module by ``fully_shard`` after this, or before.
 
     Args:
         module: Changed in place.
         checkpoint_impl: The kind of torch's checkpoint; reentrant ones take no keyword arguments
             of tensors.
-        checkpoint_fn: Called in place of torch's, with forward, its arguments and the settings.
+        checkpoint_fn: Called in place of torch's, with the module's call, its arguments and the
+            settings.
         checkpoint_fn_kwargs: Settings, such as ``preserve_rng_state=False`` or ``context_fn``.
 
     Returns:
