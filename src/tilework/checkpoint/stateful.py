@@ -1,4 +1,4 @@
-"""What a checkpoint takes for an object with a state, as a type."""
+"""The type of objects with a state, as checkpoints take them."""
 
 from __future__ import annotations
 
