@@ -63,6 +63,13 @@ ACTS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "twice": lambda module, part, x: (
         module.scale * module.norm(module.scale + _heads(part))
     ).flatten(-2),
+    "into out": lambda module, part, x: (
+        part
+        + (
+            torch.mul(_heads(part.detach()), 2, out=torch.empty_like(_heads(part.detach())))
+            * module.scale
+        ).flatten(-2)
+    ),
     "none": lambda module, part, x: part,
 }
 

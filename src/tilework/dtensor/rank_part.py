@@ -119,6 +119,8 @@ def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if writes:
         _mark(args[0], (), group)
+    if "out" in kwargs:
+        _mark(kwargs["out"], (), group)
     _mark(result, plain, group)
     return result
 
