@@ -17,7 +17,7 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 - ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tilework.checkpoint.api import async_save, index_of, load, read, save
 from tilework.checkpoint.asynchronous import PendingSave
@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    """An error about a name that the package has not."""
-    refuse_left_out(__name__, name)
+if not TYPE_CHECKING:  # which would take any name for one that is here
+
+    def __getattr__(name: str) -> NoReturn:
+        """An error about a name that the package has not."""
+        refuse_left_out(__name__, name)

@@ -6,7 +6,7 @@ Names that torch spells with a leading underscore although users need them are p
 without it (``store_based_barrier``, ``get_default_group``, ``make_premul_sum``, …).
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilework.comm import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.comm.backend import (
@@ -249,8 +249,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """An underscored name, as some of torch's module have them; or an error about a name."""
-    if name in distributed_c10d.__all__:
-        return getattr(distributed_c10d, name)
-    return refuse_left_out(__name__, name)
+if not TYPE_CHECKING:  # which would take any name for one that is here
+
+    def __getattr__(name: str) -> Any:
+        """An underscored name, as some of torch's module have them; or an error about a name."""
+        if name in distributed_c10d.__all__:
+            return getattr(distributed_c10d, name)
+        return refuse_left_out(__name__, name)

@@ -77,10 +77,12 @@ del call, compiler_disable, distributions, foreach, function_inputs, optimizers,
 del tensor_attributes, torch_backward
 
 
-def __getattr__(name: str) -> Any:
-    """Conversions stand above both tensors and are public here too: imported when first used."""
-    if name in ("to_dtensor", "to_sharded"):
-        from tilework import interop
+if not TYPE_CHECKING:  # which would take any name for one that is here
 
-        return getattr(interop, name)
-    refuse_left_out(__name__, name)
+    def __getattr__(name: str) -> Any:
+        """Conversions stand above both tensors, and are imported when they are first used."""
+        if name in ("to_dtensor", "to_sharded"):
+            from tilework import interop
+
+            return getattr(interop, name)
+        refuse_left_out(__name__, name)

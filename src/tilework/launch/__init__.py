@@ -1,6 +1,6 @@
 """Starting ranks: ``tilework run`` for scripts, :func:`spawn` for programs."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tilework.errors import RankFailedError
 from tilework.from_torch import refuse_left_out
@@ -10,6 +10,8 @@ from tilework.launch.spawn import RunningRanks, spawn
 __all__ = ["LaunchSettings", "RankFailedError", "RunningRanks", "spawn"]
 
 
-def __getattr__(name: str) -> NoReturn:
-    """An error about a name that the package has not."""
-    refuse_left_out(__name__, name)
+if not TYPE_CHECKING:  # which would take any name for one that is here
+
+    def __getattr__(name: str) -> NoReturn:
+        """An error about a name that the package has not."""
+        refuse_left_out(__name__, name)

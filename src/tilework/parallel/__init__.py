@@ -1,6 +1,6 @@
 """Models in parallel: data parallelism on replicas, tensor parallelism from a plan."""
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tilework.from_torch import refuse_left_out
 from tilework.parallel import comm_hooks
@@ -98,6 +98,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    """An error about a name that the package has not."""
-    refuse_left_out(__name__, name)
+if not TYPE_CHECKING:  # which would take any name for one that is here
+
+    def __getattr__(name: str) -> NoReturn:
+        """An error about a name that the package has not."""
+        refuse_left_out(__name__, name)

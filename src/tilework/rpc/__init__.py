@@ -10,7 +10,7 @@ The names are torch.distributed.rpc's. A worker is named by its name, its rank o
 See docs/how-to/rpc.md.
 """
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tilework.from_torch import refuse_left_out
 from tilework.rpc import functions
@@ -56,6 +56,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
-    """An error about a name that the package has not."""
-    refuse_left_out(__name__, name)
+if not TYPE_CHECKING:  # which would take any name for one that is here
+
+    def __getattr__(name: str) -> NoReturn:
+        """An error about a name that the package has not."""
+        refuse_left_out(__name__, name)
