@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tilework.comm.checks import has_memory
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Partial, Shard
@@ -51,7 +52,9 @@ def layout_text(spec: DTensorSpec, dtype: torch.dtype) -> str:
 
 
 def headline(tensor: DTensorBase) -> str:
-    """The repr() of a tensor. Local; shows no elements, which may be anywhere.
+    """The repr() of a tensor. Local: shows no elements, which may be anywhere, but a lone number.
+
+    A 0-d tensor shows its value where every rank has it, so not if it is partial.
 
     Example:
         >>> import torch
@@ -67,4 +70,12 @@ def headline(tensor: DTensorBase) -> str:
     local = tensor._local_tensor
     gradient = ", requires_grad" if local.requires_grad else ""
     where = "meta" if local.is_meta else spec.mesh.device_type
-    return f"DTensor {layout_text(spec, local.dtype)} on {where} mesh {spec.mesh.spec}{gradient}"
+    value = f" = {local.item():.6g}" if _has_value(spec, local) else ""
+    layout = layout_text(spec, local.dtype)
+    return f"DTensor {layout}{value} on {where} mesh {spec.mesh.spec}{gradient}"
+
+
+def _has_value(spec: DTensorSpec, local: torch.Tensor) -> bool:
+    """True for a number that this rank has as it is, in memory that can be read now."""
+    replicated = all(placement.is_replicate() for placement in spec.placements)
+    return not spec.shape and replicated and spec.takes_part and has_memory(local)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.propagation.call import Call
 from tilework.dtensor.propagation.strides import (
     input_strides,
@@ -95,7 +96,22 @@ def raise_if_certain(refusal: Exception, call: Call) -> None:
         return
     error = _equal_error(call)
     if error is not None:
-        raise error
+        advice = _advice_on_parts(call)
+        raise type(error)(f"{error}.{advice}") if advice and type(error) is RuntimeError else error
+
+
+def _advice_on_parts(call: Call) -> str:
+    """Advice for a plain tensor that may be meant as this rank's part of another DTensor."""
+    for tensor in call.tensors:
+        shape = tuple(tensor.shape)
+        for spec in () if isinstance(tensor, DTensorBase) else call.specs:
+            if spec.takes_part and shape == spec.local_shape != spec.shape:
+                return (
+                    f" The plain tensor of shape {list(shape)} counts as the whole value, which "
+                    f"every rank has. If it is this rank's part, as that of the DTensor of shape "
+                    f"{list(spec.shape)} is: DTensor.from_local(tensor, mesh, placements)"
+                )
+    return ""
 
 
 def _equal_error(call: Call) -> Exception | None:
