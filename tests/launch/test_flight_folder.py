@@ -110,6 +110,26 @@ def test_what_nobody_was_told_of_is_removed(launch: Launch, temporary: Path) -> 
     assert list(temporary.glob("tilework-flight-*")) == []
 
 
+def test_where_nobody_waited_there_is_no_folder(launch: Launch, temporary: Path) -> None:
+    done = launch("import tilework.distributed as dist; dist.init_process_group(); 1 / 0")
+    assert "who waited for whom" not in done.err
+    assert list(temporary.glob("tilework-flight-*")) == []
+
+
+def test_old_folders_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old, new, other = (
+        tmp_path / name
+        for name in (f"tilework-flight-{'0' * 16}", f"tilework-flight-{'1' * 16}", "others")
+    )
+    for folder in (old, new, other):
+        folder.mkdir()
+    for folder in (old, other):
+        os.utime(folder, (1, 1))
+    FlightFolder.choose(None, {}).close()
+    assert sorted(tmp_path.iterdir()) == sorted([new, other])
+
+
 def ready(launch: Launch, *handler: str) -> subprocess.Popen[bytes]:
     """A rank with a handler of its own for SIGUSR1, or none."""
     lines = ["import os, signal, sys, time", *handler]
@@ -133,12 +153,13 @@ def test_a_program_that_would_die_of_the_signal_is_spared(launch: Launch) -> Non
     assert launch.finish(process).status == 0
 
 
-def test_files_of_before_are_not_announced(tmp_path: Path) -> None:
+def test_files_of_before_are_not_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlightFolder, "_explains", lambda self: True)
     (tmp_path / "rank-0.json").write_text("{}")
     os.utime(tmp_path / "rank-0.json", (1, 1))
     folder = FlightFolder.choose(None, {"TILEWORK_FLIGHT_DIR": str(tmp_path)})
     assert folder.announce() == ""
     (tmp_path / "rank-1.json").write_text("{}")
     assert folder.announce().endswith(f"tilework explain {tmp_path} (records of 1 rank)")
-    folder.close(failed=False)
+    folder.close()
     assert len(os.listdir(tmp_path)) == 2

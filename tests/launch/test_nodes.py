@@ -75,12 +75,10 @@ def test_an_error_is_printed_once_and_whole(launch: Launch, port: int, rank: int
     there = 0 if rank < 2 else 1
     assert [each.status for each in done] == [1, 1]
     assert done[there].err.count("Traceback") == 1
-    assert f"rank {rank} failed: ValueError: a bad idea" in done[there].err
+    assert f"rank {rank} failed at script.py:6: ValueError: a bad idea" in done[there].err
     lines = [line for line in done[1 - there].err.splitlines() if "waits for" not in line]
     name = f"node {there} ({socket.gethostname()})"
-    assert lines == [
-        f"rank {rank} failed on {name}: ValueError: a bad idea (exit code 1); see there"
-    ]
+    assert lines == [f"rank {rank} failed on {name}: ValueError: a bad idea; see there"]
 
 
 def test_all_end_with_the_exit_status_of_the_rank_that_failed(launch: Launch, port: int) -> None:

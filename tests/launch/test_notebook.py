@@ -56,7 +56,8 @@ def test_a_cells_function_runs_on_ranks(cells: list[list[dict[str, Any]]]) -> No
 def test_an_error_is_shown_once(cells: list[list[dict[str, Any]]]) -> None:
     (error,) = (output for output in cells[2] if output["output_type"] == "error")
     assert error["ename"] == "RankFailedError"
-    assert error["evalue"].startswith("rank 1 failed: ValueError: bad rows")
+    assert error["evalue"].startswith("rank 1 failed at ")
+    assert "ValueError: bad rows" in error["evalue"]
     shown = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error["traceback"]))
     assert shown.count("Traceback (most recent call last)") == 2  # the cell's, and the rank's
     assert "supervise" not in shown

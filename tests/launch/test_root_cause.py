@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.errors import CollectiveMismatchError, PeerLostError
+from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from tilework.launch import termination
 from tilework.launch.failure_report import (
     MAX_SUMMARY_CHARS,
@@ -27,6 +27,8 @@ from tilework.launch.root_cause import (
     settle_time,
 )
 
+HERE = "tests/launch/test_root_cause.py:35"
+
 
 def report_of(error: BaseException, code: int = 1) -> FailureReport:
     try:
@@ -42,6 +44,15 @@ def failure(rank: int, time: float, error: BaseException) -> Failure:
 def test_earliest_cause_is_blamed() -> None:
     failures = [failure(0, 2.0, ValueError()), failure(1, 1.0, KeyError())]
     assert root_cause(failures).rank == 1
+
+
+def test_the_rank_that_ended_a_group_is_blamed_before_those_that_repeat_it() -> None:
+    echo = "the group was aborted by rank 3: Timed out"
+    texts = [echo, echo, "Timed out"]
+    failures = [
+        failure(rank, float(rank), CollectiveTimeoutError(text)) for rank, text in enumerate(texts)
+    ]
+    assert root_cause(failures).rank == 2
 
 
 def test_cause_is_blamed_before_earlier_consequences() -> None:
@@ -127,7 +138,7 @@ def test_headlines() -> None:
     assert headline(Failure(2, 0.0, 3)) == "rank 2 failed: exit code 3"
     assert headline(Failure(2, 0.0, -signal.SIGTERM)) == "rank 2 failed: SIGTERM"
     assert headline(Failure(2, 0.0, -40)) == "rank 2 failed: signal 40"
-    assert headline(failure(2, 0.0, KeyError("k"))) == "rank 2 failed: KeyError: 'k' (exit code 1)"
+    assert headline(failure(2, 0.0, KeyError("k"))) == f"rank 2 failed at {HERE}: KeyError: 'k'"
 
 
 def test_exit_status_is_as_a_shell_shows_it() -> None:
@@ -139,15 +150,14 @@ def test_others_are_grouped() -> None:
     failures = [failure(rank, 0.0, ValueError("same")) for rank in (3, 1)]
     text = other_failures_text(failure(0, 0.0, KeyError()), [*failures, Failure(2, 0.0, 5)])
     assert text == (
-        "then failed ranks 1, 3: ValueError: same (exit code 1)\nthen failed rank 2: exit code 5\n"
+        "then failed ranks 1 and 3: ValueError: same\nthen failed rank 2: exit code 5\n"
     )
 
 
 def test_consequences_and_more_of_the_same_are_told_briefly() -> None:
     others = [failure(1, 0.0, ValueError("1")), failure(2, 0.0, PeerLostError("all about rank 0"))]
     assert other_failures_text(failure(0, 0.0, ValueError("0")), others) == (
-        "then failed rank 1: ValueError (exit code 1)\n"
-        "then failed rank 2: PeerLostError (exit code 1)\n"
+        "then failed rank 1: ValueError\nthen failed rank 2: PeerLostError\n"
     )
 
 
@@ -158,6 +168,6 @@ def test_a_crash_is_not_more_of_the_same() -> None:
 
 def test_traceback_is_indented_below_its_headline() -> None:
     first, *rest = failure_text(failure(0, 0.0, ValueError("x"))).splitlines()
-    assert first == "rank 0 failed: ValueError: x (exit code 1)"
+    assert first == f"rank 0 failed at {HERE}: ValueError: x"
     assert rest[0] == "  Traceback (most recent call last):"
     assert all(line.startswith("  ") for line in rest)

@@ -80,7 +80,7 @@ def test_every_rank_is_called_with_its_environment(tmp_path: Path, method: Start
 
 
 def test_failure_carries_the_traceback(tmp_path: Path, method: StartMethod) -> None:
-    with pytest.raises(RankFailedError, match=r"(?s)^rank 1 failed: .*in fail_at") as caught:
+    with pytest.raises(RankFailedError, match=r"(?s)^rank 1 failed at .*in fail_at") as caught:
         spawn(fail_at, (1, tmp_path), 3, start=method)
     assert (caught.value.rank, caught.value.exitcode) == (1, 1)
     assert not any(alive(int(path.read_text() or 0)) for path in tmp_path.glob("pid-*"))

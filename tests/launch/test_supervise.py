@@ -27,7 +27,7 @@ def ranks_left(launch: Launch) -> list[int]:
 @pytest.mark.parametrize(
     ("what", "status", "headline"),
     [
-        ("1 / 0", 1, "rank 2 failed: ZeroDivisionError: division by zero (exit code 1)"),
+        ("1 / 0", 1, "rank 2 failed at script.py:5: ZeroDivisionError: division by zero\n"),
         ("sys.exit(3)", 3, "rank 2 failed: exit code 3"),
         ("os._exit(4)", 4, "rank 2 failed: exit code 4"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 2 failed: SIGKILL (somebody killed"),
@@ -60,7 +60,7 @@ def test_traceback_is_the_programs_own(launch: Launch, start: str) -> None:
     # Python 3.13 underlines the call as well.
     lines = [line for line in done.err.splitlines() if not set(line) <= set(" ~^")]
     assert lines == [
-        "rank 0 failed: ValueError: first (exit code 1)",
+        "rank 0 failed at script.py:3: ValueError: first",
         "  Traceback (most recent call last):",
         f'    File "{script}", line 4, in <module>',
         "      inner()",
@@ -176,8 +176,8 @@ def test_cause_is_preferred_to_a_consequence_that_came_first(launch: Launch) -> 
         """
     )
     first, *_, last = done.err.splitlines()
-    assert first == "rank 1 failed: ValueError: the cause (exit code 1)"
-    assert last == "then failed rank 0: PeerLostError (exit code 1)"
+    assert first == "rank 1 failed at script.py:7: ValueError: the cause"
+    assert last == "then failed rank 0: PeerLostError"
 
 
 def test_peers_death_is_preferred_to_its_consequence(launch: Launch) -> None:
@@ -223,7 +223,7 @@ def test_error_that_cannot_be_shown(launch: Launch) -> None:
         "1",
     )
     assert done.status == 1
-    assert "rank 0 failed: Broken: (its message cannot be shown)" in done.err
+    assert "rank 0 failed at script.py:4: Broken: (its message cannot be shown)" in done.err
 
 
 def test_hook_of_the_program_runs(launch: Launch) -> None:
@@ -237,7 +237,7 @@ def test_hook_of_the_program_runs(launch: Launch) -> None:
         "1",
     )
     assert (launch.folder / "hook").read_text() == "ZeroDivisionError"
-    assert "rank 0 failed: ZeroDivisionError" in done.err
+    assert "rank 0 failed at script.py:4: ZeroDivisionError" in done.err
 
 
 def test_a_traceback_is_printed_once_although_torch_has_a_hook(launch: Launch) -> None:

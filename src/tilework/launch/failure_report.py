@@ -7,8 +7,10 @@ leaves faulthandler's trace there instead.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -16,13 +18,18 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Final
 
+from tilework.comm.callsite import in_library
 from tilework.errors import text_of
+from tilework.launch.hints import hint
 
 #: A traceback's end says what went wrong, so that is what is kept of a longer one.
 MAX_TRACEBACK_CHARS: Final = 128 << 10
-#: What an error says, in a line that has the traceback below it.
-MAX_SUMMARY_CHARS: Final = 200
+#: The first line of an error's message; longer than any of tilework's own.
+MAX_SUMMARY_CHARS: Final = 2000
 _MARK: Final = b'{"tilework": '
+_PACKAGE_FOLDERS: Final = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 #: Frames in these files belong to the launcher, not to the program.
 _OWN_FILES: Final = tuple(
     os.path.join(os.path.dirname(__file__), name)
@@ -44,6 +51,10 @@ class FailureReport:
     """The whole traceback; empty for ``sys.exit``."""
     exit_code: int
     """The exit code of the process."""
+    site: str = ""
+    """``file:line`` of the innermost frame of the program's own; empty without any."""
+    hint: str = ""
+    """Advice for an error that is not tilework's own; empty without any."""
 
 
 def describe(error: BaseException, exit_code: int) -> FailureReport:
@@ -56,6 +67,8 @@ def describe(error: BaseException, exit_code: int) -> FailureReport:
         summary="" if quiet else summary(error),
         traceback=text[-MAX_TRACEBACK_CHARS:],
         exit_code=exit_code,
+        site="" if quiet else _site(error),
+        hint="" if quiet else hint(error),
     )
 
 
@@ -92,6 +105,29 @@ def _decode_line(line: bytes) -> FailureReport | None:
         return FailureReport(**{**fields, "classes": tuple(fields["classes"])})
     except (ValueError, TypeError, KeyError):
         return None  # cut off, as the rank died while writing
+
+
+def _site(error: BaseException) -> str:
+    """``file:line`` where the program's own code failed, packages that it uses left out."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_near(error.filename)}:{error.lineno}"
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(_program_frames(error))
+        if not in_library[frame.f_code.co_filename]
+    ]
+    own = [(file, line) for file, line in frames if not file.startswith(_PACKAGE_FOLDERS)]
+    if not frames:
+        return ""
+    file, line = (own or frames)[-1]
+    return f"{_near(file)}:{line}"
+
+
+def _near(file: str) -> str:
+    """The path, relative to the current folder if the file is below it."""
+    with contextlib.suppress(OSError):
+        return file.removeprefix(os.path.join(os.getcwd(), ""))
+    return file
 
 
 def _format(error: BaseException) -> str:

@@ -6,7 +6,9 @@ import signal
 from collections.abc import Sequence
 from typing import Final
 
+from tilework.comm.flight.history import named
 from tilework.launch.root_cause import Failure
+from tilework.launch.traceback_folding import folded
 
 _BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 
@@ -29,8 +31,10 @@ def headline(failure: Failure) -> str:
     """
     if failure.lost_node:
         return f"{failure.lost_node} failed: {_how(failure)}"
-    where = f" on {failure.node}" if failure.node else ""
-    there = failure.node and failure.report is not None and failure.report.summary
+    report = failure.report
+    where = f" at {report.site}" if report is not None and report.site else ""
+    where += f" on {failure.node}" if failure.node else ""
+    there = failure.node and report is not None and report.summary
     return f"rank {failure.rank} failed{where}: {_how(failure)}{'; see there' if there else ''}"
 
 
@@ -45,24 +49,27 @@ def cause(failure: Failure) -> str:
 
 
 def failure_text(failure: Failure, colour: bool = False) -> str:
-    """The headline and the traceback below it, each line ended."""
+    """The headline, the traceback below it and any advice, each line ended."""
     head = headline(failure)
     if colour:
         head = f"{_BOLD_RED}{head}{_RESET}"
-    return f"{head}\n{_indented(failure.traceback)}"
+    hint = failure.report.hint if failure.report is not None else ""
+    advice = f"hint: {hint}\n" if hint else ""
+    return f"{head}\n{_indented(folded(failure.traceback))}{advice}"
 
 
 def other_failures_text(root: Failure, failures: Sequence[Failure], colour: bool = False) -> str:
     """A line for each kind of failure of further ranks; empty without any.
 
-    What says no more than that ``root`` failed, or says the same, is named by its class alone.
+    A failure that says no more than that ``root`` failed, or the same, is named by its class alone.
     """
     ranks: dict[str, list[int]] = {}
     for failure in failures:
-        known = failure.is_consequence or _class(failure) == _class(root) != ""
-        how = f"{_class(failure)} ({_ending(failure)})" if known else _how(failure)
+        name = _class(failure)
+        known = name and (failure.is_consequence or name == _class(root))
+        how = name + _unusual_ending(failure) if known else _how(failure)
         ranks.setdefault(how, []).append(failure.rank)
-    lines = [f"then failed {_named(who)}: {how}" for how, who in ranks.items()]
+    lines = [f"then failed {named(who)}: {how}" for how, who in ranks.items()]
     if colour:
         lines = [f"{_DIM}{line}{_RESET}" for line in lines]
     return "".join(f"{line}\n" for line in lines)
@@ -77,13 +84,14 @@ def _how(failure: Failure) -> str:
     if failure.lost_node:
         return f"{failure.node} is gone: its launcher was killed, or the link to it is cut"
     if failure.report is not None and failure.report.summary:
-        return f"{failure.report.summary} ({_ending(failure)})"
+        return failure.report.summary + _unusual_ending(failure)
     how = _ending(failure)
     return f"{how} ({_HINTS[how]})" if how in _HINTS else how
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+def _unusual_ending(failure: Failure) -> str:
+    """The ending, where it is not the one that every exception has."""
+    return "" if failure.code == 1 else f" ({_ending(failure)})"
 
 
 def _ending(failure: Failure) -> str:

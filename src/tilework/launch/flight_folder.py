@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -12,9 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tilework.comm.flight.diagnosis import diagnose
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE
+from tilework.launch.explain import read
 
 _IN_LOG_DIR: Final = "flight"
+_PREFIX: Final = "tilework-flight-"
+_NAME_BYTES: Final = 8
+#: Whoever has not looked at a folder by then never will.
+_OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 
 @dataclass
@@ -24,7 +31,7 @@ class FlightFolder:
     path: Path
     #: Whether it is only for this job, and nobody has named it.
     temporary: bool
-    #: Whether the user has asked for records.
+    #: Whether the user has asked for records, or was told of them.
     wanted: bool = False
     _began: float = field(default_factory=time.time, compare=False)
 
@@ -36,21 +43,34 @@ class FlightFolder:
             return FlightFolder(Path(named).absolute(), temporary=False)
         if log_dir is not None:
             return FlightFolder((log_dir / _IN_LOG_DIR).absolute(), temporary=False)
-        name = f"tilework-flight-{secrets.token_hex(8)}"
+        name = f"{_PREFIX}{secrets.token_hex(_NAME_BYTES)}"
         return FlightFolder(Path(tempfile.gettempdir(), name), temporary=True)
 
     def announce(self) -> str:
-        """The line to print after a failure, naming the folder; "" without records."""
+        """The line to print after a failure, naming the folder; "" where nobody waited."""
         written = sum(1 for path in self.path.glob("rank-*.json") if self._is_new(path))
-        if not written:
+        if not written or not self._explains():
             return ""
+        self.wanted = True
         ranks = "1 rank" if written == 1 else f"{written} ranks"
         return f"who waited for whom: tilework explain {self.path} (records of {ranks})"
 
-    def close(self, failed: bool) -> None:
-        """Remove the folder unless it was announced."""
-        if self.temporary and not failed and not self.wanted:
+    def close(self) -> None:
+        """Remove the folder, unless the user knows of it, and those that old jobs have left."""
+        if not self.temporary:
+            return
+        if not self.wanted:
             shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self.path.parent.glob(f"{_PREFIX}{'[0-9a-f]' * 2 * _NAME_BYTES}"):
+            if _is_old(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _explains(self) -> bool:
+        """True if the records say that a rank waited for another."""
+        with contextlib.suppress(OSError):
+            kinds = {finding.kind for finding in diagnose(read(self.path).records)}
+            return not kinds <= {"fine", "slow", "unheard"}
+        return False
 
     def _is_new(self, path: Path) -> bool:
         try:
@@ -58,3 +78,11 @@ class FlightFolder:
             return os.stat(path).st_mtime > self._began - 1.0
         except OSError:
             return False
+
+
+def _is_old(folder: Path) -> bool:
+    """True for a folder of this user's that nothing was written to for long."""
+    with contextlib.suppress(OSError):
+        status = os.lstat(folder)
+        return status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_SECONDS
+    return False

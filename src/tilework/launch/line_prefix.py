@@ -32,10 +32,12 @@ class LineAssembler:
         prefix: Put before each line; may be empty.
         terminal: Whether lines go to a terminal: then a colour that a line leaves switched on
             ends with it, and of a line rewritten by carriage returns its last state is shown.
+        rank: Whose lines they are.
     """
 
-    def __init__(self, prefix: bytes, terminal: bool) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: bytes, terminal: bool, rank: int = 0) -> None:
+        self.prefix = prefix
+        self.rank = rank
         self._terminal = terminal
         self._rest = b""
 
@@ -63,7 +65,7 @@ class LineAssembler:
         """A block of lines without the last newline, with prefixes and that newline."""
         if self._terminal and (b"\r" in block or b"\x1b" in block):
             block = b"\n".join(_tidy(line) for line in block.split(b"\n"))
-        return self._prefix + block.replace(b"\n", b"\n" + self._prefix) + b"\n"
+        return self.prefix + block.replace(b"\n", b"\n" + self.prefix) + b"\n"
 
 
 def _tidy(line: bytes) -> bytes:

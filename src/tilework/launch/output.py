@@ -12,10 +12,12 @@ import errno
 import os
 import struct
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from tilework.launch.line_merging import LineMerger
 from tilework.launch.line_prefix import LineAssembler, prefix_for
 from tilework.launch.live_display import LiveDisplay
 from tilework.launch.nonblocking_output import NonblockingOutput
@@ -37,15 +39,36 @@ class Screen:
     Args:
         fd: Its descriptor.
         live_prefix: What rank 0's lines begin with, if it is shown live here.
+        merged_ranks: The number of ranks of which equal lines become one; 0: each line stays.
     """
 
-    def __init__(self, fd: int, live_prefix: bytes = b"") -> None:
+    def __init__(self, fd: int, live_prefix: bytes = b"", merged_ranks: int = 0) -> None:
         self.output = NonblockingOutput(fd)
+        self._merger = LineMerger(merged_ranks) if merged_ranks > 1 else None
         self.is_terminal = os.isatty(fd)
         self._live = LiveDisplay(live_prefix) if self.is_terminal else None
 
+    def lines_of(self, rank: int, prefix: bytes, data: bytes) -> None:
+        """Write a rank's whole lines, which have the prefix; perhaps a moment later."""
+        if data and self._merger is not None:
+            data = self._merger.feed(rank, prefix, data, time.monotonic())
+        self._write(data)
+
+    @property
+    def due(self) -> float | None:
+        """When :meth:`write_due` has something to write; None if nothing waits."""
+        return None if self._merger is None else self._merger.due
+
+    def write_due(self) -> None:
+        """Write the lines that have waited long enough for equal ones."""
+        if self._merger is not None:
+            self._write(self._merger.take(time.monotonic()))
+
     def lines(self, data: bytes) -> None:
-        """Write whole lines."""
+        """Write whole lines, after those that wait."""
+        self._write((b"" if self._merger is None else self._merger.flush()) + data)
+
+    def _write(self, data: bytes) -> None:
         if data:
             self.output.write(data if self._live is None else self._live.above(data))
 
@@ -55,7 +78,8 @@ class Screen:
             self.output.write(self._live.feed(data))
 
     def settle(self) -> None:
-        """End rank 0's display, before anything else is written."""
+        """Write the lines that wait and end rank 0's display, before anything else is written."""
+        self.lines(b"")
         if self._live is not None:
             self.output.write(self._live.settle())
 
@@ -107,7 +131,7 @@ class RankStream:
         while self.read():
             pass
         if self._assembler is not None:
-            self.screen.lines(self._assembler.finish())
+            self._show(self._assembler, self._assembler.finish())
         self.close()
 
     def fileno(self) -> int:
@@ -126,7 +150,10 @@ class RankStream:
         if self._assembler is None:
             self.screen.live(data)
         else:
-            self.screen.lines(self._assembler.feed(data))
+            self._show(self._assembler, self._assembler.feed(data))
+
+    def _show(self, assembler: LineAssembler, lines: bytes) -> None:
+        self.screen.lines_of(assembler.rank, assembler.prefix, lines)
 
 
 class LogFile:
@@ -187,8 +214,8 @@ class Output:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         # One pipe for both keeps what a rank writes in order; separate files need separate pipes.
         self._merged = os.path.sameopenfile(1, 2)
-        self.stdout = Screen(1, self._prefix(0, wants_colour(1)))
-        self.stderr = self.stdout if self._merged else Screen(2, self._prefix(0, wants_colour(2)))
+        self.stdout = self._screen(1)
+        self.stderr = self.stdout if self._merged else self._screen(2)
         self.streams: list[RankStream] = []
         self._logs: dict[tuple[int, str], LogFile] = {}
         #: Rank 0's pseudo-terminals: its end, the terminal shown on, and the prefix's width.
@@ -257,6 +284,15 @@ class Output:
             screen.settle()
             screen.output.flush(seconds)
 
+    def _screen(self, fd: int) -> Screen:
+        # A person reads messages; a stdout of its own may be data for a program.
+        is_read = fd == 2 or self._merged or os.isatty(fd)
+        has_prefix = bool(self._prefix(0, False))  # else lines would not say whose they are
+        merged_ranks = self._settings.nprocs if is_read and has_prefix else 0
+        if os.isatty(fd):
+            merged_ranks -= 1  # rank 0 is shown live
+        return Screen(fd, self._prefix(0, wants_colour(fd)), merged_ranks)
+
     def _connect(self, rank: int, name: str, screen: Screen) -> int:
         """Connect one stream of one rank; the rank's own end."""
         prefix = self._prefix(rank, screen.is_terminal and wants_colour(screen.output.fileno()))
@@ -275,7 +311,7 @@ class Output:
             assembler = None
         else:
             reader, writer = os.pipe()
-            assembler = LineAssembler(prefix, screen.is_terminal)
+            assembler = LineAssembler(prefix, screen.is_terminal, rank)
         self.streams.append(RankStream(reader, screen, assembler, log))
         return writer
 

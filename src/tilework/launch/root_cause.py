@@ -76,6 +76,11 @@ class Failure:
         )
 
     @property
+    def is_echo(self) -> bool:
+        """True if another rank has said the same before, and ended a group with that."""
+        return self.report is not None and "aborted by rank " in self.report.summary
+
+    @property
     def happened(self) -> float:
         """The best guess of when it really happened."""
         return self.time - (_NOTICED_LATE_SECONDS if self.report is None else 0.0)
@@ -88,7 +93,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
         >>> root_cause([Failure(rank=1, time=2.0, code=1), Failure(rank=0, time=1.0, code=-9)]).rank
         0
     """
-    return min(failures, key=lambda f: (f.is_consequence, f.happened, f.rank))
+    return min(failures, key=lambda f: (f.is_consequence, f.is_echo, f.happened, f.rank))
 
 
 def settle_time(failures: Sequence[Failure]) -> float:

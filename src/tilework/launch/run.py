@@ -112,7 +112,7 @@ class _Parts:
             notes.append(f"ended what ranks had left running: {', '.join(left_behind)}")
         if outcome.root is not None and (records := self.flight.announce()):
             notes.append(records)
-        self.flight.close(failed=outcome.root is not None)
+        self.flight.close()
         for line in notes:
             self.output.write_notice(f"tilework: {line}\n")
 

@@ -19,7 +19,7 @@ from tilework.comm.flight import watch
 from tilework.launch import linux, node_link, orphans, termination
 from tilework.launch.failure_report import FailureReport
 from tilework.launch.node_link import Message, NodeLink
-from tilework.launch.output import Output
+from tilework.launch.output import Output, Screen
 from tilework.launch.process import RankProcess
 from tilework.launch.recovery import Answer, Recovery
 from tilework.launch.root_cause import Failure, root_cause, settle_time
@@ -154,6 +154,8 @@ class Supervisor:
             poll.register(fd, select.POLLOUT)
         for fd, _ in poll.poll(self._poll_timeout(deadline)):
             (writers.get(fd) or callbacks[fd])()
+        for screen in self._screens():
+            screen.write_due()
         for rank in self.ranks:
             if rank.end_fd is None:
                 rank.check()
@@ -181,8 +183,11 @@ class Supervisor:
 
     def _writers(self) -> dict[int, Callable[[], object]]:
         """Descriptors to wait for until they are writable."""
-        screens = self.around.output.screens if self.around.output is not None else []
+        screens = self._screens()
         return {s.output.fileno(): s.output.pump for s in screens if s.output.pending_bytes}
+
+    def _screens(self) -> Sequence[Screen]:
+        return self.around.output.screens if self.around.output is not None else ()
 
     def _poll_timeout(self, deadline: float | None) -> int | None:
         """Milliseconds until something is due; None: nothing is."""
@@ -198,6 +203,7 @@ class Supervisor:
             due.append(time.monotonic() + _ASK_SECONDS)
         if self.around.recovery is not None and self._outlived:
             due.append(time.monotonic() + _LOOK_SECONDS)
+        due += [screen.due for screen in self._screens() if screen.due is not None]
         if not due:
             return None
         return max(0, int((min(due) - time.monotonic()) * 1000) + 1)
@@ -245,8 +251,8 @@ class Supervisor:
 
     def _note_lost_output(self) -> None:
         """End the job when nobody can read what it writes: the reader left, the disk is full."""
-        screens = self.around.output.screens if self.around.output is not None else []
-        broken = [screen.output.broken for screen in screens if screen.output.broken is not None]
+        outputs = [screen.output for screen in self._screens()]
+        broken = [output.broken for output in outputs if output.broken is not None]
         if broken and self._stop_began is None:
             self._lost_output = broken[0]
             self.stop(termination.after_signal(signal.SIGTERM))

@@ -45,6 +45,7 @@ from tilework.comm.contract import (
     Work,
 )
 from tilework.comm.flight.dump import note_fault
+from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
 from tilework.errors import (
     CollectiveMismatchError,
@@ -57,6 +58,8 @@ _DEFAULTS = Options()
 _DONE = CompletedWork()
 #: Seconds that a rank which fails waits for the other ranks' reports.
 _REPORT_SECONDS = 0.3
+#: Different calls that the first line of a mismatch holds.
+_MAX_CALLS_IN_LINE = 3
 _ERROR_OF: dict[str, type[DistBackendError]] = {
     "mismatch": CollectiveMismatchError,
     "peer_lost": PeerLostError,
@@ -388,12 +391,7 @@ class NativeGroup(ProcessGroup):
     def _failure_text(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
         whom = ", ".join(map(str, ranks))
         if kind == "mismatch":
-            reports = self._all_reports()
-            return (
-                f"ranks called different things ({detail or 'see below'}):\n{reports}\n"
-                f"Make every rank of the group call the same operations in the same order, "
-                f"with matching arguments.{provenance.advice(reports)}"
-            )
+            return self._mismatch_text(detail)
         advice = provenance.advice(here)
         if kind == "peer_lost":
             return f"{here}: lost rank {whom}: {detail or 'its process ended'}.{advice}"
@@ -404,12 +402,22 @@ class NativeGroup(ProcessGroup):
         waited = _waited(detail)
         return f"{here}: {waited}: {detail}. Still missing: rank {whom} ({missing}).{advice}"
 
-    def _all_reports(self) -> str:
+    def _mismatch_text(self, detail: str) -> str:
+        """Each different call, with the ranks that made it: in the first line unless many."""
         reports = self.engine.failure_reports(_REPORT_SECONDS)
         last = self.engine.last_entered()
-        return "\n".join(
-            f"  rank {rank}: {report or entered}"
-            for rank, report, entered in zip(self.global_ranks, reports, last, strict=True)
+        ranks: dict[str, list[int]] = {}
+        for rank, report, entered in zip(self.global_ranks, reports, last, strict=True):
+            ranks.setdefault(report or entered or "nothing yet", []).append(rank)
+        calls = [f"{named(who)} called {call}" for call, who in ranks.items()]
+        first = "; ".join(calls[:_MAX_CALLS_IN_LINE])
+        rest = "".join(f"\n  {call}" for call in calls[_MAX_CALLS_IN_LINE:])
+        if detail and (len(calls) == 1 or " called " not in detail):
+            first += f" ({detail})"  # a difference that the calls alone do not show
+        return (
+            f"ranks called different things: {first}{';' if rest else ''}{rest}\n"
+            f"Make every rank of the group call the same operations in the same order, "
+            f"with matching arguments.{provenance.advice(' '.join(calls))}"
         )
 
     def _aborted_error(self, place: str, here: str, detail: str) -> DistBackendError:
