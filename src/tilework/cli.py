@@ -24,6 +24,13 @@ from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
 from tilework.launch.settings import LaunchSettings, check_backend
 
+_COMMANDS = ("run", "doctor", "explain", "checkpoint")
+
+_NOTES = """\
+  tilework train.py                       run a script, one rank per core: short for tilework run
+  tilework COMMAND --help                 the options of a command, with examples
+"""
+
 _RUN_NOTES = """\
 Options of tilework come before SCRIPT; what follows it is the script's own.
 
@@ -56,13 +63,29 @@ def dispatch(arguments: Sequence[str]) -> int:
         >>> dispatch(["run", "-n", "2", "train.py"])  # doctest: +SKIP
         0
     """
-    if arguments and arguments[0] == "checkpoint":
+    if not arguments:
+        _parser().print_help()
+        return 0
+    if arguments[0] == "checkpoint":
         return _checkpoint(arguments[1:])  # its own options, which take importing torch
+    arguments = _with_command(arguments)
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         options.parser.error(_unknown_text(options.parser, unknown))
     status: int = options.command(options)
     return status
+
+
+def _with_command(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments with ``run`` in front where they begin with its options or a script."""
+    first = arguments[0]
+    if first in _COMMANDS or first in ("-h", "--help", "--version"):
+        return arguments
+    if first.startswith("-") or first.endswith(".py") or os.path.exists(first):
+        return ["run", *arguments]
+    near = difflib.get_close_matches(first, _COMMANDS, n=1)
+    guess = f"did you mean {near[0]}?" if near else f"they are {', '.join(_COMMANDS)}"
+    _parser().error(f"there is no command {first!r}, nor a script of that name: {guess}")
 
 
 def _unknown_text(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
@@ -74,7 +97,10 @@ def _unknown_text(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> st
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tilework", description="Sharded tensors and process groups for PyTorch."
+        prog="tilework",
+        description="Sharded tensors and process groups for PyTorch.",
+        epilog=_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tilework {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -184,6 +210,12 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
     """The program to run; raises if it does not exist: one message now, not one from each rank."""
     name, arguments = options.script, tuple(options.arguments)
+    if _PYTHON.fullmatch(os.path.basename(name)) and arguments and not os.path.isdir(name):
+        name, *rest = arguments  # the launcher starts the interpreter itself
+        if name == "-m" and rest:
+            options.module = True
+            name, *rest = rest
+        arguments = tuple(rest)
     if options.module:
         _check_module(parser, name)
         return Module(name, arguments)
@@ -194,6 +226,9 @@ def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Pr
     if not os.access(name, os.R_OK):
         parser.error(f"the file {name!r} cannot be read: check its permissions")
     return Script(name, arguments)
+
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
 
 def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
@@ -216,7 +251,7 @@ def _script_guess(name: str) -> str:
     folder, base = os.path.split(name)
     with suppress(OSError):
         known = [entry for entry in os.listdir(folder or ".") if entry.endswith(".py")]
-        near = difflib.get_close_matches(base, known, n=1) or (
+        near = difflib.get_close_matches(base, known, n=1, cutoff=0.8) or (
             [f"{base}.py"] if f"{base}.py" in known else []
         )
         if near:
@@ -308,13 +343,20 @@ def _backend(text: str) -> str:
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "doctor", help="tell what this machine has, and test a group of two ranks"
+        "doctor",
+        help="tell what this machine has, and test a group of two ranks",
+        epilog=_DOCTOR_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
     parser.set_defaults(parser=parser, command=lambda options: _doctor(options.calibrate))
 
 
-_CALIBRATE_HELP = "measure anew which ways of moving data are fast here, keep and print that"
+_DOCTOR_NOTES = """\
+  tilework doctor                         does everything work here, and how fast
+  tilework doctor --calibrate             measure again, after a change of the machine
+"""
+_CALIBRATE_HELP = "measure again which ways of moving data are fast here, keep and print that"
 
 
 def _doctor(calibrate: bool) -> int:
@@ -333,12 +375,22 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _checkpoint(arguments: Sequence[str]) -> int:
+    given = [each for each in arguments if not each.startswith("-")]
+    if len(given) > 1 and given[0] != "convert" and "://" not in given[1]:
+        missing = [each for each in given[1 : 3 if given[0] == "diff" else 2] if _is_missing(each)]
+        if missing and given[0] in ("show", "verify", "diff"):
+            print(f"tilework checkpoint: there is nothing at {missing[0]!r}", file=sys.stderr)
+            return 2
     # By name, since it imports torch.
     command = importlib.import_module("tilework.checkpoint.command")
     parser = argparse.ArgumentParser("tilework checkpoint")
     command.add_commands(parser)
     status: int = command.run_command(parser.parse_args(arguments))
     return status
+
+
+def _is_missing(path: str) -> bool:
+    return "://" not in path and not os.path.exists(path)
 
 
 # tilework explain
@@ -349,6 +401,9 @@ folder that tilework run names when a job has failed.
 
 The exit status is 0 if no rank waits for another and nothing failed, 1 if something
 is explained, 2 if there is no record that can be read.
+
+  tilework explain /tmp/tilework-flight-cf49770325b428ad
+  tilework explain logs/flight --json     the same, for a program
 """
 
 

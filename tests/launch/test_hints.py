@@ -36,7 +36,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(6, heads * 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q_proj(x).view(1, 2, -1, 4)
+        heads: torch.Tensor = self.q_proj(x).view(1, 2, -1, 4)
+        return heads
 
 
 def test_heads_that_ranks_cannot_share() -> None:

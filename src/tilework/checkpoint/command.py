@@ -18,24 +18,43 @@ from tilework.tiled.terminal import printable
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
+_EXAMPLES = {
+    "show": ("run/step-00000100", "model.safetensors 'model.layers.0.*'"),
+    "verify": ("run/step-00000100", "s3://bucket/run/step-00000100"),
+    "diff": ("run/step-00000100 run/step-00000200", "mine theirs"),
+    "convert": ("run/step-00000100 model.safetensors", "dcp-folder mine --strip module."),
+}
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
+) -> argparse.ArgumentParser:
+    """A command whose help ends with examples."""
+    examples = "\n".join(f"  tilework checkpoint {name} {each}" for each in _EXAMPLES[name])
+    formatter = argparse.RawDescriptionHelpFormatter
+    return commands.add_parser(name, help=summary, epilog=examples, formatter_class=formatter)
+
+
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add the commands and their options to the parser of ``tilework checkpoint``."""
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    shown = commands.add_parser("show", help="tensors, layouts, sizes and checksums")
-    shown.add_argument("path", metavar="PATH", help="a checkpoint: a folder, or a URL")
+    shown = _add(commands, "show", "tensors, layouts, sizes and checksums")
+    shown.add_argument(
+        "path", metavar="PATH", help="a checkpoint, a folder of checkpoints, or safetensors"
+    )
     shown.add_argument(
         "names", metavar="NAME", nargs="*", default=[], help="patterns, such as 'model.*'"
     )
     shown.set_defaults(work=_show)
-    verified = commands.add_parser("verify", help="read all of it, and compare checksums")
+    verified = _add(commands, "verify", "read all of it, and compare checksums")
     verified.add_argument("path", metavar="PATH", help="a checkpoint: a folder, or a URL")
     verified.set_defaults(work=_verify)
-    compared = commands.add_parser("diff", help="what differs between two checkpoints")
+    compared = _add(commands, "diff", "what differs between two checkpoints")
     compared.add_argument("a", metavar="A")
     compared.add_argument("b", metavar="B")
     compared.set_defaults(work=_diff)
-    converted = commands.add_parser(
-        "convert", help="from and to safetensors, DCP folders and files of torch.save"
+    converted = _add(
+        commands, "convert", "from and to safetensors, DCP folders and files of torch.save"
     )
     add = converted.add_argument
     add(

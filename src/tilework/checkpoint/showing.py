@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zlib
 from collections.abc import Iterable, Sequence
 
 from tilework.checkpoint.api import AnyPath, storage_at
+from tilework.checkpoint.convert.safetensors_files import open_safetensors
 from tilework.checkpoint.flat_state import FlatState, PerRank, Value, dotted
-from tilework.checkpoint.format import Index, SavedTensor
+from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
 from tilework.checkpoint.index_file import read_index
 from tilework.checkpoint.loading import saved_state
+from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.name_patterns import NamePatterns
+from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.values import decode_value
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture, print_styled
@@ -25,8 +30,10 @@ _RANK = re.compile(r"-rank0*([0-9]+)-")
 def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     """Print a checkpoint: its tensors, their layouts, drawn, their sizes and checksums. Local.
 
+    Of the folder of a :class:`CheckpointManager` it prints the steps that are there.
+
     Args:
-        path: A folder, or a URL.
+        path: A folder, or a URL; also a safetensors file, or a folder of such files.
         names: Patterns: only tensors whose names match one, and all of them.
 
     Raises:
@@ -41,12 +48,46 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
         1 tensor, 8 B in 1 file, saved by 1 rank ...
     """
     storage = storage_at(path)
-    index = read_index(storage)
-    state = saved_state(index, storage) if not names else FlatState()
+    found = _names_at(storage)
+    if INDEX_NAME not in found and (kept := CheckpointManager(path).all()):
+        print_styled(lambda width: _steps(kept))
+        return
+    is_foreign = INDEX_NAME not in found and (
+        str(path).endswith(".safetensors") or any(n.endswith(".safetensors") for n in found)
+    )
+    index = open_safetensors(path).index if is_foreign else read_index(storage)
+    state = FlatState() if names or is_foreign else saved_state(index, storage)
     patterns = NamePatterns(names or None)
     tensors = [t for t in index.tensors.values() if patterns.match(t.name)]
     patterns.check()
     print_styled(lambda width: list(_lines(index, state, tensors, names, width)))
+
+
+def _names_at(storage: Storage) -> list[str]:
+    with contextlib.suppress(OSError):
+        return list(storage.names())
+    return []
+
+
+def _steps(kept: Sequence[KeptCheckpoint]) -> Iterable[StyledLine]:
+    """A line for each step, with its size and its metrics, of which the lowest are marked."""
+    indices = [read_index(storage_at(each.path)) for each in kept]
+    yield [(f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} of a run", "bold")]
+    yield []
+    lowest = {
+        name: min(each.metrics[name] for each in kept if name in each.metrics)
+        for name in {name for each in kept for name in each.metrics}
+    }
+    for each, index in zip(kept, indices, strict=True):
+        metrics = [
+            f"{name} {value:g}{' (lowest)' if value == lowest[name] else ''}"
+            for name, value in sorted(each.metrics.items())
+        ]
+        notes = [*metrics, "latest"] if each is kept[-1] else metrics
+        size = bytes_text(_bytes_of(index)).rjust(10)
+        yield [(f"step {each.step:>8}  {size}  {', '.join(notes)}".rstrip(), "")]
+    yield []
+    yield [(f"to see one: tilework checkpoint show {kept[-1].path}", "")]
 
 
 def _lines(
@@ -154,7 +195,15 @@ def _values(state: FlatState) -> Iterable[StyledLine]:
         yield []
         yield [("values", "bold")]
     for name, leaf in values[:_LISTED]:
-        text = f"{len(leaf.variants)} variants" if isinstance(leaf, PerRank) else str(leaf.json)
+        text = f"{len(leaf.variants)} variants" if isinstance(leaf, PerRank) else _value(leaf)
         yield [(f"{name} = {text if len(text) <= 60 else text[:57] + '…'}", "")]
     if len(values) > _LISTED:
         yield [(f"… and {len(values) - _LISTED:,} more", "")]
+
+
+def _value(leaf: Value) -> str:
+    """The value as Python writes it; of kinds that are not known here, as it is saved."""
+    try:
+        return repr(decode_value(leaf.json))
+    except ValueError:
+        return str(leaf.json)

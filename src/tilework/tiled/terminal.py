@@ -33,7 +33,8 @@ def print_styled(render: Callable[[int], Iterable[StyledLine]]) -> None:
         if not unicode:
             line = [(text.translate(_ASCII), style) for text, style in line]
         line = [(printable(text), style) for text, style in line]
-        console.print(Text.assemble(*line), overflow="fold")
+        # What is piped on is not broken at some width.
+        console.print(Text.assemble(*line), overflow="fold", soft_wrap=not console.is_terminal)
 
 
 def printable(text: str) -> str:
