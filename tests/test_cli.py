@@ -94,8 +94,42 @@ def test_what_is_missing_is_named_and_what_is_optional_is_not(
     assert refused(capsys, "checkpoint", "show") == "the following arguments are required: PATH"
 
 
-def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "required: COMMAND" in refused(capsys)
+def test_no_command_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dispatch([]) == 0
+    assert "tilework COMMAND --help" in capsys.readouterr().out
+
+
+def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean run?" in refused(capsys, "rnu")
+    assert "they are run, doctor" in refused(capsys, "qqqqq")
+
+
+def test_a_script_without_a_command_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no file 'nowhere.py'" in refused(capsys, "nowhere.py")
+    assert "there is no file 'nowhere.py'" in refused(capsys, "-n", "2", "nowhere.py")
+
+
+def test_the_interpreter_before_a_script_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no file 'nowhere.py'" in refused(capsys, "run", "python", "nowhere.py")
+    text = refused(capsys, "run", "python3", "-m", "nowhere")
+    assert "there is no module 'nowhere'" in text
+
+
+def test_a_script_of_another_name_is_no_guess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("15_perm.py", "train.py"):
+        (tmp_path / name).touch()
+    assert "did you mean" not in refused(capsys, "run", "x_err.py")
+    assert "did you mean 'train.py'" in refused(capsys, "run", "trian.py")
+
+
+@pytest.mark.parametrize("command", ["run", "doctor", "explain"])
+def test_help_ends_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        dispatch([command, "--help"])
+    assert capsys.readouterr().out.count(f"  tilework {command} ") >= 2
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

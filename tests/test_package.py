@@ -107,3 +107,12 @@ def test_importing_loads_no_more_than_needed(module: str, unneeded: tuple[str, .
     imported = fresh_python(f"import sys, {module}; print(*sys.modules)").split()
     assert module in imported
     assert not set(unneeded).intersection(imported)
+
+
+def test_packages_are_attributes() -> None:
+    program = (
+        "import sys, tilework as tw; assert 'torch' not in sys.modules;"
+        "assert 'parallel' in dir(tw); print(tw.errors.__name__, hasattr(tw, 'nothing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "tilework.errors False", done.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoint.states import dtensor, numbers
 from tilework import checkpoint
@@ -28,6 +29,43 @@ def saved(tmp_path: Path) -> Path:
 
 def run(*arguments: object) -> int:
     return dispatch(["checkpoint", *map(str, arguments)])
+
+
+def test_show_of_a_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.ones(3, 4)}, tmp_path / "m.safetensors")
+    assert run("show", tmp_path / "m.safetensors") == 0
+    assert "a       F32    [3, 4]   48 B" in capsys.readouterr().out
+
+
+def test_show_of_the_checkpoints_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = checkpoint.CheckpointManager(tmp_path)
+    for step, loss in ((10, 0.3), (20, 0.5)):
+        manager.save(step, {"w": torch.ones(4)}, {"loss": loss})
+    assert run("show", tmp_path) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "step 10 16 B loss 0.3 (lowest)" in lines
+    assert "step 20 16 B loss 0.5, latest" in lines
+
+
+def test_show_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("show", tmp_path / "none") == 2
+    assert "there is nothing at" in capsys.readouterr().err
+
+
+def test_values_are_shown_as_python_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint.save({"t": (1, 2)}, tmp_path / "c")
+    assert run("show", tmp_path / "c") == 0
+    assert "t = (1, 2)" in capsys.readouterr().out
+
+
+def test_rows_are_not_wrapped_in_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint.save({"w" * 120: torch.ones(2)}, tmp_path / "c")
+    assert run("show", tmp_path / "c") == 0
+    assert any("w" * 120 in line and "F32" in line for line in capsys.readouterr().out.splitlines())
 
 
 def test_show(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 from tilework.checkpoint.api import AnyPath, storage_at
-from tilework.checkpoint.convert.safetensors_files import open_safetensors
+from tilework.checkpoint.convert.safetensors_files import safetensors_index
 from tilework.checkpoint.flat_state import FlatState, PerRank, Value, dotted
 from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
 from tilework.checkpoint.index_file import read_index
@@ -16,8 +16,8 @@ from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.storage import Storage
-from tilework.checkpoint.values import decode_value
 from tilework.checkpoint.system_errors import checkpoint_errors
+from tilework.checkpoint.values import decode_value
 from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture, print_styled
 
@@ -49,13 +49,13 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     """
     storage = storage_at(path)
     found = _names_at(storage)
-    if INDEX_NAME not in found and (kept := CheckpointManager(path).all()):
+    if found and INDEX_NAME not in found and (kept := CheckpointManager(path).all()):
         print_styled(lambda width: _steps(kept))
         return
     is_foreign = INDEX_NAME not in found and (
         str(path).endswith(".safetensors") or any(n.endswith(".safetensors") for n in found)
     )
-    index = open_safetensors(path).index if is_foreign else read_index(storage)
+    index = safetensors_index(path)[1] if is_foreign else read_index(storage)
     state = FlatState() if names or is_foreign else saved_state(index, storage)
     patterns = NamePatterns(names or None)
     tensors = [t for t in index.tensors.values() if patterns.match(t.name)]

@@ -34,7 +34,10 @@ def print_styled(render: Callable[[int], Iterable[StyledLine]]) -> None:
             line = [(text.translate(_ASCII), style) for text, style in line]
         line = [(printable(text), style) for text, style in line]
         # What is piped on is not broken at some width.
-        console.print(Text.assemble(*line), overflow="fold", soft_wrap=not console.is_terminal)
+        if console.is_terminal:
+            console.print(Text.assemble(*line), overflow="fold")
+        else:
+            console.print(Text.assemble(*line), soft_wrap=True)
 
 
 def printable(text: str) -> str:

@@ -35,6 +35,17 @@ def open_safetensors(path: AnyPath) -> Source:
     Raises:
         CheckpointError: A file is missing or damaged, or the index is not as it must be.
     """
+    storage, index = safetensors_index(path)
+    flat = FlatState({(key,): NamedTensor(key) for key in index.tensors}, {(): "dict"})
+    return IndexedSource(storage, index, flat, verify=False)
+
+
+def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
+    """Where the tensors of :func:`open_safetensors` are, from the headers of the files.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the index is not as it must be.
+    """
     storage, name = _place(path)
     names = dict.fromkeys(_listed_files(storage) if name is None else [name])
     tensors: dict[str, SavedTensor] = {}
@@ -46,8 +57,7 @@ def open_safetensors(path: AnyPath) -> Source:
             if key in tensors:
                 raise CheckpointError(f"{storage.where(name)}: {key!r} is in another file, too")
             tensors[key] = SavedTensor(key, dtype, part.box.sizes, (part,))
-    flat = FlatState({(key,): NamedTensor(key) for key in tensors}, {(): "dict"})
-    return IndexedSource(storage, Index(tensors, files), flat, verify=False)
+    return storage, Index(tensors, files)
 
 
 def _place(path: AnyPath) -> tuple[Storage, str | None]:
