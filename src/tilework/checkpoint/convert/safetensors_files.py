@@ -41,7 +41,7 @@ def open_safetensors(path: AnyPath) -> Source:
 
 
 def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
-    """Where the tensors of :func:`open_safetensors` are, from the headers of the files.
+    """The places of the tensors of :func:`open_safetensors`, from the headers of the files.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the index is not as it must be.
