@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import ast
+import runpy
 from pathlib import Path
 
+import pytest
+
+from tests.docs_search import (
+    INDEX,
+    Search,
+    constant_of_hooks,
+    sections_of_site,
+    sections_of_sources,
+)
 from tests.test_package import PUBLIC
 
 ROOT = Path(__file__).parents[1]
 
 
 def packages_of_the_site() -> dict[str, str]:
-    """``PACKAGES`` of docs/site/hooks.py, which imports mkdocs: not installed with the tests."""
-    tree = ast.parse((ROOT / "docs/site/hooks.py").read_text())
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES":
-            packages: dict[str, str] = ast.literal_eval(node.value)
-            return packages
-    raise AssertionError("docs/site/hooks.py has no PACKAGES")
+    packages: dict[str, str] = constant_of_hooks("PACKAGES")
+    return packages
 
 
 def test_each_public_package_has_a_page() -> None:
@@ -29,3 +33,62 @@ def test_each_page_of_a_package_names_what_exists() -> None:
     for package in packages_of_the_site():
         path = sources / package.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), package
+
+
+def test_each_package_is_in_a_group() -> None:
+    groups = constant_of_hooks("GROUPS")
+    listed = [package for packages in groups.values() for package in packages]
+    assert sorted(listed) == sorted(packages_of_the_site())
+
+
+#: Words that readers look for, and the page that has to come first.
+FOUND = {
+    "quickstart": "how-to/first-steps.md",
+    "getting started": "how-to/first-steps.md",
+    "install": "how-to/first-steps.md",
+    "save_pretrained": "how-to/hugging-face.md",
+    "Trainer": "how-to/hugging-face.md",
+    "gradient accumulation": "how-to/data-parallel.md",
+    "no_sync": "how-to/data-parallel.md",
+    "deadlock": "how-to/debug-a-hang.md",
+    "explain hang": "how-to/debug-a-hang.md",
+    "torchrun": "how-to/launch.md",
+    "notebook": "how-to/launch.md",
+    "slurm": "how-to/launch.md",
+    "resume checkpoint": "how-to/checkpoints.md",
+    "safetensors": "how-to/checkpoints.md",
+    "ColwiseParallel": "how-to/tensor-parallel.md",
+    "restarts": "how-to/elastic.md",
+    "accelerate": "how-to/torch-programs.md",
+    "CollectiveMismatchError": "errors/index.md",
+    "TILEWORK_TRACEBACK": "environment.md",
+    "DistributedSampler": "how-to/load-data.md",
+}
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    return Search(sections_of_sources())
+
+
+@pytest.mark.parametrize("query", FOUND)
+def test_search_finds_the_right_page_first(search: Search, query: str) -> None:
+    assert search.pages(query)[0] == FOUND[query], search.pages(query)[:4]
+
+
+def test_search_of_a_built_site_finds_them_too() -> None:
+    if not INDEX.exists():
+        pytest.skip("the site is not built: make docs")
+    built = Search([s for s in sections_of_site(INDEX) if not s.page.startswith("api/")])
+    wrong = {
+        query: found
+        for query, page in FOUND.items()
+        if page not in (found := built.pages(query))[:3]
+    }
+    assert not wrong
+
+
+def test_the_chart_shows_the_table_of_the_readme() -> None:
+    namespace = runpy.run_path(str(ROOT / "docs/site/chart.py"))
+    drawn = namespace["chart"]((ROOT / "README.md").read_text())
+    assert (ROOT / "docs/collectives.svg").read_text() == drawn

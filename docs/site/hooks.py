@@ -37,6 +37,31 @@ PACKAGES = {
     "tilework.torch_backend": "A backend of torch.distributed",
     "tilework.errors": "Errors",
 }
+#: The same by subject.
+GROUPS = {
+    "Groups": [
+        "tilework.distributed",
+        "tilework.distributed.functional",
+        "tilework.mesh",
+        "tilework.torch_backend",
+        "tilework.rpc",
+    ],
+    "Models": [
+        "tilework.parallel",
+        "tilework.parallel.comm_hooks",
+        "tilework.dtensor",
+        "tilework.sharded",
+        "tilework.layout",
+    ],
+    "Data and checkpoints": ["tilework.data", "tilework.checkpoint"],
+    "Jobs and tests": [
+        "tilework.launch",
+        "tilework.testing",
+        "tilework.errors",
+        "tilework.store",
+        "tilework.rendezvous",
+    ],
+}
 #: Pages beside docs/, and the site's paths for them.
 BESIDE = {
     "examples/README.md": "beside/examples.md",
@@ -46,6 +71,33 @@ BESIDE = {
 }
 #: Folders of pages that the navigation lists whole.
 LISTED = {"Algorithms": "algorithms", "Decisions": "decisions"}
+#: The site's first page.
+HOME_PLACE = "README.md"
+#: How search ranks pages: what to do before what was decided.
+BOOSTS = (
+    ("how-to/first-steps.md", 8.0),
+    ("how-to/", 4.0),
+    ("errors/README.md", 8.0),
+    ("errors/", 3.0),
+    ("environment.md", 8.0),
+    ("api/", 2.0),
+    ("decisions/", 0.2),
+    ("coverage.md", 0.1),
+    ("beside/changelog.md", 0.1),
+    ("algorithms", 0.5),
+)
+#: Words that people look for and the pages do not have; search finds them with the page's title.
+ALIASES = {
+    "how-to/first-steps.md": "quickstart, quick start, getting started, install, tutorial",
+    "how-to/debug-a-hang.md": "deadlock, stuck, hanging, timeout",
+    "how-to/data-parallel.md": "DDP, FSDP, gradient accumulation, no_sync",
+    "how-to/launch.md": "torchrun, mpirun, srun, slurm, notebook, Jupyter",
+    "how-to/checkpoints.md": "resume, save, load, safetensors, DCP, torch.save",
+    "errors/README.md": "CollectiveMismatchError, PeerLostError, CollectiveTimeoutError",
+    "how-to/hugging-face.md": "transformers, Llama, save_pretrained, from_pretrained, Trainer",
+}
+#: The tests' word for how many ranks run a block; Markdown's would take the fence for text.
+_FENCE_OPTIONS = re.compile(r"(?m)^(```python) ranks=\d+$")
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
@@ -57,7 +109,10 @@ def api_page(package: str) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the navigation's empty sections."""
     filled: dict[str, list[Any]] = {
-        "API": [{title: api_page(package)} for package, title in PACKAGES.items()],
+        "API": [
+            {group: [{PACKAGES[package]: api_page(package)} for package in packages]}
+            for group, packages in GROUPS.items()
+        ],
         "Programs": list(BESIDE.values()),
     }
     for title, folder in LISTED.items():
@@ -88,9 +143,37 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Turn links through the repository into links within the site."""
+    """Turn links through the repository into links within the site; say what search ranks."""
     place = page.file.src_uri
+    markdown = _FENCE_OPTIONS.sub(r"\1", markdown)
+    boost = next((boost for begin, boost in BOOSTS if place.startswith(begin)), None)
+    if boost is not None:
+        page.meta.setdefault("search", {})["boost"] = boost
+    if "description" not in page.meta:
+        page.meta["description"] = _first_sentence(markdown)
+    if place == HOME_PLACE:  # the repository's own page, and below it the list of all pages
+        page.meta["hide"] = ["navigation"]
+        readme = _FENCE_OPTIONS.sub(r"\1", (ROOT / "README.md").read_text())
+        home = _with_links(readme, "README.md", place)
+        every_page = _with_links(markdown, "docs/README.md", place).replace("# ", "## ", 1)
+        return f"{home}\n\n{every_page}"
+    if place in ALIASES:
+        page.meta["tags"] = ALIASES[place].split(", ")
     source = next((path for path, at in BESIDE.items() if at == place), f"docs/{place}")
+    return _with_links(markdown, source, place)
+
+
+def _first_sentence(markdown: str) -> str:
+    """The first sentence of a page below its title, as plain text."""
+    for paragraph in markdown.split("\n\n"):
+        if not paragraph.lstrip().startswith(("#", "`", ">", "|", "-", "!", "<", ":::")):
+            plain = re.sub(r"[*`]|\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+            return plain.partition(". ")[0][:200]
+    return ""
+
+
+def _with_links(markdown: str, source: str, place: str) -> str:
+    """The text of the repository's file ``source`` with links as they are at ``place``."""
 
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
@@ -98,7 +181,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             inside = BESIDE[target]
         elif target.startswith("docs/"):
             inside = target.removeprefix("docs/")
-        elif target == "README.md":
+        elif target in ("README.md", "docs"):
             inside = "README.md"
         else:  # a source file: the site has no copy of it
             return f"{match[1][1:-1]} (`{target}`)"

@@ -36,7 +36,10 @@ _STYLE = """
   .title { font: 600 15px system-ui, sans-serif; fill: #111827; text-anchor: start }
   rect { fill: #eff6ff; stroke: #60a5fa }
   path { fill: none; stroke: #9ca3af }
-  .paper { fill: #ffffff; stroke: none }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #c3c9d4 } .name, .title { fill: #f3f4f6 }
+    rect { fill: #1e3a5f } path { stroke: #8b93a3 }
+  }
 """
 
 
@@ -84,7 +87,6 @@ def picture(package: str, groups: Mapping[str, str], graph: Graph) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
         f"<style>{_STYLE}</style>",
         _ARROWHEAD,
-        f'<rect class="paper" width="{width}" height="{height}"/>',
         f'<text class="title" x="16" y="26">{package}: an arrow points to what is imported</text>',
         *body,
         "</svg>",
