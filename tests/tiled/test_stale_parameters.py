@@ -14,7 +14,7 @@ from tilework.dtensor import distribute_module, init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.sharded import ChunkShardingSpec, shard_parameter
 from tilework.testing import run_ranks
-from tilework.tiled.stale_parameters import mark_gathered, mark_replaced, marking_replaced
+from tilework.tiled.stale_parameters import mark_replaced, marking_replaced
 
 
 def _stale() -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -57,13 +57,6 @@ def test_a_removed_parameter_is_named() -> None:
         model.register_parameter("bias", None)
     with pytest.raises(RuntimeError, match=r"'bias' .* replaced by nothing"):
         optimizer.step()
-
-
-def test_a_gathered_parameter_cannot_be_stepped() -> None:
-    full = nn.Parameter(torch.zeros(2))
-    mark_gathered(full, name="layers.0.weight")
-    with pytest.raises(RuntimeError, match=r"'layers.0.weight' .* reshard\(\)"):
-        torch.optim.Adam([full]).step()
 
 
 def test_marks_do_not_travel_with_copies_and_files() -> None:

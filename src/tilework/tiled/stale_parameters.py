@@ -42,18 +42,6 @@ class _Replaced:
         return f"{self.name!r} ({_text(old)}), which {self.by} has replaced by {_text(now)}"
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """The sharded parameter whose values a tensor shows while its module is gathered."""
-
-    name: str
-    by: str
-
-    def fault(self, full: Tensor) -> str:
-        """The reason why a step on the parameter is lost."""
-        return f"{self.name!r} ({_text(full)}), as {self.by} has gathered it for a computation"
-
-
 #: Marks by tensor; as long as both live.
 _marks: Any = WeakTensorKeyDictionary()
 _numbers = itertools.count(1)
@@ -148,45 +136,21 @@ class ParameterPlaces:
                 mark_replaced(parameter, owner, attribute, name=name, by=by)
 
 
-def mark_gathered(full: Tensor, *, name: str, by: str = "fully_shard") -> None:
-    """Have optimizers that step ``full`` raise, always. Local.
-
-    For the full parameters that a sharded module has while it is gathered: what is written to them
-    is lost when the module is sharded again. Call it once for each such tensor object.
-
-    Args:
-        full: The full parameter.
-        name: The full name of the sharded parameter in the model, for errors.
-        by: Who has gathered it, for errors.
-
-    Example:
-        >>> import torch
-        >>> full = nn.Parameter(torch.zeros(2))
-        >>> mark_gathered(full, name="weight")
-        >>> torch.optim.SGD([full]).step()
-        Traceback (most recent call last):
-            ...
-        RuntimeError: SGD.step() would change what the model does not have: 'weight' (Parameter of
-        [2]), as fully_shard has gathered it for a computation. Call the module's reshard(), and
-        make the optimizer, of the parameters that the model has then
-    """
-    _mark(full, _Gathered(name, by))
-
-
 def forget_mark(tensor: Tensor) -> None:
     """Take a mark off: the tensor is a parameter of the model again. Local.
 
     Example:
         >>> import torch
-        >>> full = nn.Parameter(torch.zeros(2))
-        >>> mark_gathered(full, name="weight")
-        >>> forget_mark(full)
-        >>> torch.optim.SGD([full]).step()
+        >>> model = nn.Linear(2, 2, bias=False)
+        >>> old, model.weight = model.weight, nn.Parameter(torch.zeros(2, 2))
+        >>> mark_replaced(old, model, "weight", by="an assignment")
+        >>> forget_mark(old)
+        >>> torch.optim.SGD([old]).step()
     """
     _marks.pop(tensor, None)
 
 
-def _mark(tensor: Tensor, mark: _Replaced | _Gathered) -> None:
+def _mark(tensor: Tensor, mark: _Replaced) -> None:
     global _last_mark
     _marks[tensor] = mark
     _last_mark = next(_numbers)
@@ -204,27 +168,23 @@ def _look_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     state[_LOOKED] = now
 
 
-def _faults(optimizer: Optimizer) -> Iterator[tuple[_Replaced | _Gathered, str]]:
+def _faults(optimizer: Optimizer) -> Iterator[tuple[_Replaced, str]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            mark: _Replaced | _Gathered | None = _marks.get(parameter)
+            mark: _Replaced | None = _marks.get(parameter)
             fault = None if mark is None else mark.fault(parameter)
             if mark is not None and fault is not None:
                 yield mark, fault
 
 
-def _message(optimizer: Optimizer, faults: list[tuple[_Replaced | _Gathered, str]]) -> str:
+def _message(optimizer: Optimizer, faults: list[tuple[_Replaced, str]]) -> str:
     mark = faults[0][0]
     listed = "; ".join(fault for _, fault in faults[:_SHOWN])
     more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    first = (
-        f"Make the optimizer after {mark.by}"
-        if isinstance(mark, _Replaced)
-        else "Call the module's reshard(), and make the optimizer"
-    )
     return (
         f"{type(optimizer).__name__}.step() would change what the model does not have: "
-        f"{listed}{more}. {first}, of the parameters that the model has then"
+        f"{listed}{more}. Make the optimizer after {mark.by}, of the parameters that the model "
+        f"has then"
     )
 
 

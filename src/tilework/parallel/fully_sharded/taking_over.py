@@ -184,11 +184,12 @@ def take_over(
         taken.append(_describe(name, places, parameter, old, owner))
     fresh = [(each.param.name, each.full) for each in taken if each.full is not None]
     _compare(fresh, owner.mesh, owner.name)
+    keeps_objects = bool(before)
     kinds: dict[Any, list[_Taken]] = {}
     for each in taken:
         value = each.param.sharded if each.full is None else each.full
         kinds.setdefault((value.dtype, value.device), []).append(each)
-    flats = [_fill(owner, alike, device) for (_, device), alike in kinds.items()]
+    flats = [_fill(owner, alike, device, keeps_objects) for (_, device), alike in kinds.items()]
     _mark_gone(at)
     return [each.param for each in taken], flats
 
@@ -252,7 +253,7 @@ def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
             )
 
 
-def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device) -> Flat:
+def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device, keeps_objects: bool) -> Flat:
     """The flat buffer of parameters of one dtype and device, which they show from then on."""
     params = [each.param for each in taken]
     flat = Flat(params, owner.shard_group, owner.replicate_group, owner.policy, device)
@@ -263,17 +264,33 @@ def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device) -> Flat:
             if each.full is None:
                 each.param.local.data = local
             else:
-                _replace(each, local, owner)
+                _replace(each, local, owner, keeps_objects)
     for param in params:
         _owners[param.sharded] = weakref.ref(owner)
     return flat
 
 
-def _replace(taken: _Taken, local: Tensor, owner: Owner) -> None:
-    """Put the sharded parameter around a shard into the modules, in the place of the full one."""
+def _replace(taken: _Taken, local: Tensor, owner: Owner, keeps_object: bool) -> None:
+    """Put the sharded parameter around a shard into the modules, in the place of the full one.
+
+    Args:
+        taken: The full parameter.
+        local: The shard.
+        owner: The unit.
+        keeps_object: True of a parameter that was assigned to a sharded module. An optimizer may
+            have it already, so the object itself becomes the sharded parameter.
+    """
     param, full = taken.param, taken.full
     param.sharded = nn.Parameter(wrap(local, param.spec), requires_grad=full.requires_grad)
     vars(param.sharded).update({k: v for k, v in vars(full).items() if not k.startswith("_")})
+    if keeps_object:
+        try:
+            torch.utils.swap_tensors(full, param.sharded)  # type: ignore[no-untyped-call]
+        except RuntimeError:  # others refer to it, an optimizer that is made later may not
+            pass
+        else:
+            param.sharded = full
+            return
     for module, name in param.places:
         module._parameters[name] = param.sharded
     module, name = param.places[0]

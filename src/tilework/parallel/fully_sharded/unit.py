@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.provenance.digests import digest_of, stable_digest
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
@@ -47,6 +49,7 @@ from tilework.parallel.fully_sharded.taking_over import ModuleTables, Owner, tak
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _local_of = attrgetter("_local_tensor")
+_spec_of, _dtype_of = attrgetter("_spec"), attrgetter("dtype")
 _address_of = Tensor.data_ptr
 
 Phase = Literal["sharded", "gathering", "gathered"]
@@ -161,7 +164,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.params: list[ShardedParam] = []
         self.flats: list[Flat] = []
-        self._addresses: list[int] = []
+        self._shown: Any = None
         #: The number of times that the parameters were gathered; the same on all ranks.
         self._gathers = 0
         self._known_as, self._text = 0, ""
@@ -192,7 +195,7 @@ class Unit:
         Raises:
             ValueError: They hold something that cannot be sharded; it is named.
         """
-        if self.tables.is_current() and self._addresses_now() == self._addresses:
+        if self.tables.is_current() and self._shown_now() == self._shown:
             return
         self.reshard()
         self.params, self.flats = take_over(self.tables, self.params, self.owner)
@@ -201,10 +204,17 @@ class Unit:
         self._known_as = stable_digest(self.owner.name, names)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self._text = f"{self.owner.name} ({names[0]}{more})" if names else self.owner.name
-        self._addresses = self._addresses_now()
+        self._shown = self._shown_now()
 
-    def _addresses_now(self) -> list[int]:
-        return [_address_of(_local_of(param.sharded)) for param in self.params]
+    def _shown_now(self) -> tuple[list[int], list[torch.dtype], list[DTensorSpec]]:
+        """The memory, dtypes and layouts of the shards."""
+        sharded = [param.sharded for param in self.params]
+        locals_ = list(map(_local_of, sharded))
+        return (
+            list(map(_address_of, locals_)),
+            list(map(_dtype_of, locals_)),
+            list(map(_spec_of, sharded)),
+        )
 
     def _version(self) -> int:
         """The number of writes to the shards that torch has counted."""
@@ -222,7 +232,8 @@ class Unit:
         if self._gathered is None:
             known = None if self._latest is None or not in_backward else self._latest()
             if known is None or known.version != self._version() or known.flats is not self.flats:
-                known = self._new_gathered(async_op)
+                known = self._new_gathered(self.flats, async_op)
+                self._latest = weakref.ref(known)
             self._gathered = known
 
     def gather(self, in_backward: bool = False) -> Gathered:
@@ -232,8 +243,8 @@ class Unit:
         self._gathered.finish()
         return self._gathered
 
-    def _new_gathered(self, async_op: bool) -> Gathered:
-        if any(flat.flat.is_meta for flat in self.flats):
+    def _new_gathered(self, flats: list[Flat], async_op: bool = False) -> Gathered:
+        if any(flat.flat.is_meta for flat in flats):
             raise RuntimeError(
                 f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
                 f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
@@ -242,10 +253,8 @@ class Unit:
         self._gathers += 1
         what = f"gather {self._gathers}, in {'backward' if in_backward else 'forward'}, of"
         with torch.inference_mode(False), self._telling(what, self._gathers, in_backward):
-            parts = [flat.gather(async_op) for flat in self.flats]
-        gathered = Gathered(parts, self._version(), self.flats)
-        self._latest = weakref.ref(gathered)
-        return gathered
+            parts = [flat.gather(async_op) for flat in flats]
+        return Gathered(parts, self._version(), flats)
 
     def unshard(self) -> None:
         """Gather, and let attribute access find full parameters. Collective; blocks."""
@@ -275,7 +284,7 @@ class Unit:
         trained = [pair for pair in pairs if pair[0].local.requires_grad]
         if trained and torch.is_grad_enabled():
             params = [param for param, _ in trained]
-            ends = (self._reduce, self._gather_again)
+            ends = (partial(self._reduce, self._gathered.flats), self._gather_again)
             in_graph = Gather.apply(  # type: ignore[no-untyped-call]
                 ends, params, [full for _, full in trained], *[param.local for param in params]
             )
@@ -455,7 +464,8 @@ class Unit:
         self._join_backward()
         if self._installed or not self.unshards_in_backward:
             return
-        if use is None:  # autograd has saved nothing, but a checkpoint may compute again
+        if use is None or use.flats is not self.flats:
+            # Autograd has saved nothing, or of other parameters; a checkpoint may compute again.
             self._drop_stale()
             self.gather(in_backward=True)
         else:
@@ -468,20 +478,15 @@ class Unit:
             self._install()
 
     def gather_for(self, use: Use) -> Gathered:
-        """The full parameters of a forward pass, for the pass's backward. Collective.
-
-        Raises:
-            RuntimeError: The module has other parameters since.
-        """
-        if use.flats is not self.flats:
-            raise RuntimeError(
-                f"parameters of {self.owner.name} were replaced, cast or moved after the forward "
-                f"pass whose backward needs them: call backward before that"
-            )
-        self._drop_stale()
-        gathered = self.gather(in_backward=True)
-        if not self._installed:
-            self._gathered = None  # what autograd has saved keeps it
+        """The full parameters of a forward pass, for the pass's backward. Collective."""
+        if use.flats is not self.flats:  # the modules have others since, which they show
+            gathered = self._new_gathered(use.flats)
+            gathered.finish()
+        else:
+            self._drop_stale()
+            gathered = self.gather(in_backward=True)
+            if not self._installed:
+                self._gathered = None  # what autograd has saved keeps it
         _units_of_pass().setdefault(self, []).append(weakref.ref(use))
         self._gather_ahead_in_backward(use)
         return gathered
@@ -515,7 +520,10 @@ class Unit:
                 use.forget()
 
     def _reduce(
-        self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
+        self,
+        flats: Sequence[Flat],
+        params: Sequence[ShardedParam],
+        grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
         """Gradients of shards, when all gradients of full parameters are there. Collective."""
         if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
@@ -527,7 +535,7 @@ class Unit:
             return [None] * len(params)
         grad_of = dict(zip(map(id, params), grads, strict=True))
         shards: dict[int, Tensor | None] = {}
-        for flat in self.flats:
+        for flat in flats:
             mine = [param for param in flat.params if id(param) in grad_of]
             if mine:
                 reduced = self._reduce_together(flat, mine, [grad_of[id(p)] for p in mine])
@@ -579,7 +587,7 @@ class Unit:
         params = [param for param in self.params if param in self._deferred]
         now, self.reduction = self.reduction, replace(self.reduction, **_AT_ONCE)
         try:
-            shards = self._reduce(params, [None] * len(params))
+            shards = self._reduce(self.flats, params, [None] * len(params))
         finally:
             self.reduction = now
         pairs = [(p.local, s) for p, s in zip(params, shards, strict=True) if s is not None]
@@ -604,7 +612,7 @@ class Unit:
         ]
         copied.reduction = replace(self.reduction)
         copied.forward_prefetch = copied.backward_prefetch = None
-        copied.flats, copied._addresses, copied._order = [], [], []
+        copied.flats, copied._shown, copied._order = [], None, []
         copied._gathered, copied._latest, copied._deferred = None, None, {}
         copied._depth, copied._installed = 0, []
         return copied
