@@ -334,6 +334,10 @@ class ProcessGroup(_Slots, TorchMethods):
         """The backend's name."""
         return type(self).__name__
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroup:
+        """The group itself: a copy of a module that has it communicates with the same ranks."""
+        return self
+
     def name(self) -> str:
         """The backend's name."""
         return self.getBackendName()

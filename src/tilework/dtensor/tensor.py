@@ -477,12 +477,7 @@ class DTensor(DTensorBase):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Call ``hook`` with this tensor when ``grad`` was accumulated into."""
-        local: Any = local_graph.in_graph(self)
-
-        def called(_: Tensor) -> None:  # what a hook returns is of no use to torch either
-            hook(self)
-
-        return local.register_post_accumulate_grad_hook(called)
+        return gradients.register_post_accumulate_grad_hook(self, hook)
 
     def retain_grad(self) -> None:
         local_graph.in_graph(in_place_views.before_changes(self)).retain_grad()

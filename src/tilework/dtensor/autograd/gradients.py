@@ -396,7 +396,9 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     way = WayBack(known)
     _ = shown.grad_spec  # raises for what has none
 
-    def called(grad: Tensor) -> Tensor | None:
+    def called(grad: Tensor | None) -> Tensor | None:
+        if grad is None:  # of a node that gave its other inputs gradients
+            return None
         # What a leaf is by now, as its gradient; else what the tensor was.
         place = Place(local, origins.place_in_graph(tensor)[1]) if is_leaf else known
         history = history_of(place.spec.mesh)
@@ -425,6 +427,48 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
         return (WayBack(place) if is_leaf else way).take(result, "what a hook returns")
 
     return local.register_hook(called)
+
+
+def register_post_accumulate_grad_hook(
+    tensor: DTensorBase, hook: Callable[[DTensorBase], None]
+) -> _Handles:
+    """Call ``hook`` with the tensor when ``grad`` was accumulated into.
+
+    torch also calls such hooks where a node with several inputs gave others a gradient, but none to
+    this one. So a hook before tells whether there is a gradient.
+
+    Returns:
+        What removes the hook again, by ``remove()``.
+    """
+    local: Any = in_graph(tensor)
+    has_grad = [False]
+
+    def before(grad: Tensor | None) -> None:
+        has_grad[0] = grad is not None
+
+    def called(_: Tensor) -> None:  # what a hook returns is of no use to torch either
+        if has_grad[0]:
+            hook(tensor)
+
+    return _Handles(local.register_hook(before), local.register_post_accumulate_grad_hook(called))
+
+
+class _Handles:
+    """Several hooks that are removed together; a context that removes them at its end."""
+
+    def __init__(self, *handles: Any) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Remove the hooks. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> _Handles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 def autograd_grad(

@@ -178,7 +178,7 @@ class Unit:
         self._installed: list[ShardedParam] = []
         self._written: list[int] = []
         #: Gradients of full parameters that no collective has reduced yet.
-        self._deferred: dict[ShardedParam, Tensor] = {}
+        self._deferred: dict[ShardedParam, Tensor | None] = {}
 
     @property
     def phase(self) -> Phase:
@@ -423,8 +423,10 @@ class Unit:
 
     def _clean(self) -> None:
         """Free the full parameters after forward; in backward that is done later. Local."""
-        again = torch._C._current_graph_task_id() != -1
-        if not again and self.reshard_after_forward is not False:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._uninstall()
+        if self.reshard_after_forward is not False:
             self.reshard()
 
     def _end_run(self, again: bool) -> None:
@@ -507,11 +509,14 @@ class Unit:
 
     def _release(self) -> None:
         """Free what backward has installed, as far as autograd has not saved it. Local."""
-        if self.reshard_after_backward and self._installed:
-            self.reshard()
+        if self._installed and not self._depth:
+            self._uninstall()
+            if self.reshard_after_backward:
+                self.reshard()
 
     def _end_backward(self, uses: Iterable[weakref.ref[Use]]) -> None:
         """Free what backward has gathered, also where autograd keeps the graph. Local."""
+        self._release()
         if self.reshard_after_backward:
             self.reshard()
         for each in uses:
@@ -571,16 +576,17 @@ class Unit:
     def _defer(self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]) -> None:
         """Keep gradients until they are asked for, or until a pass reduces its own."""
         for param, grad in zip(params, grads, strict=True):
-            if grad is not None:
-                self._deferred[param] = grad
-                param.sharded._deferred_grad = self.reduce_deferred
+            self._deferred[param] = grad  # None, too: other ranks may have a gradient
+            param.sharded._deferred_grad = self.reduce_deferred
 
     def _with_deferred(self, param: ShardedParam, grad: Tensor | None) -> Tensor | None:
         deferred = self._deferred.pop(param, None)
-        if deferred is None or param.sharded._deferred_grad is None:  # cleared since
+        if param.sharded._deferred_grad is None:  # cleared since
             return grad
         param.sharded._deferred_grad = None
-        return deferred if grad is None else deferred + grad
+        if deferred is None or grad is None:
+            return grad if deferred is None else deferred
+        return deferred + grad
 
     def reduce_deferred(self) -> None:
         """Reduce the gradients that wait, and add them to those of the shards. Collective."""
@@ -591,9 +597,13 @@ class Unit:
         finally:
             self.reduction = now
         pairs = [(p.local, s) for p, s in zip(params, shards, strict=True) if s is not None]
-        if pairs:
-            locals_, grads = zip(*pairs, strict=True)
+        trained = [pair for pair in pairs if pair[0].requires_grad]
+        if trained:  # autograd calls hooks
+            locals_, grads = zip(*trained, strict=True)
             torch.autograd.backward(locals_, grads)
+        for local, shard in pairs:
+            if not local.requires_grad:  # frozen since
+                local.grad = shard if local.grad is None else local.grad + shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """The unit of the modules' copies, which takes over their parameters when it looks."""
