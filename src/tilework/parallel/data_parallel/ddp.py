@@ -220,17 +220,20 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         if not self.require_backward_grad_sync:
             return
         self._passes.begin_forward()
+        is_current = self._structure.is_current() and self.reducer.is_current()
+        sends_buffers = self.broadcast_buffers and self._structure.has_buffers()
+        if is_current and self.reducer.rebuilt and not sends_buffers:
+            return  # nothing is sent
         with self._passes.carried():
-            self._follow_changes()
+            if not is_current:
+                self._follow_changes()
             if self.reducer.active_group is None:
                 self.reducer.rebuild()
-            if self.broadcast_buffers:
+            if sends_buffers:
                 broadcast_tensors(self._buffers_to_send(), active)
 
     def _follow_changes(self) -> None:
         """Make a new reducer if parameters were frozen, unfrozen, added or replaced. Collective."""
-        if self._structure.is_current() and self.reducer.is_hooked():
-            return
         known = {id(parameter) for _, parameter in self._structure.parameters}
         now = ModuleStructure(self.module)
         new = [name for name, parameter in now.parameters if id(parameter) not in known]

@@ -17,16 +17,23 @@ from tilework.dtensor.tensor import wrap
 
 def tensors_of(value: Any) -> list[Tensor]:
     """All tensors in a value, in a fixed order."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for each in value.values() for tensor in tensors_of(each)]
-    if isinstance(value, list | tuple | set | frozenset):
-        return [tensor for each in value for tensor in tensors_of(each)]
-    if _is_dataclass(value):
-        fields = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-        return [tensor for each in fields for tensor in tensors_of(each)]
-    return []
+        found.append(value)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            _collect(each, found)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name, None), found)
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

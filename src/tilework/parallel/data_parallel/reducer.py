@@ -138,7 +138,7 @@ class Reducer:
             remover.remove()
         self._removers, self._likely_node = [], None
 
-    def is_hooked(self) -> bool:
+    def is_current(self) -> bool:
         """True unless a leaf is another tensor by now, as ``swap_tensors`` makes it. Local."""
         return list(map(_identity, self._tensors)) == self._identities
 

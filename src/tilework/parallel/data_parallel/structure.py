@@ -28,8 +28,8 @@ class ModuleStructure:
         every = [each for _, each in self.modules]
         #: Every parameter once, with its name.
         self.parameters = _named(self.modules)
-        self._children: list[Mapping[str, Any]] = [each._modules for each in every]
         self._parameters: list[Mapping[str, Any]] = [each._parameters for each in every]
+        self._members = [*(each._modules for each in every), *self._parameters]
         self._buffers: list[Mapping[str, Any]] = [each._buffers for each in every]
         self.places = ParameterPlaces(module)
         self._ids = self._current_ids()
@@ -65,7 +65,7 @@ class ModuleStructure:
         return any(self._buffers)
 
     def _current_ids(self) -> list[int]:
-        return list(map(id, chain(_values(self._children), _values(self._parameters))))
+        return list(map(id, _values(self._members)))
 
 
 def _named(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
