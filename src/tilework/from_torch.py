@@ -43,6 +43,7 @@ MODULES: Final = {
     "torch.distributed.optim": "tilework.parallel",
     "torch.distributed.checkpoint": "tilework.checkpoint",
     "torch.distributed.checkpoint.stateful": "tilework.checkpoint",
+    "torch.distributed.checkpoint.state_dict": "tilework.checkpoint.state_dict",
     "torch.distributed.rpc": "tilework.rpc",
     "torch.distributed.remote_device": "tilework.sharded",
     "torch.distributed._shard.api": "tilework.sharded",

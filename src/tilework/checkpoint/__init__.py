@@ -13,6 +13,7 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
 - ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``,
   ``loading``: the way back;
+- ``state_dict``, ``copying``: state dicts by names, whole or sharded, as torch's functions make;
 - ``showing``, ``verifying``, ``convert``, ``command``: looking at it, and other formats;
 - ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
 """

@@ -31,6 +31,11 @@ _WRAPPERS = {
 }
 
 
+def wrapped_attribute(module: nn.Module) -> str | None:
+    """The name of the child that a wrapper stands for; None for any other module."""
+    return _WRAPPERS.get(type(module).__name__)
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module that data parallelism or a compiler wraps: its names have no prefix.
 
@@ -39,7 +44,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         >>> unwrapped(nn.DataParallel(inner)) is inner
         True
     """
-    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
+    while (attribute := wrapped_attribute(module)) is not None:
         inner = getattr(module, attribute, None)
         if not isinstance(inner, nn.Module):
             break

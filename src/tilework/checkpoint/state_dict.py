@@ -1,0 +1,502 @@
+"""State dicts of models and optimizers by names, whole or sharded: torch's functions of that name.
+
+Names are those of the model without data parallelism or compilers around it or around parts of it.
+Sharded tensors of any kind are taken: of ``fully_shard``, of plans, DTensors, ShardedTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tilework.checkpoint.copying import broadcast_into, copy_into
+from tilework.checkpoint.filling import is_in_module, unfillable
+from tilework.checkpoint.objects import is_split, unwrapped, wrapped_attribute
+from tilework.comm.objects import broadcast_object_list
+from tilework.comm.world import get_rank, is_initialized
+from tilework.dtensor import DTensor
+from tilework.dtensor.torch_tensors import is_torch_dtensor
+from tilework.sharded import ShardedOptimizer
+from tilework.tiled.tensor import TiledTensor
+
+State = dict[str, Any]
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+@dataclass
+class StateDictOptions:
+    """Settings of the functions below, with torch's names.
+
+    Args:
+        full_state_dict: Tensors are whole, not sharded.
+        cpu_offload: Tensors are on the CPU; and if they are whole, rank 0 alone gets them.
+        ignore_frozen_params: Parameters without gradients are left out.
+        keep_submodule_prefixes: With ``submodules``: names begin at the model, not there.
+        strict: Names that are missing, or too many, raise when a model is set.
+        broadcast_from_rank0: Rank 0 has the state dict that is set, and others need none.
+        flatten_optimizer_state_dict: ``"state.layer.weight.exp_avg"`` and
+            ``"param_groups.layer.weight.lr"`` in one flat dict.
+        dsd_fqn_modifiers: Of no use here: torch's, for modules that rename their entries.
+
+    Raises:
+        ValueError: It is to be broadcast, but not whole.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    dsd_fqn_modifiers: str = "_fqn_modifiers"
+
+    def __post_init__(self) -> None:
+        if self.broadcast_from_rank0 and not self.full_state_dict:
+            raise ValueError(
+                "broadcast_from_rank0=True is for whole tensors: say full_state_dict=True as well"
+            )
+
+    @property
+    def is_for_rank0(self) -> bool:
+        """True if rank 0 alone gets what is asked for."""
+        return self.full_state_dict and self.cpu_offload
+
+
+# -- models -------------------------------------------------------------------------------------
+
+
+def get_model_state_dict(
+    model: nn.Module,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> State:
+    """The state dict of a model. Collective over the ranks of sharded tensors if it is to be whole.
+
+    Args:
+        model: The model, in whatever parallelism.
+        submodules: Only what these have.
+        options: Whole or sharded, and where. Not whole: tensors are the model's own memory.
+
+    Example:
+        >>> import torch
+        >>> from tilework.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+        >>> from tilework.parallel import fully_shard
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     model = fully_shard(torch.nn.Linear(2, 2, bias=False))
+        ...     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        ...     state = get_model_state_dict(model, options=options)
+        ...     return {name: type(tensor).__name__ for name, tensor in state.items()}
+        >>> run_ranks(2, program)
+        [{'weight': 'Tensor'}, {}]
+    """
+    options = options or StateDictOptions()
+    names = _Names(model, submodules, options)
+    return _delivered(dict(names.state()), options)
+
+
+def set_model_state_dict(
+    model: nn.Module,
+    model_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Fill a model from a state dict, whole or sharded in any layout.
+
+    Whole tensors are cut where they are: that does not communicate, unless rank 0 has them alone
+    (``broadcast_from_rank0``): then it is collective over the default group, in pieces of 32 MiB.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does.
+
+    Raises:
+        RuntimeError: Names are missing or too many, if ``strict``. Nothing was changed.
+        ValueError: A tensor has another shape, or the model's is on ``meta``. Nothing was changed.
+    """
+    options = options or StateDictOptions()
+    module = unwrapped(model)
+    given = _from_rank0(model_state_dict) if options.broadcast_from_rank0 else model_state_dict
+    contents = _Names(model, None, options)
+    own = dict(contents.state())
+    missing = [name for name in own if name not in given]
+    unexpected = [name for name in given if name not in own]
+    if options.strict and (missing or unexpected):
+        raise RuntimeError(
+            f"{type(module).__name__} and the state dict have other names: missing "
+            f"{missing[:8] or 'none'}, unexpected {unexpected[:8] or 'none'}; strict=False leaves "
+            f"them as they are"
+        )
+    pairs = [(name, own[name], given[name]) for name in own if name in given]
+    for name, target, value in pairs:
+        _check_pair(name, target, value)
+    in_place = is_in_module(module, own)
+    with torch.no_grad():
+        filled = {name: _filled(target, value) for name, target, value in pairs}
+    if not in_place:
+        raw = {contents.raw[name]: value for name, value in filled.items()}
+        module.load_state_dict(raw, strict=False)
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+class _Names:
+    """A model's names, with those of its parts.
+
+    Attributes:
+        raw: The name in ``state_dict()`` for each.
+        parameters: By identity, the first name of each parameter.
+    """
+
+    def __init__(
+        self, model: nn.Module, submodules: set[nn.Module] | None, options: StateDictOptions
+    ) -> None:
+        self._module = unwrapped(model)
+        self._options = options
+        self._prefixes = dict(_prefixes(self._module))
+        inside = {id(each) for each in submodules or ()}
+        self._inside = [
+            f"{self._clean(f'{name}.')}"
+            for name, each in self._module.named_modules()
+            if id(each) in inside
+        ]
+        if inside and not self._inside:
+            raise ValueError("none of the submodules is in the model")
+        self._all = submodules is None or not submodules
+        contents = self._module.state_dict()  # fully_shard shards what is gathered
+        self.raw = {self._clean(name): name for name in contents}
+        self._contents = contents
+        self.parameters: dict[int, str] = {}
+        self._frozen: set[str] = set()
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            self.parameters.setdefault(id(parameter), self._clean(name))
+            if not parameter.requires_grad:
+                self._frozen.add(self._clean(name))
+
+    def state(self) -> Iterator[tuple[str, Any]]:
+        """The names that are asked for, and what the model has there."""
+        for name, raw in self.raw.items():
+            short = self.asked(name)
+            if short is not None:
+                yield short, self._contents[raw]
+
+    def asked(self, name: str) -> str | None:
+        """The name that is to be given for one of the model; None if it is left out."""
+        if self._options.ignore_frozen_params and name in self._frozen:
+            return None
+        prefix = next((each for each in self._inside if name.startswith(each)), "")
+        if not prefix and not self._all:
+            return None
+        return name if self._options.keep_submodule_prefixes else name.removeprefix(prefix)
+
+    def _clean(self, name: str) -> str:
+        prefix = name
+        while prefix not in self._prefixes:
+            prefix = prefix.rstrip(".").rpartition(".")[0]
+            prefix = f"{prefix}." if prefix else ""
+        return self._prefixes[prefix] + name[len(prefix) :]
+
+
+def _prefixes(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[tuple[str, str]]:
+    """The prefixes of names in each module, and the same without wrappers."""
+    yield raw, clean
+    wrapped = wrapped_attribute(module)
+    for name, child in module.named_children():
+        yield from _prefixes(
+            child, f"{raw}{name}.", clean if name == wrapped else f"{clean}{name}."
+        )
+
+
+def _filled(target: Any, value: Any) -> Any:
+    if not isinstance(target, Tensor):
+        return value
+    (broadcast_into if isinstance(value, _OfRank0) else copy_into)(target, value)
+    return target
+
+
+def _check_pair(name: str, target: Any, value: Any) -> None:
+    if not isinstance(target, Tensor):
+        return
+    shape = getattr(value, "shape", None)
+    if shape is None or tuple(shape) != tuple(target.shape):
+        was = type(value).__name__ if shape is None else f"of shape {list(shape)}"
+        raise ValueError(
+            f"{name} is a tensor of shape {list(target.shape)}, the state dict's is {was}"
+        )
+    if problem := unfillable(target):
+        raise ValueError(f"{name} cannot be filled: it is {problem}")
+
+
+# -- optimizers ---------------------------------------------------------------------------------
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> State:
+    """The states of optimizers by the names of the model's parameters, and their settings.
+
+    Collective as :func:`get_model_state_dict` is. An optimizer that has made no step has no states
+    (torch makes a step of size 0 for it): ``checkpoint.load(path, into={"optimizer": optimizer})``
+    makes what was saved.
+
+    Raises:
+        ValueError: An optimizer has a parameter that the model has not.
+        TypeError: Each rank has states of its own parameters alone (ZeroRedundancyOptimizer).
+    """
+    options = options or StateDictOptions()
+    names = _Names(model, submodules, options)
+    state: State = {"state": {}, "param_groups": []}
+    for optimizer in _listed(optimizers):
+        own = optimizer.state_dict()
+        for packed, group in zip(own["param_groups"], optimizer.param_groups, strict=True):
+            listed = [names.asked(_name_of(names, p)) for p in group["params"]]
+            kept = [(at, n) for at, n in zip(packed["params"], listed, strict=True) if n]
+            settings = {key: v for key, v in packed.items() if key not in _PARAMETERS}
+            state["param_groups"].append({**settings, "params": [name for _, name in kept]})
+            state["state"].update(
+                {n: dict(own["state"][at]) for at, n in kept if at in own["state"]}
+            )
+    state = _delivered(state, options)
+    return _flat(state) if options.flatten_optimizer_state_dict and state else state
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Give optimizers their states, by the names of the model's parameters.
+
+    Whole states of sharded parameters are cut as the parameters are. Collective as
+    :func:`set_model_state_dict` is.
+
+    Raises:
+        ValueError: An optimizer has a parameter that the model has not.
+        RuntimeError: The state dict lacks a parameter of an optimizer, if ``strict``.
+    """
+    options = options or StateDictOptions()
+    names = _Names(model, None, options)
+    listed = [
+        (
+            optimizer,
+            [[_name_of(names, p) for p in group["params"]] for group in optimizer.param_groups],
+        )
+        for optimizer in _listed(optimizers)
+    ]
+    given = _from_rank0(optim_state_dict) if options.broadcast_from_rank0 else optim_state_dict
+    given = _nested(given)
+    group_of = {name: group for group in given["param_groups"] for name in group["params"]}
+    for _, groups in listed:
+        asked = [name for group in groups for name in group if names.asked(name)]
+        if options.strict and (missing := [name for name in asked if name not in group_of]):
+            raise RuntimeError(f"the state dict lacks {missing[:8]}, which the optimizer has")
+    for optimizer, groups in listed:
+        _set_one(optimizer, groups, given["state"], group_of)
+
+
+#: Of a group of parameters: what is no setting.
+_PARAMETERS = ("params", "param_names")
+
+
+def _set_one(
+    optimizer: Optimizer,
+    groups: list[list[str]],
+    given: Mapping[str, Any],
+    group_of: Mapping[str, Mapping[str, Any]],
+) -> None:
+    number, states, packed = 0, {}, []
+    for own, listed in zip(optimizer.param_groups, groups, strict=True):
+        settings = {key: value for key, value in own.items() if key != "params"}
+        first = next((group_of[name] for name in listed if name in group_of), {})
+        settings |= {key: value for key, value in first.items() if key not in _PARAMETERS}
+        packed.append({**settings, "params": list(range(number, number + len(listed)))})
+        for name, parameter in zip(listed, own["params"], strict=True):
+            if name in given:
+                states[number] = {
+                    key: _state_like(parameter, value) for key, value in given[name].items()
+                }
+            number += 1
+    dtypes = {
+        at: {key: v.dtype for key, v in state.items() if isinstance(v, Tensor)}
+        for at, state in states.items()
+    }
+    optimizer.load_state_dict({"state": states, "param_groups": packed})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for at, kinds in dtypes.items():  # torch casts states to their parameters' dtypes
+        own_state = optimizer.state[parameters[at]]
+        own_state.update({k: states[at][k] for k, d in kinds.items() if own_state[k].dtype != d})
+
+
+def _state_like(parameter: Tensor, value: Any) -> Any:
+    """A state, laid out as its parameter if it has an element for each of its elements."""
+    if not isinstance(value, Tensor | _OfRank0):
+        return value
+    if tuple(value.shape) != tuple(parameter.shape) or not parameter.dim():
+        target = torch.empty(tuple(value.shape), dtype=value.dtype)
+    else:
+        target = torch.empty_like(parameter.detach(), dtype=value.dtype)
+    with torch.no_grad():
+        _filled(target, value)
+    return target
+
+
+def _listed(optimizers: Optimizers) -> list[Optimizer]:
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    for each in listed:
+        if isinstance(each, ShardedOptimizer) or is_split(each):
+            raise TypeError(
+                f"{type(each).__name__} has its states by ranks: save and load it with "
+                f"tilework.checkpoint, save({{'model': model, 'optimizer': optimizer}}, path)"
+            )
+    return listed
+
+
+def _name_of(names: _Names, parameter: Tensor) -> str:
+    name = names.parameters.get(id(parameter))
+    if name is None:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {list(parameter.shape)} that the model has "
+            f"not: make the optimizer after the model is sharded, or pass the model that it is for"
+        )
+    return name
+
+
+def _flat(state: State) -> State:
+    flat: State = {}
+    for name, each in state["state"].items():
+        flat.update({f"state.{name}.{key}": value for key, value in each.items()})
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            for key in group.keys() - {"params"}:
+                flat[f"param_groups.{name}.{key}"] = group[key]
+    return flat
+
+
+def _nested(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state by parameters and groups, of which each has one parameter if it was flat."""
+    if "param_groups" in state:
+        return state
+    states: dict[str, State] = {}
+    groups: dict[str, State] = {}
+    for path, value in state.items():
+        kind, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if kind == "state":
+            states.setdefault(name, {})[key] = value
+        elif kind == "param_groups":
+            groups.setdefault(name, {"params": [name]})[key] = value
+        else:
+            raise ValueError(
+                f"{path!r} is in no state dict of optimizers: they have 'state' and "
+                f"'param_groups', or names that begin with them"
+            )
+    return {"state": states, "param_groups": list(groups.values())}
+
+
+# -- both ---------------------------------------------------------------------------------------
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[State, State]:
+    """The state dicts of a model and of its optimizers: of both functions together."""
+    of_model = get_model_state_dict(model, submodules=submodules, options=options)
+    return of_model, get_optimizer_state_dict(
+        model, optimizers, submodules=submodules, options=options
+    )
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Fill a model and give its optimizers their states: both functions together."""
+    keys = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return keys
+
+
+def _delivered(state: State, options: StateDictOptions) -> State:
+    """The tensors as they are asked for; nothing on ranks that are not to have them."""
+    keeps = not options.is_for_rank0 or not is_initialized() or get_rank() == 0
+
+    def deliver(tensor: Tensor) -> Tensor | None:
+        if options.full_state_dict and (
+            isinstance(tensor, TiledTensor) or is_torch_dtensor(tensor)
+        ):
+            tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+        if not keeps:
+            return None
+        return tensor.detach().cpu() if options.cpu_offload else tensor.detach()
+
+    made: State = _mapped(state, deliver)
+    return made if keeps else {}
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, function) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(each, function) for each in value)
+    return value
+
+
+@dataclass(frozen=True)
+class _OfRank0:
+    """A tensor that rank 0 has, as all ranks know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor: Tensor | None = None
+
+
+def _from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict of rank 0, with the shapes of tensors elsewhere. Collective."""
+    if not is_initialized():
+        return state
+    tensors: list[Tensor] = []
+
+    def described(tensor: Tensor) -> _OfRank0:
+        if isinstance(tensor, DTensor):
+            raise TypeError("broadcast_from_rank0 takes whole tensors, and got a DTensor on rank 0")
+        tensors.append(tensor)
+        return _OfRank0(tuple(tensor.shape), tensor.dtype)
+
+    told: list[Any] = [None]
+    failure: Exception | None = None
+    if get_rank() == 0:
+        try:
+            told = [_mapped(dict(state), described)]
+        except TypeError as error:
+            failure, told = error, [str(error)]
+    broadcast_object_list(told, 0)
+    if failure is not None:
+        raise failure
+    if isinstance(told[0], str):
+        raise TypeError(f"rank 0: {told[0]}")
+    if get_rank() != 0:
+        return told[0]  # type: ignore[no-any-return]
+    return _mapped(  # type: ignore[no-any-return]
+        dict(state), lambda tensor: _OfRank0(tuple(tensor.shape), tensor.dtype, tensor)
+    )
