@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -120,3 +122,28 @@ def test_torchs_loader_takes_it() -> None:
 def test_resuming_past_the_end_is_refused() -> None:
     with pytest.raises(ValueError, match="after 4 rows: the dataset has 3"):
         DistributedSampler(range(3)).resume(0, 4)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_going_on_from_a_state_takes_each_row_once(ranks: int) -> None:
+    samplers = [DistributedSampler(range(12), 2, rank, seed=1) for rank in range(2)]
+    for sampler in samplers:
+        sampler.set_epoch(3)
+    first = [row for sampler in samplers for row in islice(sampler, 2)]
+    (state,) = {tuple(sampler.state_dict().items()) for sampler in samplers}
+    rest = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(range(12), ranks, rank, seed=1, uneven="keep")
+        sampler.load_state_dict(dict(state))
+        sampler.set_epoch(3)
+        rest += list(sampler)
+    assert len(first) == 4
+    assert sorted(first + rest) == list(range(12))
+
+
+def test_the_next_epoch_begins_at_its_start() -> None:
+    sampler = DistributedSampler(range(6), 1, 0)
+    sampler.load_state_dict({"epoch": 2, "taken": 4})
+    sampler.set_epoch(3)
+    assert sampler.state_dict() == {"epoch": 3, "taken": 0}
+    assert len(list(sampler)) == 6

@@ -65,6 +65,8 @@ class DistributedSampler(Sampler[int]):
     ) -> None:
         self.shuffle, self.seed, self.epoch = bool(shuffle), seed, 0
         self._start = 0
+        #: Rows of the epoch that all ranks together have taken.
+        self._taken = 0
         rule: Uneven = uneven or ("drop" if drop_last else "pad")
 
         def facts() -> dict[str, Any]:
@@ -107,11 +109,37 @@ class DistributedSampler(Sampler[int]):
         """This rank's rows of the epoch, in order; the first time after a resumption, the rest."""
         start, self._start = self._start, 0
         order = epoch_order(self._length, self.shuffle, self.seed, self.epoch)
-        return iter(self.division.part(order, start).tolist())
+        return self._counted(self.division.part(order, start).tolist(), start)
+
+    def _counted(self, rows: list[int], start: int) -> Iterator[int]:
+        for number, row in enumerate(rows, 1):
+            self._taken = min(start + number * self.num_replicas, self._length)
+            yield row
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which gives the order; torch's habit at the start of each epoch."""
+        """Choose the epoch, which gives the order; torch's habit at the start of each epoch.
+
+        The epoch that was resumed goes on with its rest.
+        """
+        if epoch != self.epoch:
+            self._start = self._taken = 0
         self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and the number of its rows that all ranks together have taken. Local.
+
+        A row counts once the sampler has handed it out. torch's DataLoader asks for rows before
+        they are used if it has workers; :class:`tilework.data.DataLoader` counts those used.
+        """
+        return {"epoch": self.epoch, "taken": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a state of :meth:`state_dict`, of as many ranks or of others. Local.
+
+        Raises:
+            ValueError: The epoch has not as many rows.
+        """
+        self.resume(state["epoch"], state["taken"])
 
     def resume(self, epoch: int, taken: int) -> None:
         """Let the next iteration begin within an epoch.
@@ -126,7 +154,7 @@ class DistributedSampler(Sampler[int]):
         """
         if not 0 <= taken <= self._length:
             raise ValueError(f"cannot resume after {taken} rows: the dataset has {self._length}")
-        self.epoch, self._start = epoch, taken
+        self.epoch, self._start, self._taken = epoch, taken, taken
 
 
 def divide(
