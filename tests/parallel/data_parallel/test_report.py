@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -46,7 +47,7 @@ def test_the_share_of_communication_that_is_hidden() -> None:
 
 def test_the_table() -> None:
     text = str(fixed(6.0))
-    assert "backward 8.0 ms, then 6.0 ms of waiting: 50% of communication hidden" in text
+    assert "backward 8.0 ms and 6.0 ms of waiting: 50% of communication hidden" in text
     assert "2,048" in text
     assert "w, b" in text
 
@@ -56,3 +57,18 @@ def test_the_picture(tmp_path: Path) -> None:
     root = ElementTree.parse(tmp_path / "step.svg").getroot()
     assert root.tag.endswith("svg")
     assert "bucket 0, 2 KiB" in (tmp_path / "step.svg").read_text()
+
+
+def test_the_picture_has_an_axis_and_backward_reaches_the_last_gradient() -> None:
+    buckets = (BucketReport(0, ("w",), 2048, "float32", 25.0, 25.0, 30.0),)
+    report = StepReport(buckets, 3.0, 27.0, True, blocked_ms=22.0)
+    assert "(22.0 ms between gradients)" in str(report)
+    text = report._repr_svg_()
+    backward = re.search(r'class="backward" x="([\d.]+)" y="64" .*width="([\d.]+)"', text)
+    ready = re.search(r'class="ready" x="([\d.]+)" y="86"', text)
+    assert backward
+    assert ready
+    assert float(backward[1]) + float(backward[2]) == pytest.approx(float(ready[1]), abs=0.2)
+    assert ">0 ms<" in text
+    assert ">5<" in text
+    assert "waits for reductions" in text

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from io import StringIO
@@ -70,19 +71,21 @@ class BucketReport:
 class StepReport:
     """The last backward pass of a DistributedDataParallel module on this rank.
 
-    ``print`` shows it as a table; :meth:`timeline` draws it.
+    ``print`` shows it as a table; :meth:`timeline` draws it, as notebooks do.
 
     Attributes:
         buckets: One entry for each bucket, in the order of reduction.
-        backward_ms: Milliseconds until all gradients were computed.
+        backward_ms: Milliseconds in which gradients were computed, waiting left out.
         waited_ms: Milliseconds for which backward waited for reductions, mostly at its end.
         rebuilt: True if buckets are in the order in which gradients came.
+        blocked_ms: The part of ``waited_ms`` before all gradients were computed.
     """
 
     buckets: tuple[BucketReport, ...]
     backward_ms: float
     waited_ms: float
     rebuilt: bool
+    blocked_ms: float = 0.0
 
     @property
     def hidden(self) -> float:
@@ -102,8 +105,8 @@ class StepReport:
         from rich.table import Table
 
         table = Table(
-            title=f"backward {self.backward_ms:.1f} ms, then {self.waited_ms:.1f} ms of waiting: "
-            f"{self.hidden:.0%} of communication hidden"
+            title=f"backward {self.backward_ms:.1f} ms and {self.waited_ms:.1f} ms of waiting"
+            f"{self._where_it_waited()}: {self.hidden:.0%} of communication hidden"
         )
         for name in ("bucket", "bytes", "dtype", "ready", "started", "reduced"):
             table.add_column(name, justify="right")
@@ -119,6 +122,13 @@ class StepReport:
         text = StringIO()
         Console(file=text, width=120, force_terminal=False).print(table)
         return text.getvalue()
+
+    def _where_it_waited(self) -> str:
+        """The waiting between gradients, where there was any."""
+        return f" ({self.blocked_ms:.1f} ms between gradients)" if self.blocked_ms >= 0.05 else ""
+
+    def _repr_svg_(self) -> str:
+        return _svg(self)
 
     def timeline(self, path: str | Path) -> None:
         """Write a picture of the pass as SVG: backward, and each bucket from ready to reduced.
@@ -151,7 +161,8 @@ def step_report(
         for index, (bucket, each) in enumerate(zip(buckets, times.buckets, strict=False))
     )
     computed = times.computed - times.blocked
-    return StepReport(reports, (computed - start) * 1e3, (times.ended - computed) * 1e3, rebuilt)
+    backward, waited = computed - start, times.ended - computed
+    return StepReport(reports, backward * 1e3, waited * 1e3, rebuilt, times.blocked * 1e3)
 
 
 def _names(names: Sequence[str], most: int = 3) -> str:
@@ -160,48 +171,81 @@ def _names(names: Sequence[str], most: int = 3) -> str:
     return f"{names[0]} … {names[-1]} ({len(names)})"
 
 
-_LEFT, _WIDTH, _ROW = 150, 640, 22
-_STYLE = "text{font:11px system-ui,sans-serif;fill:#374151}"
+_LEFT, _WIDTH, _ROW, _TOP = 150, 640, 22, 64
+_STYLE = """
+  text { font: 11px system-ui, sans-serif; fill: #374151 } .middle { text-anchor: middle }
+  line { stroke: #9ca3af; stroke-opacity: .4 }
+  .backward { fill: #60a5fa } .waiting { fill: #f59e0b } .ready { fill: #9ca3af; fill-opacity: .5 }
+  .reduced { fill: #34d399 }
+  @media (prefers-color-scheme: dark) { text { fill: #d1d5db } }
+"""
+_LEGEND = {
+    "backward": "backward",
+    "waiting": "waits for reductions",
+    "ready": "ready, not started",
+    "reduced": "started to known as reduced",
+}
 
 
 def _svg(report: StepReport) -> str:
-    total = max(report.backward_ms + report.waited_ms, 1e-6)
+    total = max(
+        report.backward_ms + report.waited_ms,
+        max((bucket.reduced_ms for bucket in report.buckets), default=0.0),
+        1e-6,
+    )
+    scale = _WIDTH / total
 
-    def x(ms: float) -> float:
-        return _LEFT + ms / total * _WIDTH
-
-    def bar(row: int, start: float, end: float, colour: str, title: str) -> str:
+    def bar(row: int, start: float, end: float, kind: str, title: str) -> str:
         return (
-            f'<rect x="{x(start):.1f}" y="{24 + row * _ROW}" height="{_ROW - 6}" rx="2" '
-            f'width="{max(1.0, x(end) - x(start)):.1f}" fill="{colour}">'
+            f'<rect class="{kind}" x="{_LEFT + start * scale:.1f}" y="{_TOP + row * _ROW}" '
+            f'height="{_ROW - 6}" rx="2" width="{max(1.0, (end - start) * scale):.1f}">'
             f"<title>{escape(title)}</title></rect>"
         )
 
     def label(row: int, text: str) -> str:
-        return f'<text x="8" y="{36 + row * _ROW}">{escape(text)}</text>'
+        return f'<text x="8" y="{_TOP + 12 + row * _ROW}">{escape(text)}</text>'
 
-    rows = [
-        label(0, "backward"),
-        bar(0, 0, report.backward_ms, "#93c5fd", f"backward, {report.backward_ms:.2f} ms"),
-    ]
+    # Backward goes on through the waits between gradients, whose places are not recorded.
+    computed = report.backward_ms + report.blocked_ms
+    ended = report.backward_ms + report.waited_ms
+    span = f"backward, {report.backward_ms:.2f} ms{report._where_it_waited()}"
+    rows = [label(0, "backward"), bar(0, 0, computed, "backward", span)]
+    if ended > computed:
+        rows.append(bar(0, computed, ended, "waiting", f"waiting, {ended - computed:.2f} ms"))
     for row, bucket in enumerate(report.buckets, 1):
         rows += [
             label(row, f"bucket {bucket.index}, {bucket.size_bytes / 1024:,.0f} KiB"),
-            bar(row, bucket.ready_ms, bucket.started_ms, "#e5e7eb", "ready, not started"),
-            bar(row, bucket.started_ms, bucket.reduced_ms, "#34d399", ", ".join(bucket.parameters)),
+            bar(row, bucket.ready_ms, bucket.started_ms, "ready", "ready, not started"),
+            bar(row, bucket.started_ms, bucket.reduced_ms, "reduced", ", ".join(bucket.parameters)),
         ]
-    height = 40 + (len(report.buckets) + 1) * _ROW
-    width = _LEFT + _WIDTH + 20
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'width="{width}">',
-            f"<style>{_STYLE}</style>",
-            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-            f'<text x="8" y="14">{total:.2f} ms; {report.hidden:.0%} of communication hidden'
-            "</text>",
-            *rows,
-            "</svg>",
-            "",
-        ]
-    )
+    height, width = _TOP + (len(report.buckets) + 1) * _ROW + 6, _LEFT + _WIDTH + 40
+    headline = f"{ended:.2f} ms; {report.hidden:.0%} of communication hidden"
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
+        f"<style>{_STYLE}</style>",
+        f'<text x="8" y="16">{headline}</text>',
+        *_legend(),
+        *_axis(total, scale, height),
+        *rows,
+        "</svg>",
+        "",
+    ])  # fmt: skip
+
+
+def _legend() -> Iterator[str]:
+    x = _LEFT + 110
+    for kind, text in _LEGEND.items():
+        yield f'<rect class="{kind}" x="{x}" y="7" width="10" height="10"/>'
+        yield f'<text x="{x + 14}" y="16">{text}</text>'
+        x += 30 + 6 * len(text)
+
+
+def _axis(total: float, scale: float, height: int) -> Iterator[str]:
+    """Lines at round numbers of milliseconds, at most ten."""
+    power = 10.0 ** math.floor(math.log10(total))
+    step = next(power * n for n in (0.1, 0.2, 0.5, 1.0) if total / (power * n) <= 10)
+    for number in range(int(total / step) + 1):
+        x = _LEFT + number * step * scale
+        unit = " ms" if number == 0 else ""
+        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{height}"/>'
+        yield f'<text class="middle" x="{x:.1f}" y="{_TOP - 14}">{number * step:g}{unit}</text>'
