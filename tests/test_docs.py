@@ -105,6 +105,12 @@ def test_blocks_run_in_their_order(page: Path, tmp_path: Path) -> None:
         job.hear(0, seconds=55)
 
 
+@pytest.mark.parametrize("block", READ_ALONG[ROOT / "README.md"], ids=lambda block: block.where)
+def test_blocks_of_the_readme_run_alone(block: Block, tmp_path: Path) -> None:
+    with Job(tmp_path, 1, read_along, ([block],)) as job:
+        job.hear(0, seconds=55)
+
+
 @pytest.mark.parametrize("block", PROGRAMS, ids=[block.where for block in PROGRAMS])
 def test_programs_run_under_the_launcher(block: Block, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
