@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.layout.random_tilings import boxes_of, covers, examples, points, shapes, whole
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
+from tilework.layout.box_columns import BoxColumns
+from tilework.layout.cuts import cover_by_cuts
 from tilework.layout.overlap_search import FEW, find_pair
 
 SOME_BOXES = st.integers(0, 4).flatmap(boxes_of)
@@ -202,3 +204,25 @@ def test_a_tiling_checks_each_term() -> None:
     good = (Tile(Box((0,), (2,)), (0,)),)
     with pytest.raises(ValueError, match="does not match tensor volume"):
         Tiling((2,), (good, (Tile(Box((0,), (1,)), (1,)),)), "sum")
+
+
+def test_many_dims_are_checked_and_a_gap_in_them_named() -> None:
+    boxes = [Box(offsets, (1,) * 12) for offsets in product((0, 1), repeat=12)]
+    check_boxes((2,) * 12, boxes)
+    gap = re.escape("no box covers [1:2, " + "0:1, " * 10 + "1:2]")
+    lost = Box((1, *(0,) * 10, 1), (1,) * 12)
+    with pytest.raises(ValueError, match=gap):
+        check_boxes((2,) * 12, [box for box in boxes if box != lost])
+    with pytest.raises(ValueError, match="boxes 0 and 4096 overlap"):
+        check_boxes((2,) * 12, [*boxes, boxes[0]])
+
+
+@examples()
+@given(COVERED, st.booleans())
+def test_cuts_tell_covers_as_corners_do(
+    case: tuple[tuple[int, ...], list[Box]], loses_one: bool
+) -> None:
+    boxes = [box for box in case[1] if not box.empty][loses_one:]
+    assume(len(boxes) > 1 and case[0])
+    columns = BoxColumns([box.offsets for box in boxes], [box.sizes for box in boxes])
+    assert cover_by_cuts(columns.starts, columns.ends) == columns.cover_their_bounds()

@@ -103,7 +103,7 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
     if isinstance(leaf, Value):
         return "value", leaf.json
     where = f"the tensor {dotted(path)!r}"
-    _check_dense(leaf, where)
+    check_dense(leaf, where)
     dtype, shape = dtype_name(leaf.dtype, where), tuple(leaf.shape)
     if isinstance(leaf, TiledTensor):
         return "tiles", dtype, shape, tiles_of(leaf), layout_text(leaf)
@@ -115,7 +115,12 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
     return "plain", dtype, shape, 0 if is_alone else full_crc32(leaf)
 
 
-def _check_dense(tensor: Tensor, where: str) -> None:
+def check_dense(tensor: Tensor, where: str) -> None:
+    """Raise unless a tensor has its elements in memory, one by one.
+
+    Raises:
+        TypeError: It is sparse, quantized, nested or the like.
+    """
     tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else (tensor,)
     for tile in tiles:  # plain ones tell fast
         _check_plain(tile, where)

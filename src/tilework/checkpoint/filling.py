@@ -130,18 +130,8 @@ class Filling:
         return leaf
 
     def tensor_named(self, leaf: NamedTensor) -> SavedTensor:
-        """The tensor that a leaf names.
-
-        Raises:
-            CheckpointError: The index has none of that name.
-        """
-        tensor = self.index.tensors.get(leaf.name)
-        if tensor is None:
-            raise CheckpointError(
-                f"the state of the checkpoint names a tensor {leaf.name!r}, which it does not have",
-                tensor=leaf.name,
-            )
-        return tensor
+        """The tensor that a leaf names."""
+        return self.index.tensors[leaf.name]
 
     def paths_under(self, root: Path) -> list[Path]:
         """The leaves from a path of the checkpoint on."""

@@ -242,6 +242,8 @@ def state_of_json(listed: Any) -> FlatState:
     flat = FlatState()
     try:
         for path, kind, value in _walk(listed, ()):
+            if path in flat.leaves or path in flat.containers:
+                raise ValueError(f"it has two values at {dotted(path)}")
             if kind == "leaf":
                 flat.leaves[path] = value
             else:
@@ -262,17 +264,30 @@ def _walk(listed: Any, path: Path) -> Iterator[tuple[Path, str, Any]]:
     elif isinstance(listed, list):
         pairs, kind = list(enumerate(listed)), "list"
     elif kind == "dict":
-        pairs = [(decode_value(key), value) for key, value in listed["v"]]
+        pairs = [(_key_of(key), value) for key, value in listed["v"]]
     elif kind in ("tuple", "set", "numpy"):
         pairs = list(enumerate(listed["v"]))
         if kind == "set" and not all(_can_be_in_set(value) for _, value in pairs):
             raise ValueError("a set has lists or dicts in it")
+        if kind == "numpy" and (len(pairs) != 1 or not _may_be_array(pairs[0][1])):
+            raise ValueError("an array of numpy's is not one tensor")
     else:
         yield path, "leaf", _leaf_of(listed)
         return
     yield path, kind, None
     for key, value in pairs:
         yield from _walk(value, (*path, key))
+
+
+def _key_of(listed: Any) -> Any:
+    key = decode_value(listed)
+    if not isinstance(key, str | int | float | bool | None):
+        raise ValueError(f"{key!r:.60} is no key of a dict")
+    return key
+
+
+def _may_be_array(listed: Any) -> bool:
+    return isinstance(listed, dict) and listed.get(KIND) in ("tensor", "per_rank")
 
 
 def _can_be_in_set(listed: Any) -> bool:
@@ -308,6 +323,8 @@ def _leaf_of(listed: Any) -> Leaf:
             if isinstance(leaf, PerRank):
                 raise ValueError("values per rank are nested")
             variants.append((tuple(map(int, each["ranks"])), leaf))
+        if not variants:
+            raise ValueError("values per rank are of no rank")
         return PerRank(tuple(variants))
     decode_value(listed)  # raises what is wrong with it
     return Value(listed)
@@ -331,9 +348,25 @@ def rebuild(flat: FlatState, root: Path = ()) -> Any:
             return dict(pairs)
         values = [value for _, value in pairs]
         if kind == "numpy":
-            return values[0].numpy() if values and isinstance(values[0], Tensor) else None
+            return _as_array(values[0]) if values else None
         if is_set:
-            return frozenset(values) if is_in_set else set(values)
+            return _as_set(values, is_in_set)
         return {"list": list, "tuple": tuple}[kind](values)
 
     return build(root)
+
+
+def _as_array(value: Any) -> Any:
+    """The array of numpy's that a tensor was; what can be none as it is, as one for each rank."""
+    try:
+        return value.numpy() if isinstance(value, Tensor) else value
+    except TypeError:  # of a dtype that numpy has not
+        return value
+
+
+def _as_set(values: list[Any], is_in_set: bool) -> Any:
+    """A set; a list if some value cannot be in one, as what was saved for each rank."""
+    try:
+        return frozenset(values) if is_in_set else set(values)
+    except TypeError:
+        return tuple(values) if is_in_set else values

@@ -131,7 +131,10 @@ def _checked_json(text: bytes, refused: Refusal) -> Any:
 def _loaded(text: bytes, refused: Refusal) -> Any:
     try:
         body = json.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
         _check_depth(body)
     except (ValueError, RecursionError) as error:
@@ -148,6 +151,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text:.20} is no number that there is")
+    return number
 
 
 def check_meta(meta: Any) -> None:
@@ -231,7 +241,12 @@ def _number(value: Any) -> int:
     return value
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
+def whole_numbers(values: Any) -> tuple[int, ...]:
+    """Numbers that a file lists, such as a shape.
+
+    Raises:
+        TypeError, ValueError: It lists something else, or they are negative or too large.
+    """
     if not isinstance(values, list):
         raise TypeError(f"{values!r} is no list of numbers")
     if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > _LARGEST):
@@ -250,7 +265,7 @@ class _KnownBoxes:
         """A box, and its volume."""
         known = self._boxes.get((tuple(offsets), tuple(sizes)))
         if known is None:
-            box = Box(_numbers(offsets), _numbers(sizes))
+            box = Box(whole_numbers(offsets), whole_numbers(sizes))
             known = self._boxes[box.offsets, box.sizes] = box, box.volume
         return known
 
@@ -269,7 +284,7 @@ def _tensor_of(
     refused: Refusal,
 ) -> SavedTensor:
     try:
-        dtype, shape = listed["dtype"], _numbers(listed["shape"])
+        dtype, shape = listed["dtype"], whole_numbers(listed["shape"])
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is not known")
         itemsize = DTYPES[dtype].itemsize
@@ -303,7 +318,7 @@ def _part_of(
             f"the part {box} ends at byte {begin + nbytes} of {file}, which has "
             f"{files[file].nbytes}"
         )
-    checksums = _numbers(listed["crc32"])
+    checksums = whole_numbers(listed["crc32"])
     if len(checksums) != chunk_count(nbytes, chunk_bytes):
         raise ValueError(
             f"the part {box} has {len(checksums)} checksums instead of "

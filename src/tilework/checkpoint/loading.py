@@ -222,13 +222,19 @@ def saved_state(index: Index, storage: Storage) -> FlatState:
     """The state that an index has.
 
     Raises:
-        CheckpointError: It is not as docs/format.md says.
+        CheckpointError: It is not as docs/format.md says, or names tensors that are not there.
     """
+    where = storage.where(INDEX_NAME)
     try:
-        return state_of_json(index.state)
-    except ValueError as error:
-        where = storage.where(INDEX_NAME)
+        state = state_of_json(index.state)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: the state cannot be read: {error}", file=where) from None
+    for name in (name for leaf in state.leaves.values() for name in _names_of(leaf)):
+        if name not in index.tensors:
+            raise CheckpointError(
+                f"{where} has no tensor {name!r}, which its state has", file=where
+            )
+    return state
 
 
 def _missing_text(storage: Storage, filling: Filling) -> str:
@@ -427,10 +433,7 @@ def read_all(
         if isinstance(leaf, PerRank):
             return {rank: value_of(each) for ranks, each in leaf.variants for rank in ranks}
         assert isinstance(leaf, NamedTensor)
-        saved = index.tensors.get(leaf.name)
-        if saved is None:
-            where = storage.where(INDEX_NAME)
-            raise CheckpointError(f"{where} has no tensor {leaf.name!r}", file=where)
+        saved = index.tensors[leaf.name]
         # Tied weights are one tensor again.
         if (key := saved.parts or leaf.name) not in tensors:
             tensors[key] = read_tensor(reader, saved)
@@ -440,7 +443,7 @@ def read_all(
         asked = [path for path in flat.leaves if patterns.match(dotted(path))]
         patterns.check()
         names_asked = (name for path in asked for name in _names_of(flat.leaves[path]))
-        used = [index.tensors[name] for name in names_asked if name in index.tensors]
+        used = [index.tensors[name] for name in names_asked]
         reader.check_sizes(sorted({part.file for saved in used for part in saved.parts}))
         distinct = {saved.parts or saved.name: saved.nbytes for saved in used}
         reader.progress, progress.total = progress, sum(distinct.values())

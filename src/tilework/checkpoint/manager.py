@@ -335,7 +335,7 @@ def _metrics_of(index: Index) -> dict[str, float]:
     listed = index.meta.get("metrics")
     found = {}
     for name, each in listed.items() if isinstance(listed, dict) else ():
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             number = decode_value(each)
             if isinstance(number, int | float):
                 found[name] = float(number)

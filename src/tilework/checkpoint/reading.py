@@ -7,7 +7,7 @@ become another dtype go by way of a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -29,6 +29,7 @@ from tilework.checkpoint.storage import FileReader, Storage
 from tilework.checkpoint.targets import Place
 from tilework.errors import CheckpointError
 from tilework.layout import Box
+from tilework.layout.box_index import BoxIndex
 
 try:
     from tilework import _core
@@ -39,6 +40,8 @@ except ImportError:  # installed without the core
 BOUNCE_BYTES = 4 << 20
 #: Read and checked at once, where the core does not.
 _STEP_BYTES = 256 << 10
+#: So many parts are looked at one by one.
+_FEW_PARTS = 16
 Progress = Callable[[int], None]
 
 
@@ -65,6 +68,8 @@ class PartReader:
         self._is_together = False
         self._open: dict[str, FileReader] = {}
         self._bounce: Tensor | None = None
+        #: The parts of the tensor that was asked for last, if it has many.
+        self._parts: tuple[str, BoxIndex] | None = None
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -117,6 +122,14 @@ class PartReader:
         text = f"{what} (it has parts of the tensors {listed}{more})" if tensors else what
         where = self.storage.where(name)
         return CheckpointError(text, file=where, tensor=tensors[0] if tensors else "")
+
+    def parts_of(self, tensor: SavedTensor, box: Box) -> Sequence[Part]:
+        """The parts of a tensor that have some of a box, and maybe a few others."""
+        if len(tensor.parts) <= _FEW_PARTS:
+            return tensor.parts
+        if self._parts is None or self._parts[0] != tensor.name:
+            self._parts = tensor.name, BoxIndex([part.box for part in tensor.parts])
+        return [tensor.parts[number] for number in self._parts[1].overlapping(box)]
 
     def shares_pages(self) -> bool:
         """True if ranks of a host get what they share by way of the system's pages of files.
@@ -391,7 +404,7 @@ def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tenso
     Raises:
         CheckpointError: What is read is damaged.
     """
-    for part in tensor.parts:
+    for part in reader.parts_of(tensor, box):
         shared = part.box.intersection(box)
         if shared is not None:
             reader.read_box(tensor, part, shared, target[shared.relative_to(box).slices])

@@ -123,7 +123,8 @@ def _damages(
 ) -> Iterator[str]:
     chunk = reader.index.chunk_bytes
     step = max(1, BOUNCE_BYTES // chunk) * chunk
-    memory = memoryview(bytearray(step))
+    longest = max((part.nbytes for part in tensor.parts), default=0)
+    memory = memoryview(bytearray(min(step, longest)))
     for part in tensor.parts:
         for start in range(0, part.nbytes, step):
             nbytes = min(step, part.nbytes - start)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from operator import add
 
 from tilework.layout.box import Box, Ints
+from tilework.layout.cuts import cover_by_cuts, first_free
 from tilework.layout.overlap_search import find_pair
 from tilework.layout.signed_corners import (
     Column,
@@ -16,6 +16,9 @@ from tilework.layout.signed_corners import (
     signed_corners,
     strides_for,
 )
+
+#: In more dims a box has too many corners: twice as many with each dim.
+_MOST_CORNERED = 4
 
 
 class BoxColumns:
@@ -56,6 +59,8 @@ class BoxColumns:
         starts, ends = self._differing()
         if not starts:
             return self.count == 1
+        if len(starts) > _MOST_CORNERED:
+            return cover_by_cuts(starts, ends)
         lows, highs = list(map(min, starts)), list(map(max, ends))
         strides = strides_for(lows, highs)
         plus, minus = signed_corners(starts, ends, strides)
@@ -88,20 +93,7 @@ class BoxColumns:
         """A box that none of these covers, if they are in bounds, disjoint, and leave any."""
         if not self.count:
             return Box((0,) * len(shape), shape)
-        strides = strides_for([0] * len(shape), list(shape))
-        plus, minus = signed_corners(self.starts, self.ends, strides)
-        full_plus, full_minus = signed_corners(
-            [[0]] * len(shape), [[extent] for extent in shape], strides
-        )
-        # The corners of what is left, which is 1 at the first of them in any order by coordinates.
-        left = Counter(full_plus + minus)
-        left.subtract(full_minus + plus)
-        key = min(key for key, times in left.items() if times)
-        first = []
-        for stride in strides:
-            at, key = divmod(key, stride)
-            first.append(at)
-        return self._grow(first, shape)
+        return self._grow(first_free(self.starts, self.ends, shape), shape)
 
     def _grow(self, first: list[int], shape: Ints) -> Box:
         """The free box from ``first`` on, made long in the last dim first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,15 @@ _DRAWING: Final = frozenset(
 
 #: Held while torch's default generator has the state of one rank's.
 _borrowed = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    # A child has no other thread that could give it back; nor may it have another rank's state.
+    os.register_at_fork(
+        before=_borrowed.acquire,
+        after_in_parent=_borrowed.release,
+        after_in_child=_borrowed.release,
+    )
 
 
 def give_generator(world: World) -> None:

@@ -177,6 +177,29 @@ def test_damaged_files_of_torch_are_named_without_advice_to_run_them(tmp_path: P
             assert "trust" not in str(raised.value)
 
 
+#: Sets an attribute of DCP's class for the rest of the process, if it is let.
+CHANGES_A_CLASS = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dVharm\nVdone\nstb."
+
+
+def test_metadata_of_dcp_changes_no_class(tmp_path: Path) -> None:
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(CHANGES_A_CLASS)
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        checkpoint.convert(tmp_path / "dcp", tmp_path / "x")
+    assert not hasattr(dcp.metadata.Metadata, "harm")
+
+
+@pytest.mark.parametrize("elsewhere", ["../part", "/etc/hostname", "sub/part", ".."])
+def test_files_of_dcp_lie_in_its_folder(tmp_path: Path, elsewhere: str) -> None:
+    dcp.save({"x": torch.ones(9)}, checkpoint_id=tmp_path / "dcp")
+    metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = elsewhere
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="only files in its own folder are read"):
+        checkpoint.convert(tmp_path / "dcp", tmp_path / "x")
+
+
 def test_metadata_of_dcp_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "dcp").mkdir()
     for damaged in (b"", b"garbage", b"\x80\x05a", b"(lp0\ng5\n", b"\x80\x05N."):

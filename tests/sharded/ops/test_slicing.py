@@ -34,6 +34,7 @@ _ANY_CUT: dict[str, Callable[[Any], Any]] = {
     "empty slice": lambda x: x[3:1],
     "unsqueeze": lambda x: x.unsqueeze(-1),
     "squeeze": lambda x: x[:, None].squeeze(),
+    "squeeze no dim": lambda x: x[:, None].squeeze(()),
     "squeeze a dim": lambda x: x[None, :, None].squeeze(0),
     "unbind": lambda x: x.unbind(1),
     "iteration": lambda x: list(x),

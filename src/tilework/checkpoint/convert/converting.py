@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from tilework.checkpoint.api import AnyPath, storage_at
-from tilework.checkpoint.convert.dcp_folder import METADATA, open_dcp, write_dcp
+from tilework.checkpoint.convert.dcp_folder import open_dcp, write_dcp
+from tilework.checkpoint.convert.dcp_metadata import METADATA
 from tilework.checkpoint.convert.safetensors_files import (
     HF_INDEX,
     is_shard,

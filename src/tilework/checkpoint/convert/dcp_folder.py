@@ -1,13 +1,12 @@
 """Folders of torch.distributed.checkpoint (DCP): ``.metadata`` and ``*.distcp`` files.
 
-The metadata is a pickle: only the classes that DCP itself puts there are let in. Elements are files
-of torch.save, one for each part, read with ``weights_only``.
+Elements are files of torch.save, one for each part, read with ``weights_only``; ``dcp_metadata``
+reads the metadata.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import shutil
 import warnings
 from inspect import signature
@@ -17,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.checkpoint.convert.dcp_metadata import METADATA, DcpMetadata, read_dcp_metadata
 from tilework.checkpoint.convert.source import MappedTensors, Source, mapped_tensors
 from tilework.checkpoint.convert.torch_file import load_weights_only, state_of
+from tilework.checkpoint.describing import check_dense
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted, flatten
 from tilework.checkpoint.format import Path as StatePath
@@ -29,32 +30,6 @@ from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
 from tilework.layout.box import whole_box
 
-METADATA = ".metadata"
-_MODULE = "torch.distributed.checkpoint"
-_CLASSES = {
-    f"{_MODULE}.metadata": {
-        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
-        *("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    },
-    f"{_MODULE}.filesystem": {"_StorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Lets in the classes of DCP's metadata, and nothing that could do anything."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            return getattr(torch, name)
-        if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it has {module}.{name}, which DCP does not put there")
-
 
 def open_dcp(folder: Path) -> DcpSource:
     """The state in a folder of DCP.
@@ -62,15 +37,12 @@ def open_dcp(folder: Path) -> DcpSource:
     Raises:
         CheckpointError: Its metadata or files are damaged, or have what DCP does not put there.
     """
-    where = folder / METADATA
+    metadata = read_dcp_metadata(folder)
     try:
-        metadata = _MetadataUnpickler(io.BytesIO(where.read_bytes())).load()
         return DcpSource(folder, metadata)
-    except (CheckpointError, OSError):
-        raise
-    except Exception as error:  # of any class: what is no pickle is taken for instructions
-        problem = str(error) or type(error).__name__
-        raise CheckpointError(f"{where} cannot be read: {problem}", file=str(where)) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        where = str(folder / METADATA)
+        raise CheckpointError(f"{where} cannot be read: {error}", file=where) from None
 
 
 class DcpSource(Source):
@@ -81,32 +53,30 @@ class DcpSource(Source):
         metadata: DCP's.
     """
 
-    def __init__(self, folder: Path, metadata: Any) -> None:
-        self._storage = LocalStorage(folder)
-        self._places = metadata.storage_data
+    def __init__(self, folder: Path, metadata: DcpMetadata) -> None:
+        self._storage, self._metadata = LocalStorage(folder), metadata
         self._temporary = mapped_tensors(folder)
         self._mapped: MappedTensors | None = None
         self._current: tuple[int, Tensor] | None = None
         self._in_memory: dict[int, Tensor] = {}
-        self._names = set(metadata.state_dict_metadata)
+        self._names = set(metadata.items)
         self.tensors, self.flat, self.meta = [], FlatState(), {}
-        paths = metadata.planner_data or {}
-        for key, item in metadata.state_dict_metadata.items():
-            path: StatePath = tuple(paths.get(key, (key,)))
-            if hasattr(item, "chunks"):
-                self._add_tensor(key, path, item)
-            else:
+        for key, item in metadata.items.items():
+            path = metadata.paths.get(key, (key,))
+            if item is None:
                 self._add_value(key, path)
+                continue
+            check_boxes(item.shape, item.boxes)
+            dtype = dtype_name(item.dtype, f"the tensor {key!r}")
+            tiles = tuple((box, (0,)) for box in item.boxes)
+            self.tensors.append(TensorToSave(key, dtype, item.shape, tiles))
+            self._add_leaf(path, NamedTensor(key))
         _add_containers(self.flat)
 
-    def _add_tensor(self, key: str, path: StatePath, item: Any) -> None:
-        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
-        shape = tuple(item.size)
-        check_boxes(shape, boxes)
-        dtype = dtype_name(item.properties.dtype, f"the tensor {key!r}")
-        tiles = tuple((box, (0,)) for box in boxes)
-        self.tensors.append(TensorToSave(key, dtype, shape, tiles))
-        self.flat.leaves[path] = NamedTensor(key)
+    def _add_leaf(self, path: StatePath, leaf: Value | NamedTensor) -> None:
+        if path in self.flat.leaves:
+            raise ValueError(f"it has two values at {dotted(path)}")
+        self.flat.leaves[path] = leaf
 
     def _add_value(self, key: str, path: StatePath) -> None:
         value = self._load(key, None)
@@ -117,44 +87,38 @@ class DcpSource(Source):
             self.flat.containers[(*path, *below)] = kind
         for below, leaf in inner.leaves.items():
             is_tensor = not isinstance(leaf, Value)
-            self.flat.leaves[(*path, *below)] = self._held(key, below, leaf) if is_tensor else leaf
+            self._add_leaf((*path, *below), self._held(key, below, leaf) if is_tensor else leaf)
 
     def _held(self, key: str, below: StatePath, tensor: Tensor) -> NamedTensor:
         """The name of a tensor that DCP keeps within a value, such as a tuple: it is in memory."""
         name = unique_name(dotted((key, *below)), self._names)
         shape = tuple(tensor.shape)
         dtype = dtype_name(tensor.dtype, f"the tensor {name!r}")
+        check_dense(tensor, f"the tensor {name!r}")
         self._in_memory[len(self.tensors)] = tensor
         self.tensors.append(TensorToSave(name, dtype, shape, ((whole_box(shape), (0,)),)))
         return NamedTensor(name)
 
-    def _load(self, key: str, offset: Any) -> Any:
+    def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
         """The contents of one part of the folder's files."""
-        info = next(
-            (
-                place
-                for index, place in self._places.items()
-                if index.fqn == key and (offset is None or tuple(index.offset or ()) == offset)
-            ),
-            None,
-        )
-        if info is None:
+        places = self._metadata
+        place = places.first_places.get(key) if offset is None else places.places.get((key, offset))
+        if place is None:
             raise CheckpointError(
                 f"{self._storage.where(METADATA)} does not say where {key!r} lies"
             )
-        if getattr(info, "transform_descriptors", None):
+        if place.is_transformed:
             raise CheckpointError(f"{key!r} is compressed, which cannot be read")
-        reader = self._storage.open(str(info.relative_path))
+        where = self._storage.where(place.file)
+        reader = self._storage.open(place.file)
         try:
-            if info.offset + info.length > reader.nbytes:
-                where = self._storage.where(str(info.relative_path))
+            if place.offset + place.nbytes > reader.nbytes:
                 raise CheckpointError(f"{where} ends before {key!r} does", file=where, tensor=key)
-            memory = bytearray(info.length)
-            reader.read_into(memoryview(memory), info.offset)
+            memory = bytearray(place.nbytes)
+            reader.read_into(memoryview(memory), place.offset)
         finally:
             reader.close()
-        where = f"{self._storage.where(str(info.relative_path))}, {key!r}"
-        return load_weights_only(io.BytesIO(memory), where)
+        return load_weights_only(io.BytesIO(memory), f"{where}, {key!r}")
 
     def region(self, number: int, box: Box) -> Tensor:
         if box.empty:
@@ -208,6 +172,8 @@ def _add_containers(flat: FlatState) -> None:
         for length in range(len(path)):
             children.setdefault(path[:length], set()).add(path[length])
     for path, keys in children.items():
+        if path in flat.leaves:
+            raise ValueError(f"it has a value at {dotted(path)}, and others below it")
         is_list = bool(keys) and keys == set(range(len(keys))) and bool(path)
         flat.containers.setdefault(path, "list" if is_list else "dict")
 

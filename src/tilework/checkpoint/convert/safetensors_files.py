@@ -14,7 +14,7 @@ from tilework.checkpoint.convert.source import IndexedSource, Source
 from tilework.checkpoint.dtypes import DTYPES, stored
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import INDEX_NAME, Index, Part, SavedFile, SavedTensor, chunk_count
-from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY
+from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, whole_numbers
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
 from tilework.checkpoint.saving import is_ours
@@ -132,12 +132,12 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
 
 
 def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: int) -> Part:
-    dtype, shape = listed["dtype"], tuple(map(int, listed["shape"]))
+    dtype, shape = listed["dtype"], whole_numbers(listed["shape"])
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{key!r} has dtype {dtype!r}, which is not known")
-    start, stop = map(int, listed["data_offsets"])
+    start, stop = whole_numbers(listed["data_offsets"])
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if stop - start != nbytes or not 0 <= start <= stop <= length - begin:
+    if stop - start != nbytes or not start <= stop <= length - begin:
         raise ValueError(f"{key!r} does not lie in the file as its shape says")
     sums = (0,) * chunk_count(nbytes, 1 << 20)
     return Part(whole_box(shape), name, begin + start, nbytes, sums)

@@ -48,7 +48,10 @@ def open_torch_file(path: Path) -> Source:
         state = load_weights_only(path, str(path), mmap=True)
     except CheckpointError:  # a file as torch wrote them before 1.6, or none of its at all
         state = load_weights_only(path, str(path))
-    return StateSource(state)
+    try:
+        return StateSource(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {error}", file=str(path)) from None
 
 
 def load_weights_only(file: Any, where: str, **settings: Any) -> Any:

@@ -140,7 +140,9 @@ def _iter(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 
 def _squeeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = sharded_argument(torch.squeeze, args, kwargs)
-    dims = dims_of(tensor, options_of(("dim",), args, kwargs).get("dim"))
+    dim = options_of(("dim",), args, kwargs).get("dim")
+    # No dims are none here, where a reduction takes them for all.
+    dims = () if isinstance(dim, tuple | list) and not dim else dims_of(tensor, dim)
     tensor = alias(tensor)
     for dim in reversed(range(tensor.dim()) if dims is None else dims):
         if tensor.shape[dim] == 1:

@@ -1,0 +1,194 @@
+"""DCP's metadata, a pickle, as inert records: no class of any program is made, called or changed.
+
+Unpickling alone does harm even where only known classes are let in: an instruction sets attributes
+of whatever was loaded, a class included, for the rest of the process. So each class that the
+metadata names is one that was made for this reading, whose instances note what they are given.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilework.checkpoint.no_collections import no_collections
+from tilework.errors import CheckpointError
+from tilework.layout import Box
+
+METADATA = ".metadata"
+_MODULE = "torch.distributed.checkpoint"
+#: The classes and functions that DCP itself puts there.
+_NAMES = {
+    f"{_MODULE}.metadata": {
+        *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
+        *("ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    f"{_MODULE}.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"},
+}
+#: Builtin classes that stand for others: nobody can change them.
+_BUILTIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
+
+
+@dataclass(frozen=True)
+class DcpPlace:
+    """The bytes of one part in a file of the folder."""
+
+    file: str
+    offset: int
+    nbytes: int
+    is_transformed: bool
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor of the metadata."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class DcpMetadata:
+    """All that is read of the metadata.
+
+    Attributes:
+        items: Tensors by key; None for a value, which lies in a file of its own.
+        paths: Of some keys: the keys that lead to them in the state.
+        places: By key and offsets, which are empty for a value.
+        first_places: By key alone.
+    """
+
+    items: Mapping[str, DcpTensor | None]
+    paths: Mapping[str, tuple[Any, ...]]
+    places: Mapping[tuple[str, tuple[int, ...]], DcpPlace]
+    first_places: Mapping[str, DcpPlace]
+
+
+@no_collections()
+def read_dcp_metadata(folder: Path) -> DcpMetadata:
+    """The metadata of a folder of DCP.
+
+    Raises:
+        CheckpointError: It is damaged, or has what DCP does not put there.
+    """
+    where = folder / METADATA
+    text = where.read_bytes()
+    try:
+        return _metadata_of(_Unpickler(io.BytesIO(text)).load())
+    except Exception as error:  # of any class: what is no pickle is taken for instructions
+        problem = str(error) or type(error).__name__
+        raise CheckpointError(f"{where} cannot be read: {problem}", file=str(where)) from None
+
+
+class _Record:
+    """The attributes of one object of the metadata. Each name and reading has its own class."""
+
+    __slots__ = ("state",)
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        record = object.__new__(cls)
+        record.state = None
+        return record
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The attributes by name."""
+        if not isinstance(self.state, dict):
+            raise ValueError(f"a {type(self).__name__} has no attributes")
+        return self.state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records, of classes that end with this reading."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._classes: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (builtin := _BUILTIN.get((module, name))) is not None:
+            return builtin
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
+            return getattr(torch, name)  # which nobody can change either
+        if name not in _NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it has {module}.{name}, which DCP does not put there")
+        known = self._classes.get((module, name))
+        if known is None:
+            known = self._classes[module, name] = type(name, (_Record,), {"__slots__": ()})
+        return known
+
+
+def _metadata_of(loaded: Any) -> DcpMetadata:
+    fields = _fields(loaded, "Metadata")
+    items = {_text(key): _item_of(key, item) for key, item in fields["state_dict_metadata"].items()}
+    paths = {_text(key): _path(path) for key, path in (fields.get("planner_data") or {}).items()}
+    places: dict[tuple[str, tuple[int, ...]], DcpPlace] = {}
+    first: dict[str, DcpPlace] = {}
+    for index, info in (fields["storage_data"] or {}).items():
+        named = _fields(index, "MetadataIndex")
+        key, place = _text(named["fqn"]), _place_of(_fields(info, "_StorageInfo"))
+        places.setdefault((key, _numbers(named.get("offset") or ())), place)
+        first.setdefault(key, place)
+    return DcpMetadata(items, paths, places, first)
+
+
+def _item_of(key: str, item: Any) -> DcpTensor | None:
+    if type(item).__name__ == "BytesStorageMetadata":
+        return None
+    fields = _fields(item, "TensorStorageMetadata")
+    properties: Any = fields["properties"].state
+    # A tuple since torch has given that class a way of its own to be pickled.
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"the dtype of {key!r} is {dtype!r}")
+    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
+    boxes = tuple([Box(_numbers(c["offsets"]), _numbers(c["sizes"])) for c in chunks])
+    return DcpTensor(_numbers(fields["size"]), dtype, boxes)
+
+
+def _place_of(fields: Mapping[str, Any]) -> DcpPlace:
+    offset, nbytes = _numbers((fields["offset"], fields["length"]))
+    file = _text(fields["relative_path"])
+    if file in ("", ".", "..") or not set("/\\\0").isdisjoint(file):
+        raise ValueError(f"it names the file {file!r}: only files in its own folder are read")
+    return DcpPlace(file, offset, nbytes, bool(fields.get("transform_descriptors")))
+
+
+def _fields(record: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise ValueError(f"it has a {type(record).__name__} in the place of a {name}")
+    return record.fields
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.60} is no name")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise ValueError(f"{value!r:.60} is no whole number from 0 on")
+    return tuple(values)
+
+
+def _path(keys: Any) -> tuple[Any, ...]:
+    if not isinstance(keys, tuple | list) or not all(type(key) in (str, int) for key in keys):
+        raise ValueError(f"{keys!r:.60} are no keys of a state")
+    return tuple(keys)
