@@ -10,15 +10,18 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from tests.launch.conftest import Launch, wait_for_files
 from tilework.comm.backend import core_error
 from tilework.errors import DistNetworkError
+from tilework.launch import nodes
 from tilework.launch.node_link import NodeLink
 from tilework.launch.nodes import Nodes, NodesError, join_nodes
 from tilework.launch.settings import LaunchSettings
+from tilework.store import Store
 from tilework.testing.hosts import two_hosts, why_no_hosts
 
 WAIT = """
@@ -205,6 +208,48 @@ def test_launchers_that_differ_are_told(port: int) -> None:
         assert [str(result) for result in results] == [
             "the launchers differ in --nnodes: node 0 2, node 1 3"
         ] * 2
+
+
+def test_launchers_of_different_versions_are_told(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    introduce, one_at_a_time = nodes._Meeting._introduce, threading.Lock()
+
+    def introduce_as_another(self: nodes._Meeting, store: Store) -> None:
+        with one_at_a_time, monkeypatch.context() as patched:
+            patched.setattr(nodes, "_version", lambda: f"1.{self._me}")
+            introduce(self, store)
+
+    monkeypatch.setattr(nodes._Meeting, "_introduce", introduce_as_another)
+    with meeting(settings(0, port), settings(1, port)) as results:
+        assert {str(result) for result in results} == {
+            "the launchers differ in their version of tilework: node 0 1.0, node 1 1.1"
+        }
+
+
+def test_a_launcher_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("tilework.launch.node_link.time", clock)
+    ours, theirs = socket.socketpair()
+    link, other = NodeLink(0, ["a", "b"], [1, 1]), NodeLink(1, ["a", "b"], [1, 1])
+    link.add(1, ours)
+    other.add(0, theirs)
+    for _ in range(30):  # one that has not begun yet may be silent
+        now += 2.0
+        link.beat()
+    assert not link.take()
+    for _ in range(30):
+        now += 2.0
+        other.beat()
+        link.readers()[ours.fileno()]()
+        link.beat()
+    assert not link.take()
+    for _ in range(12):
+        now += 2.0
+        link.beat()
+    assert link.take() == [{"kind": "lost", "node": 1}]
+    other.close()
 
 
 def test_two_launchers_of_one_number(port: int) -> None:

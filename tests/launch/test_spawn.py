@@ -18,7 +18,7 @@ import pytest
 
 from tests.launch.conftest import alive, wait_for_files, wait_until
 from tilework.errors import RankFailedError
-from tilework.launch import spawn
+from tilework.launch import spawn, supervise
 from tilework.launch.settings import StartMethod
 
 METHODS: list[StartMethod] = ["spawn", "fork"]
@@ -260,3 +260,17 @@ def test_torchs_arguments_are_taken() -> None:
     ranks = spawn(print, ("here",), nprocs=1, join=False, start_method="fork")
     with ranks:
         assert ranks.join()
+
+
+def stop_on_one(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_rank_that_is_stopped_when_all_others_have_finished_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervise, "_STOPPED_SECONDS", 0.2)
+    with pytest.raises(RankFailedError, match=r"rank 1 .*SIGSTOP.*all others have finished"):
+        spawn(stop_on_one, nprocs=2)

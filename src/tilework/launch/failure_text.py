@@ -19,6 +19,7 @@ _HINTS: Final = {
     "SIGBUS": "native code used memory that could not be provided",
     "SIGILL": "native code uses instructions that this processor lacks",
     "SIGABRT": "native code gave up; its last words are above",
+    "SIGSTOP": "somebody stopped it, and all others have finished",
 }
 
 
@@ -82,7 +83,9 @@ def _class(failure: Failure) -> str:
 
 def _how(failure: Failure) -> str:
     if failure.lost_node:
-        return f"{failure.node} is gone: its launcher was killed, or the link to it is cut"
+        return (
+            f"{failure.node} is gone: its launcher was killed or stopped, or the link to it is cut"
+        )
     if failure.report is not None and failure.report.summary:
         return failure.report.summary + _unusual_ending(failure)
     how = _ending(failure)

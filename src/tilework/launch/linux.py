@@ -46,6 +46,15 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(caught.partition(":")[2] or "0", 16) >> (number - 1) & 1)
 
 
+def is_stopped(pid: int) -> bool:
+    """True if a process was stopped by a signal; a debugger's does not count."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
 def command_of(pid: int) -> str:
     """The name of a process for a message; empty where unknown."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -18,9 +19,14 @@ _KEEP_ALIVE: Final = (
 )
 _MAX_LINE_BYTES: Final = 1 << 16
 _SEND_SECONDS: Final = 5.0
+#: A launcher says so often that it is there; one that has and then says nothing is lost. The
+#: system answers for a process that is stopped, so keep-alive alone does not tell.
+_BEAT_SECONDS: Final = 2.0
+_SILENCE_SECONDS: Final = 20.0
 
 #: Kinds of messages.
 FAILED, INTERRUPTED, FINISHED, LOST = "failed", "interrupted", "finished", "lost"
+_ALIVE: Final = "alive"
 Message = dict[str, Any]
 
 
@@ -40,6 +46,9 @@ class NodeLink:
         self._finished: set[int] = set()
         self._news: list[Message] = []
         self._closed = False
+        self._beat_at = 0.0
+        #: When nodes that have begun to say that they are there did so last.
+        self._heard: dict[int, float] = {}
 
     @property
     def connected(self) -> set[int]:
@@ -50,6 +59,11 @@ class NodeLink:
     def awaits_others(self) -> bool:
         """True while another node, which needs this one's store, has not ended."""
         return bool(self._node == 0 and set(self._peers) - self._finished)
+
+    @property
+    def others_finished(self) -> bool:
+        """True if all other nodes have ended well, as far as this one has heard."""
+        return self._finished | {self._node} >= set(range(len(self._ranks)))
 
     def place_of(self, node: int) -> str:
         """A node in words."""
@@ -79,6 +93,24 @@ class NodeLink:
     def readers(self) -> dict[int, Callable[[], None]]:
         """Descriptors to wait for until they are readable, with what to do then."""
         return {peer.fileno(): partial(self._read, node) for node, peer in self._peers.items()}
+
+    @property
+    def beat_due(self) -> float:
+        """The time of the next :meth:`beat`, as ``time.monotonic()`` tells it."""
+        return self._beat_at
+
+    def beat(self) -> None:
+        """Say that this launcher is there, if it is time to, and lose those that do not."""
+        now = time.monotonic()
+        if now < self._beat_at:
+            return
+        if now - self._beat_at > _SILENCE_SECONDS / 2:  # this one was stopped itself
+            self._heard = dict.fromkeys(self._heard, now)
+        self._beat_at = now + _BEAT_SECONDS
+        self._send({"kind": _ALIVE, "node": self._node}, but=self._node)
+        for node in list(self._peers):
+            if now - self._heard.get(node, now) > _SILENCE_SECONDS and node not in self._finished:
+                self._lose(node)
 
     def take(self) -> list[Message]:
         """The messages that have come since the last call."""
@@ -123,6 +155,9 @@ class NodeLink:
                 self._hear(node, json.loads(line))
 
     def _hear(self, node: int, message: Message) -> None:
+        if message["kind"] == _ALIVE:
+            self._heard[node] = time.monotonic()
+            return
         if message["kind"] == FINISHED:
             self._finished.add(message["node"])
         self._news.append(message)

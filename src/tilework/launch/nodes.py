@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from typing import Any, Final
 
 from tilework.errors import DistNetworkError, DistStoreError
@@ -138,6 +139,7 @@ class _Meeting:
             "nodes": settings.nnodes,
             "ranks": settings.nprocs,
             "host": socket.gethostname(),
+            "version": _version(),
         }
         text = store.compare_set(f"node/{self._me}", "", json.dumps(mine))
         first = json.loads(text)
@@ -157,20 +159,25 @@ class _Meeting:
 
         self._wait_until(lambda: not missing(), lambda: f"waits for {_named(missing())}")
         words = [json.loads(store.get(key)) for key in keys]
-        said = {word["nodes"] for word in words}
-        if said != {self._settings.nnodes}:
-            text = ", ".join(f"node {n} {word['nodes']}" for n, word in enumerate(words))
-            error = f"the launchers differ in --nnodes: {text}"
-            store.set("table", json.dumps({"error": error}))
-            with contextlib.suppress(DistStoreError):  # this node's store goes with this process
-                store.wait([f"heard/{node}" for node in range(1, len(words))], _HEARD)
-            raise NodesError(error)
+        # A launcher of before this word says nothing of versions.
+        for what, name in (("nodes", "--nnodes"), ("version", "their version of tilework")):
+            said = [str(word.get(what, "unknown")) for word in words]
+            if len({*said, str(self._settings.nnodes)} if what == "nodes" else {*said}) > 1:
+                text = ", ".join(f"node {n} {each}" for n, each in enumerate(said))
+                self._refuse(store, f"the launchers differ in {name}: {text}", len(words))
         wants_master = self._settings.master_port is not None
         return {
             "ranks": [word["ranks"] for word in words],
             "hosts": [word["host"] for word in words],
             "master": (self._settings.master_port or _free_port(self._host)) if wants_master else 0,
         }
+
+    def _refuse(self, store: Store, error: str, nodes: int) -> None:
+        """Tell all nodes why the job does not begin."""
+        store.set("table", json.dumps({"error": error}))
+        with contextlib.suppress(DistStoreError):  # this node's store goes with this process
+            store.wait([f"heard/{node}" for node in range(1, nodes)], _HEARD)
+        raise NodesError(error)
 
     def _table(self, store: Store) -> dict[str, Any]:
         """The others': what node 0 has gathered."""
@@ -237,6 +244,14 @@ class _Meeting:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _version() -> str:
+    """The version of this package, as it was installed."""
+    try:
+        return metadata.version("tilework")
+    except metadata.PackageNotFoundError:  # a folder on the path
+        return "unknown"
 
 
 def _answers(host: str, port: int) -> bool:

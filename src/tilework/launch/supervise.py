@@ -33,6 +33,9 @@ _ASK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = 0.2
 #: How often adopted processes that have ended are cleared away.
 _REAP_SECONDS: Final = 5.0
+#: How long ranks may be stopped once all others have finished, and how often to look.
+_STOPPED_SECONDS: Final = 10.0
+_LOOK_FOR_STOPPED_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Supervisor:
     _steps: list[Step] = field(default_factory=list)
     _stop_began: float | None = None
     _reap_at: float = 0.0
+    #: Since when all ranks that live are stopped, and no others are left.
+    _stopped_since: float | None = None
     _told_end: bool = False
     #: Failures that were answered, by process: the job outlives them, or was ended for the last.
     _outlived: dict[int, Failure] = field(default_factory=dict)
@@ -118,6 +123,7 @@ class Supervisor:
             self._pass_ends_on()
             self._decide()
             self._end_outsiders()
+            self._blame_stopped()
             self._step()
         return True
 
@@ -159,6 +165,8 @@ class Supervisor:
         for rank in self.ranks:
             if rank.end_fd is None:
                 rank.check()
+        if self.around.link is not None:
+            self.around.link.beat()
         self._clear_orphans()
 
     def _readers(self) -> dict[int, Callable[[], object]]:
@@ -201,6 +209,10 @@ class Supervisor:
             due.append(look_again)
         if any(rank.alive and rank.end_fd is None for rank in self.ranks):
             due.append(time.monotonic() + _ASK_SECONDS)
+        if self.around.link is not None:
+            due.append(self.around.link.beat_due)
+        if self._has_finished_ranks:
+            due.append(time.monotonic() + _LOOK_FOR_STOPPED_SECONDS)
         if self.around.recovery is not None and self._outlived:
             due.append(time.monotonic() + _LOOK_SECONDS)
         due += [screen.due for screen in self._screens() if screen.due is not None]
@@ -386,6 +398,27 @@ class Supervisor:
             for rank in living:
                 recovery.note(rank.rank, "ended: the others have finished without it")
             self.stop(termination.at_once())
+
+    @property
+    def _has_finished_ranks(self) -> bool:
+        """True while some ranks live, all others have finished, and the job has no trouble."""
+        if self._stop_began is not None or self._failures:
+            return False
+        endings = [rank.ending.code for rank in self.ranks if rank.ending is not None]
+        return 0 < len(endings) < len(self.ranks) and not any(endings)
+
+    def _blame_stopped(self) -> None:
+        """Note ranks as failed that stay stopped when all others have finished."""
+        living = [rank for rank in self.ranks if rank.alive]
+        link, now = self.around.link, time.monotonic()
+        waits = self._has_finished_ranks and (link is None or link.others_finished)
+        if not waits or not all(linux.is_stopped(rank.pid) for rank in living):
+            self._stopped_since = None
+            return
+        self._stopped_since = self._stopped_since or now
+        if now - self._stopped_since >= _STOPPED_SECONDS:
+            for rank in living:
+                self._failures[rank.rank] = Failure(rank.rank, now, -signal.SIGSTOP)
 
     def _dump_flight_records(self, number: int) -> None:
         """Have the ranks write their flight records, those that listen for it."""
