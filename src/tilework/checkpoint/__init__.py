@@ -11,6 +11,8 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
   ``manager``: the checkpoints of one run;
 - ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
+- ``safetensors_index``, ``published``, ``composing``, ``memory_for_meta``: published weights, in
+  the names and forms of a model that has no memory yet;
 - ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``,
   ``loading``: the way back;
 - ``state_dict``, ``copying``: state dicts by names, whole or sharded, as torch's functions make;
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tilework.checkpoint.api import async_save, index_of, load, read, save
 from tilework.checkpoint.asynchronous import PendingSave
+from tilework.checkpoint.composing import PieceOf
 from tilework.checkpoint.convert.converting import ConvertOptions, convert
 from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
@@ -41,6 +44,7 @@ __all__ = [
     "KeptCheckpoint",
     "LoadReport",
     "PendingSave",
+    "PieceOf",
     "RandomState",
     "SaveOptions",
     "Stateful",

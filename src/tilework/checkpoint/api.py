@@ -154,11 +154,14 @@ def load(
     their parameters, in whatever groups these are.
 
     Args:
-        path: As for :func:`save`.
-        into: A state of the structure that was saved, or a part of it.
+        path: As for :func:`save`; or a folder of published weights: safetensors files, with Hugging
+            Face's index or without. A model of transformers' takes them in its own names and forms.
+        into: A state of the structure that was saved, or a part of it. Models on ``meta`` get their
+            memory here, in their layouts, when nothing is missing.
         names: Patterns, such as ``"model.*"``: only names of the state that match one are filled.
             One that matches nothing is an error, if ``strict``.
-        map_names: The checkpoint's name for a name of the state: a function, or a dict.
+        map_names: The checkpoint's name for a name of the state: a function, or a dict. A list of
+            names is joined along dim 0; a :class:`PieceOf` is cut.
         strict: Raise if the checkpoint lacks a name that is asked for; False: leave it as it is.
         verify: Compare the checksums of what is read.
         group: The ranks that load; None: all, or this process if there is no group.

@@ -6,14 +6,15 @@ listed; then, when they are filled, values are set and objects are given their s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tilework.checkpoint.composing import PieceOf, joined, piece
 from tilework.checkpoint.flat_state import (
     FlatState,
     NamedTensor,
@@ -37,8 +38,10 @@ from tilework.tiled.tensor import TiledTensor
 
 #: Gives the value that has come, once tensors are filled.
 Finish = Callable[[], Any]
-#: The checkpoint's name for a name of the state.
-MapNames = Callable[[str], str] | Mapping[str, str] | None
+#: The checkpoint's tensor or tensors for a name of the state: by name, several that are one (along
+#: dim 0), or a piece of one.
+Mapped = str | Sequence[str] | PieceOf
+MapNames = Callable[[str], Mapped] | Mapping[str, Mapped] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +93,13 @@ class Filling:
     visit_optimizer: Callable[[Filling, Optimizer, Path], Finish] = _refuse_optimizer
     check_files: Callable[[Iterable[str]], None] = _nothing
     places: Places = field(default_factory=dict)
+    #: The names of tensors that are filled, tied ones with each of theirs.
+    filled: list[str] = field(default_factory=list)
+    _memory: dict[object, Tensor] = field(default_factory=dict)
+    #: By name, tensors that are made of others.
+    made: dict[str, SavedTensor] = field(default_factory=dict)
+    #: As what they are made, as plain data.
+    composed: list[tuple[Any, ...]] = field(default_factory=list)
     _paths: dict[str, Path] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,9 +116,38 @@ class Filling:
         """The checkpoint's name."""
         if self.map_names is None:
             return name
-        if callable(self.map_names):
-            return self.map_names(name)
-        return self.map_names.get(name, name)
+        if isinstance(self.map_names, Mapping):
+            mapped = self.map_names.get(name, name)
+        else:
+            mapped = self.map_names(name)
+        return mapped if isinstance(mapped, str) else self.compose(mapped)
+
+    def compose(self, of: Sequence[str] | PieceOf) -> str:
+        """The name of a tensor that is made of others, and listed with them from here on."""
+        names = (of.name,) if isinstance(of, PieceOf) else tuple(of)
+        leaves = [self.saved.leaves.get(self._paths.get(name, ())) for name in names]
+        tensors = [self.tensor_named(leaf) for leaf in leaves if isinstance(leaf, NamedTensor)]
+        if len(tensors) < len(names):
+            return " + ".join(names)  # which is missing
+        made = piece(tensors[0], of) if isinstance(of, PieceOf) else joined(tensors)
+        self.used.update(self._paths[name] for name in names)
+        if made.name not in self._paths:
+            self.made[made.name] = made
+            self.composed.append(names if not isinstance(of, PieceOf) else astuple(of))
+            self.saved.leaves[(made.name,)] = NamedTensor(made.name)
+            self._paths[made.name] = (made.name,)
+        return made.name
+
+    def compose_all(self, composed: Iterable[tuple[Any, ...]]) -> None:
+        """List what other ranks have composed, too."""
+        for each in composed:
+            is_piece = not all(isinstance(item, str) for item in each)
+            self.compose(PieceOf(*each) if is_piece else each)
+
+    @property
+    def tensors(self) -> dict[str, SavedTensor]:
+        """The checkpoint's tensors, and those that are made of them."""
+        return {**self.index.tensors, **self.made}
 
     def find(self, path: Path) -> Path | None:
         """The path in the checkpoint for one of the state; None if there is nothing."""
@@ -131,7 +170,7 @@ class Filling:
 
     def tensor_named(self, leaf: NamedTensor) -> SavedTensor:
         """The tensor that a leaf names."""
-        return self.index.tensors[leaf.name]
+        return self.made.get(leaf.name) or self.index.tensors[leaf.name]
 
     def paths_under(self, root: Path) -> list[Path]:
         """The leaves from a path of the checkpoint on."""
@@ -212,7 +251,16 @@ class Filling:
                 f"{list(saved.shape)}: load it by other names (map_names), or leave it out (names)",
                 tensor=saved.name,
             )
-        self.targets.append(Target(saved, tensor, where))
+        if not self._is_filled(tensor, saved):
+            self.targets.append(Target(saved, tensor, where))
+        self.filled.append(where)
+
+    def _is_filled(self, tensor: Tensor, saved: SavedTensor) -> bool:
+        """True if the same goes to this very memory already, by the name of a tied tensor."""
+        tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
+        memory = tuple((tile.data_ptr(), tile.shape, tile.stride(), tile.dtype) for tile in tiles)
+        known = self._memory.setdefault((saved.parts, memory), tensor)
+        return known is not tensor and bool(saved.parts) and any(tile.numel() for tile in tiles)
 
     def _visit_dict(self, value: Mapping[Any, Any], path: Path) -> Finish:
         found = self.find(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial as with_first
 from typing import Any, cast
 
 import torch
@@ -24,12 +25,14 @@ from tilework.checkpoint.flat_state import (
     rebuild,
     state_of_json,
 )
-from tilework.checkpoint.format import INDEX_NAME, Index, SavedTensor
+from tilework.checkpoint.format import INDEX_NAME, Index, Path, SavedTensor
 from tilework.checkpoint.index_file import read_index
 from tilework.checkpoint.load_planning import Wanted, plan_load
+from tilework.checkpoint.memory_for_meta import give_memory
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.objects import places_of_parameters
+from tilework.checkpoint.objects import modules_of, places_of_parameters
 from tilework.checkpoint.progress import Progress
+from tilework.checkpoint.published import open_index
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
 from tilework.checkpoint.sharing import read_shared
@@ -106,13 +109,13 @@ def load_into(
     try:
         asked, temporary = _without_partial(prepared, ranks)
         reader.progress, progress.total = progress, _nbytes(filling.targets)
-        _fill(filling.targets, asked, ranks, reader)
+        _fill(filling, asked, ranks, reader)
     finally:
         reader.close()
     for target, partial in temporary:
         _become_partial(target.tensor, partial)
     report = LoadReport(_finished(prepared, storage, ranks))
-    report.loaded = [target.where for target in filling.targets]
+    report.loaded = filling.filled
     report.converted = [t.where for t in filling.targets if t.tensor.dtype != t.saved.torch_dtype]
     report.missing, report.other_ranks = filling.missing, filling.other_ranks
     report.unused = [dotted(p) for p in filling.saved.leaves if p not in filling.used]
@@ -124,6 +127,8 @@ def load_into(
 _Asked = tuple[str, tuple[Any, ...] | None]
 #: Of each rank: True if it can share pages of files, and its targets.
 _Answers = list[tuple[bool, list[_Asked]]]
+#: What one rank has seen: files, patterns of no use, its answer, and what it has composed.
+_Seen = tuple[list[str], list[str], tuple[bool, list[_Asked], bool], list[tuple[Any, ...]]]
 
 
 @dataclass
@@ -142,15 +147,17 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
 
     patterns = NamePatterns(options.names)
 
-    def look_up() -> tuple[list[str], list[str], tuple[bool, list[_Asked], bool]]:
+    def look_up() -> _Seen:
         raise_pending()
-        index = read_index(storage)
-        reader = PartReader(storage, index, options.verify)
+        opened = open_index(storage, state)
+        index = opened.index
+        flat = saved_state(index, storage) if opened.flat is None else opened.flat
+        reader = PartReader(storage, index, options.verify and opened.has_sums)
         if patterns.takes_all:
             check_files(reader, list(index.files)[ranks.number :: len(ranks.all)])
         filling = Filling(
             index,
-            saved_state(index, storage),
+            flat,
             ranks.here,
             patterns,
             options.map_names,
@@ -158,29 +165,39 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
             check_files=lambda names: check_files(reader, names),
             places=places_of_parameters(state),
         )
+        for path, module in modules_of(state):
+            give_memory(module, with_first(_has, filling, path))
         made.append(_Prepared(reader, filling, filling.visit(state, ())))
         if options.strict and filling.missing:
             raise CheckpointError(_missing_text(storage, filling))
         answer = reader.shares_pages(), _asked(filling.targets), _has_partial(filling.targets)
-        return list(index.files), patterns.idle(), answer
+        return list(index.files), patterns.idle(), answer, filling.composed
 
     try:
         seen = ranks.gather(look_up)
-        if any(files != seen[0][0] for files, _, _ in seen):
+        if any(each[0] != seen[0][0] for each in seen):
             raise CheckpointError(
                 f"ranks see different checkpoints at {storage.location}: it is being replaced, or "
                 f"is not on a file system that all hosts share",
                 file=storage.location,
             )
         # Ranks may have different states: a pattern serves if it is of use to one.
-        if options.strict and (idle := set.intersection(*(set(each) for _, each, _ in seen))):
+        if options.strict and (idle := set.intersection(*(set(each) for _, each, _, _ in seen))):
             patterns.refuse(min(idle))
     except BaseException:
         for each in made:
             each.reader.close()
         raise
-    made[0].answers = [answer for _, _, answer in seen]
+    made[0].answers = [answer for _, _, answer, _ in seen]
+    for *_, composed in seen:
+        made[0].filling.compose_all(composed)
     return made[0]
+
+
+def _has(filling: Filling, path: Path, name: str) -> bool:
+    """True if a tensor of a module is to be filled, and there is something to fill it with."""
+    full = (*path, name)
+    return filling.is_asked(dotted(full)) and filling.find(full) is not None
 
 
 def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
@@ -290,18 +307,19 @@ def _become_partial(filled: Tensor, partial: DTensor) -> None:
 
 
 def _fill(
-    targets: Sequence[Target],
+    filling: Filling,
     answers: _Answers,
     ranks: Ranks,
     reader: PartReader,
 ) -> None:
-    wanted, mine = merge_wanted([asked for _, asked in answers], ranks, reader.index.tensors)
+    wanted, mine = merge_wanted([asked for _, asked in answers], ranks, filling.tensors)
     host = ranks.same_host()
     # Ranks of other hosts have no part in it, but all know what these can.
     can_share = dict(zip(ranks.all, (pages for pages, _ in answers), strict=True))
     by_pages = all(can_share[rank] for rank in host.all)
     chunk = reader.index.chunk_bytes
     plan = plan_load(wanted, host.all, ranks.here, chunk, splits=by_pages)
+    targets = filling.targets
     tensors = [targets[number].tensor if number is not None else None for number in mine]
     places = Targets(wanted, tensors, ranks.here, reader.shares_pages())
 

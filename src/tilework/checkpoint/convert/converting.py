@@ -15,12 +15,7 @@ from torch import Tensor
 from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.convert.dcp_folder import open_dcp, write_dcp
 from tilework.checkpoint.convert.dcp_metadata import METADATA
-from tilework.checkpoint.convert.safetensors_files import (
-    HF_INDEX,
-    is_shard,
-    open_safetensors,
-    write_safetensors,
-)
+from tilework.checkpoint.convert.safetensors_files import open_safetensors, write_safetensors
 from tilework.checkpoint.convert.source import IndexedSource, Source
 from tilework.checkpoint.convert.torch_file import open_torch_file, write_torch_file
 from tilework.checkpoint.describing import MergedState
@@ -31,6 +26,7 @@ from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, of_group
+from tilework.checkpoint.safetensors_index import HF_INDEX, is_shard
 from tilework.checkpoint.save_planning import (
     FILE_BYTES,
     assign_writers,

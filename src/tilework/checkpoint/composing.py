@@ -1,0 +1,160 @@
+"""Tensors that are composed of saved ones: several as one, or a piece of one. Pure.
+
+Parts lie where they lay: what is composed is read like any other tensor, so that each rank reads
+the bytes that it needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from tilework.checkpoint.format import Part, SavedTensor, chunk_count
+from tilework.errors import CheckpointError
+from tilework.layout import Box
+
+#: Of files without checksums so many bytes are read at a time, and no more around what is needed.
+UNCHECKED_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class PieceOf:
+    """A piece of a tensor that is cut into equal ones, as a value of ``map_names``.
+
+    Args:
+        name: The checkpoint's tensor.
+        number: Which piece, from 0.
+        count: The number of pieces.
+        dim: Along which it is cut.
+
+    Example:
+        >>> from tilework.checkpoint import PieceOf
+        >>> PieceOf("attention.qkv.weight", 1, 3)
+        PieceOf(name='attention.qkv.weight', number=1, count=3, dim=0)
+    """
+
+    name: str
+    number: int
+    count: int
+    dim: int = 0
+
+
+def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
+    """Tensors, one after the other along a dim.
+
+    Raises:
+        CheckpointError: Their dtypes, or their other sizes, differ.
+
+    Example:
+        >>> row = SavedTensor("q", "F32", (1, 2), (Part(Box((0, 0), (1, 2)), "f", 0, 8),))
+        >>> both = joined([row, replace(row, name="k")])
+        >>> both.name, both.shape, [str(part.box) for part in both.parts]
+        ('q + k', (2, 2), ['[0:1, 0:2]', '[1:2, 0:2]'])
+    """
+    first = tensors[0]
+    for each in tensors:
+        if each.dtype != first.dtype or _without(each.shape, dim) != _without(first.shape, dim):
+            raise CheckpointError(
+                f"{first.name!r} ({first.dtype}, {list(first.shape)}) and {each.name!r} "
+                f"({each.dtype}, {list(each.shape)}) cannot be one tensor along dim {dim}",
+                tensor=each.name,
+            )
+    parts: list[Part] = []
+    at = 0
+    for each in tensors:
+        parts += [replace(part, box=_moved(part.box, dim, at)) for part in each.parts]
+        at += each.shape[dim]
+    shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
+    return SavedTensor(" + ".join(each.name for each in tensors), first.dtype, shape, tuple(parts))
+
+
+def stacked(tensors: Sequence[SavedTensor]) -> SavedTensor:
+    """Tensors of one shape as one with a new first dim."""
+    return joined([_with_first_dim(each) for each in tensors])
+
+
+def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
+    """A piece of a tensor, in runs of a file.
+
+    Raises:
+        CheckpointError: The dim is not a multiple of the pieces; or there are checksums, which are
+            of the whole.
+
+    Example:
+        >>> rows = SavedTensor("x", "F32", (4, 2), (Part(Box((0, 0), (4, 2)), "f", 0, 32, (0,)),))
+        >>> [(str(part.box), part.offset) for part in piece(rows, PieceOf("x", 1, 2)).parts]
+        [('[0:2, 0:2]', 16)]
+    """
+    dim = of.dim
+    if not 0 <= dim < len(tensor.shape) or tensor.shape[dim] % of.count:
+        raise CheckpointError(
+            f"{tensor.name!r} of shape {list(tensor.shape)} has no {of.count} equal pieces along "
+            f"dim {dim}",
+            tensor=tensor.name,
+        )
+    if any(any(part.crc32) for part in tensor.parts):
+        raise CheckpointError(
+            f"{tensor.name!r} has checksums, which are of the whole tensor: pieces are of "
+            f"published weights. Load it whole, and cut it",
+            tensor=tensor.name,
+        )
+    size = tensor.shape[dim] // of.count
+    sizes = (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+    window = Box(tuple(size * of.number * (d == dim) for d in range(len(sizes))), sizes)
+    parts = [
+        run
+        for part in tensor.parts
+        if (shared := part.box.intersection(window)) is not None
+        for run in _runs(part, shared, window, tensor.torch_dtype.itemsize)
+    ]
+    name = f"{tensor.name}[{of.number}/{of.count}]"
+    return SavedTensor(name, tensor.dtype, sizes, tuple(parts))
+
+
+def _runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
+    """A region of a part, in boxes that follow each other in the file, as parts of a window."""
+    strides = [math.prod(part.box.sizes[d + 1 :]) for d in range(len(part.box.sizes))]
+    whole = len(region.sizes)  # from this dim on a box has all that the part has
+    while whole and region.sizes[whole - 1] == part.box.sizes[whole - 1]:
+        whole -= 1
+    outer = max(0, whole - 1)
+    for index in _indices(region.sizes[:outer]):
+        offsets = (
+            *(o + i for o, i in zip(region.offsets, index, strict=False)),
+            *region.offsets[outer:],
+        )
+        box = Box(offsets, (1,) * outer + region.sizes[outer:])
+        start = sum(
+            (o - begin) * stride
+            for o, begin, stride in zip(offsets, part.box.offsets, strides, strict=True)
+        )
+        nbytes = box.volume * itemsize
+        sums = (0,) * chunk_count(nbytes, UNCHECKED_BYTES)
+        relative = Box(box.relative_to(window).offsets, box.sizes)
+        yield Part(relative, part.file, part.offset + start * itemsize, nbytes, sums)
+
+
+def _indices(sizes: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for size in sizes:
+        found = [(*each, number) for each in found for number in range(size)]
+    yield from found
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    offsets = list(box.offsets)
+    offsets[dim] += by
+    return Box(tuple(offsets), box.sizes)
+
+
+def _with_first_dim(tensor: SavedTensor) -> SavedTensor:
+    parts = [
+        replace(part, box=Box((0, *part.box.offsets), (1, *part.box.sizes)))
+        for part in tensor.parts
+    ]
+    return replace(tensor, shape=(1, *tensor.shape), parts=tuple(parts))
+
+
+def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return tuple(size for d, size in enumerate(shape) if d != dim)

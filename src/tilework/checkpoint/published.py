@@ -1,0 +1,176 @@
+"""Published weights: a folder of safetensors files, with names and forms that a model converts.
+
+A folder without an index of tilework's, but with safetensors files, is read as if it had one: by
+the names that the model has. transformers says for each of its models which tensors are renamed,
+joined and stacked (its conversion mapping); what it says is done to boxes, before anything is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from tilework.checkpoint.composing import PieceOf, joined, piece, stacked
+from tilework.checkpoint.flat_state import FlatState, NamedTensor
+from tilework.checkpoint.format import Index, SavedTensor
+from tilework.checkpoint.index_file import is_checkpoint, read_index
+from tilework.checkpoint.objects import unwrapped
+from tilework.checkpoint.safetensors_index import is_published, published_index
+from tilework.checkpoint.storage import Storage
+from tilework.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An index, and what is at the place besides.
+
+    Args:
+        index: The index.
+        flat: The state; None: the index has it.
+        has_sums: False if nothing can be compared.
+    """
+
+    index: Index
+    flat: FlatState | None = None
+    has_sums: bool = True
+
+
+def open_index(storage: Storage, state: Any) -> Opened:
+    """The index of a checkpoint, or of published weights by the names that a model has. Local.
+
+    Args:
+        storage: The folder.
+        state: What is to be filled.
+
+    Raises:
+        CheckpointError: There is neither, or it is damaged; or a model converts tensors in a way
+            that boxes cannot.
+    """
+    names = storage.names()
+    if is_checkpoint(names, storage) or not is_published(names):
+        return Opened(read_index(storage))
+    index = published_index(storage)
+    module = unwrapped(state) if isinstance(state, nn.Module) else None
+    tensors = index.tensors if module is None else _Conversion(module).of(index.tensors)
+    flat = FlatState({(name,): NamedTensor(name) for name in tensors}, {(): "dict"})
+    return Opened(replace(index, tensors=tensors), flat, has_sums=False)
+
+
+@dataclass
+class _Sources:
+    """The tensors that are converted together, by the pattern that each fits."""
+
+    converter: Any
+    by_pattern: dict[str, list[SavedTensor]] = field(default_factory=lambda: defaultdict(list))
+
+
+class _Conversion:
+    """From published names and forms to those of a model.
+
+    Args:
+        module: The model: one of transformers', or any other, whose names are the published ones.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._transforms: Sequence[Any] = ()
+        self._module, self._loading = module, None
+        self._own = dict.fromkeys(module.state_dict(), True)
+        self._prefix = getattr(module, "base_model_prefix", "") or ""
+        if hasattr(module, "base_model_prefix") and hasattr(module, "config"):
+            try:
+                mapping = importlib.import_module("transformers.conversion_mapping")
+                self._loading = importlib.import_module("transformers.core_model_loading")
+                self._transforms = mapping.get_model_conversion_mapping(module)
+            except ImportError:  # before version 5 models have the published names
+                self._transforms = ()
+
+    def of(self, published: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """The tensors that the model has, as far as they are published, and all others."""
+        renamings = [each for each in self._transforms if not hasattr(each, "operations")]
+        converters = [each for each in self._transforms if hasattr(each, "operations")]
+        by_pattern = {p: each for each in converters for p in each.source_patterns}
+        tensors: dict[str, SavedTensor] = {}
+        together: dict[str, _Sources] = {}
+        for name in sorted(published, key=_natural):
+            renamed, pattern = name, None
+            if self._loading is not None:
+                renamed = self._loading.apply_renamings(name, renamings)
+                renamed, pattern = self._loading.apply_converters(renamed, converters)
+            renamed = self._at_model(renamed)
+            # What the model has by the published name needs no conversion.
+            if pattern is None or (renamed != name and name in self._own):
+                tensors[name if name in self._own else renamed] = published[name]
+                continue
+            sources = together.setdefault(renamed, _Sources(by_pattern[pattern]))
+            sources.by_pattern[pattern].append(published[name])
+        for renamed, sources in together.items():
+            tensors.update(_converted(renamed, sources))
+        tensors = {name: replace(saved, name=name) for name, saved in tensors.items()}
+        self._add_tied(tensors)
+        return tensors
+
+    def _add_tied(self, tensors: dict[str, SavedTensor]) -> None:
+        """Files have tied tensors once, under one of their names."""
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        for tied in names.values():
+            saved = next((tensors[name] for name in tied if name in tensors), None)
+            if saved is not None:
+                tensors.update({name: saved for name in tied if name not in tensors})
+
+    def _at_model(self, name: str) -> str:
+        """The name with or without the prefix of the base model, as the model has it."""
+        start = f"{self._prefix}."
+        if self._prefix and name not in self._own:
+            if name.startswith(start) and name.removeprefix(start) in self._own:
+                return name.removeprefix(start)
+            if start + name in self._own:
+                return start + name
+        return name
+
+
+def _converted(name: str, sources: _Sources) -> Iterator[tuple[str, SavedTensor]]:
+    """The tensors that the steps of a conversion make, with their names."""
+    converter = sources.converter
+    patterns = [p for p in converter.source_patterns if p in sources.by_pattern]
+    made: list[list[SavedTensor]] = [sources.by_pattern[pattern] for pattern in patterns]
+    for step in converter.operations:
+        made = _step(step, made, len(converter.target_patterns), name)
+    results = [each for several in made for each in several]
+    if len(results) != len(converter.target_patterns):
+        raise CheckpointError(
+            f"{name!r} would be {len(results)} tensors, the model has "
+            f"{len(converter.target_patterns)}: files of it may be missing",
+            tensor=name,
+        )
+    known = next((p for p in converter.target_patterns if p in name), None)
+    for pattern, result in zip(converter.target_patterns, results, strict=True):
+        yield (name if known is None else name.replace(known, pattern)), result
+
+
+def _step(
+    step: Any, made: list[list[SavedTensor]], targets: int, name: str
+) -> list[list[SavedTensor]]:
+    kind, dim = type(step).__name__, getattr(step, "dim", 0)
+    if kind == "MergeModulelist" and dim == 0:
+        return [[stacked(each)] for each in made]
+    if kind == "Concatenate":
+        return [[joined([each for several in made for each in several], dim)]]
+    if kind == "Chunk" and len(made) == len(made[0]) == 1:
+        return [[piece(made[0][0], PieceOf("", n, targets, dim))] for n in range(targets)]
+    raise CheckpointError(
+        f"{name!r} is converted by {kind}, which changes the order of elements: load such weights "
+        f"with transformers' from_pretrained, and distribute them",
+        tensor=name,
+    )
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which "10" comes after "9"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
