@@ -127,6 +127,15 @@ class Flat:
         }
         return [views[id(param)] for param in self.params]
 
+    def check_dtype(self) -> None:
+        """Raise if a parameter has another dtype by now: backward has no gradient for it."""
+        for param in self.params:
+            if param.local.dtype != self.dtype:
+                raise RuntimeError(
+                    f"parameter {param.name} was cast from {self.dtype} to {param.local.dtype} "
+                    f"after the forward pass whose backward needs it: call backward before that"
+                )
+
     # -- gathering ---------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -198,7 +198,8 @@ class Unit:
         if self.tables.is_current() and self._shown_now() == self._shown:
             return
         self.reshard()
-        self.params, self.flats = take_over(self.tables, self.params, self.owner)
+        with torch.inference_mode(False):
+            self.params, self.flats = take_over(self.tables, self.params, self.owner)
         self.tables.note()
         names = [param.name for param in self.params]
         self._known_as = stable_digest(self.owner.name, names)
@@ -482,6 +483,8 @@ class Unit:
     def gather_for(self, use: Use) -> Gathered:
         """The full parameters of a forward pass, for the pass's backward. Collective."""
         if use.flats is not self.flats:  # the modules have others since, which they show
+            for flat in use.flats:
+                flat.check_dtype()
             gathered = self._new_gathered(use.flats)
             gathered.finish()
         else:
