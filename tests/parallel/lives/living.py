@@ -22,6 +22,7 @@ from tests.parallel.lives.refusals import refusal
 from tests.parallel.lives.ways import WAYS
 from tests.parallel.sides import Side
 from tests.rounding import assert_close
+from tilework.errors import PeerLostError
 from tilework.testing import run_ranks
 
 #: How long a rank waits for the others to raise as it did, in seconds.
@@ -204,6 +205,9 @@ def _judged(life: Life, wanted: Sequence[Seen], of_ranks: Sequence[list[Any]]) -
     ]
     ends = [[seen for n, seen in records if n == -2] for records in of_ranks]
     if any(ends):
+        names = _refused_alike(life, of_ranks)
+        if names:
+            return Outcome(life, "refused", ", ".join(sorted(names)), done)
         texts = [_told(life, records) for records in of_ranks]
         return Outcome(life, "wrong", "the ranks do not end alike:\n" + "\n".join(texts), done)
     names = set()
@@ -230,6 +234,21 @@ def _judged(life: Life, wanted: Sequence[Seen], of_ranks: Sequence[list[Any]]) -
     if names:
         return Outcome(life, "refused", ", ".join(sorted(names)), done)
     return Outcome(life, "right", "", done)
+
+
+def _refused_alike(life: Life, of_ranks: Sequence[list[Any]]) -> set[str]:
+    """What was refused, where some ranks raise that and the others that they were left alone."""
+    names = set()
+    for records in of_ranks:
+        for number, seen in records:
+            if seen.error is None or number == -2:
+                continue
+            name = refusal(seen.error, life.acts[: number + 1])
+            if name is not None:
+                names.add(name)
+            elif not isinstance(seen.error, PeerLostError):
+                return set()
+    return names
 
 
 def difference(seen: Seen, wanted: Seen) -> str:

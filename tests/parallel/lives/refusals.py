@@ -45,6 +45,36 @@ REFUSALS: tuple[Refusal, ...] = (
         "which was given to fully_shard in another call",
         r"tie\(",
     ),
+    Refusal(
+        "an optimizer of parameters that were replaced since",
+        "RuntimeError",
+        "would change what the model does not have",
+        r"(replace|load_weights|tie|parametrize|drop_bias)\(",
+    ),
+    Refusal(
+        "the saved state of an optimizer of parameters that were replaced since",
+        "CheckpointError",
+        r"lacks optimizer\.state",
+        r"replace\(.*renew=False",
+    ),
+    Refusal(
+        "a plain parameter where tensor parallelism had sharded",
+        "ValueError",
+        "was replaced by a plain tensor",
+        r"replace\(",
+    ),
+    Refusal(
+        "backward through fully_shard after a step",
+        "RuntimeError",
+        "was written to in place after the forward pass",
+        r"step",
+    ),
+    Refusal(
+        "reentrant checkpoints in DistributedDataParallel without static_graph=True",
+        "RuntimeError",
+        "came twice in one backward pass",
+        "reentrant",
+    ),
 )
 
 

@@ -243,13 +243,13 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self._new_reducer()
 
     def _new_reducer(self) -> None:
-        """Replace the reducer by one with the same hook."""
-        hook = self.reducer.hook
-        self.reducer.close()
+        """Replace the reducer by one that goes on from it."""
+        before = self.reducer
+        before.close()
         if self._delayed is not None:
             self._delayed.close()
         self._make_reducer()
-        self.reducer.hook = hook
+        self.reducer.go_on_from(before)
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
         precision = self.mixed_precision

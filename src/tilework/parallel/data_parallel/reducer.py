@@ -132,6 +132,14 @@ class Reducer:
         self._assign(first_step_plan(self._tensors, self._sparse(), options.size_limits))
         self._reset()
 
+    def go_on_from(self, before: Reducer) -> None:
+        """Take over the hook, and what passes without reduction have accumulated. Local."""
+        self.hook = before.hook
+        waiting = {id(before.leaves[index].tensor) for index in before._accumulated}
+        self._accumulated = {
+            index for index, leaf in enumerate(self.leaves) if id(leaf.tensor) in waiting
+        }
+
     def close(self) -> None:
         """Remove the hooks. Idempotent; not collective."""
         for remover in self._removers:
@@ -220,9 +228,13 @@ class Reducer:
             self._reset()
 
     def begin(self) -> None:
-        """Open a backward pass, unless one is open. Called within backward."""
-        if self._open or self.accumulating or not self._will_accumulate():
+        """Open a backward pass, unless one is open. Called within backward.
+
+        Outputs of forward passes that are to reduce call it, also after a pass without reduction.
+        """
+        if self._open or not self._will_accumulate():
             return
+        self.accumulating = False
         self._reset()
         self._open = True
         kept = not self._accumulated and self._tensors[0].grad is not None
@@ -397,11 +409,9 @@ class Reducer:
     def _finish(self) -> None:
         if self.options.static_graph and self._expected_marks is None:
             self._expected_marks = list(self._marks)
-        if not all(self._marks):
-            unmarked = {index for index, count in enumerate(self._marks) if not count}
-            self._missing = sorted(unmarked.union(self._missing) - self._accumulated)
-        else:
-            self._missing = sorted(set(self._missing) - self._accumulated)
+        unmarked = {index for index, count in enumerate(self._marks) if not count}
+        accumulated = {i for i in self._accumulated if self._tensors[i].grad is not None}
+        self._missing = sorted(unmarked.union(self._missing) - accumulated)
         self._accumulated.clear()
         for bucket in self.buckets[self._next :]:
             self._start(bucket)

@@ -1,0 +1,68 @@
+"""Passes without reduction beside others: what they accumulate is averaged once, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tilework.parallel import DistributedDataParallel
+from tilework.testing import run_ranks
+
+
+class Two(nn.Module):
+    """Two layers, of which a pass may leave the second out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        y: Tensor = self.a(x) + self.b(x) if both else self.a(x)
+        return y
+
+
+def test_a_parameter_is_replaced_between_accumulation_and_reduction() -> None:
+    def program(rank: int) -> list[float]:
+        model: Any = DistributedDataParallel(Two(), find_unused_parameters=True)
+        model.module.a.weight = nn.Parameter(torch.ones(1, 1))
+        x = torch.full((1, 1), 1.0 + rank)
+        with model.no_sync():
+            model(x).sum().backward()
+        (model(x, False) + model(x, False)).sum().backward()
+        return [parameter.grad.item() for parameter in model.parameters()]
+
+    assert run_ranks(2, program) == [[4.5, 1.5]] * 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_cleared_gradients_do_not_come_back_as_zeros(views: bool) -> None:
+    def program(rank: int) -> bool:
+        model: Any = DistributedDataParallel(
+            Two(), find_unused_parameters=True, gradient_as_bucket_view=views
+        )
+        with model.no_sync():
+            model(torch.ones(1, 1)).sum().backward()
+        model.zero_grad()
+        model(torch.ones(1, 1), False).sum().backward()
+        return model.module.b.weight.grad is None
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_backward_of_an_earlier_forward_pass_reduces() -> None:
+    """The forward pass of a graph says whether its backward reduces, not the last one."""
+
+    def program(rank: int) -> float:
+        model: Any = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        x = torch.full((1, 1), 1.0 + rank)
+        loss = model(x).sum()
+        with model.no_sync():
+            model(x).sum().backward()
+        loss.backward()
+        grad: float = model.module.weight.grad.item()
+        return grad
+
+    assert run_ranks(2, program) == [3.0, 3.0]
