@@ -1,4 +1,4 @@
-"""Passes without reduction beside others: what they accumulate is averaged once, and nothing else."""
+"""Passes without reduction beside others: what they accumulate is averaged once."""
 
 from __future__ import annotations
 
@@ -66,3 +66,24 @@ def test_backward_of_an_earlier_forward_pass_reduces() -> None:
         return grad
 
     assert run_ranks(2, program) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("size", [1, 128])
+def test_hooks_that_a_program_adds_run_before_the_reduction(size: int) -> None:
+    """Also of gradients that are moved into a bucket one by one."""
+
+    def program(rank: int) -> float:
+        model: Any = DistributedDataParallel(nn.Linear(size, size, bias=False))
+        weight = model.module.weight
+
+        def scale(parameter: Any) -> None:
+            parameter.grad.mul_(2 + rank)
+
+        weight.register_post_accumulate_grad_hook(scale)
+        model(torch.ones(1, size)).sum().backward()
+        model.zero_grad()
+        model(torch.ones(1, size)).sum().backward()
+        grad: float = weight.grad[0, 0].item()
+        return grad
+
+    assert run_ranks(2, program) == [2.5, 2.5]

@@ -43,6 +43,12 @@ class GradLeaf:
         leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
         return remover
 
+    def place_last(self, remover: Any) -> None:
+        """Call the function of :meth:`on_grad` after hooks that were registered since. Local."""
+        hooks: Any = self.tensor._post_accumulate_grad_hooks
+        if len(hooks) > 1 and next(reversed(hooks)) != remover.id:
+            hooks[remover.id] = hooks.pop(remover.id)
+
     def __str__(self) -> str:
         return f"{self.name} ({self.module}, {list(self.tensor.shape)})"
 

@@ -235,6 +235,8 @@ class Reducer:
         if self._open or not self._will_accumulate():
             return
         self.accumulating = False
+        for leaf, remover in zip(self.leaves, self._removers, strict=True):
+            leaf.place_last(remover)
         self._reset()
         self._open = True
         kept = not self._accumulated and self._tensors[0].grad is not None
