@@ -126,7 +126,7 @@ def test_names_do_not_command_a_terminal(
     assert torch.equal(checkpoint.read(tmp_path)["a\x1b[2J"], numbers(3))
     checkpoint.show(tmp_path)
     out = capsys.readouterr().out
-    assert all(name in out for name in ("a\\x1b[2J", "b\\ud800 = c\\x07"))
+    assert all(name in out for name in ("a\\x1b[2J", "b\\ud800 = 'c\\x07'"))
     assert "\x1b[2J" not in out
 
 

@@ -312,6 +312,7 @@ def mix(rank: Rank) -> None:
         assert ones.tolist() == [2, 2, 2]
         world = cast(Any, torch_dist.group.WORLD)
         assert functional.all_reduce(ones, "sum", world).tolist() == [4, 4, 4]
+        assert functional.all_reduce(ones, "sum", cast(Any, theirs)).tolist() == [4, 4, 4]
         y: Any = torch_tensor.distribute_tensor(VALUES, theirs, [torch_tensor.Shard(1)])
         for sum_ in (x + y, y + x, torch.stack([x, y]).sum(0), x.clone().add_(y)):
             assert isinstance(sum_, DTensor)
@@ -365,7 +366,6 @@ REFUSED: dict[Callable[[Any, Any, Any], Any], list[str]] = {
     (lambda x, y, m: tilework_fully_shard(torchs_module(m), mesh=m)): ["weight", "from_torch"],
     (lambda x, y, m: functional.all_reduce(y)): ["torch.distributed", "to_local"],
     (lambda x, y, m: functional.all_reduce(x)): ["DTensor", "to_local"],
-    (lambda x, y, m: functional.all_reduce(VALUES, group=m.to_torch())): ["group", "DeviceMesh"],
     (lambda x, y, m: functional.all_reduce(VALUES, cast(Any, torch_dist.ReduceOp.MAX))): [
         "ReduceOp.MAX",
         "from_torch",

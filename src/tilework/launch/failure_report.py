@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from types import TracebackType
 from typing import Final
 
@@ -27,14 +28,17 @@ MAX_TRACEBACK_CHARS: Final = 128 << 10
 #: The first line of an error's message; longer than any of tilework's own.
 MAX_SUMMARY_CHARS: Final = 2000
 _MARK: Final = b'{"tilework": '
-_PACKAGE_FOLDERS: Final = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
 #: Frames in these files belong to the launcher, not to the program.
 _OWN_FILES: Final = tuple(
     os.path.join(os.path.dirname(__file__), name)
     for name in ("rank.py", "program.py", "spawned.py")
 )
+
+
+@cache
+def _package_folders() -> tuple[str, ...]:
+    """The folders of Python's own modules, and of installed packages."""
+    return tuple({sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def _site(error: BaseException) -> str:
         for frame, line in traceback.walk_tb(_program_frames(error))
         if not in_library[frame.f_code.co_filename]
     ]
-    own = [(file, line) for file, line in frames if not file.startswith(_PACKAGE_FOLDERS)]
+    own = [(file, line) for file, line in frames if not file.startswith(_package_folders())]
     if not frames:
         return ""
     file, line = (own or frames)[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 
 from tilework.tiled.picture import Line
@@ -33,8 +34,8 @@ def print_styled(render: Callable[[int], Iterable[StyledLine]]) -> None:
         if not unicode:
             line = [(text.translate(_ASCII), style) for text, style in line]
         line = [(printable(text), style) for text, style in line]
-        # What is piped on is not broken at some width.
-        if console.is_terminal:
+        # What is piped on is not broken, unless the program's user says at which width.
+        if console.is_terminal or "COLUMNS" in os.environ:
             console.print(Text.assemble(*line), overflow="fold")
         else:
             console.print(Text.assemble(*line), soft_wrap=True)

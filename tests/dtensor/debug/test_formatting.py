@@ -41,7 +41,7 @@ def test_a_line_for_each_layout() -> None:
             "c64[10@dp(7+3), 4]": there(
                 x.to(torch.complex64), mesh, Shard(0, sizes=(7, 3)), Replicate()
             ),
-            "u8[]": there(torch.tensor(1, dtype=torch.uint8), mesh, Replicate(), Replicate()),
+            "u8[] = 1": there(torch.tensor(1, dtype=torch.uint8), mesh, Replicate(), Replicate()),
         }
         for text, tensor in lines.items():
             assert str(tensor) == repr(tensor) == f"DTensor {text}{on}"

@@ -103,6 +103,7 @@ def test_an_error_that_ranks_do_not_raise_is_found(monkeypatch: pytest.MonkeyPat
 def test_ranks_that_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     acts = f"{TRAIN}; {TRAIN}; look(); verify()"
     assert outcome_of(acts, Unlike(1, 0, "skips")).kind == "right"
+    acts = f"{TRAIN}; look(); {TRAIN}"  # nothing but the look tells
     monkeypatch.setitem(ways.WAYS, "ddp", ways.Way(unaveraged))
     assert outcome_of(acts, Unlike(1, 0, "skips")).kind == "wrong"
 
