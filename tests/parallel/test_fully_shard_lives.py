@@ -596,3 +596,21 @@ def test_phases() -> None:
         assert unit.phase == "sharded"
 
     run_ranks(2, program)
+
+
+def test_a_backward_pass_that_raises_leaves_nothing_gathered() -> None:
+    def program(rank: int) -> None:
+        for root_only in (True, False):
+            model, plain = shard(layers(), root_only), layers()
+            handle = model[2].register_full_backward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, ROWS).backward()
+            handle.remove()
+            assert model._fsdp_state.phase == "sharded"
+            assert isinstance(model[4].weight, DTensor)  # full only while gathered
+            model.zero_grad()
+            loss_of(model, ROWS[2 * rank : 2 * rank + 2]).backward()
+            loss_of(plain, ROWS).backward()
+            assert_same(model, plain)
+
+    run_ranks(2, program)

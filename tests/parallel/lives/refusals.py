@@ -36,7 +36,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "modules given to fully_shard that only some ranks run",
         "CollectiveMismatchError",
-        "ranks called different things",
+        "ranks called different things|wait for each other in a circle",
         r"routes=\((\d), (?!\1)",
     ),
     Refusal(
@@ -62,6 +62,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "ValueError",
         "was replaced by a plain tensor",
         r"replace\(",
+    ),
+    Refusal(
+        "parametrizations of a module that unshard() has gathered",
+        "AssertionError",
+        "already has an attribute named",
+        r"gather_by_hand\(",
+    ),
+    Refusal(
+        "backward after a step of ZeroRedundancyOptimizer, which writes to all parameters",
+        "RuntimeError",
+        "modified by an inplace operation",
+        "step",
     ),
     Refusal(
         "backward through fully_shard after a step",

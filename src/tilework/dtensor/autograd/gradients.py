@@ -389,6 +389,8 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
     if tensor._became is not None and before_changes(tensor) is not tensor:
         return register_hook(tensor._became[0], changed_hook(hook, tensor._became[1]))
+    if tensor._deferred_grad is not None:  # of passes before: not for this hook
+        tensor._deferred_grad()
     local: Any = in_graph(tensor)
     _, shown = origins.place_in_graph(tensor)
     is_leaf = local.is_leaf
@@ -440,6 +442,8 @@ def register_post_accumulate_grad_hook(
     Returns:
         What removes the hook again, by ``remove()``.
     """
+    if tensor._deferred_grad is not None:  # of passes before: not for this hook
+        tensor._deferred_grad()
     local: Any = in_graph(tensor)
     has_grad = [False]
 

@@ -262,6 +262,8 @@ class Reducer:
 
     def _will_accumulate(self) -> bool:
         """False within torch.autograd.grad(), which gives no parameter a gradient."""
+        if not self._tensors:
+            return False
         will_run = torch._C._will_engine_execute_node
         if self._likely_node is not None and will_run(self._likely_node):
             return True

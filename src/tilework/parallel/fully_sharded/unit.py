@@ -115,20 +115,37 @@ class Run:
         return None
 
 
+class BackwardPass:
+    """A backward pass under way, which frees at the end what it has gathered.
+
+    Autograd's engine alone keeps it, and drops it where the pass raises.
+    """
+
+    def __init__(self) -> None:
+        #: The units that the pass has gathered, each with the uses that were.
+        self.units: dict[Unit, list[weakref.ref[Use]]] = {}
+
+    def end(self) -> None:
+        """Free what was gathered. Idempotent; local."""
+        units, self.units = self.units, {}
+        for unit, uses in units.items():
+            unit._end_backward(uses)
+
+    def __del__(self) -> None:
+        self.end()
+
+
 class _Running(threading.local):
     """The units whose forward passes run in a thread, and backward passes under way."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.stack: list[Unit] = []
-        #: By backward pass, the units that it has gathered.
-        self.passes: dict[int, dict[Unit, list[weakref.ref[Use]]]] = {}
+        self.passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
 
 
 _running = _Running()
 _AT_ONCE: Any = {"is_due": True, "reduces_replicas": True}
-#: Backward passes that raised are forgotten when there are more.
-_MOST_PASSES = 16
 
 
 class Unit:
@@ -350,6 +367,7 @@ class Unit:
         assert run is not None
         if again:
             self._join_backward()
+            self.look()
             self._drop_stale()
         else:
             self._around = tuple(_running.stack)
@@ -633,21 +651,14 @@ class Unit:
 
 def _units_of_pass() -> dict[Unit, list[weakref.ref[Use]]]:
     """The units that the backward pass under way has gathered, and the uses that they had."""
-    passes, task = _running.passes, torch._C._current_graph_task_id()
+    task = torch._C._current_graph_task_id()
     if task == -1:  # a program looks at what a node has saved
         return {}
-    units = passes.get(task)
-    if units is None:
-        if len(passes) > _MOST_PASSES:
-            passes.clear()
-        units = passes[task] = {}
-
-        def end() -> None:
-            for unit, uses in passes.pop(task, {}).items():
-                unit._end_backward(uses)
-
-        _engine.queue_callback(end)
-    return units
+    current = _running.passes.get(task)
+    if current is None:
+        current = _running.passes[task] = BackwardPass()
+        _engine.queue_callback(current.end)
+    return current.units
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
