@@ -87,3 +87,23 @@ def test_hooks_that_a_program_adds_run_before_the_reduction(size: int) -> None:
         return grad
 
     assert run_ranks(2, program) == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_casts_there_and_back_leave_averages(views: bool, to_none: bool) -> None:
+    """A cast gives gradients other data, also those that are views of a bucket."""
+
+    def program(rank: int) -> list[float]:
+        model: Any = DistributedDataParallel(
+            nn.Linear(4, 1, bias=False), gradient_as_bucket_view=views
+        )
+        grads = []
+        for _ in range(3):
+            model.zero_grad(set_to_none=to_none)
+            model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+            grads.append(model.module.weight.grad[0, 0].item())
+            model.half().float()
+        return grads
+
+    assert run_ranks(2, program) == [[3.0, 3.0, 3.0]] * 2

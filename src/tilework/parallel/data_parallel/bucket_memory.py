@@ -66,6 +66,7 @@ class BucketMemory:
         self._outside: set[int] = set()
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
+        self._addresses: list[int] = []
 
     @property
     def flat(self) -> Tensor:
@@ -91,16 +92,21 @@ class BucketMemory:
         with torch.no_grad():
             ranges = torch.split(flat, self._sizes)
             self._views = [grad_view(r, t) for r, t in zip(ranges, self.tensors, strict=True)]
+        self._addresses = list(map(Tensor.data_ptr, self._views))
         self._flat = flat
         self._leases = [None] * len(self.tensors)
 
     def discard(self) -> None:
         """Leave the memory to the gradients that lie in it, and to what still reduces it."""
-        self._flat, self._views = None, []
+        self._flat, self._views, self._addresses = None, [], []
 
     def open(self) -> None:
         """Make ready for a pass: memory whose gradients the program still holds is not written."""
-        if self._keeps_views or not self._large:
+        if self._keeps_views:
+            if self._addresses != list(map(Tensor.data_ptr, self._views)):
+                self.discard()  # a cast of the module gave gradients, which are views, other data
+            return
+        if not self._large:
             return
         self._outside.clear()
         held = False
