@@ -471,6 +471,24 @@ def test_optimizers_of_full_or_replaced_parameters_raise() -> None:
     run_ranks(2, program)
 
 
+def test_hooks_on_full_parameters_are_refused() -> None:
+    """They would be lost: at once, and on a parameter that is assigned later."""
+
+    def program(rank: int) -> None:
+        model = layers()
+        handle = model[2].weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(ValueError, match=r"2.weight of Sequential has hooks"):
+            fully_shard(model)
+        handle.remove()
+        fully_shard(model)
+        model[2].weight = nn.Parameter(torch.eye(6))
+        model[2].weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(ValueError, match="after the next forward pass"):
+            model(ROWS)
+
+    run_ranks(2, program)
+
+
 def test_writes_within_forward_raise() -> None:
     class Clipped(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -61,7 +61,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "a plain parameter where tensor parallelism had sharded",
         "ValueError",
         "was replaced by a plain tensor",
-        r"replace\(",
+        r"replace\(|load_weights\(assign=True",
+    ),
+    Refusal(
+        "hooks of a parameter that fully_shard has not sharded yet",
+        "ValueError",
+        "has hooks, which would be lost",
+        r"hook\(",
     ),
     Refusal(
         "parametrizations of a module that unshard() has gathered",

@@ -240,6 +240,13 @@ def _describe(
             f"parameter {name} of {owner.name} was sharded by tensor parallelism, and was replaced "
             f"by a plain tensor: assign a DTensor of that layout, or load without assign=True"
         )
+    full = _local_full(parameter, detached=False)
+    if full._backward_hooks or getattr(full, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"parameter {name} of {owner.name} has hooks, which would be lost with the full "
+            f"parameter: register them after fully_shard; on a parameter that was assigned later, "
+            f"after the next forward pass or unshard()"
+        )
     rank = owner.shard_group.rank()
     return _Taken(param, lambda: param.of_full(_local_full(parameter), rank), parameter)
 
@@ -306,9 +313,9 @@ def _mark_gone(at: Mapping[tuple[nn.Module, str], ShardedParam]) -> None:
             mark_replaced(param.sharded, module, name, name=param.name, by="an assignment")
 
 
-def _local_full(parameter: Any) -> Tensor:
+def _local_full(parameter: Any, detached: bool = True) -> Tensor:
     local: Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return local.detach()
+    return local.detach() if detached else local
 
 
 # -- the same model on all ranks -------------------------------------------------------------
