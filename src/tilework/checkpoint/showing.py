@@ -50,7 +50,7 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     storage = storage_at(path)
     found = _names_at(storage)
     if found and INDEX_NAME not in found and (kept := CheckpointManager(path).all()):
-        print_styled(lambda width: _steps(kept))
+        print_styled(lambda width: _steps(kept), rows=True)
         return
     is_foreign = INDEX_NAME not in found and (
         str(path).endswith(".safetensors") or any(n.endswith(".safetensors") for n in found)
@@ -60,7 +60,7 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
     patterns = NamePatterns(names or None)
     tensors = [t for t in index.tensors.values() if patterns.match(t.name)]
     patterns.check()
-    print_styled(lambda width: list(_lines(index, state, tensors, names, width)))
+    print_styled(lambda width: list(_lines(index, state, tensors, names, width)), rows=True)
 
 
 def _names_at(storage: Storage) -> list[str]:

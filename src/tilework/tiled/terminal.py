@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 from tilework.tiled.picture import Line
@@ -19,11 +18,15 @@ _MAX_WIDTH = 90
 _ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++++++.v>#")
 
 
-def print_styled(render: Callable[[int], Iterable[StyledLine]]) -> None:
+def print_styled(render: Callable[[int], Iterable[StyledLine]], rows: bool = False) -> None:
     """Print the lines that ``render`` gives for the terminal's width.
 
     Without colours (in a pipe, or with NO_COLOR set) only the text is printed, in ASCII where the
     output is not in Unicode.
+
+    Args:
+        render: Makes the lines for a width.
+        rows: True of rows of a table, which are not broken where they are piped on.
     """
     from rich.console import Console
     from rich.text import Text
@@ -34,11 +37,8 @@ def print_styled(render: Callable[[int], Iterable[StyledLine]]) -> None:
         if not unicode:
             line = [(text.translate(_ASCII), style) for text, style in line]
         line = [(printable(text), style) for text, style in line]
-        # What is piped on is not broken, unless the program's user says at which width.
-        if console.is_terminal or "COLUMNS" in os.environ:
-            console.print(Text.assemble(*line), overflow="fold")
-        else:
-            console.print(Text.assemble(*line), soft_wrap=True)
+        whole = rows and not console.is_terminal
+        console.print(Text.assemble(*line), overflow=None if whole else "fold", soft_wrap=whole)
 
 
 def printable(text: str) -> str:
