@@ -55,6 +55,20 @@ def loss_of(model: Any, x: Tensor) -> Any:
     return model(x).square().mean()
 
 
+def train_both(model: Any, plain: Any, rank: int) -> None:
+    """Two steps of both; decay shows parameters that have a gradient and should have none."""
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (model, plain)
+    ]
+    for _ in range(2):
+        for each, x in ((model, ROWS[2 * rank : 2 * rank + 2]), (plain, ROWS)):
+            each.zero_grad()
+            loss_of(each, x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same(model, plain)
+
+
 # -- acts: each is done to the sharded module with a rank's rows, and to the plain one with all ----
 
 
@@ -327,17 +341,7 @@ def test_parameters_beside_frozen_ones_and_unused_ones() -> None:
         torch.manual_seed(0)
         plain = nn.Sequential(Adapted(), nn.Tanh(), Adapted(), nn.Linear(4, 1))
         model = shard(copy.deepcopy(plain))
-        optimizers = [
-            torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5)
-            for each in (model, plain)
-        ]
-        for _ in range(2):
-            for each, x in ((model, ROWS[2 * rank : 2 * rank + 2]), (plain, ROWS)):
-                each.zero_grad()
-                loss_of(each, x).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        assert_same(model, plain)
+        train_both(model, plain, rank)
 
     run_ranks(2, program)
 
@@ -378,14 +382,7 @@ def test_recurrent_layers() -> None:
         torch.manual_seed(0)
         plain = Recurrent()
         model = shard(copy.deepcopy(plain))
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
-        for _ in range(2):
-            for each, x in ((model, ROWS[2 * rank : 2 * rank + 2]), (plain, ROWS)):
-                each.zero_grad()
-                loss_of(each, x).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        assert_same(model, plain)
+        train_both(model, plain, rank)
 
     run_ranks(2, program)
 

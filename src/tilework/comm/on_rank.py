@@ -53,7 +53,7 @@ def on_rank(rank: int, fn: Callable[[], T], group: AnyGroup = None) -> T:
     if pg.rank() == root:
         try:
             value = fn()
-            parcel[0] = _pickled(value)
+            parcel[0] = _pickled(value, "on_rank hands what fn returns to the other ranks, and")
         except Exception as raised:
             error = raised
             parcel[1] = _pickled_error(raised)
@@ -67,13 +67,12 @@ def on_rank(rank: int, fn: Callable[[], T], group: AnyGroup = None) -> T:
     return pickle.loads(parcel[0])  # type: ignore[no-any-return]
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: Any, purpose: str) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise TypeError(
-            f"on_rank hands what fn returns to the other ranks, and a {type(value).__name__} "
-            f"cannot be pickled: {text_of(error)}"
+            f"{purpose} a {type(value).__name__} cannot be pickled: {text_of(error)}"
         ) from error
 
 
@@ -145,27 +144,16 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, int | float | str | bool | None):
         yield name, repr(value)
     else:
-        yield name, f"{type(value).__name__} of digest {_digest(_pickled_part(value, name))}"
+        data = _pickled(value, f"assert_same compares {name} by a digest, and")
+        yield name, f"{type(value).__name__} of digest {_digest(data)}"
 
 
 def _tensor_text(tensor: Tensor, name: str) -> str:
     checks.refuse_parts(tensor, name)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    data = plain.view(torch.uint8).numpy() if plain.numel() and plain.ndim else b""
-    if plain.ndim == 0:
-        data = plain.reshape(1).view(torch.uint8).numpy()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} of digest {_digest(data)}"
-
-
-def _pickled_part(value: Any, name: str) -> bytes:
-    try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise TypeError(
-            f"assert_same cannot compare {name}, a {type(value).__name__} that cannot be pickled: "
-            f"{text_of(error)}"
-        ) from error
+    digest = _digest(plain.reshape(-1).view(torch.uint8).numpy())
+    return f"{dtype}{list(tensor.shape)} of digest {digest}"
 
 
 def _digest(data: Any) -> str:

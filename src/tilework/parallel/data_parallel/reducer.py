@@ -128,6 +128,7 @@ class Reducer:
         self._overlaps = options.find_unused or has_spare_core(group.size())
         self._tensors = [leaf.tensor for leaf in self.leaves]
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
+        self._hooks: list[Any] = list(map(_hooks_of, self._tensors))
         self._identities = list(map(_identity, self._tensors))
         self._assign(first_step_plan(self._tensors, self._sparse(), options.size_limits))
         self._reset()
@@ -235,8 +236,9 @@ class Reducer:
         if self._open or not self._will_accumulate():
             return
         self.accumulating = False
-        for leaf, remover in zip(self.leaves, self._removers, strict=True):
-            leaf.place_last(remover)
+        if sum(map(len, self._hooks)) > len(self._hooks):  # a program has added some
+            for leaf, remover in zip(self.leaves, self._removers, strict=True):
+                leaf.place_last(remover)
         self._reset()
         self._open = True
         kept = not self._accumulated and self._tensors[0].grad is not None
@@ -413,9 +415,10 @@ class Reducer:
     def _finish(self) -> None:
         if self.options.static_graph and self._expected_marks is None:
             self._expected_marks = list(self._marks)
-        unmarked = {index for index, count in enumerate(self._marks) if not count}
+        if not all(self._marks):
+            self._missing += [index for index, count in enumerate(self._marks) if not count]
         accumulated = {i for i in self._accumulated if self._tensors[i].grad is not None}
-        self._missing = sorted(unmarked.union(self._missing) - accumulated)
+        self._missing = sorted(set(self._missing) - accumulated)
         self._accumulated.clear()
         for bucket in self.buckets[self._next :]:
             self._start(bucket)
@@ -529,6 +532,7 @@ class Reducer:
 
 #: The number of the tensor that a Python object is; its gradient hooks are that tensor's.
 _identity = attrgetter("_cdata")
+_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _accumulator(leaf: Tensor) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -11,6 +11,26 @@ from torch import Tensor, nn
 
 from tilework.tiled.stale_parameters import ParameterPlaces
 from tilework.tiled.tensor import TiledTensor
+
+
+class Members:
+    """The submodules and parameters that modules have at construction of this.
+
+    Looked at in every step, so all loops run in C.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables: list[Mapping[str, Any]] = [
+            *(each._modules for each in modules),
+            *(each._parameters for each in modules),
+        ]
+        #: As long as they live, no other object has their ids.
+        self._held = list(_values(self._tables))
+        self._ids = list(map(id, self._held))
+
+    def is_current(self) -> bool:
+        """True unless submodules or parameters were added, replaced or removed."""
+        return list(map(id, _values(self._tables))) == self._ids
 
 
 class ModuleStructure:
@@ -29,11 +49,9 @@ class ModuleStructure:
         #: Every parameter once, with its name.
         self.parameters = _named(self.modules)
         self._parameters: list[Mapping[str, Any]] = [each._parameters for each in every]
-        self._members = [*(each._modules for each in every), *self._parameters]
+        self._members = Members(every)
         self._buffers: list[Mapping[str, Any]] = [each._buffers for each in every]
         self.places = ParameterPlaces(module)
-        self._ids = self._current_ids()
-        #: The parameters themselves: as long as they live, no other tensor has their ids.
         self._held = [p for p in _values(self._parameters) if p is not None]
         self._kinds = list(map(_kind, self._held))
         #: Those that have local tensors, and these.
@@ -43,7 +61,7 @@ class ModuleStructure:
     def is_current(self) -> bool:
         """True unless modules or parameters were added, replaced, removed, frozen or cast."""
         return (
-            self._current_ids() == self._ids
+            self._members.is_current()
             and list(map(_kind, self._held)) == self._kinds
             and all(
                 list(map(id, parameter.local_tiles())) == list(map(id, tiles))
@@ -63,9 +81,6 @@ class ModuleStructure:
     def has_buffers(self) -> bool:
         """True if a module has a buffer now."""
         return any(self._buffers)
-
-    def _current_ids(self) -> list[int]:
-        return list(map(id, _values(self._members)))
 
 
 def _named(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:

@@ -26,6 +26,7 @@ from tilework.dtensor.tensor import wrap
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
+from tilework.parallel.data_parallel.structure import Members
 from tilework.parallel.fully_sharded.flat import Flat
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
 from tilework.parallel.fully_sharded.sharded_param import (
@@ -71,7 +72,7 @@ _owners: Any = WeakTensorKeyDictionary()
 class ModuleTables:
     """The tables of submodules and parameters that the modules of a unit have.
 
-    Looked at before each use, so all loops over parameters run in C. Modules that were given to
+    Modules that were given to
     fully_shard by themselves are left out.
 
     Args:
@@ -81,7 +82,7 @@ class ModuleTables:
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
         self._roots = modules
-        self._forget()
+        self._members: Members | None = None
         left_out = {id(parameter) for parameter in ignored}
         self._scan()
         self._ignored = {
@@ -94,38 +95,23 @@ class ModuleTables:
     def of_copies(self, modules: Sequence[nn.Module], memo: dict[int, Any]) -> ModuleTables:
         """The tables of copies of the modules, as ``copy.deepcopy`` has made them."""
         tables = copy.copy(self)
-        tables._roots = modules
-        tables._forget()
+        tables._roots, tables._members = modules, None
         tables._ignored = {(copy.deepcopy(module, memo), name) for module, name in self._ignored}
         return tables
 
-    def _forget(self) -> None:
-        """Remember nothing: what there is has to be taken over."""
-        self._tables: list[Mapping[str, Any]] = []
-        self._held: list[Any] = []
-        self._known = [-1]
-
     def _scan(self) -> None:
         self._modules = list(chain.from_iterable(_own_modules(root, "") for root in self._roots))
-        every = [module for _, module in self._modules]
-        self._tables = [module._modules for module in every]
-        self._tables += [module._parameters for module in every]
         #: Layers that keep a list of their weights besides.
-        self.recurrent: list[Any] = [module for module in every if isinstance(module, nn.RNNBase)]
+        self.recurrent: list[Any] = [m for _, m in self._modules if isinstance(m, nn.RNNBase)]
 
     def is_current(self) -> bool:
         """True unless submodules or parameters were added, replaced or removed since ``note``."""
-        return self._ids() == self._known
+        return self._members is not None and self._members.is_current()
 
     def note(self) -> None:
         """Remember what there is now."""
         self._scan()
-        #: As long as they live no other object has their ids.
-        self._held = list(chain.from_iterable(map(dict.values, self._tables)))  # type: ignore[arg-type]
-        self._known = self._ids()
-
-    def _ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))  # type: ignore[arg-type]
+        self._members = Members([module for _, module in self._modules])
 
     def parameters(self) -> list[tuple[str, Places, nn.Parameter]]:
         """Each parameter once, with its first name and its places."""

@@ -91,11 +91,15 @@ class Use:
         """Free the full parameters, unless others need them."""
         self.gathered = None
 
-    def block(self, which: int) -> Tensor:
-        """The memory of full tensors in backward. Collective if it is not there."""
+    def full(self) -> Gathered:
+        """The full parameters in backward. Collective if they are not there."""
         if self.gathered is None:
             self.gathered = self.unit.gather_for(self)
-        return self.gathered.parts[which].block
+        return self.gathered
+
+    def block(self, which: int) -> Tensor:
+        """The memory of full tensors in backward. Collective if it is not there."""
+        return self.full().parts[which].block
 
 
 class Run:
@@ -145,7 +149,6 @@ class _Running(threading.local):
 
 
 _running = _Running()
-_AT_ONCE: Any = {"is_due": True, "reduces_replicas": True}
 
 
 class Unit:
@@ -190,7 +193,6 @@ class Unit:
         self._task = -1
         self._order: list[Unit] = []
         self._gathered: Gathered | None = None
-        self._latest: weakref.ref[Gathered] | None = None
         #: The parameters that attribute access finds full.
         self._installed: list[ShardedParam] = []
         self._written: list[int] = []
@@ -240,23 +242,18 @@ class Unit:
 
     # -- phases ------------------------------------------------------------------------------
 
-    def start_gather(self, async_op: bool = True, in_backward: bool = False) -> None:
+    def start_gather(self, async_op: bool = True) -> None:
         """Start to gather, unless that was done. Collective.
 
         Args:
             async_op: Return at once; :meth:`gather` waits.
-            in_backward: What autograd still has of a forward pass serves, too.
         """
         if self._gathered is None:
-            known = None if self._latest is None or not in_backward else self._latest()
-            if known is None or known.version != self._version() or known.flats is not self.flats:
-                known = self._new_gathered(self.flats, async_op)
-                self._latest = weakref.ref(known)
-            self._gathered = known
+            self._gathered = self._new_gathered(self.flats, async_op)
 
-    def gather(self, in_backward: bool = False) -> Gathered:
+    def gather(self) -> Gathered:
         """The full parameters. Collective; blocks."""
-        self.start_gather(False, in_backward)
+        self.start_gather(async_op=False)
         assert self._gathered is not None
         self._gathered.finish()
         return self._gathered
@@ -414,7 +411,6 @@ class Unit:
         all_reduce(flag, ReduceOp.MAX, self.owner.shard_group)
         if flag.item():
             self.reshard()
-            self._latest = None
 
     def _gather_ahead(self, run: Run) -> None:
         ahead = self.forward_prefetch
@@ -444,8 +440,9 @@ class Unit:
         """Free the full parameters after forward; in backward that is done later. Local."""
         if torch._C._current_graph_task_id() != -1:
             return
-        self._uninstall()
-        if self.reshard_after_forward is not False:
+        if self.reshard_after_forward is False:
+            self._uninstall()
+        else:
             self.reshard()
 
     def _end_run(self, again: bool) -> None:
@@ -488,13 +485,12 @@ class Unit:
         if use is None or use.flats is not self.flats:
             # Autograd has saved nothing, or of other parameters; a checkpoint may compute again.
             self._drop_stale()
-            self.gather(in_backward=True)
+            self.gather()
         else:
-            use.block(0) if use.flats else None
-            if self._gathered is not use.gathered:
+            gathered = use.full()
+            if self._gathered is not gathered:
                 self.reshard()
-                self._gathered = use.gathered
-            self.gather(in_backward=True)
+                self._gathered = gathered
         with torch.enable_grad():
             self._install()
 
@@ -507,7 +503,7 @@ class Unit:
             gathered.finish()
         else:
             self._drop_stale()
-            gathered = self.gather(in_backward=True)
+            gathered = self.gather()
             if not self._installed:
                 self._gathered = None  # what autograd has saved keeps it
         _units_of_pass().setdefault(self, []).append(weakref.ref(use))
@@ -525,7 +521,7 @@ class Unit:
             ahead = [before.unit] if before is not None and before.gathered is None else []
         for unit in ahead:
             if unit.phase == "sharded":
-                unit.start_gather(in_backward=True)
+                unit.start_gather()
                 _units_of_pass().setdefault(unit, [])
 
     def _release(self) -> None:
@@ -612,7 +608,8 @@ class Unit:
     def reduce_deferred(self) -> None:
         """Reduce the gradients that wait, and add them to those of the shards. Collective."""
         params = [param for param in self.params if param in self._deferred]
-        now, self.reduction = self.reduction, replace(self.reduction, **_AT_ONCE)
+        now = self.reduction
+        self.reduction = replace(now, is_due=True, reduces_replicas=True)
         try:
             shards = self._reduce(self.flats, params, [None] * len(params))
         finally:
@@ -644,7 +641,7 @@ class Unit:
         copied.reduction = replace(self.reduction)
         copied.forward_prefetch = copied.backward_prefetch = None
         copied.flats, copied._shown, copied._order = [], None, []
-        copied._gathered, copied._latest, copied._deferred = None, None, {}
+        copied._gathered, copied._deferred = None, {}
         copied._depth, copied._installed = 0, []
         return copied
 
