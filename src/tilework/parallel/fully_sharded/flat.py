@@ -21,6 +21,7 @@ from tilework.comm.collectives import all_gather_into_tensor, all_reduce, reduce
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.transfer.large_buffers import empty_tensor
+from tilework.cores import has_spare_core
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 
@@ -48,6 +49,10 @@ class Row:
     @property
     def numel(self) -> int:
         return self.offsets[-1]
+
+    def split(self, rows: Tensor) -> Sequence[Tensor]:
+        """By parameter, the columns of all ranks' rows that hold the parameter's shards."""
+        return rows.split_with_sizes([param.padded for param in self.params], 1)
 
 
 class Gathering:
@@ -114,6 +119,8 @@ class Flat:
         self._row = Row.of([param for param in self.params if param not in direct])
         self._in_order = Row.of([*direct, *self._row.params])
         self.flat = _zeros(self._in_order.numel, self.dtype, device, shard_group)
+        #: False where the thread that gathers would only take the core from the one that computes.
+        self._overlaps = device.type != "cpu" or has_spare_core(self.ranks)
 
     def _is_direct(self, param: ShardedParam) -> bool:
         return param.is_even and param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
@@ -143,8 +150,9 @@ class Flat:
         """Start to gather the full parameters. Collective over the sharding group.
 
         Args:
-            async_op: Return at once; ``finish`` of the result waits.
+            async_op: Return at once if another core can gather; ``finish`` of the result waits.
         """
+        async_op = async_op and self._overlaps
         mine = self.flat.to(self.compute_dtype)
         gathering = self._empty(mine)
         full_of = dict(zip(map(id, self.params), gathering.fulls, strict=True))
@@ -158,19 +166,18 @@ class Flat:
         if self._row.numel:
             rows = mine.new_empty(self.ranks, self._row.numel)
             self._start(gathering, rows.view(-1), mine[order.numel - self._row.numel :], async_op)
-            for param, at in zip(self._row.params, self._row.offsets, strict=False):
-                pairs = param.rows_and_parts(rows, at, full_of[id(param)])
-                gathering.pairs += [(part, row) for row, part in pairs]
+            for param, shards in zip(self._row.params, self._row.split(rows), strict=True):
+                pairs = param.shards_and_parts(shards, full_of[id(param)])
+                gathering.pairs += [(part, shard) for shard, part in pairs]
         return gathering
 
     def _empty(self, like: Tensor) -> Gathering:
         """Memory for all full parameters: contiguous tensors one after the other."""
-        offsets = [0, *accumulate(param.numel for param in self.params)]
+        sizes = [param.numel for param in self.params]
+        offsets = [0, *accumulate(sizes)]
         block = empty_tensor((offsets[-1],), self.compute_dtype, like.device)
-        fulls = [
-            block[start:end].view(param.shape)
-            for param, start, end in zip(self.params, offsets, offsets[1:], strict=False)
-        ]
+        parts = block.split_with_sizes(sizes)
+        fulls = [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
         return Gathering(block, fulls, self.params, offsets[:-1])
 
     def _start(self, gathering: Gathering, out: Tensor, mine: Tensor, async_op: bool) -> None:
@@ -209,16 +216,16 @@ class Flat:
         ]
         # Each row ends with a mark for each parameter: above zero where a rank has a gradient.
         row = Row.of([param for param, _ in together])
-        rows = self.flat.new_zeros(self.ranks, row.numel + len(params), dtype=self.reduce_dtype)
-        pairs = []
-        for (param, grad), offset in zip(together, row.offsets, strict=False):
-            if grad is not None:
-                pairs += param.rows_and_parts(rows, offset, grad)
-        if pairs:
-            torch._foreach_copy_([part for part, _ in pairs], [grad for _, grad in pairs])
         marks = [float(grad is not None) for grad in grads]
-        rows[:, row.numel :] = torch.tensor(marks, dtype=rows.dtype, device=rows.device)
-        reduced = self._reduce(rows.view(-1), row.numel + len(params), how)
+        rows = self.flat.new_zeros(self.ranks, row.numel + len(marks), dtype=self.reduce_dtype)
+        pairs = []
+        for (param, grad), shards in zip(together, row.split(rows[:, : row.numel]), strict=True):
+            if grad is not None:
+                pairs += param.shards_and_parts(shards, grad)
+        if pairs:
+            torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
+        rows[:, row.numel :] = 1.0 if all(marks) else rows.new_tensor(marks)
+        reduced = self._reduce(rows.view(-1), rows.shape[1], how)
         for (param, _), offset in zip(together, row.offsets, strict=False):
             results[id(param)] = param.in_row(reduced, offset, self.rank)
         used = [True] * len(params) if all(marks) else (reduced[row.numel :] > 0).tolist()

@@ -70,17 +70,18 @@ class ShardedParam:
         shape = self.shard_shapes[rank]
         return row[offset : offset + math.prod(shape)].view(shape)
 
-    def rows_and_parts(
-        self, rows: Tensor, offset: int, full: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of equal elements: views of all ranks' rows, and of the full tensor."""
+    def shards_and_parts(self, shards: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of equal elements: views of the ranks' padded shards, and of the full tensor.
+
+        Args:
+            shards: A row for each rank, padded to the largest shard.
+            full: The full tensor.
+        """
         ranks = len(self.sizes)
         if self.is_even and full.is_contiguous():
-            inner = self.shard_shapes[0]
-            shards = rows[:, offset : offset + self.padded].view(ranks, *inner)
-            return [(shards, full.view(ranks, *inner))]
+            return [(shards, full.view(ranks, self.padded))]
         return [
-            (self.in_row(rows[rank], offset, rank), self.of_full(full, rank))
+            (self.in_row(shards[rank], 0, rank), self.of_full(full, rank))
             for rank in range(ranks)
             if self.sizes[rank]
         ]

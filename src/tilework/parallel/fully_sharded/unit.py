@@ -472,7 +472,7 @@ class Unit:
     def _join_backward(self) -> None:
         """Be freed at the end of the backward pass under way, at the latest; free units before."""
         units = _units_of_pass()
-        for unit in list(units):
+        for unit in [each for each in units if each._installed]:
             if unit is not self and unit not in self._around:
                 unit._release()
         units.setdefault(self, [])
