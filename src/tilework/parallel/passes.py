@@ -119,17 +119,8 @@ class Passes:
         return carrying(self.digest, self)
 
     def is_due(self) -> bool:
-        """True if this backward pass is one that compares parameters, by the mode of comparison.
-
-        The first four, every fourth up to the 64th and every 16th later in the sampled mode, which
-        is the default; all in the full one.
-        """
-        how, number = mode(), self.backwards
-        if how != "sampled":
-            return how == "full"
-        if number <= _OFTEN:
-            return number <= _FIRST or not number % _SOON
-        return not number % _LATER
+        """True if this backward pass is one that compares parameters."""
+        return is_due(self.backwards)
 
     def __str__(self) -> str:
         changes = f"{self.changes} change{'s' * (self.changes != 1)} of parameters"
@@ -137,6 +128,20 @@ class Passes:
             f"backward pass {self.backwards} of {self.kind}, {OF_A_PASS} {self.forwards} and "
             f"{changes}{', to gradients kept from before' * self.kept}"
         )
+
+
+def is_due(number: int) -> bool:
+    """True if the pass or step of this number is one that compares parameters.
+
+    The first four, every fourth up to the 64th and every 16th later in the sampled mode of
+    comparison, which is the default; all in the full one.
+    """
+    how = mode()
+    if how != "sampled":
+        return how == "full"
+    if number <= _OFTEN:
+        return number <= _FIRST or not number % _SOON
+    return not number % _LATER
 
 
 def compare_passes(passes: Passes, group: ProcessGroup) -> None:

@@ -106,21 +106,23 @@ class SyncBatchNorm(_BatchNorm):
         rows = x.numel() // max(1, x.size(1))
         mean = x.sum(dims) / max(1, rows)
         squares = (x - self._by_channel(mean, x)).square().sum(dims)
-        own = torch.cat([mean, squares, x.new_tensor([float(rows)])])
+        own = torch.cat([mean, squares, x.new_tensor([float(rows), float(x.requires_grad)])])
         group = self._group()
         if group is None:
             return mean, squares / max(1, rows), rows
         if torch.is_grad_enabled() and not own.requires_grad:
             own.requires_grad_()  # backward is collective where any rank's input needs a gradient
         every = functional.all_gather_tensor(own.unsqueeze(0), 0, group)
+        if not every[:, -1].any():
+            every = every.detach()
         channels = self.num_features
-        counts = every[:, -1:].detach()
+        counts = every[:, -2:-1].detach()
         total = counts.sum()
         means = every[:, :channels]
         mean = (means * counts).sum(0) / total.clamp_min(1)
         # Chan, Golub, LeVeque: the squares around one mean, from those around each rank's own.
         apart = ((means - mean).square() * counts).sum(0)
-        var = (every[:, channels:-1].sum(0) + apart) / total.clamp_min(1)
+        var = (every[:, channels:-2].sum(0) + apart) / total.clamp_min(1)
         return mean, var, int(total)
 
     def _group(self) -> ProcessGroup | None:

@@ -18,12 +18,20 @@ from torch.optim import Optimizer
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import broadcast_object_list, gather_object
 from tilework.comm.world import AnyGroup
+from tilework.dtensor.plain_replicas import compare_plain
+from tilework.dtensor.provenance.mode import mode
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.default_hooks import group_or_default
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
 from tilework.parallel.data_parallel.leaves import local_tensors, shared_ranks
 from tilework.parallel.data_parallel.replicas import broadcast_tensors
+from tilework.parallel.passes import is_due
 from tilework.tiled.tensor import TiledTensor
+
+_ADVICE = (
+    "ZeroRedundancyOptimizer steps parameters that all ranks have, each on one rank: look for what "
+    "one rank alone has written to them or loaded"
+)
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -80,6 +88,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._class, self._defaults = optimizer_class, defaults
         self._owner: dict[nn.Parameter, int] = {}
         self._loads = [0] * self.process_group.size()
+        self._steps = 0
         self._saved: list[tuple[dict[int, Any], dict[int, Any]]] | None = None
         self.optim: Optimizer | None = None
         self._is_constructed = False
@@ -142,6 +151,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Args:
             closure: Computes the loss again, on every rank.
             keywords: For the optimizer's own ``step``; the same on all ranks.
+
+        Raises:
+            CollectiveMismatchError: Ranks have other parameters; on every rank. Looked at in the
+                first four steps, in every fourth up to the 64th, and in every 16th later.
         """
         if self.overlap_with_ddp:
             warnings.warn(
@@ -162,6 +175,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def _step_and_exchange(self, **keywords: Any) -> None:
+        self._steps += 1
+        if is_due(self._steps):
+            self._compare()
         if self.optim is not None:
             self._copy_settings()
             self.optim.step(**keywords)
@@ -182,6 +198,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _filled(self) -> list[int]:
         """The numbers of the groups of which this rank owns a parameter."""
         return [at for at, g in enumerate(self.param_groups) if self._own_part(g)["params"]]
+
+    def _compare(self) -> None:
+        """Raise if parameters have parted: each rank would send parts of another model."""
+        every = (p for group in self.param_groups for p in group["params"])
+        named = [
+            (f"parameter {number}", local)
+            for number, parameter in enumerate(every)
+            for local in local_tensors(parameter.detach())
+        ]
+        compare_plain(named, self.process_group, full=mode() == "full", advice=_ADVICE)
 
     def _exchange(self) -> None:
         for rank in range(self.process_group.size()):

@@ -88,6 +88,8 @@ class Body:
         self.pending: list[Any] = []
         self.handles: list[Any] = []
         self.saved: dict[str, Tensor] = {}
+        #: True if a graph is pending whose backward computes parts of forward again.
+        self.is_recomputed = False
         #: True if some gradients are those of this rank alone.
         self.is_unsynced = False
         #: True if parameters have other names or places than at first.
@@ -147,8 +149,12 @@ class Body:
         if len(self.pending) > 2:
             raise Skip
         loss = self._loss(seed, routes, mode)
+        self.is_recomputed = mode in ("recomputed", "reentrant") or self._is_recomputed()
         self.pending.append(loss)
         return {"loss": self._mean(loss)}
+
+    def _is_recomputed(self) -> bool:
+        return bool(self.pending) and self.is_recomputed
 
     def forward_twice(self, seed: int, routes: Sequence[int]) -> Values:
         if len(self.pending) > 2:
@@ -315,6 +321,7 @@ class Body:
     def load_weights(self, assign: bool, renew: bool) -> None:
         if not self.saved:
             raise Skip
+        self._check_may_replace()
         state = {name: value.clone() for name, value in self.saved.items()}
         if assign:
             state = {name: value.to(self.dtype) for name, value in state.items()}
@@ -329,6 +336,10 @@ class Body:
         if isinstance(other, DTensor) and not isinstance(self.own, FSDPModule):
             return distribute_tensor(value, other.device_mesh, other.placements)
         return value
+
+    def _check_may_replace(self) -> None:
+        if self._is_recomputed():  # backward would mix the old and the new, in torch as well
+            raise Skip
 
     def write(self, number: int, by: float, kind: str) -> None:
         """A parameter is written by hand."""
@@ -345,6 +356,7 @@ class Body:
             parameter.data = parameter.data * by
 
     def replace(self, name: str, seed: int, renew: bool) -> None:
+        self._check_may_replace()
         module = self.own.get_submodule(name)
         if parametrize.is_parametrized(module):
             raise Skip
@@ -356,6 +368,7 @@ class Body:
             self.new_optimizer(self.kind)
 
     def tie(self, renew: bool) -> None:
+        self._check_may_replace()
         if parametrize.is_parametrized(self.own.first.up):
             raise Skip
         self.is_altered = True
@@ -364,12 +377,14 @@ class Body:
             self.new_optimizer(self.kind)
 
     def drop_bias(self, name: str, renew: bool) -> None:
+        self._check_may_replace()
         self.is_altered = True
         self.own.get_submodule(name).register_parameter("bias", None)
         if renew:
             self.new_optimizer(self.kind)
 
     def parametrize(self, name: str, renew: bool) -> None:
+        self._check_may_replace()
         module = self.own.get_submodule(name)
         if parametrize.is_parametrized(module):
             raise Skip

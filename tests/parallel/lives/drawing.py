@@ -170,8 +170,12 @@ def drawn(seed: int, unlike: bool = False) -> Life:
         acts = _acts(rng, rng.randrange(4, 10), ALIKE, plain_modes=True)
         kinds = ["skips", "doubles", "is another"] + ["spoils"] * life.way.startswith(("ddp", "z"))
         # Models become that of rank 0 where they do not raise.
-        rank, at = rng.randrange(1, ranks), rng.randrange(len(acts) - 2)
-        return replace(life, acts=acts, unlike=Unlike(rank, at, rng.choice(kinds)))
+        rank, kind = rng.randrange(1, ranks), rng.choice(kinds)
+        # Ranks may accumulate different numbers of micro-batches.
+        places = [n for n, act in enumerate(acts[:-2]) if not act.startswith("accumulate")]
+        kind = kind if places else "is another"
+        at = rng.choice(places) if places else 0
+        return replace(life, acts=acts, unlike=Unlike(rank, at, kind))
     return replace(life, acts=_acts(rng, rng.randrange(5, 18), tuple(ACTS)))
 
 

@@ -40,6 +40,12 @@ REFUSALS: tuple[Refusal, ...] = (
         r"routes=\((\d), (?!\1)",
     ),
     Refusal(
+        "backward(inputs=...) of parameters that some ranks have not used",
+        "PeerLostError",
+        "backward pass",
+        r"backward_of_some\(",
+    ),
+    Refusal(
         "a weight shared by modules of several calls of fully_shard",
         "ValueError",
         "which was given to fully_shard in another call",

@@ -69,25 +69,25 @@ def _is_dataclass(value: Any) -> bool:
 def leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
     """The ids of the leaf tensors that the graphs of ``outputs`` reach."""
     tensors = list(outputs)
-    leaves = leaves_of_nodes(t.grad_fn for t in tensors if t.grad_fn is not None)
+    nodes = accumulators(t.grad_fn for t in tensors if t.grad_fn is not None)
+    leaves = {id(node.variable) for node in nodes}
     return leaves.union(id(tensor) for tensor in tensors if tensor.grad_fn is None)
 
 
-def leaves_of_nodes(nodes: Iterable[Any]) -> set[int]:
-    """The ids of the leaf tensors that nodes of a graph reach."""
+def accumulators(nodes: Iterable[Any]) -> list[Any]:
+    """The nodes that nodes of a graph reach and that accumulate the gradient of a ``variable``."""
     seen: set[Any] = set()
-    leaves: set[int] = set()
+    found = []
     todo = [node for node in nodes if node is not None]
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.add(id(variable))
+        if getattr(node, "variable", None) is not None:
+            found.append(node)
         todo.extend(after for after, _ in node.next_functions if after is not None)
-    return leaves
+    return found
 
 
 class BackwardStart(torch.autograd.Function):

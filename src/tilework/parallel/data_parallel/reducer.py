@@ -33,7 +33,7 @@ from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
 from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
 from tilework.parallel.data_parallel.leaves import GradLeaf
-from tilework.parallel.data_parallel.outputs import leaves_of_nodes
+from tilework.parallel.data_parallel.outputs import accumulators
 from tilework.parallel.data_parallel.replicas import Replica
 from tilework.parallel.data_parallel.report import (
     BucketTimes,
@@ -274,10 +274,13 @@ class Reducer:
             if leaf.requires_grad and will_run(node := _accumulator(leaf)):
                 self._likely_node = node
                 return True
-        # Nor are those executed that a reentrant checkpoint makes the graph of only later.
+        # A graph from before a cast has the nodes from before it, and a reentrant checkpoint makes
+        # its graph only later.
         current: Any = torch._C
-        reached = leaves_of_nodes([current._current_autograd_node()])
-        return not any(id(leaf.tensor) in reached for leaf in self.leaves)
+        own = set(map(id, self._tensors))
+        reached = accumulators([current._current_autograd_node()])
+        nodes = [node for node in reached if id(node.variable) in own]
+        return not nodes or any(map(will_run, nodes))
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         """The hook of one parameter, which runs for each parameter in each pass."""
