@@ -46,7 +46,7 @@ ACTS: dict[str, tuple[int, Mapping[str, Draw]]] = {
         14,
         {"which": among(-1, -1, -1, 0), "retain": chance(0.25), "keep": chance(0.1)},
     ),
-    "backward_of_some": (1, {"which": among(-1), "name": among(*MODULES[:-1])}),
+    "backward_of_some": (12, {"which": among(-1), "name": among(*MODULES[:-1])}),
     "input_gradient": (2, {"seed": number}),
     "forget": (2, {}),
     "accumulate": (6, FORWARD),
@@ -55,14 +55,14 @@ ACTS: dict[str, tuple[int, Mapping[str, Draw]]] = {
     "zero_grad": (7, {"set_to_none": chance(0.7), "of_optimizer": chance(0.5)}),
     "clip": (3, {"norm": among(0.05, 0.5), "kind": among(2.0, 2.0, 1.0, float("inf"))}),
     "clip_value": (2, {"most": among(0.01, 0.1)}),
-    "scale_gradients": (2, {"by": among(0.5, 2.0), "drop": lambda rng: rng.randrange(-6, 14)}),
+    "scale_gradients": (3, {"by": among(0.5, 2.0), "drop": lambda rng: rng.randrange(-6, 14)}),
     "new_optimizer": (3, {"kind": among(*OPTIMIZERS)}),
     "schedule": (3, {}),
     "freeze": (4, {"name": among(*MODULES, *LINEARS), "freezes": chance(0.5)}),
-    "cast": (2, {"dtype": among("double", "float")}),
+    "cast": (3, {"dtype": among("double", "float")}),
     "cast_there_and_back": (3, {"dtype": among("half", "float")}),
-    "save_weights": (3, {}),
-    "load_weights": (4, {"assign": chance(0.5), "renew": chance(0.85)}),
+    "save_weights": (5, {}),
+    "load_weights": (12, {"assign": chance(0.5), "renew": chance(0.85)}),
     "write": (
         4,
         {
@@ -72,9 +72,9 @@ ACTS: dict[str, tuple[int, Mapping[str, Draw]]] = {
         },
     ),
     "replace": (3, {"name": among(*LINEARS), "seed": number, "renew": chance(0.85)}),
-    "tie": (2, {"renew": chance(0.9)}),
+    "tie": (3, {"renew": chance(0.9)}),
     "drop_bias": (2, {"name": among("head", "spare", "first.up"), "renew": chance(0.9)}),
-    "parametrize": (2, {"name": among(*LINEARS), "renew": chance(0.95)}),
+    "parametrize": (3, {"name": among(*LINEARS), "renew": chance(0.95)}),
     "average": (4, {"seed": number, "swap": chance(0.25)}),
     "go_on_with_a_copy": (2, {}),
     "move": (3, {"way": way}),
@@ -86,7 +86,7 @@ ACTS: dict[str, tuple[int, Mapping[str, Draw]]] = {
             "name": among("first", "second", "spare", "head", "first.up"),
         },
     ),
-    "unhook": (4, {}),
+    "unhook": (11, {}),
     "look_without_gradients": (4, {"seed": number, "inference": chance(0.3), "back": chance(0.8)}),
     "train_mode": (2, {}),
     "fail_in_forward": (3, {"where": among("first", "second.up", "norm", ""), "seed": number}),
@@ -157,7 +157,7 @@ def drawn(seed: int, unlike: bool = False) -> Life:
     ranks = rng.choice((2, 2, 2, 3, 4, 4))
     ways = [name for name, way in WAYS.items() if ranks in way.ranks]
     if ranks == 4:  # these are for no other number of ranks
-        ways += ["hybrid", "ddp tensor", "shards tensor"]
+        ways += 3 * ["hybrid", "ddp tensor", "shards tensor"]
     life = Life(
         seed,
         rng.choice(ways),

@@ -212,45 +212,35 @@ def _judged(life: Life, wanted: Sequence[Seen], of_ranks: Sequence[list[Any]]) -
     done = [
         life.acts[n].partition("(")[0] for n, seen in of_ranks[0] if n >= 0 and not seen.is_skipped
     ]
-    ends = [[seen for n, seen in records if n == -2] for records in of_ranks]
-    if any(ends):
-        names = _refused_alike(life, of_ranks)
-        if names:
-            return Outcome(life, "refused", ", ".join(sorted(names)), done)
+    if names := _refused(life, wanted, of_ranks):
+        return Outcome(life, "refused", ", ".join(sorted(names)), done)
+    if any(number == -2 for records in of_ranks for number, _ in records):
         texts = [_told(life, records) for records in of_ranks]
         return Outcome(life, "wrong", "the ranks do not end alike:\n" + "\n".join(texts), done)
-    names = set()
     for rank, records in enumerate(of_ranks):
         for number, seen in records:
-            error = seen.error
             if number == -1 or _is_own(seen, wanted[number]):
-                name = refusal(error, life.acts[: number + 1])
-                if name is None:
-                    text = _told(life, records)
-                    return Outcome(life, "wrong", f"rank {rank} raised\n{text}", done)
-                names.add(name)
-                continue
-            if error is None and wanted[number].error is not None:
+                text = _told(life, records)
+                return Outcome(life, "wrong", f"rank {rank} raised\n{text}", done)
+            other = wanted[number].error
+            if seen.error is None and other is not None:
                 if _may_go_on(seen, wanted[number]):
                     continue
-                other = wanted[number].error
                 why = f"act {number}, {life.acts[number]}, raised nothing; the plain model: "
                 return Outcome(life, "wrong", f"{why}{type(other).__name__}: {other}", done)
             why = difference(seen, wanted[number])
             if why:
                 text = f"act {number}, {life.acts[number]}, on rank {rank}: {why}"
                 return Outcome(life, "wrong", text, done)
-    if names:
-        return Outcome(life, "refused", ", ".join(sorted(names)), done)
     return Outcome(life, "right", "", done)
 
 
-def _refused_alike(life: Life, of_ranks: Sequence[list[Any]]) -> set[str]:
-    """What was refused, where some ranks raise that and the others that they were left alone."""
+def _refused(life: Life, wanted: Sequence[Seen], of_ranks: Sequence[list[Any]]) -> set[str]:
+    """What was refused, where some ranks raise that and others, at most, that they were left."""
     names = set()
     for records in of_ranks:
         for number, seen in records:
-            if seen.error is None or number == -2:
+            if number == -2 or (number >= 0 and not _is_own(seen, wanted[number])):
                 continue
             name = refusal(seen.error, life.acts[: number + 1])
             if name is not None:
@@ -325,6 +315,8 @@ def _run_unlike(life: Life) -> Outcome:
     if any(raised):
         texts = [_told(life, records) for records in found]
         return Outcome(life, "wrong", "not all ranks raised:\n" + "\n".join(texts), done)
+    if any(seen.is_skipped != expected[n].is_skipped for each in found for n, seen in each):
+        return Outcome(life, "right", "a rank has left out another act, too", done)
     at = len(life.acts) - 2
     for rank, records in enumerate(found):
         last = [seen for number, seen in records if number == at][-1]

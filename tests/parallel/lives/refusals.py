@@ -91,7 +91,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "backward through fully_shard after a step",
         "RuntimeError",
         "was written to in place after the forward pass",
-        r"step",
+        "step|train|load|parametrize",
+    ),
+    Refusal(
+        "backward(inputs=...) through reentrant checkpoints of a sharded module",
+        "RuntimeError",
+        "use_reentrant=True",
+        r"backward_of_some\(",
     ),
     Refusal(
         "reentrant checkpoints in DistributedDataParallel without static_graph=True",

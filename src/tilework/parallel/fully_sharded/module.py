@@ -182,7 +182,8 @@ class FSDPModule:
         units = units_of(self, True)
         for unit in units:
             unit.reshard()
-        ties = [param.places for unit in units for param in unit.params if len(param.places) > 1]
+        found = [places for unit in units for _, places, _ in unit.tables.parameters()]
+        ties = [places for places in found if len(places) > 1]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         for places in ties:  # torch makes a parameter for each place where it cannot set data
             first = places[0][0]._parameters[places[0][1]]
