@@ -267,7 +267,8 @@ class Body:
             self.optimizer.zero_grad(set_to_none)
             return
         self.model.zero_grad(set_to_none)
-        self.is_unsynced = False
+        # Some ranks may have zeros now, and others nothing.
+        self.is_unsynced = self.is_unsynced and not set_to_none
 
     def clip(self, norm: float, kind: float) -> Values:
         if self.is_unsynced:

@@ -82,6 +82,12 @@ REFUSALS: tuple[Refusal, ...] = (
         r"gather_by_hand\(",
     ),
     Refusal(
+        "ties of a module that unshard() has gathered",
+        "TypeError",
+        "cannot assign .* as parameter",
+        r"gather_by_hand\(",
+    ),
+    Refusal(
         "backward after a step of ZeroRedundancyOptimizer, which writes to all parameters",
         "RuntimeError",
         "modified by an inplace operation",
@@ -94,9 +100,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "step|train|load|parametrize",
     ),
     Refusal(
-        "backward(inputs=...) through reentrant checkpoints of a sharded module",
+        "backward through fully_shard after a cast",
         "RuntimeError",
-        "use_reentrant=True",
+        "after the forward pass whose backward needs it",
+        r"cast\(",
+    ),
+    Refusal(
+        "backward(inputs=...) through checkpoints of a sharded module",
+        "RuntimeError",
+        "use_reentrant=True|different number of tensors was saved",
         r"backward_of_some\(",
     ),
     Refusal(

@@ -192,8 +192,8 @@ class BucketMemory:
             if used is not None and not used[place]:
                 continue
             if stays:
-                if grad is not view:
-                    self.tensors[place].grad = view
+                if grad is not view:  # a tensor may have been cast since forward
+                    self.tensors[place].grad = view.to(self.tensors[place].dtype)
             elif grad is None or grad.layout is not _STRIDED:
                 self.tensors[place].grad = self._new_grad(place)
             elif not (moves[place] and self._is_inside(place, grad)):

@@ -240,6 +240,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         check_replicas(now.parameters, self.process_group, self._ignored, values=new)
         self._structure.places.mark_replaced(by="an assignment")
         self._structure = now
+        self.reducer.reduce_frozen()
         self._new_reducer()
 
     def _new_reducer(self) -> None:

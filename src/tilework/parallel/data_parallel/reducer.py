@@ -141,6 +141,19 @@ class Reducer:
             index for index, leaf in enumerate(self.leaves) if id(leaf.tensor) in waiting
         }
 
+    def reduce_frozen(self) -> None:
+        """Average what passes without reduction accumulated, and was frozen since. Collective."""
+        frozen = [i for i, leaf in enumerate(self.leaves) if not leaf.tensor.requires_grad]
+        waits = torch.tensor([float(index in self._accumulated) for index in frozen])
+        if frozen:
+            all_reduce(waits, ReduceOp.MAX, self.group)
+        for index, is_waiting in zip(frozen, waits.tolist(), strict=True):
+            tensor = self.leaves[index].tensor
+            if is_waiting:
+                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                all_reduce(grad, ReduceOp.AVG, self.group)
+                tensor.grad = grad
+
     def close(self) -> None:
         """Remove the hooks. Idempotent; not collective."""
         for remover in self._removers:

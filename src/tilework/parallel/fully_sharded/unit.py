@@ -299,7 +299,7 @@ class Unit:
         trained = [pair for pair in pairs if pair[0].local.requires_grad]
         if trained and torch.is_grad_enabled():
             params = [param for param, _ in trained]
-            ends = (partial(self._reduce, self._gathered.flats), self._gather_again)
+            ends = (partial(self._reduce_trained, self._gathered.flats), self._gather_again)
             in_graph = Gather.apply(  # type: ignore[no-untyped-call]
                 ends, params, [full for _, full in trained], *[param.local for param in params]
             )
@@ -540,6 +540,18 @@ class Unit:
             use = each()
             if use is not None:
                 use.forget()
+
+    def _reduce_trained(
+        self,
+        flats: Sequence[Flat],
+        params: Sequence[ShardedParam],
+        grads: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """As :meth:`_reduce`; None of what was frozen since forward: autograd would drop it."""
+        trained = [pair for pair in zip(params, grads, strict=True) if pair[0].local.requires_grad]
+        shards = self._reduce(flats, [p for p, _ in trained], [grad for _, grad in trained])
+        by_param = dict(zip([id(p) for p, _ in trained], shards, strict=True))
+        return [by_param.get(id(param)) for param in params]
 
     def _reduce(
         self,
