@@ -157,7 +157,7 @@ def drawn(seed: int, unlike: bool = False) -> Life:
     ranks = rng.choice((2, 2, 2, 3, 4, 4))
     ways = [name for name, way in WAYS.items() if ranks in way.ranks]
     if ranks == 4:  # these are for no other number of ranks
-        ways += 3 * ["hybrid", "ddp tensor", "shards tensor"]
+        ways += 4 * ["hybrid", "ddp tensor", "shards tensor"]
     life = Life(
         seed,
         rng.choice(ways),

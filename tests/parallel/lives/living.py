@@ -263,6 +263,10 @@ def difference(seen: Seen, wanted: Seen) -> str:
             return f"{name} is {_short(mine)}, and should be {_short(value)}"
         try:
             if isinstance(value, Tensor):
+                if name.endswith(
+                    ".grad"
+                ):  # of a parameter cast before backward, torch's is not cast
+                    value = value.to(mine.dtype)
                 allowed = wanted.tolerance
                 assert_close(mine, value, rtol=allowed, atol=allowed, equal_nan=True)
         except AssertionError as error:
