@@ -14,7 +14,7 @@ import torch
 
 from tilework.checkpoint import storage
 
-NAMES = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir")
+NAMES = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "pwrite")
 #: Told the number of a call, its name and arguments, before it is made.
 Before = Callable[[int, str, tuple[Any, ...]], None]
 

@@ -50,20 +50,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 IDS = torch.arange(12).view(2, 6)
 
 
-def _build(name: str) -> Any:
+def build(name: str) -> Any:
     kind, settings = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**settings)
     return getattr(transformers, f"{name}{kind}")(config).eval()
 
 
-def _on_meta(name: str) -> Any:
+def on_meta(name: str) -> Any:
     with torch.device("meta"):
-        return _build(name)
+        return build(name)
 
 
 def _written(name: str, folder: Path, **settings: Any) -> Tensor:
-    model = _build(name)
+    model = build(name)
     model.save_pretrained(folder, **settings)
     logits: Tensor = model(IDS).logits
     return logits.detach()
@@ -77,7 +77,7 @@ def test_a_sharded_model_on_meta_is_filled_and_computes_as_the_published_one(
     expected = _written(name, tmp_path, max_shard_size="8KB")
 
     def program(rank: int) -> Any:
-        model = _on_meta(name)
+        model = on_meta(name)
         fully_shard(model)
         report = checkpoint.load(tmp_path, into=model)
         assert not report.unused
@@ -99,7 +99,7 @@ def test_a_plan_shards_while_weights_are_read(tmp_path: Path) -> None:
     }
 
     def program(rank: int) -> Tensor:
-        model = _on_meta("Llama")
+        model = on_meta("Llama")
         parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
         checkpoint.load(tmp_path, into=model)
         logits: Tensor = model(IDS).logits
@@ -114,15 +114,15 @@ def test_a_model_of_the_base_class_takes_the_weights_of_one_with_a_head(tmp_path
     base = transformers.BertModel(transformers.BertConfig(**_SIZES), add_pooling_layer=False)
     report = checkpoint.load(tmp_path, into=base)
     assert base.embeddings.word_embeddings.weight.equal(
-        _build("Bert").bert.embeddings.word_embeddings.weight
+        build("Bert").bert.embeddings.word_embeddings.weight
     )
     assert all(name.startswith("cls.") for name in report.unused)
 
 
 def test_tied_weights_stay_tied_and_dtypes_are_the_models(tmp_path: Path) -> None:
-    model = _build("Llama").to(torch.bfloat16)
+    model = build("Llama").to(torch.bfloat16)
     model.save_pretrained(tmp_path)
-    other = _on_meta("Llama").float()
+    other = on_meta("Llama").float()
     report = checkpoint.load(tmp_path, into=other)
     assert other.lm_head.weight is other.model.embed_tokens.weight
     assert other.lm_head.weight.dtype is torch.float32
@@ -170,7 +170,7 @@ def test_what_a_model_has_joined_or_in_pieces_is_said_by_names(tmp_path: Path) -
     assert torch.cat([state["left.weight"], state["right.weight"]], 1).equal(both)
 
 
-def test_missing_weights_are_named_and_the_model_stays_on_meta(tmp_path: Path) -> None:
+def test_missing_weights_are_named_and_the_model_stayson_meta(tmp_path: Path) -> None:
     _save_plain(nn.Linear(2, 2, bias=False), tmp_path)
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises(CheckpointError, match="lacks bias"):
@@ -191,7 +191,7 @@ def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
     _written("Mistral", tmp_path, max_shard_size="8KB")
     next(tmp_path.glob("model-00002*")).unlink()
     with pytest.raises(CheckpointError, match="model-00002"):
-        checkpoint.load(tmp_path, into=_on_meta("Mistral"))
+        checkpoint.load(tmp_path, into=on_meta("Mistral"))
 
 
 def test_a_conversion_that_moves_elements_is_refused(
@@ -204,7 +204,7 @@ def test_a_conversion_that_moves_elements_is_refused(
     turned = WeightConverter("o_proj.weight", "o_proj.weight", [Transpose(0, 1)])
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: [turned])
     with pytest.raises(CheckpointError, match="converted by Transpose"):
-        checkpoint.load(tmp_path, into=_on_meta("Mistral"))
+        checkpoint.load(tmp_path, into=on_meta("Mistral"))
 
 
 def _save_plain(module: nn.Module, folder: Path) -> None:

@@ -12,7 +12,7 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 - ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
 - ``safetensors_index``, ``published``, ``composing``, ``memory_for_meta``: published weights, in
-  the names and forms of a model that has no memory yet;
+  the names and forms of a model that has no memory yet; ``publishing``: the way back;
 - ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``,
   ``loading``: the way back;
 - ``state_dict``, ``copying``: state dicts by names, whole or sharded, as torch's functions make;
@@ -29,6 +29,7 @@ from tilework.checkpoint.convert.converting import ConvertOptions, convert
 from tilework.checkpoint.loading import LoadReport
 from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
 from tilework.checkpoint.objects import RandomState
+from tilework.checkpoint.publishing import save_pretrained
 from tilework.checkpoint.saving import SaveOptions
 from tilework.checkpoint.showing import show
 from tilework.checkpoint.stateful import Stateful
@@ -55,6 +56,7 @@ __all__ = [
     "load",
     "read",
     "save",
+    "save_pretrained",
     "show",
     "verify",
 ]

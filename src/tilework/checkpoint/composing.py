@@ -7,8 +7,9 @@ the bytes that it needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tilework.checkpoint.format import Part, SavedTensor, chunk_count
 from tilework.errors import CheckpointError
@@ -74,6 +75,28 @@ def stacked(tensors: Sequence[SavedTensor]) -> SavedTensor:
     return joined([_with_first_dim(each) for each in tensors])
 
 
+def unstacked(tensor: SavedTensor) -> list[SavedTensor]:
+    """The tensors of which one is stacked along the first dim.
+
+    Example:
+        >>> rows = SavedTensor("x", "F32", (2, 3), (Part(Box((0, 0), (2, 3)), "f", 0, 24),))
+        >>> [(row.shape, row.parts[0].offset) for row in unstacked(rows)]
+        [((3,), 0), ((3,), 12)]
+    """
+    parts: list[list[Part]] = [[] for _ in range(tensor.shape[0])]
+    for part in tensor.parts:
+        count, offsets, sizes = part.box.sizes[0], part.box.offsets[1:], part.box.sizes[1:]
+        nbytes = part.nbytes // count
+        sums = (0,) * chunk_count(nbytes, UNCHECKED_BYTES)
+        for row in range(count):
+            found = Part(Box(offsets, sizes), part.file, part.offset + row * nbytes, nbytes, sums)
+            parts[part.box.offsets[0] + row].append(found)
+    return [
+        SavedTensor(f"{tensor.name}[{n}]", tensor.dtype, tensor.shape[1:], tuple(each))
+        for n, each in enumerate(parts)
+    ]
+
+
 def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
     """A piece of a tensor, in runs of a file.
 
@@ -106,20 +129,20 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
         run
         for part in tensor.parts
         if (shared := part.box.intersection(window)) is not None
-        for run in _runs(part, shared, window, tensor.torch_dtype.itemsize)
+        for run in runs(part, shared, window, tensor.torch_dtype.itemsize)
     ]
     name = f"{tensor.name}[{of.number}/{of.count}]"
     return SavedTensor(name, tensor.dtype, sizes, tuple(parts))
 
 
-def _runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
+def runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
     """A region of a part, in boxes that follow each other in the file, as parts of a window."""
     strides = [math.prod(part.box.sizes[d + 1 :]) for d in range(len(part.box.sizes))]
     whole = len(region.sizes)  # from this dim on a box has all that the part has
     while whole and region.sizes[whole - 1] == part.box.sizes[whole - 1]:
         whole -= 1
     outer = max(0, whole - 1)
-    for index in _indices(region.sizes[:outer]):
+    for index in product(*map(range, region.sizes[:outer])):
         offsets = (
             *(o + i for o, i in zip(region.offsets, index, strict=False)),
             *region.offsets[outer:],
@@ -133,13 +156,6 @@ def _runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]
         sums = (0,) * chunk_count(nbytes, UNCHECKED_BYTES)
         relative = Box(box.relative_to(window).offsets, box.sizes)
         yield Part(relative, part.file, part.offset + start * itemsize, nbytes, sums)
-
-
-def _indices(sizes: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
-    for size in sizes:
-        found = [(*each, number) for each in found for number in range(size)]
-    yield from found
 
 
 def _moved(box: Box, dim: int, by: int) -> Box:

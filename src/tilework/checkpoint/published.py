@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
-from tilework.checkpoint.composing import PieceOf, joined, piece, stacked
+from tilework.checkpoint.composing import PieceOf, joined, piece, stacked, unstacked
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import Index, SavedTensor
 from tilework.checkpoint.index_file import is_checkpoint, read_index
-from tilework.checkpoint.objects import unwrapped
+from tilework.checkpoint.objects import modules_of
 from tilework.checkpoint.safetensors_index import is_published, published_index
 from tilework.checkpoint.storage import Storage
 from tilework.errors import CheckpointError
@@ -55,9 +55,11 @@ def open_index(storage: Storage, state: Any) -> Opened:
     if is_checkpoint(names, storage) or not is_published(names):
         return Opened(read_index(storage))
     index = published_index(storage)
-    module = unwrapped(state) if isinstance(state, nn.Module) else None
+    modules = list(modules_of(state))
+    path, module = modules[0] if len(modules) == 1 else ((), None)
     tensors = index.tensors if module is None else _Conversion(module).of(index.tensors)
-    flat = FlatState({(name,): NamedTensor(name) for name in tensors}, {(): "dict"})
+    flat = FlatState({(*path, name): NamedTensor(name) for name in tensors}, {})
+    flat.containers.update((path[:depth], "dict") for depth in range(len(path) + 1))
     return Opened(replace(index, tensors=tensors), flat, has_sums=False)
 
 
@@ -93,23 +95,18 @@ class _Conversion:
         """The tensors that the model has, as far as they are published, and all others."""
         renamings = [each for each in self._transforms if not hasattr(each, "operations")]
         converters = [each for each in self._transforms if hasattr(each, "operations")]
-        by_pattern = {p: each for each in converters for p in each.source_patterns}
-        tensors: dict[str, SavedTensor] = {}
-        together: dict[str, _Sources] = {}
-        for name in sorted(published, key=_natural):
+
+        def apply(name: str) -> tuple[str, str | None]:
             renamed, pattern = name, None
             if self._loading is not None:
                 renamed = self._loading.apply_renamings(name, renamings)
                 renamed, pattern = self._loading.apply_converters(renamed, converters)
             renamed = self._at_model(renamed)
-            # What the model has by the published name needs no conversion.
-            if pattern is None or (renamed != name and name in self._own):
-                tensors[name if name in self._own else renamed] = published[name]
-                continue
-            sources = together.setdefault(renamed, _Sources(by_pattern[pattern]))
-            sources.by_pattern[pattern].append(published[name])
-        for renamed, sources in together.items():
-            tensors.update(_converted(renamed, sources))
+            if name in self._own and (pattern is None or renamed != name):
+                return name, None  # what the model has by the published name needs no conversion
+            return renamed, pattern
+
+        tensors = dict(converted(published, converters, apply))
         tensors = {name: replace(saved, name=name) for name, saved in tensors.items()}
         self._add_tied(tensors)
         return tensors
@@ -135,6 +132,31 @@ class _Conversion:
         return name
 
 
+def converted(
+    tensors: Mapping[str, SavedTensor],
+    converters: Sequence[Any],
+    apply: Callable[[str], tuple[str, str | None]],
+) -> Iterator[tuple[str, SavedTensor]]:
+    """Tensors after transformers' conversions, with their names.
+
+    Args:
+        tensors: By name.
+        converters: In order.
+        apply: Tells for a name the one to be, and the pattern of a converter that it fits.
+    """
+    by_pattern = {p: each for each in converters for p in each.source_patterns}
+    together: dict[str, _Sources] = {}
+    for name in sorted(tensors, key=_natural):
+        renamed, pattern = apply(name)
+        if pattern is None:
+            yield renamed, tensors[name]
+            continue
+        sources = together.setdefault(renamed, _Sources(by_pattern[pattern]))
+        sources.by_pattern[pattern].append(tensors[name])
+    for renamed, sources in together.items():
+        yield from _converted(renamed, sources)
+
+
 def _converted(name: str, sources: _Sources) -> Iterator[tuple[str, SavedTensor]]:
     """The tensors that the steps of a conversion make, with their names."""
     converter = sources.converter
@@ -142,16 +164,20 @@ def _converted(name: str, sources: _Sources) -> Iterator[tuple[str, SavedTensor]
     made: list[list[SavedTensor]] = [sources.by_pattern[pattern] for pattern in patterns]
     for step in converter.operations:
         made = _step(step, made, len(converter.target_patterns), name)
-    results = [each for several in made for each in several]
-    if len(results) != len(converter.target_patterns):
+    targets = converter.target_patterns
+    if len(made) != len(targets) or any(
+        len(each) != 1 and "*" not in pattern for pattern, each in zip(targets, made, strict=False)
+    ):
         raise CheckpointError(
-            f"{name!r} would be {len(results)} tensors, the model has "
-            f"{len(converter.target_patterns)}: files of it may be missing",
+            f"{name!r} would be {sum(map(len, made))} tensors, the model has {len(targets)}: files "
+            f"of it may be missing",
             tensor=name,
         )
-    known = next((p for p in converter.target_patterns if p in name), None)
-    for pattern, result in zip(converter.target_patterns, results, strict=True):
-        yield (name if known is None else name.replace(known, pattern)), result
+    known = next((p for p in targets if p in name), None)
+    for pattern, several in zip(targets, made, strict=True):
+        for number, result in enumerate(several):
+            own = pattern.replace("*", str(number))
+            yield (name if known is None else name.replace(known, own)), result
 
 
 def _step(
@@ -160,9 +186,12 @@ def _step(
     kind, dim = type(step).__name__, getattr(step, "dim", 0)
     if kind == "MergeModulelist" and dim == 0:
         return [[stacked(each)] for each in made]
+    if kind == "SplitModulelist" and dim == 0 and all(len(each) == 1 for each in made):
+        return [unstacked(each[0]) for each in made]
     if kind == "Concatenate":
         return [[joined([each for several in made for each in several], dim)]]
-    if kind == "Chunk" and len(made) == len(made[0]) == 1:
+    is_split = kind == "Chunk" and getattr(step, "num_shards_attribute", None) is None
+    if is_split and len(made) == len(made[0]) == 1:
         return [[piece(made[0][0], PieceOf("", n, targets, dim))] for n in range(targets)]
     raise CheckpointError(
         f"{name!r} is converted by {kind}, which changes the order of elements: load such weights "

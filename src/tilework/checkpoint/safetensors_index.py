@@ -1,17 +1,19 @@
-"""The index of safetensors files: of one, or of several with Hugging Face's index."""
+"""Safetensors files, one or several with Hugging Face's index: what they have, or are to have."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tilework.checkpoint.composing import UNCHECKED_BYTES
-from tilework.checkpoint.dtypes import DTYPES
+from tilework.checkpoint.dtypes import DTYPES, stored
 from tilework.checkpoint.format import INDEX_NAME, Index, Part, SavedFile, SavedTensor, chunk_count
 from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, whole_numbers
+from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
 from tilework.checkpoint.saving import is_ours
 from tilework.checkpoint.storage import UNFINISHED, Storage
 from tilework.errors import CheckpointError
@@ -20,7 +22,7 @@ from tilework.layout.box import whole_box
 #: Hugging Face's name of the index of several files, and that of one file.
 HF_INDEX = "model.safetensors.index.json"
 HF_FILE = "model.safetensors"
-_SHARD = re.compile(r"model-[0-9]{5,}-of-([0-9]{5,})\.safetensors")
+_SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?[0-9]{5,}-of-([0-9]{5,})\.safetensors")
 _MOST_HEADER = 100 << 20
 
 
@@ -60,6 +62,8 @@ def published_index(storage: Storage, names: Iterable[str] | None = None) -> Ind
 
 def _listed_files(storage: Storage) -> list[str]:
     names = storage.names()
+    if HF_FILE in names:  # as with transformers it is all there is, whatever a save has left
+        names = [name for name in names if name != HF_INDEX and not is_shard(name)]
     if HF_INDEX not in names:
         names = [name for name in names if name.endswith(".safetensors")]
         _check_complete(storage, names)
@@ -129,6 +133,97 @@ def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: in
         raise ValueError(f"{key!r} does not lie in the file as its shape says")
     sums = (0,) * chunk_count(nbytes, UNCHECKED_BYTES)
     return Part(whole_box(shape), name, begin + start, nbytes, sums)
+
+
+# -- to be written ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file to write: its header, then tensors without gaps.
+
+    Args:
+        name: Its name.
+        header: The bytes before the first element.
+        offsets: By the names of tensors, in order, where each begins.
+        nbytes: Its length.
+    """
+
+    name: str
+    header: bytes
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
+def plan_published(
+    tensors: Sequence[TensorToSave], file_bytes: int, mark: str = ""
+) -> list[PlannedFile]:
+    """The files that have some tensors: one if they fit, else several of at most so many bytes.
+
+    Args:
+        tensors: In order.
+        file_bytes: The most bytes of elements in a file; a larger tensor has one of its own.
+        mark: Eight hexadecimal digits for the names of several files, if others have the plain.
+
+    Raises:
+        CheckpointError: A tensor has a name that no file can have.
+
+    Example:
+        >>> two = [TensorToSave(name, "F32", (4,), ()) for name in "xy"]
+        >>> [each.name for each in plan_published(two, 16)]
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    groups: list[list[TensorToSave]] = [[]]
+    used = 0
+    for tensor in tensors:
+        nbytes = tensor.nbytes
+        if groups[-1] and used + nbytes > file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(tensor)
+        used += nbytes
+    if len(groups) == 1:
+        return [plan_file(HF_FILE, groups[0])]
+    start = f"model-{mark}-" if mark else "model-"
+    return [
+        plan_file(f"{start}{at:05}-of-{len(groups):05}.safetensors", group)
+        for at, group in enumerate(groups, 1)
+    ]
+
+
+def plan_file(name: str, tensors: Sequence[TensorToSave]) -> PlannedFile:
+    """The file of some tensors, those of long elements first: so all are aligned."""
+    entries: dict[str, dict[str, object]] = {}
+    begins: dict[str, int] = {}
+    at = 0
+    for tensor in sorted(tensors, key=lambda each: -each.itemsize):
+        _check_name(tensor.name)
+        dtype, shape = stored(tensor.dtype, tensor.shape)
+        begins[tensor.name], end = at, at + tensor.nbytes
+        entries[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    header = safetensors_header(entries)
+    offsets = {each: len(header) + begin for each, begin in begins.items()}
+    return PlannedFile(name, header, offsets, len(header) + at)
+
+
+def _check_name(name: str) -> None:
+    """Raise CheckpointError for a name that no safetensors file can have."""
+    is_text = name.isascii() or name == name.encode(errors="replace").decode()
+    if name == RESERVED_KEY or not is_text:
+        raise CheckpointError(
+            f"safetensors has no tensors of the name {name!r}: give others by a prefix, or "
+            f"leave it out (names)",
+            tensor=name,
+        )
+
+
+def index_json(plans: Sequence[PlannedFile]) -> str:
+    """Hugging Face's index of several files."""
+    total = sum(plan.nbytes - len(plan.header) for plan in plans)
+    weight_map = {name: plan.name for plan in plans for name in plan.offsets}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return json.dumps(index, indent=2)
 
 
 def is_shard(name: str) -> bool:

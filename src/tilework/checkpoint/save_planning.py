@@ -57,6 +57,11 @@ class TensorToSave:
         """Bytes per element."""
         return DTYPES[self.dtype].itemsize
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
 
 class BoxToWrite(NamedTuple):
     """A box of a tensor that one rank writes.

@@ -188,6 +188,7 @@ class FileCalls:
     unlink = staticmethod(os.unlink)
     rmdir = staticmethod(os.rmdir)
     preadv = staticmethod(os.preadv)
+    pwrite = staticmethod(os.pwrite)
 
 
 #: The calls that local storage makes.
