@@ -90,6 +90,8 @@ class Body:
         self.saved: dict[str, Tensor] = {}
         #: True if a graph is pending whose backward computes parts of forward again.
         self.is_recomputed = False
+        #: True if a graph is pending in which ranks have used different parts.
+        self.is_uneven = False
         #: True if some gradients are those of this rank alone.
         self.is_unsynced = False
         #: True if parameters have other names or places than at first.
@@ -150,8 +152,12 @@ class Body:
             raise Skip
         loss = self._loss(seed, routes, mode)
         self.is_recomputed = mode in ("recomputed", "reentrant") or self._is_recomputed()
-        self.pending.append(loss)
+        self._append(loss, routes)
         return {"loss": self._mean(loss)}
+
+    def _append(self, loss: Any, routes: Sequence[int]) -> None:
+        self.is_uneven = len(set(routes)) > 1 or (bool(self.pending) and self.is_uneven)
+        self.pending.append(loss)
 
     def _is_recomputed(self) -> bool:
         return bool(self.pending) and self.is_recomputed
@@ -160,7 +166,7 @@ class Body:
         if len(self.pending) > 2:
             raise Skip
         loss = self._loss(seed, routes, "") + self._loss(seed + 1, routes, "")
-        self.pending.append(loss)
+        self._append(loss, routes)
         return {"loss": self._mean(loss)}
 
     def look_without_gradients(self, seed: int, inference: bool, back: bool) -> Values:
@@ -216,7 +222,7 @@ class Body:
     def backward_of_some(self, which: int, name: str) -> None:
         """Backward to the parameters of one module alone."""
         loss = self._pending(which)
-        if self.is_unsynced:
+        if self.is_unsynced or self.is_uneven:
             raise Skip
         self.pending = [other for other in self.pending if other is not loss]
         loss.backward(inputs=list(self.own.get_submodule(name).parameters()))

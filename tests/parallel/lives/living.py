@@ -263,9 +263,7 @@ def difference(seen: Seen, wanted: Seen) -> str:
             return f"{name} is {_short(mine)}, and should be {_short(value)}"
         try:
             if isinstance(value, Tensor):
-                if name.endswith(
-                    ".grad"
-                ):  # of a parameter cast before backward, torch's is not cast
+                if name.endswith(".grad"):  # torch's has another dtype after a cast
                     value = value.to(mine.dtype)
                 allowed = wanted.tolerance
                 assert_close(mine, value, rtol=allowed, atol=allowed, equal_nan=True)

@@ -275,7 +275,11 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             leaves = enumerate(self.reducer.leaves)
             unused = {at for at, leaf in leaves if id(leaf.tensor) not in reached}
         self.reducer.expect(unused)
-        return call_before_backward(outputs, self.reducer.begin, inputs)
+        return call_before_backward(outputs, self._begin_backward, inputs)
+
+    def _begin_backward(self) -> None:
+        """Open a backward pass with the reducer of now, whichever forward pass had."""
+        self.reducer.begin()
 
     # -- settings ----------------------------------------------------------------------------
 

@@ -144,7 +144,8 @@ class Reducer:
     def reduce_frozen(self) -> None:
         """Average what passes without reduction accumulated, and was frozen since. Collective."""
         frozen = [i for i, leaf in enumerate(self.leaves) if not leaf.tensor.requires_grad]
-        waits = torch.tensor([float(index in self._accumulated) for index in frozen])
+        accumulated = {i for i in self._accumulated if self._tensors[i].grad is not None}
+        waits = torch.tensor([float(index in accumulated) for index in frozen])
         if frozen:
             all_reduce(waits, ReduceOp.MAX, self.group)
         for index, is_waiting in zip(frozen, waits.tolist(), strict=True):
