@@ -629,3 +629,32 @@ def test_a_backward_pass_that_raises_leaves_nothing_gathered() -> None:
             assert_same(model, plain)
 
     run_ranks(2, program)
+
+
+def test_a_cast_does_not_tie_what_was_untied() -> None:
+    def program(rank: int) -> None:
+        model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        model[1].weight = model[0].weight
+        model(torch.ones(1, 2))
+        model[0].weight = nn.Parameter(torch.zeros(2, 2))
+        model.double()
+        assert model[1].weight is not model[0].weight
+        assert model[1].weight.full_tensor().abs().sum() > 0
+
+    run_ranks(2, program)
+
+
+def test_gradients_that_wait_outlive_a_freeze() -> None:
+    def program(rank: int) -> float:
+        model = fully_shard(nn.Linear(1, 1, bias=False))
+        early = model(torch.ones(1, 1)).sum()
+        model.set_requires_gradient_sync(False)
+        model(torch.full((1, 1), 1.0 + rank)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        model.requires_grad_(False)
+        early.backward()
+        grad: Any = model.weight.grad
+        total: float = grad.full_tensor().item()
+        return total
+
+    assert run_ranks(2, program) == [1.5, 1.5]

@@ -211,3 +211,13 @@ def test_channels_may_have_no_bias() -> None:
         assert list(dict(converted.named_parameters())) == ["weight"]
 
     run_ranks(2, program)
+
+
+def test_a_frozen_layer_of_plain_inputs_has_no_graph() -> None:
+    def program(rank: int) -> list[bool]:
+        layer = SyncBatchNorm(2).requires_grad_(False)
+        # Where one rank alone has inputs in a graph, all take part in backward.
+        inputs = torch.ones(3, 2), torch.ones(3, 2, requires_grad=rank == 0)
+        return [layer(each).requires_grad for each in inputs]
+
+    assert run_ranks(2, program) == [[False, True]] * 2

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.rounding import assert_close
+from tilework.errors import CollectiveMismatchError
 from tilework.parallel import (
     DistributedDataParallel,
     Join,
@@ -270,3 +271,20 @@ def test_a_group_that_a_rank_owns_nothing_of_is_saved_as_its_owner_has_it() -> N
         return None if rank else [group.get("k") for group in own.state_dict()["param_groups"]]
 
     assert run_ranks(2, program)[0] == [1, 1]
+
+
+def test_parameters_that_one_rank_has_written_raise() -> None:
+    """Else each rank would send the others a part of its own model."""
+
+    def program(rank: int) -> None:
+        model = nn.Linear(4, 4, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        if rank == 1:
+            model.weight.data.mul_(1.5)
+        with pytest.raises(CollectiveMismatchError, match=r"'parameter 0'.* rank 0 and .* rank 1"):
+            optimizer.step()
+
+    run_ranks(2, program)

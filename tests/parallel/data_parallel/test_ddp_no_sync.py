@@ -107,3 +107,47 @@ def test_casts_there_and_back_leave_averages(views: bool, to_none: bool) -> None
         return grads
 
     assert run_ranks(2, program) == [[3.0, 3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_backward_of_a_forward_pass_before_a_cast_reduces(views: bool) -> None:
+    """A cast gives parameters other nodes that accumulate gradients; the graph has the old ones."""
+
+    def program(rank: int) -> float:
+        model: Any = DistributedDataParallel(
+            nn.Linear(4, 1, bias=False), gradient_as_bucket_view=views
+        )
+        loss = model(torch.full((2, 4), 1.0 + rank)).sum()
+        model.half().float()
+        loss.backward()
+        grad: float = model.module.weight.grad[0, 0].item()
+        return grad
+
+    assert run_ranks(2, program) == [3.0, 3.0]
+
+
+def test_backward_of_a_forward_pass_before_a_change_of_parameters_reduces() -> None:
+    def program(rank: int) -> list[float]:
+        model: Any = DistributedDataParallel(Two(), find_unused_parameters=True)
+        x = torch.full((1, 1), 1.0 + rank)
+        early = model(x, False).sum()
+        model.module.b.requires_grad_(False)
+        model(x).sum().backward()
+        early.backward()
+        return [model.module.a.weight.grad.item()]
+
+    assert run_ranks(2, program) == [[3.0]] * 2
+
+
+def test_what_was_accumulated_before_a_freeze_is_averaged() -> None:
+    def program(rank: int) -> float:
+        model: Any = DistributedDataParallel(Two(), find_unused_parameters=True)
+        x = torch.full((1, 1), 1.0 + rank)
+        with model.no_sync():
+            model(x, both=rank == 0).sum().backward()
+        model.module.b.requires_grad_(False)
+        model(x).sum().backward()
+        grad: float = model.module.b.weight.grad.item()
+        return grad
+
+    assert run_ranks(2, program) == [0.5, 0.5]

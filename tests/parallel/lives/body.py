@@ -87,6 +87,8 @@ class Body:
         self.tolerance = 1e-7 if dtype == "double" else 1e-3
         self.pending: list[Any] = []
         self.handles: list[Any] = []
+        #: Those of hooks that halve what has been accumulated.
+        self.halving: list[Any] = []
         self.saved: dict[str, Tensor] = {}
         #: True if a graph is pending whose backward computes parts of forward again.
         self.is_recomputed = False
@@ -237,6 +239,8 @@ class Body:
         self.pending.clear()
 
     def accumulate(self, seed: int, routes: Sequence[int], mode: str) -> Values:
+        if any(handle in self.handles for handle in self.halving):
+            raise Skip  # a hook runs once for all that is accumulated without communication
         with self.side.without_sync(self.model):
             loss = self._loss(seed, routes, mode)
             loss.backward()
@@ -483,6 +487,7 @@ class Body:
                 handle = parameter.register_hook(lambda grad: grad * 2)
             else:
                 handle = parameter.register_post_accumulate_grad_hook(_halve)
+                self.halving.append(handle)
         self.handles.append(handle)
 
     def unhook(self) -> None:

@@ -168,7 +168,7 @@ def drawn(seed: int, unlike: bool = False) -> Life:
     )
     if unlike:
         acts = _acts(rng, rng.randrange(4, 10), ALIKE, plain_modes=True)
-        kinds = ["skips", "doubles", "is another"] + ["spoils"] * life.way.startswith(("ddp", "z"))
+        kinds = ["skips", "doubles", "is another"] + ["spoils"] * life.way.startswith("ddp")
         # Models become that of rank 0 where they do not raise.
         rank, kind = rng.randrange(1, ranks), rng.choice(kinds)
         # Ranks may accumulate different numbers of micro-batches.
