@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
 from tilework import __version__
-from tilework.cores import usable_cores
+from tilework.cores import read_topology, usable_cores
 from tilework.errors import DistNetworkError, DistStoreError
+from tilework.launch.binding import BindMode, sets_for
 from tilework.launch.explain import explain
 from tilework.launch.nodes import NodesError
 from tilework.launch.program import Module, Program, Script
@@ -135,6 +137,10 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--restarts", type=_count, default=0, metavar="R", help=_RESTARTS_HELP)
     add("--elastic", type=_elastic, metavar="MIN:MAX", help=_ELASTIC_HELP)
     add("--grace", type=_timeout, default=timedelta(seconds=2), metavar="S", help=_GRACE_HELP)
+    add("--bind", choices=get_args(BindMode), default="none", help=_BIND_HELP)
+    add(
+        *_TORCHRUN_BINDING, dest="bind", type=_torchrun_binding, metavar="B", help=argparse.SUPPRESS
+    )
     add("--nnodes", type=_nodes, default=1, metavar="N", help=_NNODES_HELP)
     add("--node-rank", "--node_rank", type=int, default=0, metavar="K", help=_NODE_RANK_HELP)
     add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
@@ -155,6 +161,13 @@ _NNODES_HELP = "number of hosts on each of which this command is run (default: 1
 _NODE_RANK_HELP = "this host's number, from 0"
 _RDZV_HELP = "an address of node 0 that the others reach, and a free port there"
 _TORCHRUN_RDZV = ("--rdzv-endpoint", "--rdzv_endpoint")
+#: torchrun's options for CPUs, and what is nearest to each of their values.
+_TORCHRUN_BINDING = ("--numa-binding", "--numa_binding")
+_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "cores", "core-complex": "cores"}
+_BIND_HELP = (
+    "CPUs of each rank: cores of its own, all of a memory node (numa), or as cores if there are "
+    "enough that no other job has (auto); default: none, any"
+)
 _START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
 _PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
 
@@ -184,6 +197,7 @@ def _settings(
     parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int
 ) -> LaunchSettings:
     try:
+        sets_for(options.bind, ranks, read_topology())
         return _checked_settings(options, ranks)
     except ValueError as error:  # options that contradict each other
         parser.error(str(error))
@@ -201,6 +215,7 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
         restarts=options.restarts,
         elastic=options.elastic,
         grace=options.grace,
+        bind=options.bind,
         nnodes=options.nnodes,
         node_rank=options.node_rank,
         rdzv=options.rdzv,
@@ -310,6 +325,12 @@ def _elastic(text: str) -> tuple[int, int]:
             f"give the fewest and the most ranks, such as 2:4 (1 <= MIN <= MAX), got {text!r}"
         )
     return int(least), int(most)
+
+
+def _torchrun_binding(text: str) -> str:
+    if text not in _BINDINGS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_BINDINGS)}")
+    return _BINDINGS[text]
 
 
 def _timeout(text: str) -> timedelta:

@@ -26,8 +26,9 @@ from tilework.comm.backends.calibration import (
     host_calibration,
     host_facts,
 )
-from tilework.comm.backends.topology import host_topology, plan_for
-from tilework.cores import cpu_quota, usable_cores
+from tilework.comm.backends.topology import plan_for
+from tilework.cores import cpu_quota, host_topology, usable_cores
+from tilework.launch.binding import bound_sets
 from tilework.testing import run_ranks
 
 _TEST_RANKS: Final = 2
@@ -73,6 +74,7 @@ def machine() -> list[Finding]:
         Finding("Python", f"{platform.python_version()} ({sys.executable})"),
         Finding("torch", str(torch.__version__)),
         _cores(),
+        _binding(),
         _memory(),
         _gpus(),
         _core(),
@@ -275,6 +277,18 @@ def _cores() -> Finding:
     if usable < total and not why:
         why = "this process is bound to some of them"
     return Finding("cores", f"{usable} usable of {total}", note=why)
+
+
+def _binding() -> Finding:
+    """Tell of ``tilework run --bind auto`` with as many ranks as there are cores."""
+    cores = len(host_topology().cores)
+    with bound_sets("auto", cores) as sets:
+        if sets:
+            return Finding("binding", f"--bind auto gives each of {cores} ranks a core of its own")
+    why = "another job has some CPUs, or a control group grants less than all their time"
+    if not hasattr(os, "sched_setaffinity"):
+        why = "this system cannot bind processes"
+    return Finding("binding", "--bind auto leaves ranks on any CPU", "no", why)
 
 
 def _memory() -> Finding:

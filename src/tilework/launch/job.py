@@ -24,6 +24,7 @@ from tilework.comm.elastic.variables import REJOIN_VARIABLE
 from tilework.comm.init_generation import InitGeneration
 from tilework.errors import DistError
 from tilework.launch import linux, orphans
+from tilework.launch.binding import CpuSets, on_cpus
 from tilework.launch.environment import Rendezvous, rank_environment
 from tilework.launch.guardian import Guardian
 from tilework.launch.nodes import NodePlace, Nodes
@@ -59,6 +60,8 @@ class Frontend:
     inbox: SignalInbox
     on_failure: Callable[[Failure], None]
     on_asked: Callable[[], None]
+    cpus: CpuSets = ()
+    """The CPUs of each rank; empty: any."""
 
 
 class Job:
@@ -296,7 +299,8 @@ class Job:
             ends = self._cell.open(plan.rank)
             standard = Standard(stdout=ends.stdout, stderr=ends.stderr)
         try:
-            pid = starter.start(plan, standard, lambda: self._drop_in_child(reader, ends))
+            with on_cpus(self._cpus_of(plan.rank)):
+                pid = starter.start(plan, standard, lambda: self._drop_in_child(reader, ends))
         except BaseException:
             os.close(reader)
             raise
@@ -309,6 +313,10 @@ class Job:
         if self._guardian is not None:
             self._guardian.watch(pid)
         return started
+
+    def _cpus_of(self, rank: int) -> frozenset[int]:
+        sets = () if self._frontend is None else self._frontend.cpus
+        return sets[rank - self._place.first_rank] if sets else frozenset()
 
     def _drop_in_child(self, reader: int, ends: RankEnds | None) -> None:
         """In a forked rank: close what belongs to the launcher, or has its standard place now."""

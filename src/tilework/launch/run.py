@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE
 from tilework.cores import threads_per_rank
+from tilework.launch.binding import CpuSets, bound_sets
 from tilework.launch.environment import thread_environment
 from tilework.launch.failure_text import failure_text, other_failures_text
 from tilework.launch.flight_folder import FlightFolder
@@ -50,15 +51,20 @@ def run(settings: LaunchSettings, program: Program) -> int:
     # Before torch is loaded: its threads are counted out then.
     os.environ.update(thread_environment(settings.nprocs, os.environ))
     with contextlib.ExitStack() as stack:
+        cpus = stack.enter_context(bound_sets(settings.bind, settings.nprocs))
         nodes = None
         if settings.nnodes > 1:
             nodes = join_nodes(settings)
             stack.callback(nodes.close)
-        return _run_here(settings, program, threads, nodes)
+        return _run_here(settings, program, threads, nodes, cpus)
 
 
 def _run_here(
-    settings: LaunchSettings, program: Program, threads: int | None, nodes: Nodes | None
+    settings: LaunchSettings,
+    program: Program,
+    threads: int | None,
+    nodes: Nodes | None,
+    cpus: CpuSets,
 ) -> int:
     """Run this host's ranks."""
     if settings.start == "fork":
@@ -67,7 +73,7 @@ def _run_here(
     os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # the ranks' environment is made of ours
     output = Output(settings)
     with contextlib.closing(output), contextlib.closing(StandardInput()) as stdin:
-        return _run(settings, program, threads, _Parts(output, stdin, flight, nodes))
+        return _run(settings, program, threads, _Parts(output, stdin, flight, nodes, cpus))
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class _Parts:
     stdin: StandardInput
     flight: FlightFolder
     nodes: Nodes | None = None
+    cpus: CpuSets = ()
 
     def print_failure(self, failure: Failure) -> None:
         """Print the root failure, after what that rank wrote before it."""
@@ -120,7 +127,12 @@ class _Parts:
 def _run(settings: LaunchSettings, program: Program, threads: int | None, parts: _Parts) -> int:
     with SignalInbox() as inbox:
         front = Frontend(
-            parts.output, parts.stdin, inbox, parts.print_failure, parts.print_flight_folder
+            parts.output,
+            parts.stdin,
+            inbox,
+            parts.print_failure,
+            parts.print_flight_folder,
+            parts.cpus,
         )
         with Job(settings, program, threads, front, nodes=parts.nodes) as job:
             outcome = job.supervise()

@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from tilework.launch.binding import BindMode
+
 StartMethod = Literal["fork", "spawn"]
 PrefixMode = Literal["auto", "all", "others", "none"]
 
@@ -50,6 +52,8 @@ class LaunchSettings:
     """The fewest and the most ranks that the job may go on with; None: it ends with any."""
     grace: timedelta = timedelta(seconds=2)
     """The time that ranks have to end, when the user ends the job, before SIGKILL."""
+    bind: BindMode = "none"
+    """The CPUs that each rank runs on: see :mod:`tilework.launch.binding`."""
     nnodes: int = 1
     """The number of hosts whose launchers start the job's ranks together, ``nprocs`` each."""
     node_rank: int = 0
@@ -70,6 +74,9 @@ class LaunchSettings:
             raise ValueError(f"the number of ranks must be at least 1, got {self.nprocs}")
         if self.start not in get_args(StartMethod):
             raise ValueError(f'the start method is "fork" or "spawn", got {self.start!r}')
+        if self.bind not in get_args(BindMode):
+            modes = ", ".join(get_args(BindMode))
+            raise ValueError(f"ranks are bound by one of {modes}, got {self.bind!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"the timeout must be longer than 0 s, got {self.timeout}")
         if self.master_port is not None and not 0 <= self.master_port < 1 << 16:

@@ -16,7 +16,8 @@ import tilework.distributed as dist
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends import calibration, shm
 from tilework.comm.backends.calibration import group_tunables, host_calibration
-from tilework.comm.backends.topology import Topology, plan_for
+from tilework.comm.backends.topology import plan_for
+from tilework.cores import Topology
 from tilework.testing import run_ranks
 
 if core_error() is not None:

@@ -10,13 +10,11 @@ from hypothesis import strategies as st
 
 from tilework.comm.backends.topology import (
     Plan,
-    Topology,
     flat_round_ns,
-    host_topology,
     plan_for,
-    read_topology,
     two_level_round_ns,
 )
+from tilework.cores import Topology, host_topology, read_topology
 
 MIB = 1 << 20
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tilework.comm.backends.topology import Plan, host_topology, plan_for
-from tilework.cores import affinity, usable_cores
+from tilework.comm.backends.topology import Plan, plan_for
+from tilework.cores import affinity, host_topology, usable_cores
 
 try:
     from tilework import _core

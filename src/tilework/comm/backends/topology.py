@@ -1,18 +1,14 @@
-"""The host's topology: which CPUs share a core, and which a memory node; and what follows from it.
+"""Sizes and algorithms that follow from a host's topology, by a model. Pure.
 
-:func:`read_topology` asks the kernel, :func:`plan_for` is pure. The model and its figures are in
-docs/algorithms/topology.md.
+The model and its figures are in docs/algorithms/topology.md.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
 
-from tilework.cores import affinity
+from tilework.cores import Topology
 
 #: Nanoseconds in which a cache line comes from another core, within and between memory nodes.
 NEAR_NS, FAR_NS = 60.0, 200.0
@@ -20,79 +16,6 @@ NEAR_NS, FAR_NS = 60.0, 200.0
 READER_NS, AT_ONCE = 20.0, 8
 #: Two levels must take at most this share of the flat way's time: the model is not that exact.
 _CLEARLY: Final = 0.75
-#: A CPU's number is below this, whatever a file says; the kernel's own limit is 8192.
-_MOST_CPUS: Final = 1 << 16
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The CPUs that this process may use.
-
-    Args:
-        nodes: Their numbers, by memory node; no node is empty.
-        cores: Their numbers, by core: more than one each where cores run several threads.
-        second_level_bytes: A core's second-level cache; 0 where the system does not tell.
-    """
-
-    nodes: tuple[frozenset[int], ...]
-    cores: tuple[frozenset[int], ...]
-    second_level_bytes: int = 0
-
-    @property
-    def cpus(self) -> int:
-        """The number of CPUs.
-
-        Example:
-            >>> Topology((frozenset({0, 1}), frozenset({2})), ()).cpus
-            3
-        """
-        return sum(map(len, self.nodes))
-
-    def __str__(self) -> str:
-        nodes = f"{len(self.nodes)} memory node" + ("s" if len(self.nodes) > 1 else "")
-        threads = max(map(len, self.cores), default=1)
-        each = f" of {threads} threads" if threads > 1 else ""
-        return f"{len(self.cores)} cores{each} on {nodes}"
-
-
-def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -> Topology:
-    """The topology that sysfs tells; where it tells nothing, one node of cores with a thread each.
-
-    Args:
-        root: Where ``sys`` is; for tests.
-        usable: CPUs that count, if they are online; None: this process's affinity.
-    """
-    system = root / "sys/devices/system"
-    cpus = frozenset(affinity() if usable is None else usable)
-    online = _read_list(system / "cpu/online")
-    cpus = cpus & online or cpus
-    nodes = _groups(cpus, (_read_list(f / "cpulist") for f in _numbered(system / "node", "node")))
-    cores = _groups(cpus, (_siblings(folder) for folder in _numbered(system / "cpu", "cpu")))
-    caches = (_second_level_bytes(system / f"cpu/cpu{cpu}/cache") for cpu in sorted(cpus))
-    # CPUs of which no node is known are on one of their own.
-    known = frozenset[int]().union(*nodes)
-    rest = (cpus - known,) if cpus - known else ()
-    threads = frozenset[int]().union(*cores)
-    singles = tuple(frozenset({cpu}) for cpu in sorted(cpus - threads))
-    return Topology((*nodes, *rest), (*cores, *singles), next(filter(None, caches), 0))
-
-
-def host_topology(usable: frozenset[int] | None = None) -> Topology:
-    """This host's, read once for each set of CPUs.
-
-    Args:
-        usable: CPUs that count; None: this process's affinity.
-
-    Example:
-        >>> host_topology().cpus >= 1
-        True
-    """
-    return _known_topology(affinity() if usable is None else usable)
-
-
-@functools.cache
-def _known_topology(usable: frozenset[int]) -> Topology:
-    return read_topology(usable=usable)
 
 
 @dataclass(frozen=True)
@@ -183,51 +106,3 @@ def two_level_round_ns(nodes: int, ranks_per_node: int) -> float:
 
 def _align_down(nbytes: int) -> int:
     return nbytes // 4096 * 4096
-
-
-def _numbered(folder: Path, name: str) -> Iterator[Path]:
-    """The folders of that name and a number, by number."""
-    found = (p for p in folder.glob(f"{name}[0-9]*") if p.name.removeprefix(name).isdecimal())
-    return iter(sorted(found, key=lambda p: int(p.name.removeprefix(name))))
-
-
-def _siblings(cpu: Path) -> frozenset[int]:
-    newer = _read_list(cpu / "topology/core_cpus_list")
-    return newer or _read_list(cpu / "topology/thread_siblings_list")
-
-
-def _groups(cpus: frozenset[int], sets: Iterable[frozenset[int]]) -> tuple[frozenset[int], ...]:
-    """Of each set those in ``cpus`` that no earlier one had; none empty."""
-    groups, left = [], set(cpus)
-    for members in sets:
-        if mine := frozenset(members & left):
-            groups.append(mine)
-            left -= mine
-    return tuple(groups)
-
-
-def _read_list(path: Path) -> frozenset[int]:
-    """The numbers in a file like "0-3,8"; none where it is not there, or holds something else."""
-    numbers: set[int] = set()
-    try:
-        for part in filter(None, path.read_text().strip().split(",")):
-            first, _, last = part.partition("-")
-            end = min(int(last or first), _MOST_CPUS) + 1
-            numbers.update(range(int(first), end))
-    except (OSError, ValueError):
-        return frozenset()
-    return frozenset(numbers)
-
-
-def _second_level_bytes(caches: Path) -> int:
-    units = {"K": 1 << 10, "M": 1 << 20}
-    for index in _numbered(caches, "index"):
-        try:
-            level, kind, size = (
-                (index / name).read_text().strip() for name in ("level", "type", "size")
-            )
-            if level == "2" and kind != "Instruction":
-                return int(size.rstrip("KM")) * units.get(size[-1:], 1)
-        except (OSError, ValueError):
-            continue
-    return 0

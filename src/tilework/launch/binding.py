@@ -1,0 +1,168 @@
+"""Ranks on CPUs of their own: which go where, and which CPUs another job of the user has.
+
+:func:`sets_for` is pure. A job holds its CPUs by locks of the kernel's, one byte of a file for each
+CPU: they end with the launcher, however that ends, and are not its ranks'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+from tilework.cores import Topology, cpu_quota, read_topology
+
+if sys.platform != "win32":
+    import fcntl
+
+BindMode = Literal["auto", "numa", "cores", "none"]
+CpuSets = tuple[frozenset[int], ...]
+
+T = TypeVar("T")
+_LOCKS: Final = "tilework-cpus"
+
+
+def sets_for(mode: BindMode, ranks: int, topology: Topology) -> CpuSets:
+    """The CPUs of each rank; none if ranks are not bound. Pure.
+
+    Args:
+        mode: ``cores``: disjoint ones, all of a rank's on one memory node where there are no fewer
+            ranks than nodes; ``numa``: all of a memory node; ``auto``: as ``cores`` if there are
+            enough.
+        ranks: The ranks of this host.
+        topology: The CPUs that may be used.
+
+    Raises:
+        ValueError: There are fewer cores than ranks that are to have their own.
+
+    Example:
+        >>> one_node = Topology((frozenset({0, 1}),), (frozenset({0}), frozenset({1})))
+        >>> [sorted(each) for each in sets_for("cores", 2, one_node)]
+        [[0], [1]]
+        >>> [sorted(each) for each in sets_for("numa", 2, one_node)]
+        [[0, 1], [0, 1]]
+    """
+    cores = len(topology.cores)
+    if mode == "none" or (mode == "auto" and ranks > cores):
+        return ()
+    if mode == "cores" and ranks > cores:
+        raise ValueError(
+            f"{ranks} ranks cannot be bound to cores of their own, as there are {cores}: start "
+            f"fewer, or leave out --bind"
+        )
+    nodes = [[core for core in topology.cores if core <= node] for node in topology.nodes]
+    if ranks <= len(nodes):
+        return tuple(_joined(list(chain(*each))) for each in _shares(nodes, ranks))
+    sets: list[frozenset[int]] = []
+    for node, count in zip(nodes, _counts(ranks, [len(node) for node in nodes]), strict=True):
+        shares = [node] * count if mode == "numa" else _shares(node, count)
+        sets += [_joined(share) for share in shares]
+    return tuple(sets)
+
+
+def _joined(cores: Sequence[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*cores)
+
+
+def _shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    ends = [len(items) * number // count for number in range(count + 1)]
+    return [items[start:end] for start, end in pairwise(ends)]
+
+
+def _counts(ranks: int, cores: Sequence[int]) -> list[int]:
+    """The ranks on each memory node: the next goes where it has the most cores."""
+    counts = [0] * len(cores)
+    for _ in range(ranks):
+        counts[max(range(len(cores)), key=lambda n: (cores[n] / (counts[n] + 1), -counts[n]))] += 1
+    return counts
+
+
+@contextlib.contextmanager
+def bound_sets(mode: BindMode, ranks: int, root: Path = Path("/")) -> Iterator[CpuSets]:
+    """The CPUs of each rank, held until the end; none where ranks are not to be bound.
+
+    ``auto`` binds nothing where CPUs are another job's of this user, or where a control group
+    grants less than all their time: others are at work on them then.
+
+    Args:
+        mode: As for :func:`sets_for`.
+        ranks: The ranks of this host.
+        root: Where ``proc`` and ``sys`` are; for tests.
+
+    Raises:
+        ValueError: As for :func:`sets_for`.
+        OSError: This system cannot bind processes to CPUs.
+    """
+    sets = _wanted(mode, ranks, root)
+    with hold(frozenset[int]().union(*sets)) as held:
+        yield sets if held or mode != "auto" else ()
+
+
+def _wanted(mode: BindMode, ranks: int, root: Path) -> CpuSets:
+    if not hasattr(os, "sched_setaffinity"):
+        if mode in ("auto", "none"):
+            return ()
+        raise OSError(0, f"this system cannot bind processes to CPUs: leave out --bind {mode}")
+    topology = read_topology(root)
+    quota = cpu_quota(root)
+    if mode == "auto" and quota is not None and quota < topology.cpus:
+        return ()
+    return sets_for(mode, ranks, topology)
+
+
+@contextlib.contextmanager
+def hold(cpus: Collection[int]) -> Iterator[bool]:
+    """Hold CPUs for this process; False if another process of the user has one of them.
+
+    Example:
+        >>> with hold([]) as held:
+        ...     held
+        True
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(Path(tempfile.gettempdir(), f"{_LOCKS}-{os.getuid()}"), flags, 0o600)
+            stack.callback(os.close, fd)  # which ends all locks
+            for cpu in cpus:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, cpu)
+        except OSError:
+            held = False
+        else:
+            held = True
+        yield held
+
+
+@contextlib.contextmanager
+def on_cpus(cpus: Collection[int]) -> Iterator[None]:
+    """Let what this thread starts run on some CPUs only; nothing changes if there are none."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def cpu_list(cpus: Collection[int]) -> str:
+    """CPUs as the kernel writes them.
+
+    Example:
+        >>> cpu_list({0, 1, 2, 5})
+        '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1][1:] = [cpu]
+        else:
+            runs.append([cpu])
+    return ",".join("-".join(map(str, run)) for run in runs)
