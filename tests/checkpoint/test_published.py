@@ -187,6 +187,19 @@ def test_a_buffer_on_meta_that_no_file_has_is_refused(tmp_path: Path) -> None:
     assert model.weight.is_meta
 
 
+def test_files_may_be_links_as_in_the_cache_of_downloads(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    expected = _written("Mistral", blobs, max_shard_size="8KB")
+    snapshot.mkdir()
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        (snapshot / file.name).symlink_to(f"../blobs/{number}")
+        file.rename(blobs / str(number))
+    model = on_meta("Mistral")
+    checkpoint.load(snapshot, into=model)
+    assert model(IDS).logits.equal(expected)
+    checkpoint.convert(snapshot, tmp_path / "converted")
+
+
 def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
     _written("Mistral", tmp_path, max_shard_size="8KB")
     next(tmp_path.glob("model-00002*")).unlink()

@@ -152,7 +152,7 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
         opened = open_index(storage, state)
         index = opened.index
         flat = saved_state(index, storage) if opened.flat is None else opened.flat
-        reader = PartReader(storage, index, options.verify and opened.has_sums)
+        reader = PartReader(opened.storage, index, options.verify and opened.has_sums)
         if patterns.takes_all:
             check_files(reader, list(index.files)[ranks.number :: len(ranks.all)])
         filling = Filling(

@@ -20,7 +20,7 @@ from tilework.checkpoint.flat_state import FlatState, NamedTensor
 from tilework.checkpoint.format import Index, SavedTensor
 from tilework.checkpoint.index_file import is_checkpoint, read_index
 from tilework.checkpoint.objects import modules_of
-from tilework.checkpoint.safetensors_index import is_published, published_index
+from tilework.checkpoint.safetensors_index import is_published, published_index, with_links
 from tilework.checkpoint.storage import Storage
 from tilework.errors import CheckpointError
 
@@ -30,11 +30,13 @@ class Opened:
     """An index, and what is at the place besides.
 
     Args:
+        storage: The folder.
         index: The index.
         flat: The state; None: the index has it.
         has_sums: False if nothing can be compared.
     """
 
+    storage: Storage
     index: Index
     flat: FlatState | None = None
     has_sums: bool = True
@@ -53,14 +55,15 @@ def open_index(storage: Storage, state: Any) -> Opened:
     """
     names = storage.names()
     if is_checkpoint(names, storage) or not is_published(names):
-        return Opened(read_index(storage))
+        return Opened(storage, read_index(storage))
+    storage = with_links(storage)
     index = published_index(storage)
     modules = list(modules_of(state))
     path, module = modules[0] if len(modules) == 1 else ((), None)
     tensors = index.tensors if module is None else _Conversion(module).of(index.tensors)
     flat = FlatState({(*path, name): NamedTensor(name) for name in tensors}, {})
     flat.containers.update((path[:depth], "dict") for depth in range(len(path) + 1))
-    return Opened(replace(index, tensors=tensors), flat, has_sums=False)
+    return Opened(storage, replace(index, tensors=tensors), flat, has_sums=False)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from tilework.checkpoint.format import INDEX_NAME, Index, Part, SavedFile, Saved
 from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, whole_numbers
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
 from tilework.checkpoint.saving import is_ours
-from tilework.checkpoint.storage import UNFINISHED, Storage
+from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage
 from tilework.errors import CheckpointError
 from tilework.layout.box import whole_box
 
@@ -36,6 +36,11 @@ def is_published(names: Sequence[str]) -> bool:
     return HF_INDEX in names or (
         any(name.endswith(".safetensors") for name in names) and not any(map(is_ours, names))
     )
+
+
+def with_links(storage: Storage) -> Storage:
+    """The same folder, whose files may be links."""
+    return LinkedStorage(storage.folder) if isinstance(storage, LocalStorage) else storage
 
 
 def published_index(storage: Storage, names: Iterable[str] | None = None) -> Index:

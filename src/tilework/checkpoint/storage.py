@@ -279,6 +279,17 @@ class LocalStorage(Storage):
         return _locked(self.folder.resolve() / LOCK_NAME, self.location)
 
 
+class LinkedStorage(LocalStorage):
+    """A folder whose files may be links to others, as Hugging Face's cache of downloads has them.
+
+    Args:
+        folder: The folder.
+    """
+
+    def open(self, name: str) -> FileReader:
+        return _LocalReader(Path(os.path.realpath(self.folder / name)), self.where(name))
+
+
 def removal_order(name: str) -> tuple[bool, bool]:
     """The key that sorts the files of a folder for their removal: what makes it a checkpoint first.
 

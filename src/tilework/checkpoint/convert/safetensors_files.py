@@ -15,6 +15,7 @@ from tilework.checkpoint.safetensors_index import (
     plan_file,
     plan_published,
     published_index,
+    with_links,
 )
 from tilework.checkpoint.storage import UNFINISHED, Storage, is_url
 from tilework.layout.box import whole_box
@@ -37,7 +38,8 @@ def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
     Raises:
         CheckpointError: A file is missing or damaged, or the index is not as it must be.
     """
-    storage, name = _place(path)
+    place, name = _place(path)
+    storage = with_links(place)
     return storage, published_index(storage, None if name is None else [name])
 
 
