@@ -138,7 +138,8 @@ def core_error() -> str | None:
     )
 
 
-def _engine_available(name: str) -> bool:
+def torch_has(name: str) -> bool:
+    """True if this torch has the engine ``name`` ("gloo", "nccl", "ucc", "mpi")."""
     import torch.distributed as engines
 
     return bool(engines.is_available() and getattr(engines, f"is_{name}_available")())
@@ -157,9 +158,11 @@ def is_backend_available(backend: str) -> bool:
     if name == Backend.SHM:
         return core_error() is None
     if name == Backend.HYBRID:
-        return core_error() is None and _engine_available(Backend.GLOO)
+        return core_error() is None and torch_has(Backend.GLOO)
+    if name == Backend.MPI and importlib.util.find_spec("mpi4py") is not None:
+        return True
     if name in (Backend.GLOO, Backend.NCCL, Backend.UCC, Backend.MPI):
-        return _engine_available(name)
+        return torch_has(name)
     return False
 
 
@@ -213,7 +216,7 @@ def is_ucc_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """True if this torch has MPI.
+    """True if this torch has MPI, or mpi4py is installed.
 
     Example:
         >>> is_mpi_available() == is_backend_available("mpi")

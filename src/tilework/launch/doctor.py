@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backend import core_error, is_backend_available
+from tilework.comm.backend import core_error, is_backend_available, torch_has
 from tilework.comm.backends.calibration import (
     SINGLE_COPY_VARIABLE,
     below,
@@ -85,7 +85,9 @@ def backends() -> list[Finding]:
     """The backends that groups can use here, and why not the others."""
     findings = [Finding("threads", "ranks are threads of one process"), _shm(), _hybrid()]
     for name in ("gloo", "nccl", "ucc", "mpi"):
-        if is_backend_available(name):
+        if is_backend_available(name) and not torch_has(name):
+            findings.append(Finding(name, "on mpi4py: start ranks with its mpirun, or srun"))
+        elif is_backend_available(name):
             idle = name == "nccl" and not torch.cuda.is_available()
             value = "in torch, but there is no GPU for it" if idle else "torch's own engine"
             findings.append(Finding(name, value, "no" if idle else "yes"))
@@ -98,7 +100,7 @@ _HOW_TO_GET: Final = {
     "gloo": "torch from PyPI has it",
     "nccl": "for NVIDIA GPUs: install a build of torch for CUDA",
     "ucc": "build torch with USE_UCC=1",
-    "mpi": "build torch where an MPI is installed",
+    "mpi": "pip install tilework[mpi], and an MPI",
 }
 
 

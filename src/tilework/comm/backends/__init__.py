@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tilework.comm.backend import Backend, DistributedBackendOptions
+from tilework.comm.backend import Backend, DistributedBackendOptions, torch_has
 from tilework.comm.contract import ProcessGroup
 
 _Create = Callable[[DistributedBackendOptions, Any], ProcessGroup]
@@ -34,6 +34,10 @@ def _built_in(name: str) -> _Create:
         from tilework.comm.backends.hybrid import create_hybrid_group
 
         return create_hybrid_group
+    if name == Backend.MPI and not torch_has(name):
+        from tilework.comm.backends.mpi import create_mpi_group
+
+        return create_mpi_group
     from tilework.comm.backends.torch_engines import ENGINES
 
     return ENGINES[name]

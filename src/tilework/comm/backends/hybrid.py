@@ -1,4 +1,4 @@
-"""The ``hybrid`` backend: shared memory within each host, torch's Gloo between hosts.
+"""The ``hybrid`` backend: shared memory within each host, torch's Gloo or MPI between hosts.
 
 Every collective begins with a meeting: the ranks of each host gather their headers in shared
 memory, the first rank of each host exchanges them with the other hosts over a socket, and all
@@ -10,20 +10,30 @@ sizes that differ, never reaches it. Deaths and aborts come over the control cha
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Final
 
-from tilework.comm.backend import DistributedBackendOptions
+from tilework.comm.backend import Backend, DistributedBackendOptions
 from tilework.comm.backends.control_channel import ControlChannel, connect_all
-from tilework.comm.backends.hybrid_engine import LOOK_SECONDS, Connections, HybridEngine
+from tilework.comm.backends.hybrid_engine import LOOK_SECONDS, Connections, HybridEngine, Link
 from tilework.comm.backends.hybrid_hosts import Hosts, share_memory
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import reachable_address
-from tilework.comm.backends.torch_engines import check_available, make_gloo_backend
+from tilework.comm.backends.torch_engines import (
+    check_available,
+    end_connections,
+    make_gloo_backend,
+)
 from tilework.comm.capabilities import Capability
 from tilework.errors import DistBackendError
 from tilework.store import PrefixStore
+
+#: What moves tensors between hosts: "gloo" or "mpi", the same on all ranks.
+LINK_VARIABLE: Final = "TILEWORK_LINK"
 
 
 class HybridGroup(NativeGroup):
@@ -50,7 +60,7 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
     Raises:
         DistBackendError: The core or Gloo is missing, or some rank did not come in time.
     """
-    check_available("gloo")
+    name = _link_name()
     hosts, shared = share_memory(request)
     if len(hosts.ranks) == 1:
         shared.engine.name = HybridEngine.name
@@ -60,14 +70,14 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
         undo.callback(shared.close)
         control = ControlChannel(connect_all(request, address))
         undo.callback(control.close)
-        connections = Connections(control, _connect_leaders(request, hosts, address))
-        for leader in connections.leaders.values():
+        leaders = _connect_leaders(request, hosts, address)
+        for leader in leaders.values():
             undo.callback(leader.close)
-        backend = _connect_gloo(request, address)
+        connections = Connections(control, leaders, _LINKS[name](request, address))
         undo.pop_all()
     if shared.ledger is not None:
         shared.ledger.leave(shared.rank())  # one host's: this group's is in the store
-    engine = HybridEngine(hosts, request.global_ranks_in_group, shared, connections, backend)
+    engine = HybridEngine(hosts, request.global_ranks_in_group, shared, connections)
     return HybridGroup(engine, request)
 
 
@@ -90,12 +100,36 @@ def _connect_leaders(
     return connections
 
 
-def _connect_gloo(request: DistributedBackendOptions, address: str) -> Any:
+def _connect_gloo(request: DistributedBackendOptions, address: str) -> Link:
     try:
-        return make_gloo_backend(
+        backend = make_gloo_backend(
             replace(request, store=PrefixStore("link", request.store)), address
         )
     except RuntimeError as error:
         raise DistBackendError(
             f"gloo could not connect the hosts of group {request.group_id!r}: {error}"
         ) from error
+    end = partial(end_connections, backend, request.group_rank, request.group_size)
+    return Link(Backend.GLOO, backend, end)
+
+
+def _connect_mpi(request: DistributedBackendOptions, address: str) -> Link:
+    from tilework.comm.backends.mpi import MpiLink, connect
+
+    link = MpiLink(connect(request), request.timeout)
+    return Link(Backend.MPI, link, link.abort)
+
+
+_LINKS: Final[dict[str, Callable[[DistributedBackendOptions, str], Link]]] = {
+    Backend.GLOO: _connect_gloo,
+    Backend.MPI: _connect_mpi,
+}
+
+
+def _link_name() -> str:
+    """The link that the user chose; raises ValueError or DistBackendError where it is none."""
+    name = os.environ.get(LINK_VARIABLE, Backend.GLOO).lower()
+    if name not in _LINKS:
+        raise ValueError(f"{LINK_VARIABLE} must be one of {', '.join(_LINKS)}, got {name!r}")
+    check_available(name)
+    return name

@@ -39,7 +39,6 @@ from tilework.comm.backends.operation_header import disagreement, header_length,
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch_completion import TorchCompletion
-from tilework.comm.backends.torch_engines import end_connections
 from tilework.comm.reduce_op import AnyReduceOp
 
 #: Seconds between looks of a rank that waits for another host.
@@ -51,21 +50,33 @@ _MISSING_SECONDS = 0.15
 _GRACE_SECONDS = 0.2
 #: A rank whose leader waits for other hosts leaves it to the leader to give up first.
 _LEADER_SECONDS = 1.5
-#: Gloo's tags: collectives use one, messages one each from the next on.
+#: The link's tags: collectives use one, messages one each from the next on.
 _COLLECTIVES = 0
 
 
 @dataclass(frozen=True)
 class Connections:
-    """A rank's connections to others, besides Gloo's."""
+    """A rank's connections to others."""
 
     control: ControlChannel
     #: On the first rank of a host: to the first ranks of the others, by host.
     leaders: dict[int, socket.socket]
+    link: Link
+
+
+@dataclass(frozen=True)
+class Link:
+    """The means by which tensors move between hosts."""
+
+    name: str
+    #: torch's Gloo object, or what sends and receives as it does.
+    backend: Any
+    #: Makes every wait on it fail.
+    end: Callable[[], object]
 
 
 class HybridEngine(PythonEngine):
-    """A rank's end: shared memory on its host, a control channel to all, Gloo to other hosts."""
+    """A rank's end: shared memory on its host, a control channel to all, a link to other hosts."""
 
     name = "hybrid"
 
@@ -75,14 +86,14 @@ class HybridEngine(PythonEngine):
         global_ranks: Sequence[int],
         shared: NativeGroup,
         connections: Connections,
-        backend: Any,
     ) -> None:
         super().__init__(hosts.me, global_ranks)
         self.hosts = hosts
         self._shm = shared.engine
         self._control = connections.control
         self._leaders = connections.leaders
-        self._backend = backend
+        self._link: Link | None = connections.link
+        self._link_name = connections.link.name
         self._messages = PointToPoint(self)
         self._changed = threading.Condition()
         self._performed = 0
@@ -240,16 +251,18 @@ class HybridEngine(PythonEngine):
         return self._in_flight[-1]
 
     def start_transfer(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
-        """Hand memory to Gloo, to ``send`` or to ``recv``; return torch's Work."""
+        """Hand memory to the link, to ``send`` or to ``recv``; return torch's Work."""
         self._sent_bytes += memory.nbytes if way == "send" else 0
-        return getattr(self._backend, way)([memory], rank, tag)
+        if self._link is None:
+            raise RuntimeError("closed")
+        return getattr(self._link.backend, way)([memory], rank, tag)
 
     def left_seconds(self) -> float:
         """The rest of the running operation's time."""
         return max(self._deadline - time.monotonic(), 0.1)
 
     def attempt(self, act: Callable[[], object], peer: int) -> FaultArgs | None:
-        """The fault of a call into Gloo; None if it succeeded."""
+        """The fault of a call into the link; None if it succeeded."""
         try:
             act()
         except RuntimeError as error:
@@ -257,7 +270,7 @@ class HybridEngine(PythonEngine):
         return None
 
     def await_transfer(self, wait: Callable[[], object], peer: int) -> FaultArgs | None:
-        """The fault of a wait for Gloo's transfer to or from ``peer``; None if it succeeded."""
+        """The fault of a wait for the link's transfer to or from ``peer``; None if it succeeded."""
         error = self._waits.run(wait, partial(self._is_gone, peer))
         return None if error is None else self._why(error, peer)
 
@@ -277,7 +290,7 @@ class HybridEngine(PythonEngine):
         detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
         ranks = tuple(self._died) or ((peer,) if peer >= 0 else ())
         late = "timed out" in str(error).lower() and not self._died
-        return ("timeout" if late else "peer_lost", ranks, f"gloo: {detail}")
+        return ("timeout" if late else "peer_lost", ranks, f"{self._link_name}: {detail}")
 
     # -- messages ------------------------------------------------------------------------
 
@@ -421,10 +434,10 @@ class HybridEngine(PythonEngine):
 
     def interrupt(self) -> None:
         self._control.wake()
-        backend = self._backend
-        if backend is not None:
+        link = self._link
+        if link is not None:
             with self._ending:
-                end_connections(backend, self.rank, self.size)
+                link.end()
             if self._ended_at is None:
                 self._ended_at = time.monotonic()
 
@@ -437,7 +450,7 @@ class HybridEngine(PythonEngine):
         self._control.close()
         for line in self._leaders.values():
             line.close()
-        self._backend = None
+        self._link = None
 
     def statistics(self) -> dict[str, int]:
         return {

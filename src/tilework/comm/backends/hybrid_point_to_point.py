@@ -22,7 +22,8 @@ from tilework.comm.backends.message_matcher import MessageMatcher, Receive, labe
 
 #: tag, number, bytes; the dtype's name follows.
 _ANNOUNCEMENT = struct.Struct("=qIQQ")
-_NUMBERS = 1 << 30
+#: Messages of a rank that may be in flight: as many tags as any MPI has.
+_NUMBERS = 1 << 18
 
 
 class Transport(Protocol):

@@ -132,13 +132,14 @@ def _options(torch_options: Any, operation: Operation) -> Any:
 def _torch_reduce_op(op: AnyReduceOp | None, dtype: torch.dtype | None) -> Any:
     kind = kind_of(op)
     if dtype is torch.bool:  # gloo's sum of bytes counts them
-        kind = _OF_TRUTH.get(kind, kind)
+        kind = OF_TRUTH.get(kind, kind)
     if kind is RedOpType.PREMUL_SUM and op is not None and not isinstance(op, RedOpType):
         return c10d._make_nccl_premul_sum(op.factor)
     return getattr(c10d.ReduceOp, kind.name)
 
 
-_OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
+#: Reductions of truth values, as those of bytes.
+OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
 
 
 def kind_of(op: AnyReduceOp | None) -> RedOpType:

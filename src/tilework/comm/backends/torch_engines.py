@@ -60,7 +60,11 @@ class TorchEngine(PythonEngine):
     def perform(self, operation: Operation) -> None:
         if (operation.provenance or operation.compared) and self.compares:
             self._meet(operation)
-        self.blocking(lambda: CALLS[operation.kind](self._backend, operation, self.rank).wait())
+        self.blocking(lambda: self.call(operation).wait())
+
+    def call(self, operation: Operation) -> Any:
+        """Begin an operation; return torch's Work, or what looks like it."""
+        return CALLS[operation.kind](self._backend, operation, self.rank)
 
     def _meet(self, operation: Operation) -> None:
         """Exchange headers with every rank; raise Fault unless all agree.
@@ -71,7 +75,7 @@ class TorchEngine(PythonEngine):
         header = torch.tensor(header_of(operation, self.rank, self.size), dtype=torch.int64)
         headers = torch.empty((self.size, len(header)), dtype=torch.int64)
         gather = Operation("all_gather", [header], headers, timeout=operation.timeout)
-        self.blocking(lambda: CALLS[gather.kind](self._backend, gather, self.rank).wait())
+        self.blocking(lambda: self.call(gather).wait())
         at_fault, why = disagreement(headers.tolist())
         if at_fault:
             raise Fault("mismatch", at_fault, why)
@@ -180,8 +184,7 @@ class StreamEngine(TorchEngine):
     def submit(self, operation: Operation) -> TorchCompletion:
         self.check_open()
         self._entered += 1
-        work = CALLS[operation.kind](self._backend, operation, self.rank)
-        return TorchCompletion(work, operation, operation.timeout, self._run)
+        return TorchCompletion(self.call(operation), operation, operation.timeout, self._run)
 
     def interrupt(self) -> None:
         if self._backend is not None:

@@ -1,0 +1,479 @@
+"""The ``mpi`` backend on mpi4py, for a torch without an MPI of its own; also hybrid's link.
+
+Tensors go by their addresses, in calls that do not block, and whoever waits polls them: so a wait
+ends when its time is up, or when the group is aborted. MPI tells nothing else about its ranks. The
+ranks meet in the store first, because MPI waits for a rank that never comes without a limit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tilework.comm.backend import DistributedBackendOptions
+from tilework.comm.backends.engine_protocol import Kind, Operation, op_type, split_parts
+from tilework.comm.backends.reference import combine
+from tilework.comm.backends.tensor_memory import as_bytes
+from tilework.comm.backends.torch_calls import OF_TRUTH, kind_of
+from tilework.comm.backends.torch_engines import EngineGroup, TorchEngine
+from tilework.comm.capabilities import Capability
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.elastic.watched_store import while_looking
+from tilework.comm.reduce_op import AnyReduceOp, RedOpType
+from tilework.errors import DistBackendError
+
+#: Seconds that a wait polls all the time, then between looks, and those after a second.
+_BUSY_SECONDS = 0.0002
+_LOOK_SECONDS = 0.00002
+_LONG_LOOK_SECONDS = 0.001
+_SHORT = (torch.float16, torch.bfloat16)
+_REDUCED = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+)
+
+# -- MPI itself -------------------------------------------------------------------------------
+
+_starting = threading.Lock()
+#: What nobody waits for any more; MPI may still touch its memory.
+_abandoned: list[MpiWork] = []
+
+
+@cache
+def _started() -> Any:
+    """The module mpi4py.MPI, with MPI initialised for threads."""
+    is_ours = "mpi4py.MPI" not in sys.modules
+    if is_ours:
+        importlib.import_module("mpi4py").rc.finalize = False
+    try:
+        mpi: Any = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise DistBackendError(
+            f"mpi4py found no MPI that it can use: {error}; install one (Open MPI, MPICH or Intel "
+            f"MPI), or put its libmpi.so where the loader looks (LD_LIBRARY_PATH)"
+        ) from error
+    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+        raise DistBackendError(
+            "MPI was initialised for one thread; leave it to tilework, or set "
+            "mpi4py.rc.thread_level = 'multiple' before the first import of mpi4py.MPI"
+        )
+    if is_ours:
+        atexit.register(_finalize, mpi)
+    return mpi
+
+
+def _finalize(mpi: Any) -> None:
+    """End MPI, which waits for every rank: not where one of them did not come already."""
+    if not _pending() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _pending() -> bool:
+    """True if something that nobody waits for is still in flight."""
+    _abandoned[:] = [work for work in _abandoned if not work.ended()]
+    return bool(_abandoned)
+
+
+def _mpi() -> Any:
+    with _starting:
+        return _started()
+
+
+def connect(request: DistributedBackendOptions) -> Any:
+    """A group's communicator. Collective over its ranks; blocks until all came."""
+    mpi = _mpi()
+    world, store = mpi.COMM_WORLD, request.store
+    store.set(f"mpi/{request.group_rank}", str(world.Get_rank()))
+    keys = [f"mpi/{rank}" for rank in range(request.group_size)]
+    ranks = [int(text) for text in while_looking(lambda: store.multi_get(keys), store)]
+    if len(set(ranks)) < len(ranks):
+        raise DistBackendError(
+            f"the ranks of group {request.group_id!r} do not belong to one job of MPI: "
+            f"{len(set(ranks))} ranks of MPI for {len(ranks)}; start them with the mpirun of the "
+            f"MPI that mpi4py uses, or with srun --mpi=pmix (or pmi2)"
+        )
+    tag = zlib.crc32(request.group_id.encode()) % 32768  # of groups that are made at the same time
+    try:
+        return world.Create_group(world.Get_group().Incl(ranks), tag)
+    except mpi.Exception as error:
+        raise DistBackendError(f"MPI could not make group {request.group_id!r}: {error}") from error
+
+
+class MpiWork:
+    """Requests in flight, which end together; as torch's Work.
+
+    Args:
+        link: The group's.
+        requests: mpi4py's.
+        memory: Kept while MPI may touch it.
+        limit: Seconds that a wait without a limit may take.
+        after: Called once they have ended well.
+    """
+
+    def __init__(
+        self,
+        link: MpiLink,
+        requests: list[Any],
+        memory: object,
+        limit: float,
+        after: Callable[[], object] | None = None,
+    ) -> None:
+        self._link = link
+        self._requests = requests
+        self._memory = memory
+        self._limit = limit
+        self._after = after
+        self._status = link.mpi.Status()
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Poll until all have ended; raise RuntimeError once the time is up or the group ended."""
+        seconds = self._limit if limit is None else limit.total_seconds()
+        begun = time.monotonic()
+        while not self.ended():
+            took = time.monotonic() - begun
+            if took > seconds:
+                self._link.abort()
+            if (self._link.closed or self._link.is_told()) and not self.ended():
+                _abandoned.append(self)
+                why = f"timed out after {took:.2f} s" if took > seconds else "aborted"
+                raise RuntimeError(f"{why} while it waited for other ranks")
+            if took < _BUSY_SECONDS:
+                time.sleep(0)
+            else:
+                time.sleep(_LOOK_SECONDS if took < 1 else _LONG_LOOK_SECONDS)
+        if self._after is not None:
+            self._after()
+
+    def ended(self) -> bool:
+        """True once all have; raises what MPI made of one that failed."""
+        if len(self._requests) == 1:
+            return bool(self._requests[0].Test(self._status))
+        return bool(self._link.mpi.Request.Testall(self._requests))
+
+    def _source_rank(self) -> int:
+        return int(self._status.Get_source())
+
+
+class _FromAny(MpiWork):
+    """A receive from whichever rank sends first.
+
+    It is begun when a message is there: MPICH 5.0 on UCX never ends a receive from any rank that is
+    begun after the message came.
+    """
+
+    def __init__(self, link: MpiLink, tensor: Tensor, tag: int, limit: float) -> None:
+        super().__init__(link, [], tensor, limit)
+        self._begin: Callable[[], Any] = partial(
+            link.comm.Improbe, link.mpi.ANY_SOURCE, tag, self._status
+        )
+        self._buffer = link.buffer(tensor)
+
+    def ended(self) -> bool:
+        if not self._requests:
+            message = self._begin()
+            if message is None:
+                return False
+            self._requests.append(message.Irecv(self._buffer))
+        return super().ended()
+
+
+class MpiLink:
+    """Messages between the ranks of a group, with the names of torch's backends.
+
+    Args:
+        comm: The communicator, for nothing else.
+        limit: What a wait may take that names no limit.
+        notes: The communicator by which ranks tell each other that the group has ended; None where
+            they have other ways.
+    """
+
+    def __init__(self, comm: Any, limit: timedelta, notes: Any = None) -> None:
+        self.mpi = _mpi()
+        self.comm = comm
+        self.closed = False
+        self._notes = notes
+        self._told: list[Any] = []
+        self._limit = limit.total_seconds()
+        self._tags = int(self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB))
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> MpiWork:
+        """Begin to send the memory of a tensor of bytes."""
+        request = self.comm.Isend(self.buffer(tensors[0]), rank, self._checked(tag))
+        return self.work([request], tensors)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> MpiWork:
+        """Begin to receive into the memory of a tensor of bytes."""
+        request = self.comm.Irecv(self.buffer(tensors[0]), rank, self._checked(tag))
+        return self.work([request], tensors)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> MpiWork:
+        """As recv, from whichever rank."""
+        return _FromAny(self, tensors[0], self._checked(tag), self._limit)
+
+    def _checked(self, tag: int) -> int:
+        if tag >= self._tags:
+            raise ValueError(f"this MPI has tags below {self._tags}, got {tag}; use a smaller one")
+        return tag
+
+    def work(
+        self,
+        requests: list[Any],
+        memory: object,
+        limit: float | None = None,
+        after: Callable[[], object] | None = None,
+    ) -> MpiWork:
+        """The end of requests; see MpiWork."""
+        return MpiWork(self, requests, memory, self._limit if limit is None else limit, after)
+
+    def buffer(self, tensor: Tensor) -> list[Any]:
+        """A contiguous tensor's memory and type for mpi4py, without a copy."""
+        memory = self.mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, self._type(tensor.dtype)]
+
+    def _type(self, dtype: torch.dtype) -> Any:
+        name = str(dtype).removeprefix("torch.")
+        if dtype in _SHORT:
+            return self.mpi.UINT16_T
+        known = {
+            "float64": "DOUBLE",
+            "float32": "FLOAT",
+            "complex64": "C_FLOAT_COMPLEX",
+            "complex128": "C_DOUBLE_COMPLEX",
+            "bool": "UINT8_T",
+            "uint8": "BYTE",
+        }
+        return getattr(self.mpi, known.get(name, f"{name.upper()}_T"))
+
+    def abort(self) -> None:
+        """Make what is waited for fail, on all ranks."""
+        self.closed = True
+        if self._notes is not None and not self._told:
+            others = set(range(self._notes.Get_size())) - {self._notes.Get_rank()}
+            self._told = [self._notes.Isend(b"", rank, self._tags) for rank in others]
+
+    def is_told(self) -> bool:
+        """True if another rank said that the group has ended."""
+        return bool(self._notes and self._notes.Iprobe(self.mpi.ANY_SOURCE, self._tags))
+
+    def close(self) -> None:
+        """Give the communicator back, unless something may still be in flight there."""
+        if not self.closed and not _pending():
+            self.comm.Free()
+        self.closed = True
+
+
+# -- collectives ------------------------------------------------------------------------------
+
+
+@cache
+def _own_op(dtype: torch.dtype, kind: str) -> Any:
+    """A reduction that MPI lacks: of floats of 16 bits."""
+
+    def add(source: Any, target: Any, _: object) -> None:
+        parts = [torch.frombuffer(memory, dtype=dtype) for memory in (source, target)]
+        parts[1].copy_(combine(parts, kind, ()))
+
+    return _mpi().Op.Create(add, commute=True)
+
+
+class _Call:
+    """An operation on one rank, as requests of MPI."""
+
+    def __init__(self, link: MpiLink, operation: Operation, rank: int) -> None:
+        self._link, self._comm, self._operation, self._rank = link, link.comm, operation, rank
+        self._kept: list[object] = [operation]
+
+    def start(self) -> MpiWork:
+        """Begin it."""
+        requests = _STARTS[self._operation.kind](self)
+        averaged = op_type(self._operation.reduce_op) == "avg"
+        after = self._divide if averaged and self._operation.outputs else None
+        return self._link.work(requests, self._kept, self._operation.timeout, after)
+
+    def _divide(self) -> None:
+        self._operation.outputs[0].div_(self._link.comm.Get_size())
+
+    def _op(self, dtype: torch.dtype) -> Any:
+        kind = kind_of(self._operation.reduce_op)
+        if self._operation.dtype is torch.bool:
+            kind = OF_TRUTH.get(kind, kind)
+        name = "SUM" if kind is RedOpType.AVG else kind.name
+        if dtype in _SHORT:
+            return _own_op(dtype, name.lower())
+        return getattr(self._link.mpi, "PROD" if name == "PRODUCT" else name)
+
+    def _number(self, tensor: Tensor) -> list[Any]:
+        buffer = self._link.buffer(tensor)
+        if tensor.dtype is torch.uint8:  # MPI calculates with no BYTE
+            buffer[1] = self._link.mpi.UINT8_T
+        return buffer
+
+    def _bytes(self, tensor: Tensor) -> list[Any]:
+        return self._link.buffer(as_bytes(tensor))
+
+    def barrier(self) -> list[Any]:
+        return [self._comm.Ibarrier()]
+
+    def broadcast(self) -> list[Any]:
+        return [
+            self._comm.Ibcast(self._bytes(output), self._operation.root)
+            for output in self._operation.outputs
+        ]
+
+    def all_reduce(self) -> list[Any]:
+        source, target = self._operation.inputs[0], self._operation.outputs[0]
+        return [
+            self._comm.Iallreduce(
+                self._unless_in(source, target), self._number(target), self._op(target.dtype)
+            )
+        ]
+
+    def _unless_in(self, source: Tensor, target: Tensor) -> Any:
+        in_place = source.data_ptr() == target.data_ptr()
+        return self._link.mpi.IN_PLACE if in_place else self._number(source)
+
+    def reduce(self) -> list[Any]:
+        source, root = self._operation.inputs[0], self._operation.root
+        sent, received = self._number(source), None
+        if self._rank == root:
+            target = self._operation.outputs[0]
+            sent, received = self._unless_in(source, target), self._number(target)
+        return [self._comm.Ireduce(sent, received, self._op(source.dtype), root)]
+
+    def reduce_scatter(self) -> list[Any]:
+        inputs, target = self._operation.inputs, self._operation.outputs[0]
+        parts = split_parts(inputs, self._comm.Get_size())
+        source = inputs.view(-1) if isinstance(inputs, Tensor) else torch.cat(parts)
+        if any(part.data_ptr() == target.data_ptr() for part in parts):
+            source = source.clone()
+        self._kept.append(source)
+        return [
+            self._comm.Ireduce_scatter_block(
+                self._number(source), self._number(target), self._op(source.dtype)
+            )
+        ]
+
+    def all_gather(self) -> list[Any]:
+        source, outputs, everyone = self._operation.inputs[0], self._operation.outputs, self._all()
+        parts = split_parts(outputs, len(everyone))
+        if isinstance(outputs, Tensor):
+            if source.data_ptr() != parts[self._rank].data_ptr():
+                parts[self._rank].copy_(source.view(-1))
+            return [self._comm.Iallgather(self._link.mpi.IN_PLACE, self._bytes(outputs))]
+        return self._exchange(((rank, source) for rank in everyone), enumerate(parts))
+
+    def gather(self) -> list[Any]:
+        source, root = self._operation.inputs[0], self._operation.root
+        coming = split_parts(self._operation.outputs, self._comm.Get_size())
+        return self._exchange([(root, source)], enumerate(coming) if self._rank == root else ())
+
+    def scatter(self) -> list[Any]:
+        target, root = self._operation.outputs[0], self._operation.root
+        leaving = split_parts(self._operation.inputs, self._comm.Get_size())
+        return self._exchange(enumerate(leaving) if self._rank == root else (), [(root, target)])
+
+    def all_to_all(self) -> list[Any]:
+        size = self._comm.Get_size()
+        sources = split_parts(self._operation.inputs, size)
+        targets = split_parts(self._operation.outputs, size)
+        taken = {target.data_ptr() for target in targets if target.numel()}
+        # In place, what comes would overwrite what has not left yet.
+        leaving = [source.clone() if source.data_ptr() in taken else source for source in sources]
+        return self._exchange(enumerate(leaving), enumerate(targets))
+
+    def _all(self) -> range:
+        return range(self._comm.Get_size())
+
+    def _exchange(
+        self, leaving: Iterable[tuple[int, Tensor]], coming: Iterable[tuple[int, Tensor]]
+    ) -> list[Any]:
+        """Send and receive tensors, each to or from the rank beside it."""
+        sources, targets = dict(leaving), dict(coming)
+        own, mine = sources.pop(self._rank, None), targets.pop(self._rank, None)
+        if own is not None and mine is not None and own.data_ptr() != mine.data_ptr():
+            mine.view(-1).copy_(own.view(-1))
+        self._kept += [sources, targets]
+        return [
+            *(self._comm.Irecv(self._bytes(t), r, 0) for r, t in targets.items() if t.numel()),
+            *(self._comm.Isend(self._bytes(s), r, 0) for r, s in sources.items() if s.numel()),
+        ]
+
+
+_STARTS: dict[Kind, Callable[[_Call], list[Any]]] = {
+    "barrier": _Call.barrier,
+    "broadcast": _Call.broadcast,
+    "all_reduce": _Call.all_reduce,
+    "reduce": _Call.reduce,
+    "all_gather": _Call.all_gather,
+    "gather": _Call.gather,
+    "scatter": _Call.scatter,
+    "reduce_scatter": _Call.reduce_scatter,
+    "all_to_all": _Call.all_to_all,
+}
+
+
+# -- the engine and its group -----------------------------------------------------------------
+
+
+class MpiEngine(TorchEngine):
+    """A rank's end: one communicator for collectives, and one for messages."""
+
+    def __init__(self, request: DistributedBackendOptions) -> None:
+        comm = connect(request)
+        super().__init__(MpiLink(comm, request.timeout, comm), request, "mpi")
+        self._collectives: MpiLink | None = MpiLink(comm.Dup(), request.timeout, comm)
+
+    def call(self, operation: Operation) -> MpiWork:
+        assert self._collectives is not None
+        # Else what others sent before they failed would do. A first look may only fetch the note.
+        if self._collectives.is_told() or self._collectives.is_told():
+            raise RuntimeError("aborted by another rank")
+        return _Call(self._collectives, operation, self.rank).start()
+
+    def interrupt(self) -> None:
+        for link in (self._backend, self._collectives):
+            if link is not None:
+                link.abort()
+
+    def release(self) -> None:
+        for link in (self._backend, self._collectives):
+            if link is not None:
+                link.close()
+        self._collectives = None
+        super().release()
+
+
+class MpiGroup(EngineGroup):
+    """A process group on mpi4py."""
+
+    lacks: ClassVar[frozenset[Capability]] = EngineGroup.lacks - {Capability.PROVENANCE}
+
+    def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
+        super().__init__(engine, request)
+        self.devices = ("cpu",)
+
+    @classmethod
+    def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
+        kind = kind_of(op)
+        if dtype.is_complex:
+            return kind in (RedOpType.SUM, RedOpType.AVG)
+        return dtype in _REDUCED and kind is not RedOpType.PREMUL_SUM
+
+
+def create_mpi_group(request: DistributedBackendOptions, options: object) -> ProcessGroup:
+    """Make a group on mpi4py. Collective over its ranks."""
+    return MpiGroup(MpiEngine(request), request)
