@@ -269,9 +269,14 @@ class MpiLink:
         """True if another rank said that the group has ended."""
         return bool(self._notes and self._notes.Iprobe(self.mpi.ANY_SOURCE, self._tags))
 
-    def close(self) -> None:
-        """Give the communicator back, unless something may still be in flight there."""
-        if not self.closed and not _pending():
+    def close(self, is_unused: bool) -> None:
+        """Fail what is waited for, on this rank.
+
+        Args:
+            is_unused: Whether to give the communicator back, unless a wait was given up. Not where
+                another rank may have sent what nobody received: Intel MPI then hangs elsewhere.
+        """
+        if is_unused and not self.closed and not _pending():
             self.comm.Free()
         self.closed = True
 
@@ -450,9 +455,9 @@ class MpiEngine(TorchEngine):
                 link.abort()
 
     def release(self) -> None:
-        for link in (self._backend, self._collectives):
-            if link is not None:
-                link.close()
+        if self._collectives is not None:
+            self._collectives.close(is_unused=True)
+            self._backend.close(is_unused=False)
         self._collectives = None
         super().release()
 
