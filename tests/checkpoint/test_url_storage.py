@@ -199,3 +199,8 @@ def test_a_url_of_files_of_this_machine_is_their_path(tmp_path: Path) -> None:
     assert number_at(f"file://{folder}") == 2
     with pytest.raises(ValueError, match=r"has the host 'data'.*three slashes"):
         checkpoint.save(state(1), "file://data/run")
+
+
+def test_a_url_through_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot open zip://"):
+        checkpoint.load(f"zip://step::{tmp_path}/none.zip", {})

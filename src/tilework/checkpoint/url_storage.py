@@ -23,6 +23,7 @@ class UrlStorage(Storage):
         url: As fsspec takes it.
 
     Raises:
+        CheckpointError: A file that the URL goes through does not exist.
         ImportError: fsspec, or its plug-in for the URL, is not installed.
         ValueError: fsspec does not know such URLs.
     """
@@ -38,7 +39,10 @@ class UrlStorage(Storage):
                 f"the path {url!r} is a URL, which takes fsspec: pip install fsspec"
             ) from None
         self.location = url
-        self._files, self._folder = fsspec.core.url_to_fs(url)
+        try:
+            self._files, self._folder = fsspec.core.url_to_fs(url)
+        except _MISSING as error:  # the archive of a zip:// URL, for one
+            raise CheckpointError(f"cannot open {url}: {error}", file=url) from None
         self._folder = self._folder.rstrip("/")
 
     def prepare(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -137,6 +139,28 @@ def test_a_time_limit_saves_and_ends_the_loop_on_all_ranks() -> None:
         return numbers, [step for step, _ in checkpoints.saved], bool(loop.stopped), rest
 
     assert run_ranks(2, program) == [([0], [1], True, [1, 2])] * 2
+
+
+def test_sigterm_before_the_first_step_says_that_nothing_is_saved(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, torch
+import tilework.distributed as dist
+from tilework.checkpoint import CheckpointManager
+from tilework.parallel import Resilient
+
+def step(state, number):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+dist.init_process_group("shm")
+loop = Resilient(lambda: {"w": torch.ones(2)}, step, checkpoint=CheckpointManager(sys.argv[1]))
+for number, _ in loop.run(5):
+    print(number)
+print(loop.stopped, loop.steps)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "0\nSIGTERM 1\n", ended.stderr
+    assert "SIGTERM before the first step" in ended.stderr
 
 
 def test_a_rank_lost_in_the_last_save_does_not_cost_the_checkpoint(tmp_path: Path) -> None:

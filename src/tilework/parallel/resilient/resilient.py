@@ -165,6 +165,8 @@ class Resilient(Generic[T]):
         self.state: State = {}
         #: The steps that are finished.
         self.steps = 0
+        #: The steps that were finished when the loop began; a checkpoint has them.
+        self._begun = 0
         #: What has happened to the ranks, oldest first.
         self.events: list[Event] = []
         #: The reason why the loop was ended early; empty if it was not.
@@ -184,7 +186,7 @@ class Resilient(Generic[T]):
             DistBackendError: Too few ranks are left, or their memory does not hold the state and
                 there is no checkpoint.
         """
-        with self._stopping.listening():
+        with self._stopping.listening(self._warning):
             self._start()
             while True:
                 while self.steps < steps and not self.stopped:
@@ -197,6 +199,7 @@ class Resilient(Generic[T]):
             return
         try:
             self._enter("started")
+            self._begun = self.steps
         except Exception as error:
             if not _is_loss(error):
                 raise
@@ -410,6 +413,16 @@ class Resilient(Generic[T]):
             note_event(get_default_store(), told, reason=self.stopped, **facts)
 
     # -- the end -----------------------------------------------------------------------------
+
+    def _warning(self) -> str:
+        """The line for stderr if SIGTERM comes now: a kill before a step is over leaves nothing."""
+        if self._checkpoint is None or self.steps > self._begun:
+            return ""
+        return (
+            f"tilework: SIGTERM before the first step of this loop is finished: no step is there "
+            f"to save yet (steps: {self.steps}). The loop ends with a checkpoint after that step, "
+            f"if it gets the time: tilework run --grace SECONDS\n"
+        )
 
     def _stop(self, reason: str) -> None:
         """Save a last checkpoint, and end the loop. Collective."""

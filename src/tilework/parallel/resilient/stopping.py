@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Final
@@ -38,16 +39,23 @@ class Stopping:
         self._wish = max(self._wish, REASONS.index(reason))
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGTERM as a wish to stop meanwhile; in the main thread only."""
+    def listening(self, warning: Callable[[], str]) -> Iterator[None]:
+        """Take SIGTERM as a wish to stop meanwhile; in the main thread only.
+
+        Args:
+            warning: Called at the signal: the line for stderr, "" for none.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, self._note)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._wish = _SIGTERM
+            # Not print: the signal may have come in the middle of one, which raises.
+            os.write(2, warning().encode())
+
+        before = signal.signal(signal.SIGTERM, note)
         try:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._wish = _SIGTERM
