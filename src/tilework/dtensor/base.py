@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
@@ -49,9 +50,9 @@ class DTensorBase(TiledTensor):
     _left: Left | None = None
     #: The local tensor that it had before it left the graph, where nothing was written.
     _left_as: Tensor | None = None
-    #: The number of writes to the memory, kept by the tensor that owns it: not ``_viewed``.
-    _writes: int = 0
-    #: Autograd's number when that memory was last written to, where torch would count the write.
+    #: Its memory, if it is no view and was asked for: see ``memory_of``.
+    _memory: Memory | None = None
+    #: Autograd's number when its memory was last written to, where torch would count the write.
     _written_at: int = -1
     #: What stands for it as it was before it was given other data or other dims: see ``base_then``.
     _befores: tuple[DTensorBase, ...] = ()
@@ -61,19 +62,13 @@ class DTensorBase(TiledTensor):
     _became: tuple[DTensorBase, Callable[[Any], Any]] | None = None
     #: True if an operator in place made it a view of its anchor, which makes it none for torch.
     _in_place: bool = False
-    #: Copied views whose local tensors were handed out, kept by the tensor that owns the memory.
-    _handed_out: list[Any] | None = None
     #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
     _digest: int | None = None
     #: Of a view: how it was made of what it shows, which then counts too.
     _made: int | None = None
-    #: The digest of all writes to the memory, kept by the tensor that owns it.
-    _written: int = 0
     #: Without one: the local tensor, the numbers of writes to it and of changes of the mode when it
     #: was last hashed, and the digest of that.
     _content: tuple[Tensor, int, int, int] | None = None
-    #: Views of a leaf in its graph, or without elements on some rank, kept by the memory's owner.
-    _graph_views: list[ref[DTensorBase]] | None = None
     #: Tensors of all of its memory and the same layout, as detach() makes; itself among them.
     _family: list[ref[DTensorBase]] | None = None
     #: Of a leaf: the backward passes when its gradient was last cleared.
@@ -160,6 +155,20 @@ def wrap_as(
 # -- records that a tensor keeps -------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
+class Memory:
+    """A memory. A tensor that is given other data leaves it to the views that show it."""
+
+    #: The number of writes, those included that torch does not count.
+    writes: int = 0
+    #: The provenance digest of all writes.
+    digest: int = 0
+    #: Copied views whose local tensors were handed out.
+    handed_out: list[Any] | None = None
+    #: Views of a leaf in its graph, or without elements on some rank.
+    graph_views: list[ref[DTensorBase]] | None = None
+
+
 class Alias(NamedTuple):
     """The local tensor again, at a place in the graph where gradients are partial."""
 
@@ -225,7 +234,7 @@ def data_of(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
-def memory_of(tensor: DTensorBase) -> DTensorBase:
+def owner_of(tensor: DTensorBase) -> DTensorBase:
     """The tensor that owns the memory which a view shows: itself if it is no view.
 
     Where that was given other data since, the first of its views that are left.
@@ -239,6 +248,14 @@ def memory_of(tensor: DTensorBase) -> DTensorBase:
             base = then
         tensor = base
     return tensor
+
+
+def memory_of(tensor: DTensorBase) -> Memory:
+    """The memory that a tensor shows."""
+    owner = owner_of(tensor)
+    if owner._memory is None:
+        owner._memory = Memory()
+    return owner._memory
 
 
 def base_then(tensor: DTensorBase) -> DTensorBase | None:
@@ -324,19 +341,19 @@ class View:
         """Remember that the copy has what the base holds now."""
         self.local = self.base._local_tensor
         self.version = version_of(self.local)
-        owner = memory_of(self.base)
-        self.required, self.writes = self.base_requires_grad, owner._writes
-        self.counted = version_of(owner._local_tensor)
+        self.required = self.base_requires_grad
+        self.writes = memory_of(self.base).writes
+        self.counted = version_of(owner_of(self.base)._local_tensor)
 
     @property
     def is_stale(self) -> bool:
         """True if the base was written to since."""
-        local, owner = self.base._local_tensor, memory_of(self.base)
+        local = self.base._local_tensor
         return (
             not (local is self.local or self.local is self.base._left_as)
             or version_of(local) != self.version
-            or owner._writes != self.writes
-            or version_of(owner._local_tensor) != self.counted
+            or memory_of(self.base).writes != self.writes
+            or version_of(owner_of(self.base)._local_tensor) != self.counted
             # Where nothing was written, torch leaves it out of the graph.
             or (not self.required and self.version != self.first and self.base_requires_grad)
         )

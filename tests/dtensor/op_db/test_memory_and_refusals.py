@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.dtensor.op_db.calls import named, operators, samples_of
 from tilework.dtensor import DTensor, distribute_tensor
-from tilework.dtensor.base import memory_of
+from tilework.dtensor.base import owner_of
 from tilework.dtensor.debug.explain import explain
 from tilework.layout import Replicate, Shard
 from tilework.mesh import init_device_mesh
@@ -106,7 +106,7 @@ def _order(tensor: Tensor) -> list[int]:
 def _shares(result: Any, tensor: Any) -> bool:
     """True if a result shows memory of a tensor."""
     if isinstance(result, DTensor) and isinstance(tensor, DTensor):
-        return memory_of(result) is memory_of(tensor)
+        return owner_of(result) is owner_of(tensor)
     return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
 
 

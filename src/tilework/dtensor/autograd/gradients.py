@@ -171,6 +171,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     digest = digest_of(value)
     shown = local_of(value).data
     anchor = _leave_memory(tensor, value, used)
+    tensor._memory = None
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
             shown = shown.clone()
@@ -245,7 +246,6 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTenso
     anchor._local_tensor = same_place(local) if used else local.detach()
     anchor._left_as = local  # nothing was written: hooks on copies stay where they are
     copied_views.take_over(anchor, tensor)
-    anchor._graph_views, tensor._graph_views = tensor._graph_views, None
     while (viewed := value._viewed) is not None:
         base, spec, func, args, kwargs = viewed
         if base is tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, DTensorT, base_in_graph, memory_of, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, base_in_graph, owner_of, wrap_as
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write
@@ -42,7 +42,7 @@ def grad_before_changes(tensor: DTensorBase) -> DTensorBase | None:
     known = tensor._grad
     if grad is None:
         tensor._grad = None
-    elif known is None or memory_of(known) is not memory_of(grad):
+    elif known is None or owner_of(known) is not owner_of(grad):
         tensor._grad = changed_grad(tensor, grad)
     return tensor._grad
 
@@ -153,7 +153,6 @@ def become_view(
     copied_views.take_over(anchor, tensor)
     tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
     tensor._view_of, tensor._in_place = view, True
-    anchor._graph_views, tensor._graph_views = tensor._graph_views, None
     return become(tensor, result)
 
 

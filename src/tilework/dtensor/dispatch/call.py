@@ -532,12 +532,9 @@ class Operator:
         graded = target._local_tensor.requires_grad
         if graded:
             local_graph.mirror_requires_grad(target)
-        if target._viewed is None and target._view_of is None:
-            target._writes += 1
-        else:
-            copied_views.wrote(target)
-            if graded:
-                local_graph.mirror_in_bases(target)
+        copied_views.wrote(target)
+        if graded:
+            local_graph.mirror_in_bases(target)
         return target
 
 

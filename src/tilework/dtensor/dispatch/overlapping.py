@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import in_place_views
-from tilework.dtensor.base import DTensorBase, base_in_graph, memory_of
+from tilework.dtensor.base import DTensorBase, base_in_graph, owner_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.provenance.digests import digest_of
@@ -136,7 +136,7 @@ def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -
         other: What it reads.
         out: True if the target is a result that was passed as ``out=``.
     """
-    if memory_of(target) is not memory_of(other) or not (target.numel() and other.numel()):
+    if owner_of(target) is not owner_of(other) or not (target.numel() and other.numel()):
         return
     if name in _READ_NUMBERS and not other.dim():
         return
@@ -249,7 +249,7 @@ def _is_there(tensor: Any, target: DTensor, window: Window) -> bool:
     """True if a tensor is ``target``, or another view of the same elements of the same memory."""
     return tensor is target or (
         tensor.__class__ is DTensor
-        and memory_of(tensor) is memory_of(target)
+        and owner_of(tensor) is owner_of(target)
         and tensor.dtype == target.dtype
         and window_of(tensor) == window
     )

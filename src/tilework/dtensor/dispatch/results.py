@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
-from tilework.dtensor.base import memory_of
+from tilework.dtensor.base import owner_of
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.out_dtypes import check_out_dtype
 from tilework.dtensor.dispatch.overlapping import (
@@ -113,8 +113,8 @@ def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
     """
     if tensor._viewed is None:
         return
-    owner = memory_of(tensor)
-    if not any(isinstance(each, DTensor) and memory_of(each) is owner for each in operands):
+    owner = owner_of(tensor)
+    if not any(isinstance(each, DTensor) and owner_of(each) is owner for each in operands):
         copied_views.refresh(tensor)
         tensor._digest, tensor._made = digest_of(tensor), None
         tensor._viewed = tensor._view_of = None
@@ -275,7 +275,7 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
                 if tensor is not target:
                     one = name in ("max", "min") and len(outs) == 1
                     check_apart(name, target, tensor, out=not one)
-            elif memory_of(target) is memory_of(tensor) and target.numel() and tensor.numel():
+            elif owner_of(target) is owner_of(tensor) and target.numel() and tensor.numel():
                 raise RuntimeError(
                     f"{name} with out= of shape {list(target.shape)}, which would be resized for "
                     f"a result of shape {list(value.shape)}, but is a view of memory that is also "
@@ -290,7 +290,7 @@ def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
     Raises:
         RuntimeError: It does not, and the memory is another tensor's.
     """
-    owner = memory_of(out)
+    owner = owner_of(out)
     room = max(owner.numel() - offset_of(out), 0)
     if math.prod(shape) > room > 0 and owner is not out:
         raise RuntimeError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilework.dtensor.autograd import gradients, local_graph, origins
-from tilework.dtensor.base import DTensorBase, base_in_graph, memory_of
+from tilework.dtensor.base import DTensorBase, base_in_graph, owner_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
@@ -99,7 +99,7 @@ def _is_inference(func: Any, args: Any, kwargs: Any) -> bool:
     """True if made in inference mode; of a copied view, whose local tensor never is: its owner."""
     (tensor,) = args
     shows_memory = tensor._view_of is None or tensor._view_of is copied_views.WATCHED
-    return bool(func(local_graph.plain(tensor if shows_memory else memory_of(tensor))))
+    return bool(func(local_graph.plain(tensor if shows_memory else owner_of(tensor))))
 
 
 @dtensor_handler("_has_compatible_shallow_copy_type")

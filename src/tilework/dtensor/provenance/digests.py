@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm import provenance
-from tilework.dtensor.base import DTensorBase, memory_of
+from tilework.dtensor.base import DTensorBase, memory_of, owner_of
 from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.history import history_of
@@ -56,7 +56,7 @@ def digest_of(tensor: DTensorBase) -> int:
     if digest is not None:
         return digest
     if tensor._made is not None:
-        return hash((tensor._made, memory_of(tensor)._written))
+        return hash((tensor._made, memory_of(tensor).digest))
     known = tensor._content  # whoever has the local tensor may write to it
     if known is not None:
         local, version, changes, digest = known
@@ -101,11 +101,12 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of what was written to it, and mix it into those of its views."""
     if tensor._noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, history_of(tensor._spec.mesh).passes))
-    owner = memory_of(tensor)
+    owner = owner_of(tensor)
     is_view = owner is not tensor
     if is_view:  # which part of the memory it shows counts, though its values before may not
         digest = hash((digest_of(tensor) if tensor._made is None else tensor._made, digest))
-    owner._written = hash((owner._written, digest))
+    memory = memory_of(owner)
+    memory.digest = hash((memory.digest, digest))
     if is_view:
         tensor._made, tensor._digest = digest, None
         tensor = owner

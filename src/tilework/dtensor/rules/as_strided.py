@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import memory_of
+from tilework.dtensor.base import owner_of
 from tilework.dtensor.dispatch.results import call_with_out, full_value
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.rules.index_read import as_replicated
@@ -45,7 +45,7 @@ def _arguments(
 
 def _check_bounds(input: DTensor, window: Window) -> None:
     """Raise on all ranks: local tensors may lie in more memory than the full tensor has."""
-    memory = memory_of(input)._spec
+    memory = owner_of(input)._spec
     room = Window(memory.shape, memory.strides, 0).stop
     if window.stop > room:
         raise RuntimeError(
@@ -89,7 +89,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 def _local_start(input: DTensor) -> int | None:
     """The memory's place in the local tensor's storage; None if that is not all of it."""
-    owner = memory_of(input)
+    owner = owner_of(input)
     spec, local = owner._spec, owner._local_tensor
     whole = spec.is_replicated and not spec.partial_axes and input._spec.is_replicated
     if not whole or tuple(local.stride()) != spec.strides:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import in_place_views, local_graph
-from tilework.dtensor.base import memory_of
+from tilework.dtensor.base import owner_of
 from tilework.dtensor.dispatch.overlapping import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
 from tilework.dtensor.spec import row_major
@@ -101,16 +101,16 @@ def _resized(
 ) -> DTensor:
     if shape == tuple(tensor.shape):
         return tensor
-    if memory_of(tensor).dtype != tensor.dtype:
+    if owner_of(tensor).dtype != tensor.dtype:
         raise RuntimeError(
             f"a view of {tensor.dtype} cannot be resized from {list(tensor.shape)} to "
-            f"{list(shape)}: it shows a memory of {memory_of(tensor).dtype}: clone() it first"
+            f"{list(shape)}: it shows a memory of {owner_of(tensor).dtype}: clone() it first"
         )
     start = offset_of(tensor)
-    room = max(memory_of(tensor).numel() - start, 0)
+    room = max(owner_of(tensor).numel() - start, 0)
     if math.prod(shape) <= room and memory_format is torch.contiguous_format:
         return _changed_dims(torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {})
-    if math.prod(shape) > room > 0 and memory_of(tensor) is not tensor:
+    if math.prod(shape) > room > 0 and owner_of(tensor) is not tensor:
         raise RuntimeError(
             f"a view cannot be resized from {list(tensor.shape)} to {list(shape)}: the memory that "
             f"it shows has room for {room} elements where it begins: clone() it first"

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import memory_of
+from tilework.dtensor.base import owner_of
 from tilework.dtensor.dispatch.overlapping import check_windows, check_writable
 from tilework.dtensor.dispatch.results import full_value
 from tilework.dtensor.propagation.placed_call import DTensorArg
@@ -177,7 +177,7 @@ def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
     """True if one memory is shown by both: the same on all ranks, unlike that of local tensors."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return False
-    return memory_of(tensor) is memory_of(other)
+    return owner_of(tensor) is owner_of(other)
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:

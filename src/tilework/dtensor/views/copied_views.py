@@ -6,8 +6,8 @@ its base (``base.View``): writes to the view are written to the base too, and th
 anew when it is used after the base was written to.
 
 The base is remembered by its *anchor*: the same local tensor in the layout that the base had, since
-``x.t_()`` changes the layout of ``x`` and not that of its memory. Writes are counted by the tensor
-that owns the memory, since torch counts neither those to ``x.data`` nor those in inference mode.
+``x.t_()`` changes the layout of ``x`` and not that of its memory. Writes are counted by
+``base.Memory``, since torch counts neither those to ``x.data`` nor those in inference mode.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 from tilework.dtensor.base import (
     DTensorBase,
     DTensorT,
+    Memory,
     Redo,
     View,
     Write,
@@ -81,9 +82,8 @@ def take_over(anchor: DTensorBase, tensor: DTensorBase) -> None:
     view = anchor._view_of
     if view is not None and view is not WATCHED:
         view.value = anchor._local_tensor
-    anchor._writes, anchor._written = tensor._writes, tensor._written
+    anchor._memory, tensor._memory = tensor._memory, None
     anchor._written_at = tensor._written_at
-    anchor._handed_out, tensor._handed_out = tensor._handed_out, None
     befores = [each for each in tensor._befores if is_shown_elsewhere(each._local_tensor)]
     tensor._befores = (*befores, anchor)
 
@@ -292,9 +292,7 @@ def _as_bytes_of(local: Tensor, dtype: torch.dtype) -> Tensor:
 
 def refresh(tensor: DTensorBase) -> None:
     """Compute a view anew if its base was written to. Collective in that case."""
-    owner = memory_of(tensor)
-    if owner._handed_out is not None:
-        _write_back_handed_out(owner)
+    _write_back_handed_out(memory_of(tensor))
     view = tensor._view_of
     if view is None or view is WATCHED:
         return
@@ -341,7 +339,7 @@ def _check_left(view: DTensorBase) -> None:
 
 def _compute_anew(tensor: DTensorBase, view: View) -> None:
     """Give a view what its base holds now, at its place in the graph. Collective."""
-    base, owner = view.base, memory_of(tensor)
+    base, memory = view.base, memory_of(tensor)
     kept = view.value.requires_grad and view.only_values_changed
     with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
         anew = view.redo(base)._local_tensor
@@ -355,8 +353,8 @@ def _compute_anew(tensor: DTensorBase, view: View) -> None:
         view.value.data = anew.detach()
         torch.autograd.graph.increment_version(view.value)
         _note_own_write(view)
-        if owner._handed_out is not None:  # local tensors may count that as theirs
-            with _renewing(owner):
+        if memory.handed_out is not None:  # local tensors may count that as theirs
+            with _renewing(memory):
                 pass
     else:
         go_on_keeping_grad(view.value, anew)
@@ -440,11 +438,11 @@ def wrote(tensor: DTensorBase) -> None:
 
     Collective if it is a copied view.
     """
-    owner = memory_of(tensor)
-    owner._writes += 1
-    if owner._handed_out is not None:
+    memory = memory_of(tensor)
+    memory.writes += 1
+    if memory.handed_out is not None:
         # It may count this write as its own, while it shows what was there before.
-        with _renewing(owner):
+        with _renewing(memory):
             write_back(tensor)
     elif tensor._view_of is not None:
         write_back(tensor)
@@ -556,14 +554,14 @@ def hand_out(tensor: DTensorBase) -> None:
         view = None
     if view is None and not counts_apart(tensor):
         return
-    owner, local = memory_of(tensor), tensor._local_tensor
-    known = owner._handed_out or []
+    memory, local = memory_of(tensor), tensor._local_tensor
+    known = memory.handed_out or []
     if any(held._local_tensor is local for held, *_ in known):
         return
 
     held = wrap_as(type(tensor), local, tensor._spec)
     held._viewed = tensor._viewed
-    owner._handed_out = [*known, _noted(held)][-_MOST_HANDED_OUT:]
+    memory.handed_out = [*known, _noted(held)][-_MOST_HANDED_OUT:]
     if view is None:
         return
     redo = view.redo
@@ -597,15 +595,13 @@ def _node_of(local: Tensor) -> Any:
     return (local if local._base is None else local._base).grad_fn
 
 
-def _write_back_handed_out(owner: DTensorBase) -> None:
+def _write_back_handed_out(memory: Memory) -> None:
     """Write what others wrote to local tensors of views to their bases."""
-    assert owner._handed_out is not None
-    written = [
-        entry for entry in owner._handed_out if version_of(entry[0]._local_tensor) != entry[1]
-    ]
+    handed_out = memory.handed_out or ()
+    written = [entry for entry in handed_out if version_of(entry[0]._local_tensor) != entry[1]]
     if not written:
         return
-    with _renewing(owner):  # all of them, before one is given what another has shown so far
+    with _renewing(memory):  # all of them, before one is given what another has shown so far
         for held, _, grad_fn in written:
             # In the graph, if the write was.
             with torch.set_grad_enabled(_node_of(held._local_tensor) is not grad_fn):
@@ -613,22 +609,22 @@ def _write_back_handed_out(owner: DTensorBase) -> None:
 
 
 @contextmanager
-def _renewing(owner: DTensorBase) -> Iterator[None]:
+def _renewing(memory: Memory) -> Iterator[None]:
     """Give local tensors that were handed out what their bases hold after the block. Collective.
 
     Within it nobody looks whether they were written to.
 
     Args:
-        owner: The owner of the memory, whose views they are of.
+        memory: The memory that they show.
     """
-    entries, owner._handed_out = owner._handed_out, None
+    entries, memory.handed_out = memory.handed_out, None
     assert entries is not None
     try:
         yield
         _renew(entries)
         entries[:] = [_noted(held) for held, *_ in entries]
     finally:
-        owner._handed_out = entries
+        memory.handed_out = entries
 
 
 def _renew(entries: Sequence[_HandedOut]) -> None:

@@ -22,7 +22,7 @@ _FEW = 16
 
 
 def note_view(view: DTensorBase, base: DTensorBase) -> None:
-    """Let the owner of the memory know of a view, if it is a leaf, or some rank has no elements.
+    """Let a memory know of a view, if it is a leaf, or some rank has no elements.
 
     Args:
         view: The view; if it is in no graph, it may be one that was made without gradients.
@@ -32,11 +32,11 @@ def note_view(view: DTensorBase, base: DTensorBase) -> None:
         if view._made_without_grad:
             note_ungraded(view, base)
         return
-    owner = memory_of(base)
-    views = owner._graph_views
+    memory = memory_of(base)
+    views = memory.graph_views
     if views is None:
         if base._local_tensor.is_leaf or view._spec.has_empty_parts:
-            owner._graph_views = [ref(view)]
+            memory.graph_views = [ref(view)]
         return
     if len(views) >= _FEW and not len(views) & (len(views) - 1):
         views[:] = [each for each in views if each() is not None]
@@ -93,9 +93,9 @@ def _views_without_elements(tensor: DTensorBase) -> list[DTensorBase]:
     ]
 
 
-def views_of(owner: DTensorBase) -> list[DTensorBase]:
-    """The views that the owner of a memory knows of."""
-    views = [each() for each in memory_of(owner)._graph_views or ()]
+def views_of(tensor: DTensorBase) -> list[DTensorBase]:
+    """The views that a tensor's memory knows of."""
+    views = [each() for each in memory_of(tensor).graph_views or ()]
     return [view for view in views if view is not None]
 
 

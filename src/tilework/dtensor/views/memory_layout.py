@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, DTensorT, base_then, data_of, memory_of, wrap_as
+from tilework.dtensor.base import DTensorBase, DTensorT, base_then, data_of, owner_of, wrap_as
 from tilework.dtensor.spec import DTensorSpec, Ints
 
 
@@ -73,7 +73,7 @@ def full_memory(tensor: DTensorBase) -> Tensor:
 
     Collective; differentiable with respect to the tensor, as in torch.
     """
-    owner = memory_of(tensor)
+    owner = owner_of(tensor)
     if owner is tensor:
         return _flat(tensor)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
 
     Counted as a write to the tensor is.
     """
-    owner = memory_of(tensor)
+    owner = owner_of(tensor)
     order = memory_order(owner._spec)
     inverse = [order.index(dim) for dim in range(len(order))]
     shape = [owner.shape[dim] for dim in order]

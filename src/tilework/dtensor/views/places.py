@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Place, base_then, data_of, memory_of
+from tilework.dtensor.base import DTensorBase, Place, base_then, data_of, owner_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.spec import NONLINEAR
 
@@ -69,7 +69,7 @@ def note_taken(tensor: DTensorBase) -> None:
     """
     if tensor._viewed is None:
         return
-    owner = memory_of(tensor)
+    owner = owner_of(tensor)
     known = owner._taken or ()
     owner._taken = [
         *(each for each in known if each() is not None and each() is not tensor),
@@ -79,7 +79,7 @@ def note_taken(tensor: DTensorBase) -> None:
 
 def _keep_places_of_taken(tensor: DTensorBase) -> None:
     """Keep the places of views of a tensor's memory, but those that it is itself a view of."""
-    taken = memory_of(tensor)._taken
+    taken = owner_of(tensor)._taken
     if taken is None:
         return
     own = []
@@ -194,7 +194,7 @@ def same_place(local: Tensor) -> Tensor:
 
 def _last_write(tensor: DTensorBase) -> int:
     """Autograd's number of the last write in the graph to what a tensor shows; or of its making."""
-    local = memory_of(tensor)._local_tensor
+    local = owner_of(tensor)._local_tensor
     # A view, as in-place changes of dims leave one, gets its node only when it is asked for.
     node = local._base.grad_fn if local._base is not None else local.grad_fn
     number = 0 if node is None else int(node._sequence_nr())

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.base import DTensorBase, memory_of, root_in_graph
+from tilework.dtensor.base import DTensorBase, owner_of, root_in_graph
 
 _base: Any = torch._C.TensorBase
 _grad_fn_of = _base.grad_fn.__get__
@@ -25,7 +25,7 @@ def note_ungraded(view: DTensorBase, base: DTensorBase) -> None:
     local = base._local_tensor
     if local.requires_grad or base._ungraded is not None:
         if base._viewed is not None:
-            local = memory_of(base)._local_tensor
+            local = owner_of(base)._local_tensor
         view._ungraded = (local, local._version)
 
 
@@ -38,7 +38,7 @@ def check_ungraded(view: DTensorBase) -> None:
     """
     assert view._ungraded is not None
     local, version = view._ungraded
-    if local._version == version or memory_of(view)._local_tensor is not local:
+    if local._version == version or owner_of(view)._local_tensor is not local:
         return
     with torch._C.DisableTorchFunctionSubclass():
         is_result = _grad_fn_of(view) is not None  # of a user's own Function, in whose graph it is
