@@ -31,6 +31,25 @@ def fail(rank):
 spawn(fail, nprocs=2)
 """,
     "spawn(lambda rank: print('again', end=''), nprocs=1)",
+    """
+from tilework.launch import ranks
+pool = ranks(2)
+def build(rank):
+    global model
+    model = torch.full((1,), rank + offset)
+pool.run(build)
+""",
+    """
+def use(rank, factor):
+    print("rank", rank, "uses", model.item())
+    return model * factor
+print([int(result) for result in pool.run(use, 3)])
+""",
+    "pool.run(fail)",
+    """
+pool.close()
+pool.run(use, 1)
+""",
 ]
 
 
@@ -50,7 +69,7 @@ def text_of(outputs: list[dict[str, Any]]) -> str:
 def test_a_cells_function_runs_on_ranks(cells: list[list[dict[str, Any]]]) -> None:
     lines = text_of(cells[1]).splitlines()
     assert sorted(lines) == ["[0] rank 0 has 21", "[1] rank 1 has 21"]
-    assert {output["output_type"] for output in cells[1]} == {"stream"}
+    assert {output["output_type"] for output in cells[1]} == {"stream", "execute_result"}
 
 
 def test_an_error_is_shown_once(cells: list[list[dict[str, Any]]]) -> None:
@@ -65,6 +84,22 @@ def test_an_error_is_shown_once(cells: list[list[dict[str, Any]]]) -> None:
 
 def test_a_last_line_without_end_is_shown(cells: list[list[dict[str, Any]]]) -> None:
     assert text_of(cells[3]) == "[0] again\n"
+
+
+def test_what_a_call_made_lives_in_later_cells(cells: list[list[dict[str, Any]]]) -> None:
+    lines = sorted(text_of(cells[5]).splitlines())
+    assert lines == ["[0] rank 0 uses 10", "[1] rank 1 uses 11", "[30, 33]"]
+
+
+@pytest.mark.parametrize("cell", [2, 6])
+def test_a_traceback_shows_the_cells_source(cells: list[list[dict[str, Any]]], cell: int) -> None:
+    (error,) = (output for output in cells[cell] if output["output_type"] == "error")
+    assert 'raise ValueError("bad rows")' in error["evalue"]
+
+
+def test_a_closed_pool_refuses_calls(cells: list[list[dict[str, Any]]]) -> None:
+    (error,) = cells[7]
+    assert (error["ename"], "closed" in error["evalue"]) == ("ValueError", True)
 
 
 def test_functions_typed_at_a_prompt_run_on_ranks() -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.launch.conftest import alive, wait_for_files, wait_until
 from tilework.errors import RankFailedError
@@ -274,3 +275,19 @@ def test_a_rank_that_is_stopped_when_all_others_have_finished_is_told(
     monkeypatch.setattr(supervise, "_STOPPED_SECONDS", 0.2)
     with pytest.raises(RankFailedError, match=r"rank 1 .*SIGSTOP.*all others have finished"):
         spawn(stop_on_one, nprocs=2)
+
+
+def return_tensor(rank: int, factor: int) -> torch.Tensor | None:
+    return torch.full((2,), rank * factor) if rank else None
+
+
+def test_results_are_returned(method: StartMethod) -> None:
+    nothing, tensor = spawn(return_tensor, (5,), nprocs=2, start=method)
+    assert nothing is None
+    assert tensor is not None
+    assert tensor.tolist() == [5, 5]
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error(method: StartMethod) -> None:
+    with pytest.raises(RankFailedError, match="must be picklable"):
+        spawn(threading.Semaphore, nprocs=1, start=method)

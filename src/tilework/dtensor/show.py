@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from tilework.comm.world import get_rank
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
@@ -88,16 +87,16 @@ def _picture(spec: DTensorSpec, width: int) -> list[StyledLine]:
 def _table(tensor: DTensor, width: int) -> list[StyledLine]:
     spec = tensor._spec
     mesh, itemsize = spec.mesh.spec, tensor.dtype.itemsize
-    boxes = list(_holders(spec))
+    boxes, here = list(_holders(spec)), spec.mesh.get_coordinate()
     names = mesh.names or tuple(map(str, range(mesh.ndim)))
     rows, colours = [("rank", " ".join(names), "bytes", "has")], [""]
     for rank in mesh.ranks[:_LISTED]:
         coordinate = mesh.coordinate(rank)
         assert coordinate is not None
         box = spec.box_at(coordinate)
-        here = " (this)" if rank == get_rank() else ""
+        this = " (this)" if list(coordinate) == here else ""
         at = " ".join(str(i).rjust(len(name)) for i, name in zip(coordinate, names, strict=True))
-        rows.append((f"{rank}{here}", at, bytes_text(math.prod(box.sizes) * itemsize), str(box)))
+        rows.append((f"{rank}{this}", at, bytes_text(math.prod(box.sizes) * itemsize), str(box)))
         colours.append(COLOURS[boxes.index(box) % len(COLOURS)] if box in boxes else "")
     lines: list[StyledLine] = []
     for colour, text in zip(colours, in_columns(rows, width - 4), strict=True):

@@ -31,7 +31,7 @@ _MARK: Final = b'{"tilework": '
 #: Frames in these files belong to the launcher, not to the program.
 _OWN_FILES: Final = tuple(
     os.path.join(os.path.dirname(__file__), name)
-    for name in ("rank.py", "program.py", "spawned.py")
+    for name in ("rank.py", "program.py", "spawned.py", "packing.py", "pool.py")
 )
 
 

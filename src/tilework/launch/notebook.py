@@ -21,14 +21,6 @@ def in_notebook() -> bool:
     return type(sys.stdout).__module__.startswith("ipykernel")
 
 
-def main_is_typed() -> bool:
-    """True if this process's main module was typed in: no other process can import it."""
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)  # "<stdin>" where that was a pipe
-    known = file is not None and os.path.exists(file)
-    return not known and getattr(main, "__spec__", None) is None
-
-
 class CellOutput:
     """The ranks' output, whole lines with their rank in front, written to ``sys.stdout``.
 

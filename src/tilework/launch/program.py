@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import pickle
 import runpy
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
+
+from tilework.launch.packing import pack
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,17 @@ class Function:
     """A function, called with the rank and then ``arguments``."""
 
     function: Callable[..., object]
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...]
+    folder: str
+    """The place of what it returns, a file for each rank; none of a rank that returns None."""
 
     def run(self, rank: int) -> None:
-        """Call it. Raises whatever it raises; what it returns is dropped."""
-        self.function(rank, *self.arguments)
+        """Call it. Raises whatever it raises; TypeError if the result cannot be pickled."""
+        result = self.function(rank, *self.arguments)
+        if result is not None:
+            data = pickle.dumps(pack(result))
+            with open(os.path.join(self.folder, str(rank)), "wb") as file:
+                file.write(data)
 
 
 Program = Script | Module | Function

@@ -131,7 +131,9 @@ def run_program(program: Program, plan: RankPlan) -> int:
             os._exit(code)
         if code != 0:
             _report(error, code, plan.report_fd)
-            _abort_groups(plan.rank, error, code)
+            if not isinstance(error, KeyboardInterrupt):
+                how = f"exit code {code}" if isinstance(error, SystemExit) else summary(error)
+                abort_groups(f"rank {plan.rank} failed: {how}")
         return code
     return 0
 
@@ -176,14 +178,12 @@ def _report(error: BaseException, code: int, fd: int) -> None:
         _call_hook(error)
 
 
-def _abort_groups(rank: int, error: BaseException, code: int) -> None:
+def abort_groups(reason: str) -> None:
     """Tell peers at once, with the reason, instead of when exit handlers have run."""
     world = sys.modules.get("tilework.comm.world")  # not loaded: no groups
-    if world is None or isinstance(error, KeyboardInterrupt):
-        return
-    how = f"exit code {code}" if isinstance(error, SystemExit) else summary(error)
-    with contextlib.suppress(Exception):
-        world.current_world().abort(f"rank {rank} failed: {how}")
+    if world is not None:
+        with contextlib.suppress(Exception):
+            world.current_world().abort(reason)
 
 
 def _leave_groups() -> None:

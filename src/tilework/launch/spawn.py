@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
+import shutil
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 from tilework.cores import threads_per_rank
 from tilework.errors import RankFailedError
@@ -17,10 +21,12 @@ from tilework.launch import termination
 from tilework.launch.failure_text import failure_text
 from tilework.launch.job import Job
 from tilework.launch.notebook import CellOutput, in_notebook
+from tilework.launch.packing import Packed, is_recreating_main
 from tilework.launch.program import Function
 from tilework.launch.settings import LaunchSettings, StartMethod
-from tilework.launch.spawned import is_recreating_main
 from tilework.launch.supervise import Outcome
+
+_Result = TypeVar("_Result")
 
 #: All steps of ending ranks politely, and a little.
 _STOP_TIME = timedelta(seconds=termination.KILL_SECONDS + 1)
@@ -33,8 +39,11 @@ class RunningRanks:
     process ends are ended with it.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folder: str) -> None:
         self._job = job
+        self._folder = folder
+        #: What each rank returned, in their order, once :meth:`join` has returned True.
+        self.results: list[Any] = []
 
     @property
     def pids(self) -> list[int]:
@@ -51,13 +60,21 @@ class RunningRanks:
         outcome = self._job.supervise(timeout)
         if outcome is None:
             return False
-        self._job.close()
+        if outcome.root is None:
+            self.results = [self._result(rank) for rank in range(len(self.pids))]
+        self.close()
         _raise_for(outcome)
         return True
 
     def close(self) -> None:
         """Kill the ranks that are alive, and clean up. Idempotent."""
         self._job.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _result(self, rank: int) -> Any:
+        """The result of a rank; None of a rank that called ``sys.exit(0)``, say."""
+        file = Path(self._folder, str(rank))
+        return cast(Packed, pickle.loads(file.read_bytes())).load() if file.exists() else None
 
     def __enter__(self) -> RunningRanks:
         """Itself."""
@@ -75,7 +92,7 @@ class RunningRanks:
 
 @overload
 def spawn(
-    fn: Callable[..., object],
+    fn: Callable[..., _Result],
     args: tuple[Any, ...] = ...,
     nprocs: int = ...,
     join: Literal[True] = ...,
@@ -85,8 +102,8 @@ def spawn(
     start: StartMethod = ...,
     backend: str | None = ...,
     timeout: timedelta | None = ...,
-) -> None:
-    """Nothing, once all ranks have ended."""
+) -> list[_Result]:
+    """The ranks' results, once all have ended."""
 
 
 @overload
@@ -106,7 +123,7 @@ def spawn(
 
 
 def spawn(
-    fn: Callable[..., object],
+    fn: Callable[..., _Result],
     args: tuple[Any, ...] = (),
     nprocs: int = 1,
     join: bool = True,
@@ -116,15 +133,16 @@ def spawn(
     start: StartMethod = "spawn",
     backend: str | None = None,
     timeout: timedelta | None = None,
-) -> RunningRanks | None:
+) -> list[_Result] | RunningRanks:
     """Call ``fn(rank, *args)`` in ``nprocs`` processes, set up as by ``tilework run``.
 
-    Blocks until all have ended (``join=True``), else returns at once. When a rank fails, the
-    others are ended within three seconds. No process outlives the call, nor this process. Ranks
-    share this process's output; a notebook shows their lines with the rank in front.
+    Blocks until all have ended and returns their results (``join=True``), else returns at once.
+    When a rank fails, the others are ended within three seconds. No process outlives the call, nor
+    this process. Ranks share this process's output; a notebook shows their lines with the rank in
+    front.
 
     Args:
-        fn: What each rank runs; its result is dropped.
+        fn: What each rank runs; its result must be picklable.
         args: Its arguments after the rank.
         nprocs: Number of ranks.
         join: Whether to wait.
@@ -149,14 +167,21 @@ def spawn(
     Example:
         >>> import operator
         >>> spawn(operator.add, (1,), nprocs=2)
+        [1, 2]
     """
     __tracebackhide__ = True
     start = start_method or start
     _check_caller(start)
     settings = LaunchSettings(nprocs=nprocs, start=start, backend=backend, timeout=timeout)
     cell = CellOutput() if in_notebook() else None
-    job = Job(settings, Function(fn, args), threads_per_rank(nprocs, os.environ), cell=cell)
-    ranks = RunningRanks(job.__enter__())
+    folder = tempfile.mkdtemp(prefix="tilework-")
+    job = Job(settings, Function(fn, args, folder), threads_per_rank(nprocs, os.environ), cell=cell)
+    ranks = RunningRanks(job, folder)
+    try:
+        job.__enter__()
+    except BaseException:
+        ranks.close()
+        raise
     if not join:
         return ranks
     with ranks:
@@ -165,7 +190,7 @@ def spawn(
         except KeyboardInterrupt:
             job.stop(termination.after_signal(signal.SIGINT), _STOP_TIME)
             raise
-    return None
+    return ranks.results
 
 
 def _check_caller(start: StartMethod) -> None:

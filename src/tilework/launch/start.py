@@ -79,7 +79,7 @@ class ForkStarter:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # there may be no such stream
                 stream.flush()  # or the child would write it a second time
-        with _signals_blocked():
+        with signals_blocked():
             pid = _fork()
             if pid == 0:
                 self._live(plan, standard, drop)
@@ -172,8 +172,8 @@ def _fork() -> int:
 
 
 @contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """No handler of the launcher runs in a child that has not yet reset them."""
+def signals_blocked() -> Iterator[None]:
+    """Hold back the signals that a launcher handles; a forked child resets their handlers first."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, inside.HANDLED_SIGNALS)
     try:
         yield

@@ -84,3 +84,12 @@ def test_pictures_say_who_holds_what(capsys: pytest.CaptureFixture[str]) -> None
     assert "0 B" in text
     with pytest.raises(TypeError, match="show\\(\\) takes a DTensor"):
         show(torch.ones(1))  # type: ignore[arg-type]
+
+
+def test_a_result_of_run_ranks_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def program(rank: int) -> DTensor:
+        mesh = init_device_mesh("cpu", (2,))
+        return distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+
+    show(run_ranks(2, program)[1])
+    assert "1 (this)" in capsys.readouterr().out

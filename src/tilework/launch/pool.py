@@ -1,0 +1,267 @@
+"""Ranks that stay between calls, and so between a notebook's cells: :func:`ranks`."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, wait
+from types import TracebackType
+from typing import Any, Final, TypeVar, cast
+
+from tilework.errors import RankFailedError
+from tilework.launch.failure_report import FailureReport, describe
+from tilework.launch.failure_text import failure_text
+from tilework.launch.packing import Packed, pack
+from tilework.launch.rank import abort_groups
+from tilework.launch.root_cause import Failure, root_cause
+from tilework.launch.spawn import RunningRanks, spawn
+from tilework.launch.start import signals_blocked
+
+_Result = TypeVar("_Result")
+
+#: How often to look for ranks that ended without a word.
+_LOOK_SECONDS: Final = 0.2
+#: How long ranks may take to answer once one has failed: then they wait for it, as a rule.
+_PATIENCE_SECONDS: Final = 1.0
+#: How long ranks may take to answer after a Ctrl-C, and to end once told.
+_STOP_SECONDS: Final = 3.0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The end of a call on a rank."""
+
+    result: Packed | None
+    """What the function returned; None where it raised."""
+    failure: FailureReport | None
+
+
+class RankPool:
+    """Ranks made by :func:`ranks`; a context manager that ends them.
+
+    Use it from the thread that made it. Ranks end with this process in any case.
+    """
+
+    def __init__(self, running: RunningRanks, links: list[Connection]) -> None:
+        self._running = running
+        self._links = links
+
+    @property
+    def pids(self) -> list[int]:
+        """The process id of each rank."""
+        return self._running.pids
+
+    def run(self, fn: Callable[..., _Result], *args: Any) -> list[_Result]:
+        """Call ``fn(rank, *args)`` on each rank, and return the results in the order of ranks.
+
+        Globals of the main program that ``fn`` assigns stay on its rank: later calls see them.
+        Those that ``fn`` only reads, and that the notebook has, are sent along.
+
+        Raises:
+            RankFailedError: ``fn`` raised on a rank; the text has that rank's traceback. Ranks that
+                waited for it are interrupted, and their groups aborted. Or a rank died: then the
+                pool is closed.
+            KeyboardInterrupt: The call was interrupted on the ranks too; the pool stays.
+            TypeError: ``fn``, an argument or a result cannot be pickled.
+            ValueError: The pool is closed.
+        """
+        __tracebackhide__ = True
+        if not self._links:
+            raise ValueError("this pool of ranks is closed: make another with ranks()")
+        call = pack((fn, args))
+        answers: dict[int, _Answer] = {}
+        try:
+            self._send(call)
+            self._collect(answers)
+        except KeyboardInterrupt:
+            self._interrupt(answers)
+            raise
+        failures = [
+            Failure(rank, answer.failure.time, 1, answer.failure)
+            for rank, answer in answers.items()
+            if answer.failure is not None
+        ]
+        if failures:
+            root = root_cause(failures)
+            raise RankFailedError(failure_text(root).rstrip("\n"), root.rank, root.code)
+        results = (answers[rank].result for rank in range(len(self._links)))
+        return [cast(_Result, result.load()) for result in results if result is not None]
+
+    def close(self) -> None:
+        """End the ranks: their exit handlers run; whoever takes long is killed. Idempotent."""
+        for link in self._links:
+            link.close()
+        if self._links:
+            with contextlib.suppress(RankFailedError):
+                self._running.join(timedelta(seconds=_STOP_SECONDS))
+        self._kill()
+
+    def __enter__(self) -> RankPool:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _send(self, call: Packed) -> None:
+        __tracebackhide__ = True
+        with signals_blocked():  # an interrupt in between: not all ranks would have the call
+            try:
+                for link in self._links:
+                    link.send(call)
+            except OSError:
+                self._raise_ended()
+
+    def _collect(self, answers: dict[int, _Answer], seconds: float | None = None) -> None:
+        """Receive what ranks answer, until all have; or ``seconds`` have passed."""
+        __tracebackhide__ = True
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while missing := [link for r, link in enumerate(self._links) if r not in answers]:
+            left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return
+            for link in wait(missing, min(left, _LOOK_SECONDS)):
+                rank = self._links.index(cast(Connection, link))
+                try:
+                    answers[rank] = cast(Connection, link).recv()
+                except (EOFError, OSError):
+                    self._raise_ended()
+                if answers[rank].failure is not None and deadline is None:
+                    self._collect(answers, _PATIENCE_SECONDS)
+                    self._interrupt(answers)
+                    return
+            if self._running.join(timedelta(milliseconds=1)):
+                self._raise_ended()
+
+    def _interrupt(self, answers: dict[int, _Answer]) -> None:
+        """Raise KeyboardInterrupt on the ranks that have not answered; close if that is vain."""
+        __tracebackhide__ = True
+        for _ in range(2):  # again for those that had not begun, and ignored the first
+            for rank, pid in enumerate(self.pids):
+                if rank not in answers:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGINT)
+            self._collect(answers, _STOP_SECONDS / 2)
+        stuck = [rank for rank in range(len(self._links)) if rank not in answers]
+        if stuck:
+            self._kill()
+            raise RankFailedError(
+                f"ranks {stuck} did not stop within {_STOP_SECONDS:g} s of an interrupt: the pool "
+                "was closed"
+            )
+
+    def _raise_ended(self) -> None:
+        """Say which rank has ended, and end the others."""
+        __tracebackhide__ = True
+        try:
+            self._running.join(timedelta(seconds=_STOP_SECONDS))
+            raise RankFailedError("a rank ended before it had answered: the pool was closed")
+        except RankFailedError as error:
+            error.args = (f"{error.args[0]}\nthe pool of ranks was closed", *error.args[1:])
+            raise
+        finally:
+            self._kill()
+
+    def _kill(self) -> None:
+        for link in self._links:
+            link.close()
+        self._links = []
+        self._running.close()
+
+
+def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None = None) -> RankPool:
+    """Start ``nprocs`` ranks that wait for calls: what a call makes, a model say, lives on.
+
+    The ranks are those of :func:`spawn`: fresh interpreters, whose lines appear in the notebook.
+
+    Args:
+        nprocs: Number of ranks.
+        backend: What ``init_process_group`` uses unless told otherwise.
+        timeout: How long collectives wait unless told otherwise.
+
+    Raises:
+        RankFailedError: A rank could not start.
+        ValueError: An argument cannot work.
+
+    Example:
+        >>> import operator
+        >>> with ranks(2) as pool:
+        ...     pool.run(operator.add, 10)
+        [10, 11]
+    """
+    secret = secrets.token_bytes(32)
+    with contextlib.ExitStack() as stack:
+        if sys.platform == "linux":
+            address = f"\0tilework-{secrets.token_hex(8)}"
+        else:  # only Linux has names without files
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tilework-"))
+            address = f"{folder}/pool"
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(address)
+        listener.listen(128)
+        listener.settimeout(_LOOK_SECONDS)
+        running = spawn(
+            _serve, (address, secret), nprocs, join=False, backend=backend, timeout=timeout
+        )
+        try:
+            return RankPool(running, _links(listener, running, secret))
+        except BaseException:
+            running.close()
+            raise
+
+
+def _links(listener: socket.socket, running: RunningRanks, secret: bytes) -> list[Connection]:
+    """A connection to each rank, in their order."""
+    links: dict[int, Connection] = {}
+    while len(links) < len(running.pids):
+        if running.join(timedelta(milliseconds=1)):
+            raise RankFailedError("the ranks ended before they could be called")
+        with contextlib.suppress(TimeoutError):
+            link: Connection = Connection(listener.accept()[0].detach())
+            if hmac.compare_digest(link.recv_bytes(len(secret)), secret):
+                links[link.recv()] = link
+    return [links[rank] for rank in range(len(links))]
+
+
+def _serve(rank: int, address: str, secret: bytes) -> None:
+    """Answer calls until the pool is closed; what each rank of it runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is of a call
+    with Client(address, "AF_UNIX") as link, contextlib.suppress(EOFError, OSError):
+        link.send_bytes(secret)
+        link.send(rank)
+        while True:
+            call: Packed = link.recv()
+            link.send(_answer(rank, call))
+
+
+def _answer(rank: int, call: Packed) -> _Answer:
+    try:
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            fn, args = call.load()
+            result = pack(fn(rank, *args))
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt as error:
+        # Operations may have run on some ranks and not on others.
+        abort_groups(f"rank {rank} was interrupted: destroy_process_group(), then init again")
+        return _Answer(None, describe(error, 1))
+    except BaseException as error:
+        return _Answer(None, describe(error, 1))
+    return _Answer(result, None)
