@@ -63,8 +63,8 @@ def _started() -> Any:
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise DistBackendError(
-            f"mpi4py found no MPI that it can use: {error}; install one (Open MPI, MPICH or Intel "
-            f"MPI), or put its libmpi.so where the loader looks (LD_LIBRARY_PATH)"
+            f"mpi4py found no MPI that it can use: {error}; install Open MPI or MPICH, or "
+            f"put its libmpi.so where the loader looks (LD_LIBRARY_PATH)"
         ) from error
     if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
         raise DistBackendError(
@@ -274,7 +274,7 @@ class MpiLink:
 
         Args:
             is_unused: Whether to give the communicator back, unless a wait was given up. Not where
-                another rank may have sent what nobody received: Intel MPI then hangs elsewhere.
+                another rank may have sent a message that nobody received.
         """
         if is_unused and not self.closed and not _pending():
             self.comm.Free()
