@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, wait
@@ -25,7 +26,6 @@ from tilework.launch.packing import Packed, pack
 from tilework.launch.rank import abort_groups
 from tilework.launch.root_cause import Failure, root_cause
 from tilework.launch.spawn import RunningRanks, spawn
-from tilework.launch.start import signals_blocked
 
 _Result = TypeVar("_Result")
 
@@ -34,7 +34,7 @@ _LOOK_SECONDS: Final = 0.2
 #: How long ranks may take to answer once one has failed: then they wait for it, as a rule.
 _PATIENCE_SECONDS: Final = 1.0
 #: How long ranks may take to answer after a Ctrl-C, and to end once told.
-_STOP_SECONDS: Final = 3.0
+_STOP_SECONDS: Final = 6.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class RankPool:
 
     def _send(self, call: Packed) -> None:
         __tracebackhide__ = True
-        with signals_blocked():  # an interrupt in between: not all ranks would have the call
+        with _interrupts_deferred():  # else not all ranks would have the call
             try:
                 for link in self._links:
                     link.send(call)
@@ -139,7 +139,8 @@ class RankPool:
             for link in wait(missing, min(left, _LOOK_SECONDS)):
                 rank = self._links.index(cast(Connection, link))
                 try:
-                    answers[rank] = cast(Connection, link).recv()
+                    with _interrupts_deferred():  # else a part of the answer would be lost
+                        answers[rank] = cast(Connection, link).recv()
                 except (EOFError, OSError):
                     self._raise_ended()
                 if answers[rank].failure is not None and deadline is None:
@@ -152,12 +153,13 @@ class RankPool:
     def _interrupt(self, answers: dict[int, _Answer]) -> None:
         """Raise KeyboardInterrupt on the ranks that have not answered; close if that is vain."""
         __tracebackhide__ = True
-        for _ in range(2):  # again for those that had not begun, and ignored the first
+        tries = 3  # those that had not begun the call ignored the first
+        for _ in range(tries):
             for rank, pid in enumerate(self.pids):
                 if rank not in answers:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGINT)
-            self._collect(answers, _STOP_SECONDS / 2)
+            self._collect(answers, _STOP_SECONDS / tries)
         stuck = [rank for rank in range(len(self._links)) if rank not in answers]
         if stuck:
             self._kill()
@@ -183,6 +185,22 @@ class RankPool:
             link.close()
         self._links = []
         self._running.close()
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Hold back Ctrl-C until the end. Only the main thread is interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            signal.raise_signal(signal.SIGINT)
 
 
 def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None = None) -> RankPool:
