@@ -24,6 +24,7 @@ from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_file import is_checkpoint, read_index
 from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
+from tilework.checkpoint.no_collections import no_collections
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, of_group
 from tilework.checkpoint.safetensors_index import HF_INDEX, is_shard
@@ -70,6 +71,7 @@ class ConvertOptions:
 
 
 @checkpoint_errors()
+@no_collections()
 def convert(
     source: AnyPath, target: AnyPath, to: str | None = None, options: ConvertOptions | None = None
 ) -> None:
