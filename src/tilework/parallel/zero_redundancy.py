@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import broadcast_object_list, gather_object
 from tilework.comm.world import AnyGroup
-from tilework.dtensor.plain_replicas import compare_plain
-from tilework.dtensor.provenance.mode import mode
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.default_hooks import group_or_default
 from tilework.parallel.data_parallel.join import Join, Joinable, JoinHook, active_group
 from tilework.parallel.data_parallel.leaves import local_tensors, shared_ranks
-from tilework.parallel.data_parallel.replicas import broadcast_tensors
+from tilework.parallel.data_parallel.replicas import broadcast_tensors, compare_values
 from tilework.parallel.passes import is_due
 from tilework.tiled.tensor import TiledTensor
 
@@ -207,7 +205,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for number, parameter in enumerate(every)
             for local in local_tensors(parameter.detach())
         ]
-        compare_plain(named, self.process_group, full=mode() == "full", advice=_ADVICE)
+        compare_values(named, self.process_group, _ADVICE)
 
     def _exchange(self) -> None:
         for rank in range(self.process_group.size()):

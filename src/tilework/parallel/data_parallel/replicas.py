@@ -45,18 +45,9 @@ class Replica:
         """
         digest = self.passes.digest
         if values and self.passes.is_due():
-            return hash(
-                (digest, content_of([tensor for _, tensor in self._compared()], self._full))
-            )
+            tensors = [tensor for _, tensor in _compared(self.parameters())]
+            return hash((digest, content_of(tensors, full=mode() == "full")))
         return digest
-
-    @property
-    def _full(self) -> bool:
-        return mode() == "full"
-
-    def _compared(self) -> list[tuple[str, Tensor]]:
-        full = self._full
-        return [(name, tensor) for name, tensor in self.parameters() if full or tensor.is_cpu]
 
     def find_difference(self, group: ProcessGroup) -> None:
         """Raise where ranks differ, by more than rounding. Collective over the group; blocks.
@@ -65,7 +56,30 @@ class Replica:
             CollectiveMismatchError: They do; on every rank.
         """
         compare_passes(self.passes, group)
-        compare_plain(self._compared(), group, full=self._full, advice=_ADVICE)
+        compare_values(self.parameters(), group, _ADVICE)
+
+
+def compare_values(
+    parameters: Iterable[tuple[str, Tensor]], group: ProcessGroup, advice: str
+) -> None:
+    """Raise where parameters differ between ranks by more than rounding. Collective; blocks.
+
+    Those on accelerators are compared in the full mode of comparison only.
+
+    Args:
+        parameters: Local tensors with their names.
+        group: The ranks that are to have the same.
+        advice: The last sentence of the error: what to look for.
+
+    Raises:
+        CollectiveMismatchError: They differ; on every rank.
+    """
+    compare_plain(_compared(parameters), group, full=mode() == "full", advice=advice)
+
+
+def _compared(parameters: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    full = mode() == "full"
+    return [(name, tensor) for name, tensor in parameters if full or tensor.is_cpu]
 
 
 def check_replicas(
