@@ -35,6 +35,8 @@ LATE_IMPORTS = {
     "fsspec": "optional: only paths that are URLs need it",
     "hypothesis": "optional: for tests",
     "pytest": "optional: for tests",
+    "torch._inductor": "slow, and only compiled programs need it",
+    "tilework.capture": "re-exported by a package below it",
     "torch.distributed": "slow, and only torch's own engines need it",
     "tilework._core": "optional: not built on every platform",
     "tilework.store.torch_bridge": "needs torch.distributed",

@@ -12,6 +12,7 @@ call moved nothing. What goes wrong at run time is one of these::
         ├── DistNetworkError           a connection: refused, closed, garbage, wrong secret
         ├── RpcTimeoutError            a call to another rank took too long
         ├── RemoteError                a call raised what cannot be rebuilt here
+        ├── CaptureError               a step that cannot become a program
         ├── CheckpointError            files of a checkpoint: damaged, missing, refused, not written
         └── DistBackendError           a process group's backend
             ├── PeerLostError          a rank died or left while others needed it
@@ -112,6 +113,13 @@ class RankFailedError(DistError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class CaptureError(DistError):
+    """A step cannot become a program; the message names the line, the reason and a way round.
+
+    :func:`tilework.dtensor.capture` raises it, on every rank that comes to that line.
+    """
 
 
 class DistBackendError(DistError):

@@ -33,6 +33,7 @@ LAYERS = (
     "data",
     "checkpoint",
     "parallel",
+    "capture",
     "torch_backend",
     "testing",
     "launch",
@@ -47,6 +48,8 @@ LAZY_UPWARD = {
         "tilework.parallel.data_parallel.buckets",
     ): "torch has the function of buckets there",
     ("tilework.dtensor", "tilework.interop"): "to_dtensor and to_sharded are public names of both",
+    ("tilework.dtensor", "tilework.capture"): "it captures what stands above DTensor, too",
+    ("tilework.dtensor", "tilework.capture.program"): "capture is a public name of both",
 }
 
 #: A directed graph: for each node those that it points to.

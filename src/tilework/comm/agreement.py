@@ -12,6 +12,7 @@ import torch
 from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.objects import all_gather_pickled, device_of
+from tilework.comm.recording import unrecorded
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, member, resolve
 from tilework.errors import DistBackendError, text_of
 
@@ -30,6 +31,7 @@ _KINDS = (
 )
 
 
+@unrecorded
 def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
     """The results of ``make()`` on each rank of the group; or its error, on every rank.
 
@@ -72,6 +74,7 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
     return [value for value, _, _ in reports]
 
 
+@unrecorded
 def agree_equal(
     facts: Callable[[], Facts],
     group: AnyGroup = None,

@@ -32,6 +32,7 @@ from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 
 if TYPE_CHECKING:
+    from tilework.capture import capture
     from tilework.interop import to_dtensor, to_sharded
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "capture",
     "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
@@ -85,4 +87,8 @@ if not TYPE_CHECKING:  # which would take any name for one that is here
             from tilework import interop
 
             return getattr(interop, name)
+        if name == "capture":
+            from tilework.capture import program
+
+            return program.capture
         refuse_left_out(__name__, name)

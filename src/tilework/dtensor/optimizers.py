@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from tilework.comm.recording import unrecorded
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
     digest_of,
@@ -211,6 +212,7 @@ def _digest_of_options(optimizer: Optimizer, group: dict[str, Any]) -> int:
     return hash(tuple(seeds))
 
 
+@unrecorded
 def _note_step(
     optimizer: Optimizer, group: dict[str, Any], states: Sequence[dict[str, Any]]
 ) -> None:
@@ -240,4 +242,6 @@ def _note_step(
 _digest_of_name = cache(stable_digest)
 
 register_optimizer_step_pre_hook(_surround_step)
-register_optimizer_step_post_hook(lambda optimizer, args, kwargs: compare_after_step(optimizer))
+register_optimizer_step_post_hook(
+    lambda optimizer, args, kwargs: unrecorded(compare_after_step)(optimizer)
+)

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tilework.comm.recording import recorded
+
 #: Smaller tensors come from memory that the process already has.
 LARGE_BYTES = 4 << 20
 #: The most memory that is kept for the next results.
@@ -33,6 +35,7 @@ _KINDS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if sys.platform == "linux" else 0
 _free: deque[mmap.mmap] = deque()
 
 
+@recorded
 def empty_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised, contiguous tensor. A large one's storage cannot be resized.
 

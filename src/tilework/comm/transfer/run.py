@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.recording import recorded
 from tilework.comm.reduce_op import RedOpType, check_reduction
 from tilework.comm.transfer.identity_element import identity_element
 from tilework.comm.transfer.large_buffers import empty_tensor
@@ -25,6 +26,7 @@ from tilework.layout import Plan, Tiling
 BUFFER_BYTES = 8 << 20
 
 
+@recorded
 def run_plan(
     plan: Plan,
     tiles: Sequence[Tensor],

@@ -17,7 +17,8 @@ from torch.distributions import Distribution, Transform
 from torch.overrides import TorchFunctionMode
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.random.generator import next_key
+from tilework.dtensor.random.generator import next_key, seeded_generator
+from tilework.dtensor.random.philox import Key
 from tilework.mesh import DeviceMesh
 
 _METHODS = ("sample", "rsample", "sample_n")
@@ -43,7 +44,7 @@ class _DrawingAlike(TorchFunctionMode):
         super().__init__()
         self._mesh = mesh
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._seed: int | None = None
+        self._key: Key | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -65,10 +66,10 @@ class _DrawingAlike(TorchFunctionMode):
         return func(*args, **kwargs, generator=generator)
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        if self._seed is None:
-            self._seed = next_key(self._mesh).seed
+        if self._key is None:
+            self._key = next_key(self._mesh)
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = seeded_generator(self._key, device)
         return self._generators[device]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from tilework.comm import provenance
 from tilework.comm.agreement import agree_equal
 from tilework.comm.collectives import broadcast
+from tilework.comm.recording import recorded
 from tilework.comm.world import current_world
 from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.random import philox
@@ -62,6 +63,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     torch.manual_seed(int(seed))
 
 
+@recorded
 def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
     """A new key, the same on every rank of the mesh. Collective over the mesh; blocks.
 
@@ -101,6 +103,12 @@ def fill_local(local: Tensor, key: Key, distribution: Distribution, spec: DTenso
     return local
 
 
+@recorded
+def seeded_generator(key: Key, device: torch.device) -> torch.Generator:
+    """A new generator, seeded with the key."""
+    return torch.Generator(device).manual_seed(key.seed)
+
+
 @contextmanager
 def seeded(key: Key) -> Iterator[torch.Generator]:
     """A generator seeded with the key; torch's default one is seeded with it meanwhile.
@@ -121,6 +129,7 @@ def seeded(key: Key) -> Iterator[torch.Generator]:
                 generator.set_state(state)
 
 
+@recorded
 def draw_alike(mesh: DeviceMesh, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The result of a function of full tensors that draws random numbers: the same on every rank.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from tilework.comm.recording import recorded
 from tilework.dtensor.random import philox_reference
 
 try:
@@ -251,6 +252,7 @@ def _write(
         tensor.detach().copy_(temporary)
 
 
+@recorded
 def _draw(
     tensor: Tensor, key: Key, recipe: _Recipe, shape: Sequence[int], offsets: Sequence[int]
 ) -> None:

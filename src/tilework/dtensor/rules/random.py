@@ -13,7 +13,7 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated, write
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.random.generator import fill_local, next_key
+from tilework.dtensor.random.generator import fill_local, next_key, seeded_generator
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
@@ -229,7 +229,7 @@ def _register_full_draw(name: str) -> None:
             full = [
                 torch.ones(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args
             ]
-        own = torch.Generator(full[0].device).manual_seed(key.seed)
+        own = seeded_generator(key, full[0].device)
         drawn = operator(*full, **kwargs, generator=own)
         if not mesh.here:
             return wrap(torch.empty(0, dtype=drawn.dtype), replicated_spec(drawn, mesh))

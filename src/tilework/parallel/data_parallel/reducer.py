@@ -26,6 +26,7 @@ from torch import Tensor
 from tilework.comm.agreement import agree
 from tilework.comm.collectives import all_reduce, broadcast
 from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.recording import unrecorded
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.sparse import all_reduce_sparse
 from tilework.cores import has_spare_core
@@ -190,6 +191,7 @@ class Reducer:
         tensors = [leaf.tensor for leaf in leaves]
         return BucketMemory(tensors, dtype, self.group, self.options.bucket_view)
 
+    @unrecorded
     def rebuild(self) -> bool:
         """Assign the buckets anew, in the order in which gradients came in the first pass.
 

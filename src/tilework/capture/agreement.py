@@ -1,0 +1,81 @@
+"""Agreement of ranks on a program: each group's collectives, in order, are those of all its ranks.
+
+Ranks compare once, when a program is made. Ranks of unlike shards have unlike local operators, so
+what they compare is what they do together: by group, the operations, reductions, dtypes and lines.
+Each collective of a call then carries a digest of that text, the number of the call, and the number
+of the collective: a rank that runs another program, or none, is told apart at the first one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tilework.capture.graph import Graph, Instruction, Value, values_in
+from tilework.capture.group_calls import GroupCall
+from tilework.comm.agreement import agree
+from tilework.comm.contract import ProcessGroup
+from tilework.dtensor.provenance.digests import stable_digest
+from tilework.errors import CaptureError
+
+_MOST = (1 << 61) - 1
+
+
+@dataclass
+class Digests:
+    """The digests of a program's collectives.
+
+    Attributes:
+        bases: By group, in the order of the program: the digest of its collectives.
+        calls: The number of calls so far.
+        collectives: By group, a text for each collective.
+    """
+
+    bases: list[int]
+    collectives: list[list[str]]
+    calls: int = 0
+
+    def of_next_call(self) -> list[int]:
+        """By group, the digest of the first collective of the next call."""
+        self.calls += 1
+        return [(hash((base, self.calls)) & (_MOST >> 1)) + 1 for base in self.bases]
+
+
+def agree_on(graph: Graph, name: str) -> Digests:
+    """Compare a program with those of the other ranks of its groups. Collective over each.
+
+    Raises:
+        CaptureError: Programs differ; on every rank of a group whose collectives do.
+    """
+    texts: dict[ProcessGroup, list[str]] = {}
+    for each in graph.instructions:
+        if isinstance(each.function, GroupCall):
+            texts.setdefault(each.function.group, []).append(_text(each))
+    for group, mine in texts.items():
+        every: list[list[str]] = agree(partial(list, mine), group)
+        for rank, theirs in enumerate(every):
+            if theirs == every[0]:
+                continue
+            number = next(
+                (i for i, (a, b) in enumerate(zip(every[0], theirs, strict=False)) if a != b),
+                min(len(every[0]), len(theirs)),
+            )
+            sides = [
+                texts[number] if number < len(texts) else "nothing" for texts in (every[0], theirs)
+            ]
+            ranks = group.global_ranks
+            raise CaptureError(
+                f"ranks recorded different programs of {name}: collective {number} is {sides[0]} "
+                f"on rank {ranks[0]} and {sides[1]} on rank {ranks[rank]}. All ranks of a group "
+                f"have to come to the same collectives: look for a branch on the rank or on data"
+            )
+    bases = [stable_digest("\n".join([name, *each])) for each in texts.values()]
+    return Digests(bases, list(texts.values()))
+
+
+def _text(each: Instruction) -> str:
+    call: Any = each.function
+    values: list[Value] = list(values_in(each.args))
+    dtype = str(values[0].dtype).removeprefix("torch.") if values else ""
+    return f"{call.method} ({call.opts.reduceOp}) of {dtype} at {each.site}"

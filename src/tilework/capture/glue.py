@@ -1,0 +1,148 @@
+"""The surroundings of a program: checks that it holds, reads of inputs, writes of results.
+
+It is Python that is written for one record, with a comparison of identities for each object that
+the record rests on: some 40 ns each, where a loop over descriptions takes four times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tilework.capture.graph import Graph, Value
+from tilework.capture.number import Number
+from tilework.capture.options import Option
+from tilework.capture.places import Argument, Place
+from tilework.dtensor.base import wrap_as
+from tilework.dtensor.tensor import DTensor
+
+
+class Held(NamedTuple):
+    """The things that a program rests on besides its inputs.
+
+    Attributes:
+        options: Options of optimizers, which are inputs.
+        way: Objects on the way to the inputs: (place, object).
+        constants: Numbers, texts and flags that the step may have read: (place, value).
+        guards: Comparisons of options, and what they came to.
+    """
+
+    options: list[Option]
+    way: list[tuple[Place, Any]]
+    constants: list[tuple[Place, Any]]
+    guards: list[tuple[Callable[..., Any], tuple[Any, ...], bool]]
+
+
+class _Source:
+    """Lines of a function, and the objects that they name."""
+
+    def __init__(self) -> None:
+        self.scope: dict[str, Any] = {"DTensor": DTensor, "wrap_as": wrap_as}
+        self.lines: list[str] = []
+        self._names: dict[int, str] = {}
+
+    def name(self, thing: Any) -> str:
+        """A name for an object."""
+        if thing is None or thing is True or thing is False:
+            return repr(thing)
+        name = self._names.get(id(thing))
+        if name is None:
+            name = self._names[id(thing)] = f"c{len(self._names)}"
+            self.scope[name] = thing
+        return name
+
+    def read(self, place: Place) -> str:
+        """Python that reads a place."""
+        owner = self.name(place.owner)
+        if place.how == "item":
+            key = repr(place.key) if isinstance(place.key, str | int) else self.name(place.key)
+            return f"{owner}[{key}]"
+        if place.how == "cell":
+            return f"{owner}.cell_contents"
+        if place.how == "grad":
+            local = "._local_tensor" if place.owner.__class__ is DTensor else ""
+            return f"{owner}{local}.grad"
+        if place.how == "bytes":
+            return f"{self.name(place.get)}()"
+        return f"{owner}.{place.key}"
+
+    def function(self, name: str, parameter: str) -> Callable[..., Any]:
+        """The function of the lines."""
+        text = f"def {name}({parameter}):\n" + "\n".join(f"    {line}" for line in self.lines)
+        exec(compile(text, f"<{name} of a program>", "exec"), self.scope)
+        function: Callable[..., Any] = self.scope[name]
+        return function
+
+
+def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
+    """The function before a program: from the leaves of the arguments to the inputs.
+
+    It gives None if something is not as it was, which may still do.
+    """
+    source = _Source()
+    checks = [f"{source.read(place)} is {source.name(thing)}" for place, thing in held.way]
+    for place, value in held.constants:
+        same = "is" if value is None or isinstance(value, bool) else "=="
+        checks.append(f"{source.read(place)} {same} {source.name(value)}")
+    inputs = []
+    for each in graph.inputs:
+        path = each.path
+        if path.__class__ is Argument:
+            local = "._local_tensor" if path.is_dtensor else ""
+            inputs.append(f"leaves[{path.number}]{local}")
+            continue
+        tensor = source.name(each.tensor)
+        inputs.append(tensor)
+        checks.append(f"{source.read(path)} is {tensor}")
+        if path.how == "attribute" and path.owner.__class__ is DTensor:
+            checks.append(f"{source.name(path.owner)}._spec is {source.name(path.owner._spec)}")
+        if each.tensor.is_leaf:
+            flag = "" if each.tensor.requires_grad else "not "
+            checks.append(f"{flag}{tensor}.requires_grad")
+    source.lines.append("try:")
+    condition = " and ".join(f"({check})" for check in checks) or "True"
+    source.lines.append(f"    if {condition}:")
+    source.lines.append(f"        return [{', '.join(inputs)}]")
+    source.lines.append("except (LookupError, AttributeError, TypeError, ValueError):")
+    source.lines.append("    pass")
+    source.lines.append("return None")
+    return source.function("enter", "leaves")
+
+
+def write_leave(
+    graph: Graph, tree: Any, index_of: Callable[[Any], int]
+) -> Callable[[list[Any]], Any]:
+    """The function behind a program: puts values into their places, and gives the step's result.
+
+    Args:
+        graph: The program.
+        tree: The tree of the result.
+        index_of: Gives the place of a value or number among those that outlive a call.
+    """
+    source = _Source()
+
+    def text(leaf: Any) -> str:
+        if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
+            spec, digest = source.name(leaf[2]), leaf[3]
+            return f"wrap_as(DTensor, kept[{index_of(leaf[1])}], {spec}, {digest})"
+        if isinstance(leaf, Value | Number):
+            return f"kept[{index_of(leaf)}]"
+        return source.name(leaf)
+
+    for place, leaf in graph.places:
+        source.lines.append(f"{source.read(place)} = {text(leaf)}")
+        if place.how == "grad" and place.owner.__class__ is DTensor:
+            source.lines.append(f"{source.name(place.owner)}._grad = None")
+    leaves = [text(leaf) for leaf in graph.result]
+    if len(leaves) == 1 and tree == _LEAF:
+        source.lines.append(f"return {leaves[0]}")
+    else:
+        unflatten, name = source.name(tree_unflatten), source.name(tree)
+        source.lines.append(f"return {unflatten}([{', '.join(leaves)}], {name})")
+    return source.function("leave", "kept")
+
+
+_LEAF = tree_flatten(0)[1]

@@ -1,0 +1,168 @@
+"""A program as data: values, and instructions in the order in which the step ran them.
+
+The program is not functional. An instruction may write to memory, and values may share memory, as
+in the step itself: run in order, instructions do what the step did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tilework.capture.number import Number
+
+#: Makes a number of an element; the method itself is replaced while a step is recorded.
+ITEM: Callable[[Tensor], Any] = Tensor.item
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """Memory that several values may show."""
+
+    nbytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A tensor of the program, or another object that an instruction made.
+
+    Attributes:
+        number: Counts the program's values.
+        memory: The memory that the tensor shows; None: no tensor.
+        text: The shape and dtype, for people.
+        shape: The shape when the step was recorded.
+    """
+
+    number: int
+    memory: Memory | None = None
+    text: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Instruction:
+    """A call of a function.
+
+    Attributes:
+        function: An operator of torch's, or another function that does the same at each call.
+        args: The arguments, a tree with values and numbers in it.
+        kwargs: Likewise.
+        outputs: The result's leaves in order; None: a leaf that nothing needs.
+        form: The result's tree: "leaf", "flat" (a sequence of leaves) or "deep".
+        writes: Memory that the instruction writes to.
+        kind: "operator", "collective", "wait", "draw" (which changes a generator) or "call".
+        site: The line of the user's program.
+        name: The function's name, for people.
+        nbytes: The bytes that a collective takes from this rank.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[Value | None]
+    form: str
+    writes: tuple[Memory, ...]
+    kind: str
+    site: str
+    name: str
+    nbytes: int = 0
+
+    def inputs(self) -> Iterator[Value]:
+        """The values among the arguments, also those that numbers are computed from."""
+        return values_in((self.args, self.kwargs))
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """The values in a tree, also those that its numbers are computed from."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Value):
+            yield leaf
+        elif isinstance(leaf, Number):
+            yield from values_in(leaf.inputs)
+
+
+@dataclass(eq=False, slots=True)
+class Input:
+    """A tensor that the program reads where the step found it.
+
+    Attributes:
+        value: The value in the program.
+        path: The place: see :mod:`~tilework.capture.places`.
+        tensor: The tensor that was there.
+    """
+
+    value: Value
+    path: Any
+    tensor: Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Graph:
+    """A program.
+
+    Attributes:
+        inputs: Tensors from outside, in the order in which the step came to them.
+        instructions: In the order of the step.
+        result: What the step returned, with values for tensors.
+        places: Places that hold other tensors after the call: (path, tree of values).
+    """
+
+    inputs: list[Input] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    result: Any = None
+    places: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def kept(self) -> list[Value]:
+        """The values that outlive the call."""
+        return list(values_in((self.result, [tree for _, tree in self.places])))
+
+    def drop_dead(self) -> None:
+        """Drop instructions whose results nothing needs: trials of layouts and strides, mostly.
+
+        Collectives stay, since other ranks take part in them, and so do random draws, since the
+        generator counts them.
+        """
+        needed = {value.number for value in self.kept()}
+        memories = {id(each.value.memory) for each in self.inputs}
+        memories |= {id(value.memory) for value in self.kept()}
+        live: list[Instruction] = []
+        for each in reversed(self.instructions):
+            is_live = (
+                each.kind != "operator"
+                or any(out is not None and out.number in needed for out in each.outputs)
+                or any(id(memory) in memories for memory in each.writes)
+            )
+            if not is_live:
+                continue
+            live.append(each)
+            for value in each.inputs():
+                needed.add(value.number)
+                memories.add(id(value.memory))
+        self.instructions = live[::-1]
+        used = {value.number for each in self.instructions for value in each.inputs()}
+        used |= {value.number for value in self.kept()}
+        self.inputs = [each for each in self.inputs if each.value.number in used]
+        for each in self.instructions:
+            each.outputs = [
+                out if out is not None and out.number in used else None for out in each.outputs
+            ]
+
+    def last_uses(self) -> list[list[Value]]:
+        """By instruction, the values that nothing needs after it."""
+        kept = {value.number for value in self.kept()}
+        seen: set[int] = set(kept)
+        result: list[list[Value]] = []
+        for each in reversed(self.instructions):
+            last = []
+            for value in (*each.inputs(), *[out for out in each.outputs if out is not None]):
+                if value.number not in seen:
+                    seen.add(value.number)
+                    last.append(value)
+            result.append(last)
+        return result[::-1]

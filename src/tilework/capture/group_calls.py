@@ -1,0 +1,186 @@
+"""Group operations, recorded at the contract that all collectives of the package go through.
+
+While a step is recorded its groups have no fast path, and their methods are replaced by methods
+that run the operation and record an instruction. So collectives of DTensors, of data parallelism
+and of the program itself become instructions by one mechanism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
+from tilework.comm.recording import recorded, set_recorder
+from tilework.comm.world import current_world
+
+#: By method: the name of the operation on the fast path, and of its arguments which are the input
+#: and the output. What has no fast path runs by the method.
+_FAST: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
+    "allreduce": ("all_reduce", lambda x: x[0], lambda x: x[0]),
+    "broadcast": ("broadcast", lambda x: None, lambda x: x[0]),
+    "allgather": ("all_gather", lambda out, x: x[0], lambda out, x: out[0]),
+    "allgather_into_tensor": ("all_gather_into_tensor", lambda out, x: x, lambda out, x: out),
+    "reduce_scatter": ("reduce_scatter", lambda out, x: x[0], lambda out, x: out[0]),
+    "reduce_scatter_tensor": ("reduce_scatter_tensor", lambda out, x: x, lambda out, x: out),
+    "alltoall": ("all_to_all", lambda out, x: x, lambda out, x: out),
+}
+#: By method: the arguments that are written.
+_WRITTEN: dict[str, tuple[int, ...]] = {
+    "allreduce": (0,),
+    "allreduce_coalesced": (0,),
+    "reduce": (0,),
+    "broadcast": (0,),
+    "allgather": (0,),
+    "allgather_into_tensor": (0,),
+    "allgather_coalesced": (0,),
+    "gather": (0,),
+    "scatter": (0,),
+    "reduce_scatter": (0,),
+    "reduce_scatter_tensor": (0,),
+    "alltoall": (0,),
+    "alltoall_single": (0,),
+    "recv": (0,),
+    "recv_anysource": (0,),
+    "send": (),
+    "barrier": (),
+}
+
+
+class GroupCall:
+    """An operation of a group, as programs run it.
+
+    Args:
+        group: The group.
+        method: The name of its method.
+        opts: The options that it was called with.
+        others: Arguments behind the tensors.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, method: str, opts: Options, others: tuple[Any, ...]
+    ) -> None:
+        self.group, self.method, self.opts, self.others = group, method, opts, others
+        fast = _FAST.get(method)
+        self._fast = None if fast is None or opts.asyncOp else fast
+
+    def __call__(self, *tensors: Any) -> Work | None:
+        """Run it; the Work if it was started with ``asyncOp``."""
+        if self._fast is not None:
+            name, source, target = self._fast
+            if self.group.fast_path.run(
+                name, source(*tensors), target(*tensors), self.opts.reduceOp, self.opts.rootRank
+            ):
+                return None
+        work: Work = getattr(self.group, self.method)(*tensors, *self.others, self.opts)
+        if self.opts.asyncOp:
+            return work
+        work.wait()
+        return None
+
+    def text(self) -> str:
+        """The operation and the ranks, for people."""
+        return f"{self.method} of ranks {list(self.group.global_ranks)}"
+
+
+class RecordedWork(Work):
+    """A Work whose wait is recorded.
+
+    Args:
+        work: The Work.
+        note: Records that it was waited for; called once.
+    """
+
+    def __init__(self, work: Work, note: Callable[[], None]) -> None:
+        self._work, self._note = work, note
+        self._noted = False
+
+    def _wait_is_noted(self) -> None:
+        if not self._noted:
+            self._noted = True
+            self._note()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wait_is_noted()
+        return self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        self._wait_is_noted()
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self._wait_is_noted()
+        return self._work.get_future()
+
+
+class RecordedGroups:
+    """The groups of this rank, whose operations are recorded until :meth:`leave`.
+
+    Args:
+        note: Called with each operation after it ran: the call, the tensors and those written.
+            Returns what to call when the operation is waited for.
+    """
+
+    def __init__(
+        self, note: Callable[[GroupCall, tuple[Any, ...], Sequence[Any]], Callable[[], None]]
+    ) -> None:
+        self._note = note
+        self.groups: dict[ProcessGroup, FastPath] = {}
+        for group in current_world().records:
+            if isinstance(group, ProcessGroup):
+                self.groups[group] = group.fast_path
+                group.fast_path = NO_FAST_PATH
+                for method, written in _WRITTEN.items():
+                    setattr(group, method, self._recorded(group, method, written))
+                vars(group)["empty"] = recorded(group.empty)
+
+    def _recorded(
+        self, group: ProcessGroup, method: str, written: tuple[int, ...]
+    ) -> Callable[..., Work]:
+        run = getattr(type(group), method)
+
+        def call(*args: Any) -> Work:
+            recorder = set_recorder(None)
+            try:
+                work: Work = run(group, *args)
+            finally:
+                set_recorder(recorder)
+            if recorder is None:  # a comparison of ranks, which is no part of the program
+                return work
+            rest = args
+            opts = Options()
+            if args and isinstance(args[-1], Options):
+                rest, opts = args[:-1], args[-1]
+            count = sum(1 for each in rest if isinstance(each, Tensor | list) and _has_tensor(each))
+            tensors, others = rest[:count], rest[count:]
+            made = GroupCall(group, method, opts, others)
+            note = self._note(made, tensors, [tensors[i] for i in written if i < count])
+            return RecordedWork(work, note) if opts.asyncOp else work
+
+        return call
+
+    def leave(self) -> None:
+        """Give the groups their methods back."""
+        for group, fast_path in self.groups.items():
+            group.fast_path = fast_path
+            for method in (*_WRITTEN, "empty"):
+                vars(group).pop(method, None)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    return isinstance(value, list | tuple) and any(map(_has_tensor, value))

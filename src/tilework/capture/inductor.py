@@ -1,0 +1,433 @@
+"""Programs through torch's Inductor: local operators fused, everything else called in order.
+
+The instructions become an FX graph. What is no plain operator (collectives, random draws, calls of
+the core) becomes one custom operator, which runs the instruction as it is; each such call writes to
+a token, so that no compiler changes their order. Numbers become tensors of no dims.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tilework.capture.graph import ITEM, Graph, Instruction, Value
+from tilework.capture.group_calls import GroupCall
+from tilework.capture.number import Number
+from tilework.comm import provenance
+from tilework.comm.contract import Options
+
+aten = torch.ops.aten
+#: Held while a rank compiles: torch's compiler is not made for several threads.
+_compiling = threading.Lock()
+
+_library = torch.library.Library("tilework_capture", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "call(Tensor(a!)[] written, Tensor[] read, Tensor(b!) token, int number) -> ()"
+)
+_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+_next_number = 0
+
+
+def _run_call(written: list[Tensor], read: list[Tensor], token: Tensor, number: int) -> None:
+    _calls[number](written, read)
+
+
+_library.impl("call", _run_call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("tilework_capture::call", lambda *_: None, lib=_library)
+
+
+class _Direct(torch._ops.OpOverload):
+    """The operator, which calls of compiled code reach without torch's dispatcher."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and args[2].__class__ is Tensor:
+            return _calls[args[3]](args[0], args[1])
+        return super().__call__(*args, **kwargs)
+
+
+torch.ops.tilework_capture.call.default.__class__ = _Direct
+
+
+class _Call:
+    """An instruction that runs as it is, on the tensors that a compiled program passes.
+
+    Args:
+        each: The instruction.
+        written: The values that it writes to, in the order in which they are passed.
+        read: Those that it only reads.
+        numbers: Numbers among its arguments, passed behind the values as tensors.
+        objects: By number of a value, what is no tensor, from the calls of one run.
+        number: The number of the collective in its group's order, and the group's place.
+    """
+
+    def __init__(
+        self,
+        each: Instruction,
+        written: Sequence[Value],
+        read: Sequence[Value],
+        numbers: Sequence[Number],
+        objects: dict[int, Any],
+        digest: Callable[[], int] | None,
+    ) -> None:
+        self.function: Any = each.function
+        if isinstance(self.function, GroupCall):  # memory of what is in flight could be reused
+            opts = self.function.opts
+            opts = Options(opts.reduceOp, opts.rootRank, opts.timeout)
+            self.function = GroupCall(
+                self.function.group, self.function.method, opts, self.function.others
+            )
+        self.args, self.kwargs, self.outputs = each.args, each.kwargs, each.outputs
+        self.written = [value.number for value in written]
+        self.read = [value.number for value in read]
+        self.numbers, self.objects, self.digest = list(numbers), objects, digest
+        self._run = self._lambda()
+
+    def __call__(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+        if self.digest is not None:
+            provenance.set_digest(self.digest())
+        result = self._run(written, read, self.objects)
+        if result is None:
+            return
+        for value, leaf in zip(self.outputs, tree_leaves(result), strict=False):
+            if value is None:
+                continue
+            if value.memory is None:
+                self.objects[value.number] = leaf
+            else:
+                written[self.written.index(value.number)].copy_(leaf)
+
+    def _lambda(self) -> Callable[..., Any]:
+        """Calls the function with its arguments in their places."""
+        scope: dict[str, Any] = {"function": self.function}
+        numbers = [id(number) for number in self.numbers]
+
+        def text(thing: Any) -> str:
+            if isinstance(thing, Value):
+                if thing.number in self.written:
+                    return f"w[{self.written.index(thing.number)}]"
+                if thing.number in self.read:
+                    return f"r[{self.read.index(thing.number)}]"
+                return f"o[{thing.number}]"
+            if isinstance(thing, Number):
+                return f"r[{len(self.read) + numbers.index(id(thing))}].item()"
+            if thing.__class__ in (list, tuple):
+                parts = "".join([f"{text(each)}, " for each in thing])
+                return f"[{parts}]" if thing.__class__ is list else f"({parts})"
+            name = f"c{len(scope)}"
+            scope[name] = thing
+            return name
+
+        args = [text(arg) for arg in self.args]
+        args += [f"{key}={text(value)}" for key, value in self.kwargs.items()]
+        run: Callable[..., Any] = eval(f"lambda w, r, o: function({', '.join(args)})", scope)
+        return run
+
+
+class Compiled:
+    """A program that Inductor has compiled.
+
+    Args:
+        graph: The program.
+        options: Numbers that are set before a call.
+        groups: The groups of its collectives.
+    """
+
+    def __init__(self, graph: Graph, options: Sequence[Number], groups: Sequence[Any]) -> None:
+        self._digests: list[int] = [0] * len(groups)
+        self._groups = list(groups)
+        self._objects: dict[int, Any] = {}
+        self._calls: list[_Call] = []
+        self._options = [torch.zeros((), dtype=torch.float64) for _ in options]
+        self._values: tuple[Any, ...] = ()
+        self._token = torch.zeros(1)
+        self._count = len(graph.inputs)
+        writer = _Writer(graph, options, self)
+        self._module = writer.module()
+        examples = [each.tensor.detach() for each in graph.inputs]
+        self._function = _compile(self._module, [*examples, *self._options, self._token])
+
+    def add_call(self, call: _Call) -> int:
+        """Keep a call; its number in the process."""
+        global _next_number
+        with _compiling:
+            _next_number += 1
+            number = _next_number
+        self._calls.append(call)
+        _calls[number] = call
+        return number
+
+    def digest_of(self, group: Any, number: int) -> Callable[[], int]:
+        """Gives the digest of a group's collective of that number in the call that runs."""
+        place, digests = self._groups.index(group), self._digests
+        return lambda: digests[place] + number
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """As the Python code of a program: inputs, options, digests."""
+        count, options = self._count, self._options
+        values = args[count : count + len(options)]
+        if values != self._values:
+            for tensor, value in zip(options, values, strict=True):
+                tensor.fill_(value)
+            self._values = values
+        self._digests[:] = args[count + len(options) :]
+        try:
+            result: list[Any] = self._function(*args[:count], *options, self._token)
+            return result
+        finally:
+            if self._objects:
+                self._objects.clear()
+
+
+def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with _compiling, torch.no_grad(), config.patch(fallback_random=True):
+        function: Any = compile_fx(module, examples)
+    return function  # type: ignore[no-any-return]
+
+
+class _Writer:
+    """Writes a program as an FX graph."""
+
+    def __init__(self, graph: Graph, options: Sequence[Number], compiled: Compiled) -> None:
+        self.graph, self.compiled = graph, compiled
+        self.fx = FxGraph()
+        self.nodes: dict[int, Node] = {}
+        self._numbers: dict[int, Any] = {}
+        self._constants: dict[str, Tensor] = {}
+        self._counts: dict[Any, int] = {}
+        for each in graph.inputs:
+            self.nodes[each.value.number] = self.fx.placeholder(f"t{each.value.number}")
+        for i, option in enumerate(options):
+            self._numbers[id(option)] = self.fx.placeholder(f"n{i}")
+        self.token = self.fx.placeholder("token")
+
+    def module(self) -> GraphModule:
+        for each in self.graph.instructions:
+            self._write(each)
+        kept = list({value.number: value for value in self.graph.kept()}.values())
+        numbers = [leaf for leaf in self.graph.result if isinstance(leaf, Number)]
+        outputs = [self.nodes[value.number] for value in kept]
+        outputs += [self.number(number) for number in numbers]
+        self.fx.output(tuple(outputs))
+        self.fx.lint()
+        root = torch.nn.Module()
+        for name, constant in self._constants.items():
+            root.register_buffer(name, constant)
+        return GraphModule(root, self.fx)
+
+    # -- instructions ------------------------------------------------------------------------
+
+    def _write(self, each: Instruction) -> None:
+        function = each.function
+        if each.kind == "wait":
+            return
+        if function is ITEM:
+            (value,) = each.args
+            out = each.outputs[0]
+            assert out is not None
+            self.nodes[out.number] = self._op(
+                aten._to_copy.default, self.nodes[value.number], dtype=torch.float64
+            )
+            return
+        if getattr(function, "__name__", "") in ("empty", "empty_tensor") and each.kind == "call":
+            out = each.outputs[0]
+            if out is not None:
+                self.nodes[out.number] = self._empty(out)
+            return
+        if each.kind != "operator":
+            self._call(each)
+            return
+        if any(isinstance(leaf, Number) for leaf in tree_leaves((each.args, each.kwargs))):
+            if not self._with_numbers(each):
+                self._call(each)
+            return
+        args, kwargs = tree_map(self._argument, (each.args, each.kwargs))
+        if function is aten.view.default:  # Inductor may lay out the tensor in another way
+            function = aten.reshape.default
+        self._outputs(each, self._op(function, *args, **kwargs))
+
+    def _op(self, function: Any, *args: Any, **kwargs: Any) -> Node:
+        return self.fx.call_function(function, args, kwargs)
+
+    def _outputs(self, each: Instruction, node: Node) -> None:
+        if each.form == "leaf":
+            if each.outputs[0] is not None:
+                self.nodes[each.outputs[0].number] = node
+            return
+        for i, out in enumerate(each.outputs):
+            if out is not None:
+                self.nodes[out.number] = self._op(operator.getitem, node, i)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return self.nodes[leaf.number]
+        if isinstance(leaf, Tensor):
+            name = f"constant{len(self._constants)}"
+            self._constants[name] = leaf
+            return self.fx.get_attr(name)
+        return leaf
+
+    def _empty(self, value: Value) -> Node:
+        return self._op(aten.empty.memory_format, list(value.shape), dtype=value.dtype)
+
+    def _call(self, each: Instruction) -> None:
+        """An instruction as it is, by the custom operator."""
+        memories = set(map(id, each.writes))
+        values = {value.number: value for value in each.inputs() if value.memory is not None}
+        numbers = [x for x in tree_leaves((each.args, each.kwargs)) if isinstance(x, Number)]
+        written = [value for value in values.values() if id(value.memory) in memories]
+        read = [value for value in values.values() if id(value.memory) not in memories]
+        for out in each.outputs:
+            if out is not None and out.memory is not None:
+                self.nodes[out.number] = self._empty(out)
+                written.append(out)
+        digest = None
+        if isinstance(each.function, GroupCall):
+            group = each.function.group
+            self._counts[group] = self._counts.get(group, -1) + 1
+            digest = self.compiled.digest_of(group, self._counts[group])
+        call = _Call(each, written, read, numbers, self.compiled._objects, digest)
+        self._op(
+            torch.ops.tilework_capture.call.default,
+            [self.nodes[value.number] for value in written],
+            [
+                *[self.nodes[value.number] for value in read],
+                *[self.number(number) for number in numbers],
+            ],
+            self.token,
+            self.compiled.add_call(call),
+        )
+
+    # -- numbers -----------------------------------------------------------------------------
+
+    def number(self, number: Any) -> Any:
+        """A number as a tensor of no dims; a plain number as it is."""
+        if isinstance(number, Value):
+            return self.nodes[number.number]
+        if not isinstance(number, Number):
+            return number
+        known = self._numbers.get(id(number))
+        if known is None:
+            inputs = [self.number(each) for each in number.inputs]
+            known = self._numbers[id(number)] = self._computed(number.function, inputs)
+        return known
+
+    def _computed(self, function: Any, inputs: list[Any]) -> Node:
+        made = _ON_NUMBERS.get(function)
+        node: Node = inputs[0] if made is None else made(self, *inputs)  # what item() gave
+        return node
+
+    def _with_numbers(self, each: Instruction) -> bool:
+        """Write an operator whose scalars are numbers; False: there is no form with tensors."""
+        packet = each.name.split(".")[1]
+        in_place = packet.endswith("_")
+        name = packet.rstrip("_") if in_place else packet
+        args, kwargs = list(each.args), dict(each.kwargs)
+        if name.startswith("_foreach_"):
+            return self._foreach(each, name.removeprefix("_foreach_"), args, in_place)
+        formula = _FORMULAS.get(name)
+        if formula is None:
+            return False
+        leaves = [self.number(self._argument(x)) for x in args]
+        node = formula(self, *leaves, **{key: self.number(x) for key, x in kwargs.items()})
+        self._put(each, args[0], node, in_place)
+        return True
+
+    def _put(self, each: Instruction, target: Any, node: Node, in_place: bool) -> None:
+        if in_place:
+            self._op(aten.copy_.default, self.nodes[target.number], node)
+        elif each.outputs[0] is not None:
+            self.nodes[each.outputs[0].number] = node
+
+    def _foreach(self, each: Instruction, name: str, args: list[Any], in_place: bool) -> bool:
+        formula = _FORMULAS.get(name)
+        if formula is None or each.kwargs:
+            return False
+        for i, target in enumerate(args[0]):
+            of_item = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
+            node = formula(self, *[self.number(self._argument(x)) for x in of_item])
+            if in_place:
+                self._op(aten.copy_.default, self.nodes[target.number], node)
+            elif each.outputs[i] is not None:
+                self.nodes[each.outputs[i].number] = node  # type: ignore[union-attr]
+        return True
+
+
+def _scaled(writer: _Writer, x: Any, factor: Any) -> Any:
+    return writer._op(aten.mul.Tensor, x, factor)
+
+
+def _plus(function: Any) -> Callable[..., Node]:
+    def formula(w: _Writer, x: Any, y: Any, alpha: Any = 1) -> Node:
+        if not isinstance(alpha, Node) and alpha == 1:
+            return w._op(function.Tensor, x, y)
+        return w._op(function.Tensor, x, _scaled(w, y, alpha))
+
+    return formula
+
+
+def _addcdiv(w: _Writer, x: Any, y: Any, z: Any, value: Any = 1) -> Node:
+    return w._op(aten.add.Tensor, x, _scaled(w, w._op(aten.div.Tensor, y, z), value))
+
+
+def _addcmul(w: _Writer, x: Any, y: Any, z: Any, value: Any = 1) -> Node:
+    return w._op(aten.add.Tensor, x, _scaled(w, w._op(aten.mul.Tensor, y, z), value))
+
+
+def _lerp(w: _Writer, x: Any, end: Any, weight: Any) -> Node:
+    return w._op(aten.add.Tensor, x, _scaled(w, w._op(aten.sub.Tensor, end, x), weight))
+
+
+def _difference(w: _Writer, x: Any, y: Any) -> Node:
+    op = aten.sub.Tensor if isinstance(x, Node) else None
+    return w._op(aten.rsub.Scalar, y, x) if op is None else w._op(op, x, y)
+
+
+def _quotient(w: _Writer, x: Any, y: Any) -> Node:
+    if isinstance(x, Node):
+        return w._op(aten.div.Tensor, x, y)
+    return w._op(aten.mul.Tensor, w._op(aten.reciprocal.default, y), x)
+
+
+def _power(w: _Writer, x: Any, y: Any) -> Node:
+    if not isinstance(x, Node):
+        return w._op(aten.pow.Scalar, x, y)
+    kind = aten.pow.Tensor_Tensor if isinstance(y, Node) else aten.pow.Tensor_Scalar
+    return w._op(kind, x, y)
+
+
+def _commuting(op: Any) -> Callable[..., Node]:
+    return lambda w, x, y: w._op(op, x, y) if isinstance(x, Node) else w._op(op, y, x)
+
+
+#: By function of Python's on numbers, the same on tensors of no dims.
+_ON_NUMBERS: dict[Any, Callable[..., Node]] = {
+    operator.add: _commuting(aten.add.Tensor),
+    operator.mul: _commuting(aten.mul.Tensor),
+    operator.sub: _difference,
+    operator.truediv: _quotient,
+    operator.pow: _power,
+    operator.neg: lambda w, x: w._op(aten.neg.default, x),
+    operator.abs: lambda w, x: w._op(aten.abs.default, x),
+}
+#: By operator, the same with a tensor of no dims for each number.
+_FORMULAS: dict[str, Callable[..., Node]] = {
+    "add": _plus(aten.add),
+    "sub": _plus(aten.sub),
+    "mul": lambda w, x, y: w._op(aten.mul.Tensor, x, y),
+    "div": lambda w, x, y: w._op(aten.div.Tensor, x, y),
+    "addcdiv": _addcdiv,
+    "addcmul": _addcmul,
+    "lerp": _lerp,
+}

@@ -1,0 +1,224 @@
+"""Numbers of a program that are not known when the program is made.
+
+``item()`` of a tensor and the options of an optimizer are numbers which change from call to call.
+While a step is recorded a :class:`Number` stands for each. Python's arithmetic on it makes an
+expression. Handed to an operator of torch's, it is recognised there: as a float it is a *signaling*
+NaN with a tag, whose bits reach torch's dispatcher unchanged, while any arithmetic that Python does
+not tell of (``math.exp``, numpy) makes a *quiet* NaN, which the recorder refuses.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from tilework.comm.callsite import call_site, in_library
+from tilework.errors import CaptureError
+
+_SIGNALING = 0x7FF0 << 48
+_SIGN = 1 << 63
+_QUIET = 1 << 51
+
+
+@dataclass
+class NumberBook:
+    """The numbers of one recording."""
+
+    #: By tag less one. They stay, since autograd keeps operators' floats for the backward pass.
+    numbers: list[Number] = field(default_factory=list)
+    #: Comparisons of options of optimizers, and what they came to.
+    guards: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = field(default_factory=list)
+
+    def find(self, value: float) -> Number | float:
+        """The Number that a float stands for, if the float came from one; else the float.
+
+        Raises:
+            CaptureError: Python computed the float from a Number.
+        """
+        if value == value:
+            return value
+        bits: int = struct.unpack("<Q", struct.pack("<d", value))[0]
+        tag = bits & (_QUIET - 1)
+        if not 0 < tag <= len(self.numbers):
+            return value
+        if bits & _QUIET:
+            raise CaptureError(
+                f"an operator at {call_site()} takes a number that a function such as math.exp or "
+                f"numpy's computed from item() or an option of an optimizer: a program would keep "
+                f"it as it is now. Compute it with torch's operators, from the tensor"
+            )
+        number = self.numbers[tag - 1]
+        return -number if bits & _SIGN else number
+
+
+class Number(float):
+    """A number of a program.
+
+    Args:
+        value: The value in the call that is recorded.
+        function: Computes the number from ``inputs`` when the program runs; None: the program sets
+            the number before the call, and comparisons become guards.
+        inputs: Numbers, Python numbers and values of the program.
+        book: The numbers of the recording.
+    """
+
+    value: float
+    function: Callable[..., Any] | None
+    inputs: tuple[Any, ...]
+    book: NumberBook
+    tag: int
+    #: True if it is known before the program runs.
+    is_option: bool
+
+    def __new__(
+        cls,
+        value: float,
+        function: Callable[..., Any] | None,
+        inputs: Sequence[Any],
+        book: NumberBook,
+    ) -> Number:
+        tag = len(book.numbers) + 1
+        self = float.__new__(cls, _float_of(_SIGNALING | tag))
+        self.tag = tag
+        self.value, self.function, self.inputs, self.book = value, function, tuple(inputs), book
+        numbers = [each for each in inputs if isinstance(each, Number)]
+        self.is_option = function is None or (
+            bool(numbers) and all(each.is_option for each in numbers)
+        )
+        book.numbers.append(self)
+        return self
+
+    def _made(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        for each in inputs:
+            if not isinstance(each, int | float):
+                return NotImplemented
+        inputs = tuple([self.book.find(x) if type(x) is float else x for x in inputs])
+        value = function(*[each.value if isinstance(each, Number) else each for each in inputs])
+        return Number(value, function, inputs, self.book)
+
+    def _compared(self, function: Callable[..., bool], other: Any) -> bool:
+        if not isinstance(other, int | float):
+            return NotImplemented  # type: ignore[no-any-return]
+        result: bool = function(self.value, other.value if isinstance(other, Number) else other)
+        others = [other] if isinstance(other, Number) else []
+        if not all(each.is_option for each in (self, *others)):
+            self._refuse("compared")
+        self.book.guards.append((function, (self, other), result))
+        return result
+
+    def _refuse(self, how: str) -> NoReturn:
+        raise CaptureError(
+            f"a number that comes from a tensor (item()) is {how} in Python, at {call_site()}: a "
+            f"program has no Python, so a branch, a text or a number made of the value would stay "
+            f"as it is now. Compute with tensors (torch.where, clamp), or return the tensor and do "
+            f"this after the call"
+        )
+
+    def __add__(self, other: Any) -> Any:
+        return self._made(operator.add, self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._made(operator.add, other, self)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._made(operator.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._made(operator.sub, other, self)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._made(operator.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._made(operator.mul, other, self)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._made(operator.truediv, self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._made(operator.truediv, other, self)
+
+    def __pow__(self, other: Any, mod: None = None) -> Any:
+        return self._made(operator.pow, self, other)
+
+    def __rpow__(self, other: Any, mod: None = None) -> Any:
+        return self._made(operator.pow, other, self)
+
+    def __neg__(self) -> Any:
+        return self._made(operator.neg, self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self._made(operator.abs, self)
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared(operator.eq, other)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared(operator.ne, other)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared(operator.lt, other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared(operator.le, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(operator.gt, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(operator.ge, other)
+
+    def __bool__(self) -> bool:
+        return self._compared(operator.ne, 0.0)
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __float__(self) -> float:
+        if in_library[sys._getframe(1).f_code.co_filename]:  # which hands it on to operators
+            return _float_of(_SIGNALING | self.tag)
+        self._refuse("made a plain number")
+
+    def __int__(self) -> int:
+        self._refuse("made an integer")
+
+    __index__ = __trunc__ = __round__ = __floor__ = __ceil__ = __int__  # type: ignore[assignment]
+
+    def __floordiv__(self, other: Any) -> Any:
+        self._refuse("divided to an integer")
+
+    __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __floordiv__
+
+    def __repr__(self) -> str:
+        if self.is_option or in_library[sys._getframe(1).f_code.co_filename]:
+            return repr(self.value)
+        self._refuse("printed")
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        if self.is_option:
+            return format(self.value, spec)
+        self._refuse("printed")
+
+    def __reduce__(self) -> NoReturn:
+        self._refuse("copied or pickled")
+
+
+def value_of(number: Any) -> Any:
+    """The value of a Number in the call that is recorded; others as they are."""
+    return number.value if isinstance(number, Number) else number
+
+
+def _float_of(bits: int) -> float:
+    result: float = struct.unpack("<d", struct.pack("<Q", bits))[0]
+    assert math.isnan(result)
+    return result

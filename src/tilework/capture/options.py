@@ -1,0 +1,99 @@
+"""Options of optimizers as inputs of a program: learning rates and the like may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+
+from tilework.capture.number import Number, NumberBook
+from tilework.errors import CaptureError
+
+
+class Option(NamedTuple):
+    """A float among an optimizer's options.
+
+    Attributes:
+        optimizer: The optimizer.
+        group: The number of the group of parameters.
+        key: The option.
+        part: The place in the option where that is a tuple, such as betas; else None.
+        number: What stands for it in the program.
+    """
+
+    optimizer: Optimizer
+    group: int
+    key: str
+    part: int | None
+    number: Number
+
+    def text(self) -> str:
+        """The option in words."""
+        part = "" if self.part is None else f"[{self.part}]"
+        return f"{self.key}{part} of group {self.group} of {type(self.optimizer).__name__}"
+
+    def get(self) -> Any:
+        """The value now."""
+        value = self.optimizer.param_groups[self.group][self.key]
+        return value if self.part is None else value[self.part]
+
+
+class Options:
+    """The floats of ``param_groups``, with numbers of the program in their place meanwhile.
+
+    Args:
+        optimizers: The optimizers.
+        book: The numbers of the recording.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], book: NumberBook) -> None:
+        self.optimizers, self.book = list(dict.fromkeys(optimizers)), book
+        self.all: list[Option] = []
+        self._before: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    def __enter__(self) -> Options:
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    stands_for = self._number(optimizer, number, key, value)
+                    if stands_for is not None:
+                        self._before.append((group, key, value, stands_for))
+        for group, key, _, stands_for in self._before:
+            group[key] = stands_for
+        return self
+
+    def _number(self, optimizer: Optimizer, group: int, key: str, value: Any) -> Any:
+        if type(value) is float:
+            return self._option(optimizer, group, key, None, value)
+        if type(value) is tuple and value and all(type(each) is float for each in value):
+            return tuple(
+                [self._option(optimizer, group, key, i, each) for i, each in enumerate(value)]
+            )
+        return None
+
+    def _option(
+        self, optimizer: Optimizer, group: int, key: str, index: int | None, value: float
+    ) -> Number:
+        number = Number(value, None, (), self.book)
+        self.all.append(Option(optimizer, group, key, index, number))
+        return number
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        changed = []
+        for group, key, value, stands_for in self._before:
+            if group.get(key) is not stands_for:
+                changed.append(key)
+            group[key] = value
+        if changed and error is None:
+            raise CaptureError(
+                f"the step changes {', '.join(sorted(set(changed)))} of an optimizer, as a "
+                f"scheduler's step() does: a program would not do this again, since its Python "
+                f"does not run. Call scheduler.step() after the captured step"
+            )

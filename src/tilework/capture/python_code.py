@@ -1,0 +1,212 @@
+"""Programs as Python: straight-line code that calls each operator with its local tensors."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from keyword import iskeyword
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tilework.capture.graph import Graph, Input, Instruction, Value
+from tilework.capture.group_calls import GroupCall
+from tilework.capture.number import Number
+from tilework.capture.options import Option
+from tilework.capture.places import Argument
+from tilework.comm import provenance
+from tilework.dtensor.tensor import DTensor
+
+_SYMBOLS: dict[Any, str] = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.pow: "**",
+}
+_PLAIN = (bool, int, str, type(None))
+
+
+@dataclass(frozen=True)
+class Code:
+    """A program as Python.
+
+    Attributes:
+        run: Takes the inputs, the options, and by group the digest of the call; returns the values
+            that outlive the call.
+        text: The source.
+        kept: The values that ``run`` returns, in order.
+    """
+
+    run: Callable[..., list[Any]]
+    text: str
+    kept: list[Value]
+
+
+class _Writer:
+    def __init__(self, graph: Graph, options: Sequence[Number], name: str) -> None:
+        self.graph, self.name = graph, name
+        self.scope: dict[str, Any] = {"provenance": provenance.set_digest}
+        self.lines: list[str] = []
+        self._numbers: dict[int, str] = {id(each): f"n{i}" for i, each in enumerate(options)}
+        self._bound: dict[int, str] = {}
+        self.options = options
+
+    def bind(self, thing: Any, prefix: str) -> str:
+        """A name for an object that has no literal."""
+        name = self._bound.get(id(thing))
+        if name is None:
+            number = 1
+            name = prefix if prefix not in ("c", "f") else f"{prefix}0"
+            while name in self.scope or iskeyword(name):
+                number += 1
+                name = f"{prefix}_{number}"
+            self._bound[id(thing)] = name
+            self.scope[name] = thing
+        return name
+
+    def number(self, number: Number) -> str:
+        """The name of a number, computed on the lines before."""
+        name = self._numbers.get(id(number))
+        if name is None:
+            inputs = [self.expression(each) for each in number.inputs]
+            name = self._numbers[id(number)] = f"x{len(self._numbers)}"
+            symbol = _SYMBOLS.get(number.function)
+            if symbol is not None:
+                text = f"{inputs[0]} {symbol} {inputs[1]}"
+            elif number.function is operator.neg:
+                text = f"-{inputs[0]}"
+            elif len(inputs) == 1 and isinstance(number.inputs[0], Value):
+                text = inputs[0]
+            else:
+                text = f"{self.bind(number.function, 'f')}({', '.join(inputs)})"
+            self.lines.append(f"{name} = {text}")
+        return name
+
+    def expression(self, thing: Any) -> str:
+        """Python that gives an argument."""
+        if isinstance(thing, Value):
+            return f"t{thing.number}"
+        if isinstance(thing, Number):
+            return self.number(thing)
+        if isinstance(thing, float):
+            plain = thing == thing and abs(thing) != float("inf")
+            return repr(thing) if plain else f"float({str(thing)!r})"
+        if isinstance(thing, _PLAIN):
+            return repr(thing)
+        if thing.__class__ in (list, tuple, torch.Size):
+            parts = [self.expression(each) for each in thing]
+            if thing.__class__ is list:
+                return f"[{', '.join(parts)}]"
+            return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+        if isinstance(thing, torch.dtype):
+            return self.bind(thing, str(thing).removeprefix("torch."))
+        return self.bind(thing, "c")
+
+    def call(self, each: Instruction) -> str:
+        function: Any = each.function
+        if isinstance(function, torch._ops.OpOverload):
+            name = self.bind(function._op, each.name.split(".")[1])
+        else:
+            given = function.method if isinstance(function, GroupCall) else each.name
+            name = self.bind(function, given if given.isidentifier() else "call")
+        args = [self.expression(arg) for arg in each.args]
+        args += [f"{key}={self.expression(value)}" for key, value in each.kwargs.items()]
+        return f"{name}({', '.join(args)})"
+
+
+def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
+    """The Python of a program.
+
+    Args:
+        graph: The program.
+        options: Options of optimizers, which are set before a call.
+        name: The step's name.
+    """
+    name = name if name.isidentifier() and not iskeyword(name) else "program"
+    writer = _Writer(graph, [option.number for option in options], name)
+    counts: dict[Any, int] = {}
+    groups: list[Any] = []
+    for each, dead in zip(graph.instructions, graph.last_uses(), strict=True):
+        if isinstance(each.function, GroupCall):
+            group = each.function.group
+            if group not in groups:
+                groups.append(group)
+            counts[group] = counts.get(group, -1) + 1
+            writer.lines.append(f"provenance(d{groups.index(group)} + {counts[group]})")
+        text = writer.call(each)
+        outputs = [f"t{out.number}" if out is not None else "_" for out in each.outputs]
+        target = ""
+        if any(out is not None for out in each.outputs):
+            target = ", ".join(outputs)
+            if each.form != "leaf":
+                target += "," * (len(outputs) == 1)
+            if each.form == "deep":
+                text = f"{writer.bind(tree_leaves, 'leaves')}({text})"
+            target += " = "
+        if dead:
+            text += "; del " + ", ".join(f"t{value.number}" for value in dead)
+        writer.lines.append(f"{target}{text}{_comment(each)}")
+    kept = list({value.number: value for value in graph.kept()}.values())
+    numbers = _numbers_in(graph)
+    returned = [f"t{value.number}" for value in kept] + [writer.number(each) for each in numbers]
+    parameters = [f"t{each.value.number}" for each in graph.inputs]
+    parameters += [f"n{i}" for i in range(len(options))] + [f"d{i}" for i in range(len(groups))]
+    body = [*_header(graph, options, groups), *writer.lines, f"return [{', '.join(returned)}]"]
+    text = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
+    # In the folder of the library: errors then name the line that has called the program.
+    file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
+    exec(compile(text, file, "exec"), writer.scope)
+    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+    return Code(writer.scope[name], text, kept)
+
+
+def _header(graph: Graph, options: Sequence[Option], groups: Sequence[Any]) -> list[str]:
+    """Comments on the parameters."""
+    lines = [f"# t{each.value.number}: {_described(each)}" for each in graph.inputs]
+    lines += [f"# n{i}: {option.text()}" for i, option in enumerate(options)]
+    return lines + [
+        f"# d{i}: the digest of this call for ranks {list(group.global_ranks)}"
+        for i, group in enumerate(groups)
+    ]
+
+
+def _described(each: Input) -> str:
+    path = each.path
+    if isinstance(path, Argument):
+        return f"argument {path.number}, {each.value.text}"
+    if path.owner.__class__ is DTensor:
+        return f"{path.text}, {path.owner!r}"
+    return f"{path.text}, {each.value.text}"
+
+
+def groups_of(graph: Graph) -> list[Any]:
+    """The groups of a program, in the order in which their digests are passed."""
+    groups: list[Any] = []
+    for each in graph.instructions:
+        if isinstance(each.function, GroupCall) and each.function.group not in groups:
+            groups.append(each.function.group)
+    return groups
+
+
+def _numbers_in(graph: Graph) -> list[Number]:
+    found: list[Number] = []
+    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Number) else None, graph.result)
+    return found
+
+
+def _comment(each: Instruction) -> str:
+    shown = [out.text for out in each.outputs if out is not None and out.text]
+    if isinstance(each.function, GroupCall):
+        shown.append(f"{each.function.text()}, {each.nbytes} bytes")
+    parts = [*shown[:3], *(["…"] if len(shown) > 3 else []), _short(each.site)]
+    return "  # " + "; ".join(part for part in parts if part)
+
+
+def _short(site: str) -> str:
+    place, _, _ = site.partition(" in ")
+    return place.rsplit("/", 1)[-1]

@@ -1,0 +1,239 @@
+"""A record: one program, the places that it reads and writes, and what must hold for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.capture.agreement import Digests
+from tilework.capture.glue import Held, write_enter, write_leave
+from tilework.capture.graph import Graph, Input, Value
+from tilework.capture.inductor import Compiled
+from tilework.capture.number import Number
+from tilework.capture.places import Argument, Place
+from tilework.capture.python_code import Code, groups_of, write
+from tilework.comm import provenance
+from tilework.comm.callsite import call_site
+from tilework.dtensor.base import wrap_as
+from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
+
+_BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
+
+
+#: What a record returns that does not hold any more.
+NOT_CURRENT = object()
+
+
+class _Purpose:
+    """Names the collective of a program that runs, for errors.
+
+    Args:
+        name: The step's name.
+        collectives: By group, a text for each collective.
+    """
+
+    def __init__(self, name: str, collectives: Sequence[Sequence[str]]) -> None:
+        self.name, self.collectives = name, collectives
+        self.digests: list[int] = []
+
+    def __str__(self) -> str:
+        now = provenance.digest()
+        for first, texts in zip(self.digests, self.collectives, strict=False):
+            if 0 <= now - first < len(texts):
+                return (
+                    f"the captured {self.name}: its collective {now - first}, {texts[now - first]}"
+                )
+        return f"the captured {self.name}"
+
+
+class Record:
+    """A program of a step, for one layout of the arguments.
+
+    Args:
+        name: The step's name.
+        graph: The program.
+        digests: Those of its collectives.
+        tree: The tree of the step's result; ``graph.result`` has the leaves.
+        held: What the program rests on besides its inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: Graph,
+        digests: Digests,
+        tree: Any,
+        held: Held,
+    ) -> None:
+        self.name, self.graph, self.digests, self.tree = name, graph, digests, tree
+        self.options, self.way, self.constants, self.guards = held
+        self.groups = groups_of(graph)
+        self.code: Code = write(graph, self.options, name)
+        self._run: Callable[..., list[Any]] = self.code.run
+        self._guard: Any = _BelowAutograd
+        self._purpose = _Purpose(name, digests.collectives)
+        self._checked_options: list[Any] = [option.number.value for option in self.options]
+        self._fetch = [(each.path, each.tensor) for each in graph.inputs]
+        self._layouts = [_layout(each) for each in graph.inputs]
+        self._changed = ""
+        self._index = {value.number: i for i, value in enumerate(self.code.kept)}
+        self._enter = write_enter(graph, held)
+        self._leave = write_leave(graph, tree, self.index_of)
+
+    # -- what must hold ----------------------------------------------------------------------
+
+    def is_current(self) -> bool:
+        """True if all that the record rests on still holds. Local."""
+        for place, thing in self.way:
+            try:
+                if place.get() is not thing:
+                    self._changed = f"{place.text} is another object"
+                    return False
+            except LookupError:
+                self._changed = f"{place.text} is gone"
+                return False
+        for place, value in self.constants:
+            try:
+                now = place.get()
+            except LookupError:
+                now = LookupError
+            if now is not value and (type(now) is not type(value) or now != value):
+                self._changed = f"{place.text} was {value!r} and is {now!r}"
+                return False
+        return self._options_hold() and self._inputs_hold()
+
+    def what_changed(self) -> str:
+        """The reason why the record does not hold any more, in words."""
+        return self._changed
+
+    def _options_hold(self) -> bool:
+        if not self.options:
+            return True
+        values = [option.get() for option in self.options]
+        if values == self._checked_options and all(type(each) is float for each in values):
+            return True
+        if not all(type(each) is float for each in values):
+            self._changed = "an option of an optimizer is no float any more"
+            return False
+        known = {
+            id(option.number): value for option, value in zip(self.options, values, strict=True)
+        }
+        for function, inputs, result in self.guards:
+            now = function(*[_evaluated(each, known) for each in inputs])
+            if now != result:
+                self._changed = "an option of an optimizer takes another branch of the step"
+                return False
+        self._checked_options = values
+        return True
+
+    def _inputs_hold(self) -> bool:
+        inputs: list[Tensor] = []
+        for (path, tensor), layout in zip(self._fetch, self._layouts, strict=True):
+            if path.__class__ is Argument:
+                inputs.append(tensor)  # the key of the call has seen to it
+                continue
+            try:
+                now = path.get()
+            except LookupError:
+                now = None
+            if now is not tensor:
+                if path.owner.__class__ is DTensor and path.owner._spec is not layout:
+                    raise _other_layout(self.name, path, layout, path.owner._spec)
+                if layout is None or now is None or _layout_of(now) != layout:
+                    self._changed = f"{path.text} is another tensor"
+                    return False
+            elif path.how == "attribute" and path.owner.__class__ is DTensor:
+                if path.owner._spec is not layout:
+                    raise _other_layout(self.name, path, layout, path.owner._spec)
+            elif now.requires_grad != tensor.requires_grad:
+                return False
+            inputs.append(now)
+        self._inputs = inputs
+        return True
+
+    # -- a call ------------------------------------------------------------------------------
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """The result of a call whose arguments have the layouts of the recorded ones.
+
+        Returns:
+            The result; ``NOT_CURRENT`` where the record does not hold any more: nothing was done.
+        """
+        inputs = self._enter(leaves)
+        if inputs is None:
+            if not self.is_current():
+                return NOT_CURRENT
+            inputs = self._inputs
+            for i, (path, _) in enumerate(self._fetch):
+                if path.__class__ is Argument:
+                    inputs[i] = path.of(leaves)
+        elif not self._options_hold():
+            return NOT_CURRENT
+        return self._leave(self.compute(inputs, self._checked_options))
+
+    def compile(self) -> None:
+        """Have Inductor run the program from now on. Local; takes seconds to minutes."""
+        numbers = [option.number for option in self.options]
+        self._run = Compiled(self.graph, numbers, self.groups)
+        self._guard = torch.no_grad
+
+    def compute(self, inputs: Sequence[Tensor], options: Sequence[float]) -> list[Any]:
+        """The values that outlive a call."""
+        digests = self._purpose.digests = self.digests.of_next_call()
+        before = provenance.enter(0, self._purpose, None)
+        try:
+            with self._guard():
+                return self._run(*inputs, *options, *digests)
+        finally:
+            provenance.leave(before)
+
+    def built(self, leaf: Any, kept: Sequence[Any]) -> Any:
+        """A leaf of the result or of a place, made of the values that outlive a call."""
+        if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
+            return wrap_as(DTensor, kept[self.index_of(leaf[1])], leaf[2], leaf[3])
+        if isinstance(leaf, Value | Number):
+            return kept[self.index_of(leaf)]
+        return leaf
+
+    def index_of(self, leaf: Value | Number) -> int:
+        """The place of a value or number among those that outlive a call."""
+        if isinstance(leaf, Value):
+            return self._index[leaf.number]
+        numbers = [each for each in self.graph.result if isinstance(each, Number)]
+        return len(self.code.kept) + next(i for i, each in enumerate(numbers) if each is leaf)
+
+
+def _other_layout(name: str, path: Place, then: Any, now: Any) -> CaptureError:
+    return CaptureError(
+        f"{name} is captured with {path.text} as {then}, which is {now} at {call_site()}: a "
+        f"program serves one layout of what the step refers to. Call capture() again after a "
+        f"change of layout"
+    )
+
+
+def _evaluated(thing: Any, known: dict[int, float]) -> Any:
+    if not isinstance(thing, Number):
+        return thing
+    if thing.function is None:
+        return known[id(thing)]
+    return thing.function(*[_evaluated(each, known) for each in thing.inputs])
+
+
+def _layout_of(tensor: Any) -> Any:
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def _layout(each: Input) -> Any:
+    """The layout that another tensor at the place must have; None: no other tensor will do."""
+    path, tensor = each.path, each.tensor
+    if path.__class__ is Argument:
+        return None
+    if path.how == "attribute" and path.owner.__class__ is DTensor:
+        return path.owner._spec
+    if tensor.requires_grad and tensor.is_leaf:
+        return None
+    return _layout_of(tensor)

@@ -1,0 +1,462 @@
+"""The recorder of a step: a genuine call, of which torch's dispatcher shows every operator.
+
+The step runs as it always does, with real tensors; below autograd a mode of torch's notes each
+operator, its arguments and its results. So nothing stands in for a tensor, and layouts, storages,
+versions, hooks and gradients are what they are without a recorder. A tensor is known by itself
+(torch keeps one Python object for each), and one that comes from elsewhere by the memory that it
+shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tilework.capture.graph import ITEM, Graph, Input, Instruction, Memory, Value
+from tilework.capture.group_calls import GroupCall, RecordedGroups
+from tilework.capture.number import Number, NumberBook
+from tilework.capture.number import value_of as plain
+from tilework.capture.places import Places
+from tilework.capture.tensor_reads import watched_reads
+from tilework.comm.callsite import call_site
+from tilework.comm.recording import set_recorder
+from tilework.comm.world import current_world
+from tilework.errors import CaptureError
+
+T = TypeVar("T")
+aten = torch.ops.aten
+_DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+#: Operators whose schema does not tell of all that they write: the places of these arguments.
+_UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
+_DRAWS = torch.Tag.nondeterministic_seeded
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records a step of this rank.
+
+    Args:
+        places: The tensors that the step can reach, by place.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self.book, self.places = Graph(), NumberBook(), places
+        self._values: Any = WeakTensorKeyDictionary()
+        #: By object, for what is no tensor: keys of random draws.
+        self._objects: dict[int, tuple[object, Value]] = {}
+        self._memories: dict[int, Memory] = {}
+        self._count = 0
+        self._input_memories: set[Memory] = set()
+        #: By memory of an input that the step writes to, the bytes before that.
+        self.before: dict[Memory, Tensor] = {}
+        self._groups: RecordedGroups | None = None
+
+    # -- its life ----------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what this thread does meanwhile."""
+        self._groups = RecordedGroups(self._note_group_call)
+        before = set_recorder(self)
+        try:
+            with watched_reads(), self, torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            set_recorder(before)
+            self._groups.leave()
+
+    # -- operators ---------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if set_recorder(None) is None:  # a part of the step that is no part of the program
+            return func(*args, **kwargs)
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            set_recorder(self)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten._local_scalar_dense.default or func is aten.equal.default:
+            return self._read(func, args)
+        if func in _CONSTANTS:
+            return self._constant(func, args[0])
+        if any(tag in func.tags for tag in _DATA_DEPENDENT) and _is_dynamic(func, args):
+            raise CaptureError(
+                f"{func} at {call_site()} has a result whose shape or Python value depends on "
+                f"data, which a program cannot follow: use a form of one shape (torch.where, a "
+                f"mask that multiplies), or leave this out of the step"
+            )
+        args, kwargs = tree_map(self._with_numbers, (args, kwargs))
+        inputs = tree_map(self._input, (args, kwargs))
+        plain_args, plain_kwargs = tree_map(plain, (args, kwargs))
+        written = [
+            arg
+            for parameter, arg in _arguments(func._schema, args, kwargs)
+            if parameter.alias_info is not None and parameter.alias_info.is_write
+        ]
+        written += [args[place] for place in _UNDECLARED.get(func, ()) if args[place] is not None]
+        self._keep(written)
+        result = func(*plain_args, **plain_kwargs)
+        draws = _DRAWS in func.tags
+        own = current_world().generator if draws else None
+        if own is not None and any(x.name == "generator" for x in func._schema.arguments):
+            inputs = (inputs[0], {"generator": own, **inputs[1]})
+        self._note(
+            func, inputs, result, _About(written, "draw" if draws else "operator", str(func))
+        )
+        return result
+
+    def _constant(self, func: Any, tensor: Tensor) -> Tensor:
+        """A tensor that the step makes of Python's numbers: each call makes another."""
+        if self._values.get(tensor) is not None or self.places.find(tensor) is not None:
+            return tensor  # it was made by an operator, or before the step
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise CaptureError(
+                f"torch.tensor() at {call_site()} is given NaN, or a number that comes from item() "
+                f"or an option of an optimizer: use the tensor itself, or torch.full((), number)"
+            )
+        if not tensor.untyped_storage().resizable():
+            raise CaptureError(
+                f"the step takes memory of numpy's for a tensor at {call_site()}: a program would "
+                f"keep what the array holds now. Make the tensor before the step, and refer to it"
+            )
+        result: Tensor = func(tensor)
+        constant = tensor.clone()
+        self._note(
+            aten.clone.default, ((constant,), {}), result, _About((), "operator", "torch.tensor")
+        )
+        return result
+
+    def _with_numbers(self, leaf: Any) -> Any:
+        return self.book.find(leaf) if isinstance(leaf, float) else leaf
+
+    def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """A library's read of a value: a number of the program, or what each call must find."""
+        value = func(*args)
+        if isinstance(value, float):
+            return self._number_of(args[0])
+        inputs = tree_map(self._input, args)
+        expected = _Expected(func, value, call_site())
+        self._note(expected, (inputs, {}), None, _About((), "call", f"expect {value}"))
+        return value
+
+    def number_of(self, tensor: Tensor) -> Any:
+        """The number of the program that an element is."""
+        before = set_recorder(None)
+        try:
+            return self._number_of(tensor)
+        finally:
+            set_recorder(before)
+
+    def _number_of(self, tensor: Tensor) -> Any:
+        value: Any = aten._local_scalar_dense.default(tensor)
+        if not isinstance(value, float):
+            raise CaptureError(
+                f"item() at {call_site()} makes a Python number of a tensor of {tensor.dtype}: a "
+                f"program has no Python, so the number would stay {value}. Index with the tensor "
+                f"(index_select, gather, scatter_), or compute the number outside of the step"
+            )
+        read = _Read()
+        self._note(ITEM, ((self._input(tensor),), {}), read, _About((), "operator", "item"))
+        return Number(value, _same, (self._objects[id(read)][1],), self.book)
+
+    # -- values ------------------------------------------------------------------------------
+
+    def _input(self, leaf: Any) -> Any:
+        """The stand-in of an argument in the program."""
+        if isinstance(leaf, Tensor):
+            return self.value_of(leaf)
+        known = self._objects.get(id(leaf))
+        if known is None and isinstance(leaf, torch.Generator) and not self.places.holds(leaf):
+            raise CaptureError(
+                f"the operator at {call_site()} draws from a generator that the step has made: a "
+                f"program would go on with that one. Make the generator before the step, and pass "
+                f"it or refer to it"
+            )
+        return leaf if known is None else known[1]
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """The value that stands for a tensor."""
+        value: Value | None = self._values.get(tensor)
+        if value is not None and value.memory is self._memory_of(tensor):
+            return value
+        path = self.places.find(tensor)
+        if value is None and path is not None:
+            value = self._new_value(tensor)
+            self.graph.inputs.append(Input(value, path, tensor))
+            self._input_memories.add(self._memory_of(tensor))
+            return value
+        return self._alias_of(tensor)
+
+    def _alias_of(self, tensor: Tensor) -> Value:
+        """The value of a tensor that shows known memory, by whatever way it came to that."""
+        begin, end = _extent(tensor)
+        if begin == end:
+            function, inputs = (
+                aten.empty.memory_format,
+                ((tuple(tensor.shape),), {"dtype": tensor.dtype}),
+            )
+            self._note(function, inputs, tensor, _About((), "operator", "aten.empty"))
+            made: Value = self._values[tensor]
+            return made
+        shown = self.places.showing(tensor)
+        if shown is not None and self._values.get(shown) is None:
+            self.value_of(shown)
+        for other, value in list(self._values.items()):
+            first = _storage_begin(other)
+            if first <= begin and end <= _storage_end(other) and other.dtype == tensor.dtype:
+                offset = (begin - first) // tensor.itemsize
+                shape, strides = tuple(tensor.shape), tensor.stride()
+                self._new_value(tensor)
+                made = self._values[tensor]
+                made.memory = value.memory
+                self.graph.instructions.append(
+                    Instruction(
+                        function=aten.as_strided.default,
+                        args=(value, shape, strides, offset),
+                        kwargs={},
+                        outputs=[made],
+                        form="leaf",
+                        writes=(),
+                        kind="operator",
+                        site=call_site(),
+                        name="aten.as_strided.default",
+                    )
+                )
+                if value.memory is not None:
+                    self._memories[tensor.untyped_storage()._cdata] = value.memory
+                return made
+        raise CaptureError(
+            f"the operator at {call_site()} uses a tensor of shape {list(tensor.shape)} and "
+            f"{tensor.dtype} that the step can't be seen to hold: neither its arguments nor what "
+            f"the function, its modules, optimizers and variables refer to. A program would keep "
+            f"the tensor as it is now. Pass it as an argument, register it as a buffer, or make it "
+            f"with torch's operators inside of the step"
+        )
+
+    def _memory_of(self, tensor: Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            memory = self._memories[storage._cdata] = Memory(storage.nbytes())
+        return memory
+
+    def _new_value(self, leaf: Any) -> Value:
+        self._count += 1
+        if not isinstance(leaf, Tensor):
+            value = Value(self._count, text=type(leaf).__name__)
+            self._objects[id(leaf)] = leaf, value
+            return value
+        shape = tuple(leaf.shape)
+        name = str(leaf.dtype).removeprefix("torch.")
+        value = Value(self._count, self._memory_of(leaf), f"{name}{list(shape)}", shape, leaf.dtype)
+        self._values[leaf] = value
+        return value
+
+    def _keep(self, written: Sequence[Any]) -> None:
+        """Keep what inputs hold before the step writes to them."""
+        for tensor in tree_leaves(list(written)):
+            if not _is_tensor(tensor):
+                continue
+            memory = self._memory_of(tensor)
+            if memory in self.before or memory not in self._input_memories:
+                continue
+            self.before[memory] = bytes_of(tensor).clone()
+
+    # -- instructions ------------------------------------------------------------------------
+
+    def _note(
+        self,
+        function: Callable[..., Any],
+        inputs: Any,
+        result: Any,
+        about: _About,
+    ) -> None:
+        written, kind, name, nbytes = about
+        leaves = tree_leaves(result)
+        memories = [
+            self._memory_of(tensor) for tensor in tree_leaves(list(written)) if _is_tensor(tensor)
+        ]
+        given = {id(leaf) for leaf in tree_leaves(list(written))}
+        outputs: list[Value | None] = []
+        for leaf in leaves:
+            if _is_tensor(leaf):
+                if id(leaf) in given:
+                    outputs.append(None)
+                    continue
+                self._forget_storage(leaf, inputs)
+                outputs.append(self._new_value(leaf))
+            elif leaf is None or isinstance(leaf, bool | int | float | str):
+                outputs.append(None)
+            else:
+                outputs.append(self._new_value(leaf))
+        self.graph.instructions.append(
+            Instruction(
+                function,
+                inputs[0],
+                inputs[1],
+                outputs,
+                _form_of(result),
+                tuple(memories),
+                kind,
+                call_site(),
+                name,
+                nbytes,
+            )
+        )
+
+    def _forget_storage(self, tensor: Tensor, inputs: Any) -> None:
+        """Forget what lay where new memory is now, unless the tensor shows an argument's memory."""
+        storage = tensor.untyped_storage()._cdata
+        memory = self._memories.get(storage)
+        if memory is None:
+            return
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, Value) and leaf.memory is memory:
+                return
+        del self._memories[storage]
+
+    # -- what torch does not show ------------------------------------------------------------
+
+    def call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+        """The result of a call, which becomes one instruction: its arguments may be written."""
+        set_recorder(None)
+        try:
+            inputs = tree_map(self._input, (tuple(args), dict(kwargs)))
+            plain_args, plain_kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
+            written = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+            self._keep(written)
+            result = function(*plain_args, **plain_kwargs)
+            self._note(
+                function, inputs, result, _About(written, "call", function.__name__.lstrip("_"))
+            )
+        finally:
+            set_recorder(self)
+        return result
+
+    def _note_group_call(
+        self, call: GroupCall, tensors: tuple[Any, ...], written: Sequence[Any]
+    ) -> Callable[[], None]:
+        set_recorder(None)
+        try:
+            inputs = tree_map(self._input, tensors)
+            sent = [leaf for leaf in tree_leaves(tensors) if _is_tensor(leaf)]
+            work = object() if call.opts.asyncOp else None
+            nbytes = max((tensor.nbytes for tensor in sent), default=0)
+            about = _About(written, "collective", call.text(), nbytes)
+            self._note(call, (inputs, {}), work, about)
+        finally:
+            set_recorder(self)
+
+        def note_wait() -> None:
+            if work is not None:
+                value = self._objects[id(work)][1]
+                self._note(_wait, ((value,), {}), None, _About(written, "wait", "wait"))
+
+        return note_wait
+
+
+def _is_dynamic(func: Any, args: tuple[Any, ...]) -> bool:
+    """True unless an operator has a result of one shape with these arguments."""
+    if func is not aten.index.Tensor:
+        return True
+    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+class _About(NamedTuple):
+    """Facts of an instruction besides its call; see ``Instruction``."""
+
+    written: Sequence[Any]
+    kind: str
+    name: str
+    nbytes: int = 0
+
+
+class _Expected:
+    """A value that a library has read, to decide what it does: each call must find the same.
+
+    Args:
+        func: The operator that reads it.
+        value: The value.
+        site: The line of the user's program.
+    """
+
+    def __init__(self, func: Any, value: Any, site: str) -> None:
+        self.func, self.value, self.site = func, value, site
+
+    def __call__(self, *args: Any) -> None:
+        value = self.func(*args)
+        if value != self.value:
+            raise CaptureError(
+                f"a captured step comes to a value of {value} at {self.site}, where the recorded "
+                f"call found {self.value}: there torch or tilework check an argument, or choose "
+                f"what to do. An index may be out of range; run the step without capture() to see"
+            )
+
+
+class _Read:
+    """Stands for a number that the program reads from a tensor."""
+
+
+def _same(number: float) -> float:
+    return number
+
+
+def _wait(work: Any) -> None:
+    work.wait()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _form_of(result: Any) -> str:
+    if not isinstance(result, list | tuple):
+        return "leaf"
+    return "deep" if any(isinstance(each, list | tuple | dict) for each in result) else "flat"
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _arguments(
+    schema: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    for position, parameter in enumerate(schema.arguments):
+        if position < len(args) and not parameter.kwarg_only:
+            yield parameter, args[position]
+        elif parameter.name in kwargs:
+            yield parameter, kwargs[parameter.name]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses that a tensor's elements lie between."""
+    if not tensor.numel():
+        return 0, 0
+    begin = tensor.data_ptr()
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return begin, begin + (last + 1) * tensor.itemsize
+
+
+def _storage_begin(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _storage_end(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() + storage.nbytes()

@@ -1,0 +1,125 @@
+"""Reads of tensors' values by Python while a step is recorded: numbers, or errors.
+
+``item()`` of a float gives a :class:`~tilework.capture.number.Number`. Other reads (numpy, lists,
+branches, prints) would leave today's values in the program without a word: they raise, naming the
+line. The methods of ``torch.Tensor`` are replaced while some thread of the process records.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.callsite import call_site, in_library
+from tilework.comm.recording import current_recorder, recorded
+from tilework.errors import CaptureError
+
+#: Methods that read values, and what a program's line does with them.
+_READS = {
+    "tolist": "makes a list of a tensor",
+    "numpy": "makes a numpy array of a tensor",
+    "__array__": "makes a numpy array of a tensor",
+    "__bool__": "branches on the value of a tensor",
+    "__int__": "makes a Python number of a tensor",
+    "__index__": "makes a Python number of a tensor",
+    "__complex__": "makes a Python number of a tensor",
+    "__repr__": "prints the value of a tensor",
+    "__format__": "prints the value of a tensor",
+    "__dlpack__": "hands a tensor to another library",
+}
+_NUMBERS = ("item", "__float__")
+#: Functions of the default generator's state, which recomputed layers use.
+_STATES = ("get_rng_state", "set_rng_state", "manual_seed")
+_lock = threading.Lock()
+_users = 0
+_originals: dict[str, Any] = {}
+
+
+@contextmanager
+def watched_reads() -> Iterator[None]:
+    """Have reads of this process's recording threads recorded or refused meanwhile."""
+    global _users
+    with _lock:
+        if not _users:
+            _replace()
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                _put_back()
+
+
+def _replace() -> None:
+    for name in _STATES:
+        original = getattr(torch.random, name)
+        _originals[f"torch.{name}"] = original
+        for place in (torch, torch.random):
+            setattr(place, name, recorded(original))
+    for name in (*_READS, *_NUMBERS):
+        _originals[name] = vars(Tensor).get(name)
+        made = _number(name) if name in _NUMBERS else _refused(name)
+        setattr(Tensor, name, functools.wraps(getattr(Tensor, name))(made))
+
+
+def _put_back() -> None:
+    for name, original in _originals.items():
+        if name.startswith("torch."):
+            for place in (torch, torch.random):
+                setattr(place, name.removeprefix("torch."), original)
+        elif original is None:
+            delattr(Tensor, name)
+        else:
+            setattr(Tensor, name, original)
+    _originals.clear()
+
+
+def _number(name: str) -> Callable[..., Any]:
+    original: Any = getattr(Tensor, name)
+
+    def read(self: Tensor) -> Any:
+        recorder: Any = current_recorder()
+        caller = sys._getframe(1).f_code.co_filename
+        if recorder is None or (is_installed(caller) and not caller.startswith(_OPTIMIZERS)):
+            return original(self)
+        whole: Any = self.full_tensor() if hasattr(self, "full_tensor") else self
+        if whole.numel() != 1:
+            return original(self)
+        return recorder.number_of(whole.detach().reshape(()))
+
+    return read
+
+
+def is_installed(file: str) -> bool:
+    """True for code of an installed package: what it reads to decide what to do is checked again
+    in each call; see ``recorder``.
+    """
+    return in_library[file] or "site-packages" in file
+
+
+_OPTIMIZERS = torch.optim.__path__[0]
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    original: Any = getattr(Tensor, name)
+    what = _READS[name]
+
+    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if current_recorder() is None or is_installed(sys._getframe(1).f_code.co_filename):
+            return original(self, *args, **kwargs)
+        raise CaptureError(
+            f"the step {what} at {call_site()}: a program has no Python, so it would go on with "
+            f"the value of this call. Compute with tensors (torch.where instead of a branch), or "
+            f"return the tensor and do this after the call"
+        )
+
+    return read

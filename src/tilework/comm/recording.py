@@ -1,0 +1,82 @@
+"""The recorder of a thread: a program that is being captured sees calls that torch does not show.
+
+Torch's dispatcher shows a recorder every operator. It does not show what the core does with memory
+(collectives, random numbers, memory of a segment), nor what ranks compare besides. Functions of the
+first kind are :func:`recorded`: a program calls them again when it runs. Those of the second kind
+are :func:`unrecorded`: a program leaves them out.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """A recorder of the calls of one thread."""
+
+    def call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
+        """The result of a call, which becomes one instruction of the program."""
+        ...
+
+
+class _Recording(threading.local):
+    recorder: Recorder | None = None
+
+
+_recording = _Recording()
+
+
+def set_recorder(recorder: Recorder | None) -> Recorder | None:
+    """Make a recorder that of this thread; returns the one before. None: nothing is recorded."""
+    before, _recording.recorder = _recording.recorder, recorder
+    return before
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder of this thread; None if nothing is recorded."""
+    return _recording.recorder
+
+
+def recorded(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose calls become instructions: the recorder sees nothing of what it does.
+
+    Example:
+        >>> recorded(abs)(-3)
+        3
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        recorder = _recording.recorder
+        if recorder is None:
+            return function(*args, **kwargs)
+        return recorder.call(function, args, kwargs)
+
+    return call
+
+
+def unrecorded(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that a program leaves out: it compares or prepares, and computes no value.
+
+    Example:
+        >>> unrecorded(abs)(-3)
+        3
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _recording.recorder is None:
+            return function(*args, **kwargs)
+        before = set_recorder(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_recorder(before)
+
+    return call
