@@ -394,6 +394,41 @@ def two_axes_a_double_backward_and_a_hook(ranks: int) -> None:
     run_twins(make, batches)
 
 
+@case
+def several_sizes_in_one_program(ranks: int) -> None:
+    mesh = mesh_of(ranks)
+
+    def make() -> Any:
+        model = distribute_module(perceptron(nn.Dropout(0.2)), mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train = training(model, optimizer)
+        return lambda x: (train(x), model(x).detach()), tensors_of(model, optimizer)
+
+    sizes = (4, 6, 8, 5, 20, 3, 6, 8)  # the first is not recorded, two are, the fourth checks
+    program = run_twins(make, [(rows(mesh, size * ranks),) for size in sizes])
+    assert len(program.records) == 1
+    assert "size" in str(program)
+
+
+@case
+def a_cache_that_grows_in_one_program(ranks: int) -> None:
+    class Cache:
+        keys = torch.zeros(2, 1, 8)
+
+    def make() -> Any:
+        cache, linear = Cache(), nn.Linear(8, 8)
+
+        @torch.no_grad()
+        def step(x: Tensor) -> Tensor:
+            cache.keys = torch.cat([cache.keys, linear(x)], 1)
+            return F.scaled_dot_product_attention(x, cache.keys, cache.keys)
+
+        return step, lambda: {"keys": cache.keys}
+
+    program = run_twins(make, [(torch.randn(2, 1, 8),) for _ in range(9)])
+    assert len(program.records) == 1
+
+
 NAMES.extend(CASES)
 
 
@@ -462,10 +497,10 @@ def test_another_structure_is_recorded_again_and_the_ninth_raises() -> None:
     program = capture(lambda x: x * 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for rows in range(1, 10):
-            program(torch.ones(rows, dtype=torch.float64 if rows % 2 else torch.float32))
-        with pytest.raises(CaptureError, match=r"9th time.*argument 1 was .*\[9\].*is .*\[10\]"):
-            program(torch.ones(10))
+        for dims in range(1, 10):
+            program(torch.ones((2,) * dims))
+        with pytest.raises(CaptureError, match=r"9th time.*argument 1 was .*2, 2\].*is .*2, 2\]"):
+            program(torch.ones((2,) * 10))
 
 
 def refused(step: Callable[..., Any], message: str, *args: Any) -> None:

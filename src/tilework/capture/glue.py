@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tilework.capture.graph import Graph, Value
 from tilework.capture.number import Number
 from tilework.capture.options import Option
-from tilework.capture.places import Argument, Place
+from tilework.capture.places import Place, layout_of
+from tilework.capture.sizes import SizedSpec, has_size
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 
@@ -40,7 +41,11 @@ class _Source:
     """Lines of a function, and the objects that they name."""
 
     def __init__(self) -> None:
-        self.scope: dict[str, Any] = {"DTensor": DTensor, "wrap_as": wrap_as}
+        self.scope: dict[str, Any] = {
+            "DTensor": DTensor,
+            "wrap_as": wrap_as,
+            "layout_of": layout_of,
+        }
         self.lines: list[str] = []
         self._names: dict[int, str] = {}
 
@@ -88,20 +93,23 @@ def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
         same = "is" if value is None or isinstance(value, bool) else "=="
         checks.append(f"{source.read(place)} {same} {source.name(value)}")
     inputs = []
-    for each in graph.inputs:
+    for number, each in enumerate(graph.inputs):
         path = each.path
-        if path.__class__ is Argument:
-            local = "._local_tensor" if path.is_dtensor else ""
-            inputs.append(f"leaves[{path.number}]{local}")
+        if each.is_argument:
+            inputs.append(f"leaves[{path.number}]{'._local_tensor' * path.is_dtensor}")
+            continue
+        if each.may_change:
+            inputs.append(f"v{number}")
+            checks.append(f"(v{number} := {source.read(path)}) is not None")
+            if not has_size(each.layout):
+                checks.append(f"layout_of(v{number}) == {source.name(each.layout)}")
             continue
         tensor = source.name(each.tensor)
         inputs.append(tensor)
         checks.append(f"{source.read(path)} is {tensor}")
-        if path.how == "attribute" and path.owner.__class__ is DTensor:
-            checks.append(f"{source.name(path.owner)}._spec is {source.name(path.owner._spec)}")
-        if each.tensor.is_leaf:
-            flag = "" if each.tensor.requires_grad else "not "
-            checks.append(f"{flag}{tensor}.requires_grad")
+        if each.is_local:
+            checks.append(f"{source.name(path.owner)}._spec is {source.name(each.layout)}")
+        checks.append(f"{'' if each.tensor.requires_grad else 'not '}{tensor}.requires_grad")
     source.lines.append("try:")
     condition = " and ".join(f"({check})" for check in checks) or "True"
     source.lines.append(f"    if {condition}:")
@@ -114,7 +122,7 @@ def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
 
 def write_leave(
     graph: Graph, tree: Any, index_of: Callable[[Any], int]
-) -> Callable[[list[Any]], Any]:
+) -> Callable[[list[Any], int | None], Any]:
     """The function behind a program: puts values into their places, and gives the step's result.
 
     Args:
@@ -127,6 +135,8 @@ def write_leave(
     def text(leaf: Any) -> str:
         if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
             spec, digest = source.name(leaf[2]), leaf[3]
+            if isinstance(leaf[2], SizedSpec):
+                spec = f"{spec}.at(size)"
             return f"wrap_as(DTensor, kept[{index_of(leaf[1])}], {spec}, {digest})"
         if isinstance(leaf, Value | Number):
             return f"kept[{index_of(leaf)}]"
@@ -142,7 +152,7 @@ def write_leave(
     else:
         unflatten, name = source.name(tree_unflatten), source.name(tree)
         source.lines.append(f"return {unflatten}([{', '.join(leaves)}], {name})")
-    return source.function("leave", "kept")
+    return source.function("leave", "kept, size")
 
 
 _LEAF = tree_flatten(0)[1]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tilework.capture.number import Number
+from tilework.capture.places import Argument, is_dtensor
 
 #: Makes a number of an element; the method itself is replaced while a step is recorded.
 ITEM: Callable[[Tensor], Any] = Tensor.item
@@ -94,12 +95,30 @@ class Input:
     Attributes:
         value: The value in the program.
         path: The place: see :mod:`~tilework.capture.places`.
-        tensor: The tensor that was there.
+        tensor: The tensor that was there, and has to be, if ``layout`` is None.
+        layout: The layout that another tensor has to have; of a DTensor's local tensor the
+            DTensor's. None for arguments, whose layout is in the key of a call.
     """
 
     value: Value
     path: Any
-    tensor: Tensor
+    tensor: Any
+    layout: Any = None
+
+    @property
+    def is_argument(self) -> bool:
+        """True for an argument of the step."""
+        return self.path.__class__ is Argument
+
+    @property
+    def may_change(self) -> bool:
+        """True if another tensor of the same layout may be at the place, which is no argument."""
+        return self.layout is not None and not self.is_local
+
+    @property
+    def is_local(self) -> bool:
+        """True for the local tensor of a DTensor that the step refers to."""
+        return not self.is_argument and self.path.how == "attribute" and is_dtensor(self.path.owner)
 
 
 @dataclass(eq=False, slots=True)

@@ -180,7 +180,9 @@ class Compiled:
             self._values = values
         self._digests[:] = args[count + len(options) :]
         try:
-            result: list[Any] = self._function(*args[:count], *options, self._token)
+            # Local tensors of other classes as plain ones, which is all that compiled code takes.
+            inputs = [x if x.__class__ is Tensor else x.as_subclass(Tensor) for x in args[:count]]
+            result: list[Any] = self._function(*inputs, *options, self._token)
             return result
         finally:
             if self._objects:

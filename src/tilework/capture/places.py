@@ -103,6 +103,17 @@ class Argument:
         return leaf._local_tensor if self.is_dtensor else leaf  # type: ignore[no-any-return]
 
 
+def is_dtensor(thing: Any) -> bool:
+    """True for a DTensor."""
+    return thing.__class__ is DTensor
+
+
+def layout_of(tensor: Any) -> tuple[Any, ...]:
+    """Everything of a tensor but its elements."""
+    shape = tuple(tensor.shape)
+    return shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
+
+
 def _local(tensor: Any) -> Any:
     return tensor._local_tensor if tensor.__class__ is DTensor else tensor
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
-from tilework.capture.agreement import agree_on
-from tilework.capture.glue import Held
-from tilework.capture.graph import Graph
-from tilework.capture.number import value_of
-from tilework.capture.options import Options
-from tilework.capture.places import Argument, Place, Places
 from tilework.capture.record import NOT_CURRENT, Record
-from tilework.capture.recorder import Recorder, bytes_of
+from tilework.capture.recording import Call, record_call, run_checked, unified
+from tilework.capture.sizes import comparable, fits, size_of
 from tilework.capture.table import table_of
 from tilework.comm.recording import current_recorder
-from tilework.comm.world import current_world
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
@@ -111,7 +105,10 @@ class Program(Generic[P, T]):
         self.__name__ = getattr(step, "__name__", type(step).__name__)
         self.__doc__ = step.__doc__
         self._step, self._backend, self._check = step, backend, check
-        self._records: dict[Any, list[Record]] = {}
+        #: By key of a call, the programs and the size for those of several.
+        self._records: dict[Any, list[tuple[Record, int | None]]] = {}
+        #: Programs of several sizes.
+        self._sized: list[Record] = []
         self._is_warm = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -124,37 +121,98 @@ class Program(Generic[P, T]):
         else:
             leaves, tree = list(args), None
         key = (tree, *map(_key_of, leaves), *_modes())
-        for record in self._records.get(key, ()):
-            result = record.run(leaves)
+        for record, size in self._records.get(key, ()):
+            result = record.run(leaves, size)
             if result is not NOT_CURRENT:
                 return result
-        return self._record(key, leaves, args, kwargs)  # type: ignore[no-any-return]
+        call = Call(self._step, self.__name__, leaves, args, kwargs)
+        found = self._of_several(key)
+        if self._sized and self._all_have(found is not None) and found is not None:
+            return self._checked(key, call, *found)  # type: ignore[no-any-return]
+        return self._record(key, call)  # type: ignore[no-any-return]
 
     @property
     def records(self) -> list[Record]:
         """The programs so far, one for each kind of call."""
-        return [record for records in self._records.values() for record in records]
+        every = [record for records in self._records.values() for record, _ in records]
+        return list({id(record): record for record in every}.values())
 
-    def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+    def _record(self, key: Any, call: Call) -> Any:
         if len(self.records) >= MOST_PROGRAMS:
             raise CaptureError(self._too_many(key))
         if self.records:
             warnings.warn(
-                f"{self.__name__} is recorded again: {self._what_differs(key)}", stacklevel=3
+                f"{self.__name__} is recorded again: {self._what_differs(key)}", stacklevel=4
             )
-        record, result = _recorded(self._step, self.__name__, args, kwargs, leaves, self._check)
+        record, result = record_call(call, self._check)
         if record is not None:
+            layouts = [each.layout for each in record.graph.inputs if each.may_change]
+            record.signature = comparable(key), tuple(layouts)
             if self._backend == "inductor":
                 record.compile()
-            self._records.setdefault(key, []).append(record)
+            else:
+                self._unify(record)
+            self._records.setdefault(key, []).append((record, None))
+            record.release()
+        return result
+
+    # -- several sizes -----------------------------------------------------------------------
+
+    def _unify(self, record: Record) -> None:
+        """Make a program of several sizes of a record and an earlier one, if there is one."""
+        made = None
+        for known in self.records:
+            made = made or unified(known, record)
+        if self.records and self._all_have(made is not None, record):
+            assert made is not None
+            self._sized.append(made)
+
+    def _all_have(self, flag: bool, record: Record | None = None) -> bool:
+        """True if ``flag`` is true on all ranks of the groups of a record. Collective."""
+        groups = (record or self._sized[-1]).groups
+        votes = [group.agree(flag) for group in groups]  # each is collective
+        return all(votes) if groups else flag
+
+    def _of_several(self, key: Any) -> tuple[Record, int] | None:
+        """The program of several sizes that fits a call, and the size."""
+        for record in self._sized:
+            signature = record.signature_of(key)
+            size = size_of(record.signature, signature)
+            if size is not None and fits(record.signature, signature, size):
+                return record, size
+        return None
+
+    def _checked(self, key: Any, call: Call, record: Record, size: int) -> Any:
+        """The result of a call by the program of several sizes, which the third size checks."""
+        if record.is_checked:
+            result = record.run(call.leaves, size)
+            if result is NOT_CURRENT:
+                return self._record(key, call)
+        else:
+            is_right, result = run_checked(record, call, size)
+            if is_right is None:
+                return self._record(key, call)
+            if not self._all_have(is_right, record):
+                self._sized.remove(record)
+                return result
+            record.is_checked = True
+            self._records = {
+                known: [each for each in records if each[0] not in record.made_of]
+                for known, records in self._records.items()
+            }
+            record.made_of = ()
+        if not record.signature_has_places:
+            self._records.setdefault(key, []).append((record, size))
+        elif record not in self.records:
+            self._records.setdefault(_Same(record), []).append((record, None))
         return result
 
     def _what_differs(self, key: Any) -> str:
         """The difference between a call and the records, in words."""
         for known, records in reversed(list(self._records.items())):
-            if known == key:
-                return str(records[-1].what_changed())
-            if len(known) == len(key):
+            if known == key and records:
+                return str(records[-1][0].what_changed())
+            if isinstance(known, tuple) and len(known) == len(key):
                 odd = next(i for i, (a, b) in enumerate(zip(known, key, strict=True)) if a != b)
                 where = f"argument {odd}" if 0 < odd <= len(key) - len(_modes()) - 1 else "a mode"
                 return f"{where} was {_shown(known[odd])} and is {_shown(key[odd])}"
@@ -247,240 +305,3 @@ def _modes() -> tuple[Any, ...]:
         is_cast and torch.get_autocast_dtype("cpu"),
         torch.get_default_dtype(),
     )
-
-
-# -- recording -------------------------------------------------------------------------------
-
-
-class _PlacesOfCall(Places):
-    """The places of a step, and its arguments.
-
-    Args:
-        step: The step.
-        leaves: The leaves of the arguments.
-    """
-
-    def __init__(self, step: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        plain = Tensor | bool | int | float | str | None
-        super().__init__(step, [leaf for leaf in leaves if not isinstance(leaf, plain)])
-        self._numbers: dict[int, Argument] = {}
-        for number, leaf in enumerate(leaves):
-            is_dtensor = leaf.__class__ is DTensor
-            if isinstance(leaf, Tensor):
-                tensor = Argument(number, is_dtensor).of(leaves)
-                self._numbers[id(tensor)] = Argument(number, is_dtensor)
-
-    def find(self, tensor: Tensor) -> Any:
-        return self._numbers.get(id(tensor)) or super().find(tensor)
-
-
-def _recorded(
-    step: Callable[..., Any], name: str, args: Any, kwargs: Any, leaves: Sequence[Any], check: bool
-) -> tuple[Record | None, Any]:
-    """Run a step, and record it.
-
-    Returns:
-        The record, None if the step has made groups, which later calls will not; and the result.
-    """
-    groups = set(current_world().records)
-    before = _PlacesOfCall(step, leaves)
-    recorder = Recorder(before)
-    generators = [(each, each.get_state()) for each in _generators()]
-    try:
-        with Options(before.optimizers, recorder.book) as options, recorder.recording():
-            result = step(*args, **kwargs)
-            _reduce_deferred(before)
-        if set(current_world().records) != groups:
-            return None, result
-        graph = recorder.graph
-        outputs, tree = tree_flatten(result)
-        graph.result = [_leaf(each, recorder) for each in outputs]
-        after = _PlacesOfCall(step, leaves)
-        graph.places = list(_changes(before, after, recorder))
-        constants = _constants(before, after)
-        graph.drop_dead()
-        digests = agree_on(graph, name)
-        way = _way_to(graph, before)
-        guards = list(dict.fromkeys(recorder.book.guards))
-        held = Held(options.all, way, constants, guards)
-        record = Record(name, graph, digests, tree, held)
-        if check:
-            _check(record, recorder, leaves, generators, result)
-    except CaptureError:
-        _undo(recorder, before)
-        raise
-    return record, tree_unflatten([value_of(each) for each in outputs], tree)
-
-
-def _generators() -> list[torch.Generator]:
-    own = current_world().generator
-    return [torch.default_generator if own is None else own]
-
-
-def _reduce_deferred(places: Places) -> None:
-    """Have gradients that wait for somebody to read them reduced within the step."""
-    for place, _ in places.slots:
-        if place.how == "grad" and place.owner.__class__ is DTensor:
-            deferred = place.owner._deferred_grad
-            if deferred is not None:
-                deferred()
-
-
-def _leaf(leaf: Any, recorder: Recorder) -> Any:
-    """The stand-in of a tensor or number that outlives the call."""
-    if leaf.__class__ is DTensor:
-        value = recorder.value_of(leaf._local_tensor)
-        return "dtensor", value, leaf._spec, leaf._digest or 0
-    if isinstance(leaf, Tensor):
-        return recorder.value_of(leaf)
-    return recorder.book.find(leaf) if type(leaf) is float else leaf
-
-
-def _changes(before: Places, after: Places, recorder: Recorder) -> Iterator[tuple[Place, Any]]:
-    """The places that hold other tensors after the step, with what they hold."""
-    then = {_identity(place): tensor for place, tensor in before.slots}
-    read = {_identity(x.path) for x in recorder.graph.inputs if isinstance(x.path, Place)}
-    for place, tensor in after.slots:
-        known = then.get(_identity(place), _identity)
-        if tensor is known:
-            continue
-        if known is _identity and tensor is None:
-            continue
-        if isinstance(place.owner, list) and known is _identity and after.is_users(place):
-            raise CaptureError(
-                f"the step puts a tensor into the list {place.text}: a program would do so to one "
-                f"place again and again. Return the tensor, and append it after the call"
-            )
-        if place.how == "item" and isinstance(place.owner, tuple):
-            continue
-        if not after.is_users(place) and _identity(place) not in read:
-            continue
-        yield place, (tensor if tensor is None else _leaf(tensor, recorder))
-    for place, tensor in before.slots:
-        if place.how == "grad" and tensor is not None and place.get() is None:
-            yield place, None
-
-
-def _identity(place: Place) -> tuple[int, str, Any]:
-    key = place.key if isinstance(place.key, str | int | type(None)) else id(place.key)
-    return id(place.owner), place.how, key
-
-
-def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
-    """Numbers, texts and flags that the step left as they were: later calls must find the same.
-
-    Raises:
-        CaptureError: The step has changed some of the program's.
-    """
-    now = {_identity(place): value for place, value in after.constants}
-    kept = []
-    for place, value in before.constants:
-        is_now = now.get(_identity(place), _identity)
-        if is_now is value or (type(is_now) is type(value) and is_now == value):
-            kept.append((place, value))
-            continue
-        owner = type(place.owner) if place.how == "attribute" else None
-        if isinstance(place.owner, dict) and not place.text.isidentifier():
-            owner = before.kind_of(place)
-        if owner is not None and owner.__module__.startswith(("torch.", "tilework.")):
-            continue  # a count that the library keeps
-        raise CaptureError(
-            f"the step changes {place.text} in Python, from {value!r} to {is_now!r}: a program "
-            f"would not do this again, since its Python does not run. Do it outside of the step, "
-            f"or keep the number in a tensor"
-        )
-    for found, length, text in before.lists:
-        if len(found) != length:
-            raise CaptureError(
-                f"the step changes the length of the list {text} from {length} to {len(found)}: a "
-                f"program would not do this again. Return what is appended, and do it after the "
-                f"call"
-            )
-    return kept
-
-
-def _way_to(graph: Graph, places: Places) -> list[tuple[Place, Any]]:
-    """The objects on the way to a program's inputs, each once."""
-    found: dict[int, tuple[Place, Any]] = {}
-    for each in graph.inputs:
-        if isinstance(each.path, Place):
-            for place, thing in places.way_to(each.path):
-                found.setdefault(id(thing), (place, thing))
-    return list(found.values())
-
-
-def _check(
-    record: Record,
-    recorder: Recorder,
-    leaves: Sequence[Any],
-    generators: Sequence[tuple[torch.Generator, Tensor]],
-    result: Any,
-) -> None:
-    """Run a record on what the recorded call began with, and compare. Collective as the step is.
-
-    Raises:
-        CaptureError: A value differs in a bit.
-    """
-    copies: dict[Any, Tensor] = {}
-    inputs = []
-    for each in record.graph.inputs:
-        tensor, memory = each.tensor.detach(), each.value.memory
-        if memory in recorder.before:
-            storage = copies.setdefault(memory, recorder.before[memory].clone())
-            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            copy.set_(
-                storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-            )
-            tensor = copy
-        inputs.append(tensor)
-    ends = [(each, each.get_state()) for each, _ in generators]
-    for generator, state in generators:
-        generator.set_state(state)
-    options = [option.number.value for option in record.options]
-    kept = record.compute(inputs, options)
-    for generator, state in ends:
-        generator.set_state(state)
-    pairs = [
-        (each.path.text if isinstance(each.path, Place) else "an argument", each.tensor, copy)
-        for each, copy in zip(record.graph.inputs, inputs, strict=True)
-        if each.value.memory in recorder.before
-    ]
-    actual = [*tree_leaves(result), *[place.get() for place, _ in record.graph.places]]
-    expected = [*record.graph.result, *[leaf for _, leaf in record.graph.places]]
-    names = ["the result"] * len(record.graph.result)
-    names += [place.text for place, _ in record.graph.places]
-    for name, now, leaf in zip(names, actual, expected, strict=True):
-        again = record.built(leaf, kept)
-        if isinstance(now, Tensor):
-            pairs.append((name, _plain(now), _plain(again)))
-    for name, now, again in pairs:
-        if not _same_bits(now.detach(), again.detach()):
-            raise CaptureError(
-                f"a first run of the record gave another {name} than the step itself: the step "
-                f"computes something that torch's dispatcher does not show, or draws random "
-                f"numbers in a way that a record can't repeat. Leave that part out of the step"
-            )
-
-
-def _plain(tensor: Any) -> Any:
-    return tensor._local_tensor if tensor.__class__ is DTensor else tensor
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if torch.equal(one, other):
-        return True
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _undo(recorder: Recorder, places: Places) -> None:
-    """Put back what a step has written that cannot be a program. Local."""
-    for each in recorder.graph.inputs:
-        memory = each.value.memory
-        kept = None if memory is None else recorder.before.pop(memory, None)
-        if kept is not None:
-            bytes_of(each.tensor).copy_(kept)
-    for place, tensor in places.slots:
-        if place.how == "grad":
-            place.set(tensor)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from keyword import iskeyword
+from math import isfinite
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tilework.capture.group_calls import GroupCall
 from tilework.capture.number import Number
 from tilework.capture.options import Option
 from tilework.capture.places import Argument
+from tilework.capture.sizes import Size, has_size
 from tilework.comm import provenance
 from tilework.dtensor.tensor import DTensor
 
@@ -40,11 +42,13 @@ class Code:
             that outlive the call.
         text: The source.
         kept: The values that ``run`` returns, in order.
+        has_size: True if ``run`` takes a size behind the inputs.
     """
 
     run: Callable[..., list[Any]]
     text: str
     kept: list[Value]
+    has_size: bool
 
 
 class _Writer:
@@ -87,17 +91,18 @@ class _Writer:
             self.lines.append(f"{name} = {text}")
         return name
 
-    def expression(self, thing: Any) -> str:
+    def expression(self, thing: Any) -> str:  # noqa: PLR0911
         """Python that gives an argument."""
         if isinstance(thing, Value):
             return f"t{thing.number}"
-        if isinstance(thing, Number):
-            return self.number(thing)
         if isinstance(thing, float):
-            plain = thing == thing and abs(thing) != float("inf")
-            return repr(thing) if plain else f"float({str(thing)!r})"
+            if isinstance(thing, Number):
+                return self.number(thing)
+            return repr(thing) if isfinite(thing) else f"float({str(thing)!r})"
         if isinstance(thing, _PLAIN):
             return repr(thing)
+        if isinstance(thing, Size):
+            return thing.text()
         if thing.__class__ in (list, tuple, torch.Size):
             parts = [self.expression(each) for each in thing]
             if thing.__class__ is list:
@@ -155,6 +160,8 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
     numbers = _numbers_in(graph)
     returned = [f"t{value.number}" for value in kept] + [writer.number(each) for each in numbers]
     parameters = [f"t{each.value.number}" for each in graph.inputs]
+    is_sized = has_size([(x.args, list(x.kwargs.values())) for x in graph.instructions])
+    parameters += ["size"] * is_sized
     parameters += [f"n{i}" for i in range(len(options))] + [f"d{i}" for i in range(len(groups))]
     body = [*_header(graph, options, groups), *writer.lines, f"return [{', '.join(returned)}]"]
     text = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
@@ -162,7 +169,7 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
     file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
     exec(compile(text, file, "exec"), writer.scope)
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    return Code(writer.scope[name], text, kept)
+    return Code(writer.scope[name], text, kept, is_sized)
 
 
 def _header(graph: Graph, options: Sequence[Option], groups: Sequence[Any]) -> list[str]:

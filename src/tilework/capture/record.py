@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tilework.capture.agreement import Digests
 from tilework.capture.glue import Held, write_enter, write_leave
-from tilework.capture.graph import Graph, Input, Value
+from tilework.capture.graph import Graph, Value
 from tilework.capture.inductor import Compiled
 from tilework.capture.number import Number
-from tilework.capture.places import Argument, Place
+from tilework.capture.places import Place, layout_of
 from tilework.capture.python_code import Code, groups_of, write
+from tilework.capture.sizes import SizedSpec, comparable, has_size
 from tilework.comm import provenance
 from tilework.comm.callsite import call_site
 from tilework.dtensor.base import wrap_as
@@ -61,15 +62,9 @@ class Record:
         held: What the program rests on besides its inputs.
     """
 
-    def __init__(
-        self,
-        name: str,
-        graph: Graph,
-        digests: Digests,
-        tree: Any,
-        held: Held,
-    ) -> None:
+    def __init__(self, name: str, graph: Graph, digests: Digests, tree: Any, held: Held) -> None:
         self.name, self.graph, self.digests, self.tree = name, graph, digests, tree
+        self.held = held
         self.options, self.way, self.constants, self.guards = held
         self.groups = groups_of(graph)
         self.code: Code = write(graph, self.options, name)
@@ -77,12 +72,18 @@ class Record:
         self._guard: Any = _BelowAutograd
         self._purpose = _Purpose(name, digests.collectives)
         self._checked_options: list[Any] = [option.number.value for option in self.options]
-        self._fetch = [(each.path, each.tensor) for each in graph.inputs]
-        self._layouts = [_layout(each) for each in graph.inputs]
         self._changed = ""
         self._index = {value.number: i for i, value in enumerate(self.code.kept)}
         self._enter = write_enter(graph, held)
         self._leave = write_leave(graph, tree, self.index_of)
+        #: The key of the call, and the layouts of inputs that may be other tensors. Of a program of
+        #: several sizes: with sizes in it.
+        self.signature: Any = None
+        #: Of a program of several sizes: True if a third size has checked it; the two records.
+        self.is_checked = False
+        self.made_of: tuple[Record, ...] = ()
+        #: True if layouts of inputs, beside those of arguments, depend on the size.
+        self.signature_has_places = False
 
     # -- what must hold ----------------------------------------------------------------------
 
@@ -131,49 +132,75 @@ class Record:
         return True
 
     def _inputs_hold(self) -> bool:
-        inputs: list[Tensor] = []
-        for (path, tensor), layout in zip(self._fetch, self._layouts, strict=True):
-            if path.__class__ is Argument:
-                inputs.append(tensor)  # the key of the call has seen to it
+        inputs: list[Any] = []
+        for each in self.graph.inputs:
+            path = each.path
+            if each.is_argument:
+                inputs.append(None)  # the key of the call has seen to it
                 continue
             try:
                 now = path.get()
             except LookupError:
                 now = None
-            if now is not tensor:
-                if path.owner.__class__ is DTensor and path.owner._spec is not layout:
-                    raise _other_layout(self.name, path, layout, path.owner._spec)
-                if layout is None or now is None or _layout_of(now) != layout:
-                    self._changed = f"{path.text} is another tensor"
-                    return False
-            elif path.how == "attribute" and path.owner.__class__ is DTensor:
-                if path.owner._spec is not layout:
-                    raise _other_layout(self.name, path, layout, path.owner._spec)
-            elif now.requires_grad != tensor.requires_grad:
+            if each.is_local and path.owner._spec is not each.layout:
+                raise _other_layout(self.name, path, each.layout, path.owner._spec)
+            is_same = now is each.tensor
+            if each.may_change:
+                is_same = now is not None and (
+                    has_size(each.layout) or layout_of(now) == each.layout
+                )
+            elif is_same:
+                is_same = now.requires_grad == each.tensor.requires_grad
+            if not is_same:
+                self._changed = f"{path.text} is another tensor"
                 return False
             inputs.append(now)
         self._inputs = inputs
         return True
 
+    def release(self) -> None:
+        """Let go of tensors that other calls will not see."""
+        for each in self.graph.inputs:
+            if each.is_argument or each.may_change:
+                each.tensor = None
+
+    def signature_of(self, key: Any) -> Any:
+        """The signature of a call that would run this record; None if an input is not there."""
+        try:
+            layouts = [layout_of(each.path.get()) for each in self.graph.inputs if each.may_change]
+        except (LookupError, AttributeError):
+            return None
+        return comparable(key), tuple(layouts)
+
     # -- a call ------------------------------------------------------------------------------
 
-    def run(self, leaves: Sequence[Any]) -> Any:
+    def run(self, leaves: Sequence[Any], size: int | None = None) -> Any:
         """The result of a call whose arguments have the layouts of the recorded ones.
+
+        Args:
+            leaves: The leaves of the arguments.
+            size: The size, for a record of several.
 
         Returns:
             The result; ``NOT_CURRENT`` where the record does not hold any more: nothing was done.
         """
+        inputs = self.inputs_of(leaves)
+        if inputs is None:
+            return NOT_CURRENT
+        return self._leave(self.compute(inputs, self._checked_options, size), size)
+
+    def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
+        """The inputs of a call; None where the record does not hold any more."""
         inputs = self._enter(leaves)
         if inputs is None:
             if not self.is_current():
-                return NOT_CURRENT
+                return None
             inputs = self._inputs
-            for i, (path, _) in enumerate(self._fetch):
-                if path.__class__ is Argument:
-                    inputs[i] = path.of(leaves)
-        elif not self._options_hold():
-            return NOT_CURRENT
-        return self._leave(self.compute(inputs, self._checked_options))
+            for i, each in enumerate(self.graph.inputs):
+                if each.is_argument:
+                    inputs[i] = each.path.of(leaves)
+            return inputs
+        return inputs if self._options_hold() else None
 
     def compile(self) -> None:
         """Have Inductor run the program from now on. Local; takes seconds to minutes."""
@@ -181,20 +208,27 @@ class Record:
         self._run = Compiled(self.graph, numbers, self.groups)
         self._guard = torch.no_grad
 
-    def compute(self, inputs: Sequence[Tensor], options: Sequence[float]) -> list[Any]:
+    def compute(
+        self, inputs: Sequence[Tensor], options: Sequence[float], size: int | None = None
+    ) -> list[Any]:
         """The values that outlive a call."""
         digests = self._purpose.digests = self.digests.of_next_call()
         before = provenance.enter(0, self._purpose, None)
         try:
-            with self._guard():
-                return self._run(*inputs, *options, *digests)
+            # Local tensors may be of classes that see to what programs do with them by themselves.
+            with torch._C.DisableTorchFunctionSubclass(), self._guard():
+                return self._run(*inputs, *self._sizes(size), *options, *digests)
         finally:
             provenance.leave(before)
 
-    def built(self, leaf: Any, kept: Sequence[Any]) -> Any:
+    def _sizes(self, size: int | None) -> tuple[int, ...]:
+        return (size,) if size is not None and self.code.has_size else ()
+
+    def built(self, leaf: Any, kept: Sequence[Any], size: int | None = None) -> Any:
         """A leaf of the result or of a place, made of the values that outlive a call."""
         if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
-            return wrap_as(DTensor, kept[self.index_of(leaf[1])], leaf[2], leaf[3])
+            spec = leaf[2].at(size or 0) if isinstance(leaf[2], SizedSpec) else leaf[2]
+            return wrap_as(DTensor, kept[self.index_of(leaf[1])], spec, leaf[3])
         if isinstance(leaf, Value | Number):
             return kept[self.index_of(leaf)]
         return leaf
@@ -221,19 +255,3 @@ def _evaluated(thing: Any, known: dict[int, float]) -> Any:
     if thing.function is None:
         return known[id(thing)]
     return thing.function(*[_evaluated(each, known) for each in thing.inputs])
-
-
-def _layout_of(tensor: Any) -> Any:
-    return tensor.shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
-
-
-def _layout(each: Input) -> Any:
-    """The layout that another tensor at the place must have; None: no other tensor will do."""
-    path, tensor = each.path, each.tensor
-    if path.__class__ is Argument:
-        return None
-    if path.how == "attribute" and path.owner.__class__ is DTensor:
-        return path.owner._spec
-    if tensor.requires_grad and tensor.is_leaf:
-        return None
-    return _layout_of(tensor)

@@ -23,7 +23,7 @@ from tilework.capture.graph import ITEM, Graph, Input, Instruction, Memory, Valu
 from tilework.capture.group_calls import GroupCall, RecordedGroups
 from tilework.capture.number import Number, NumberBook
 from tilework.capture.number import value_of as plain
-from tilework.capture.places import Places
+from tilework.capture.places import Places, layout_of
 from tilework.capture.tensor_reads import watched_reads
 from tilework.comm.callsite import call_site
 from tilework.comm.recording import set_recorder
@@ -194,7 +194,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path = self.places.find(tensor)
         if value is None and path is not None:
             value = self._new_value(tensor)
-            self.graph.inputs.append(Input(value, path, tensor))
+            found = Input(value, path, tensor)
+            if found.is_local:
+                found.layout = path.owner._spec
+            elif not found.is_argument and not (tensor.is_leaf and tensor.requires_grad):
+                found.layout = layout_of(tensor)
+            self.graph.inputs.append(found)
             self._input_memories.add(self._memory_of(tensor))
             return value
         return self._alias_of(tensor)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.recording import current_recorder
 from tilework.dtensor.debug import explain
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import TensorText, moving
@@ -70,7 +71,11 @@ class PendingGrads:
     def _reduce(self, pending: dict[tuple[int, Ints], PendingGrad]) -> None:
         """Sum all gradients over the ranks. Collective."""
         together: dict[Any, list[PendingGrad]] = {}
-        for grad in sorted(pending.values(), key=lambda grad: (grad.digest, grad.number)):
+        # Digests change with each step; records of two steps are to have one order.
+        is_recorded = current_recorder() is not None
+        for grad in sorted(
+            pending.values(), key=lambda grad: (0 if is_recorded else grad.digest, grad.number)
+        ):
             key = grad.spec.mesh, grad.spec.partial_axes, grad.grad.dtype, grad.grad.device
             together.setdefault(key, []).append(grad)
         for (mesh, axes, _, _), grads in together.items():

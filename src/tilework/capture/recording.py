@@ -1,0 +1,332 @@
+"""The call that is recorded, and the check of what it gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tilework.capture.agreement import agree_on
+from tilework.capture.glue import Held
+from tilework.capture.graph import Graph, Input, Memory
+from tilework.capture.number import value_of
+from tilework.capture.options import Options
+from tilework.capture.places import Argument, Place, Places
+from tilework.capture.record import Record
+from tilework.capture.recorder import Recorder, bytes_of
+from tilework.capture.sizes import Different, Unifier, first_difference, has_size
+from tilework.comm.world import current_world
+from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
+
+
+class _PlacesOfCall(Places):
+    """The places of a step, and its arguments.
+
+    Args:
+        step: The step.
+        leaves: The leaves of the arguments.
+    """
+
+    def __init__(self, step: Callable[..., Any], leaves: Sequence[Any]) -> None:
+        plain = Tensor | bool | int | float | str | None
+        super().__init__(step, [leaf for leaf in leaves if not isinstance(leaf, plain)])
+        self._numbers: dict[int, Argument] = {}
+        for number, leaf in enumerate(leaves):
+            is_dtensor = leaf.__class__ is DTensor
+            if isinstance(leaf, Tensor):
+                tensor = Argument(number, is_dtensor).of(leaves)
+                self._numbers[id(tensor)] = Argument(number, is_dtensor)
+
+    def find(self, tensor: Tensor) -> Any:
+        return self._numbers.get(id(tensor)) or super().find(tensor)
+
+
+class Call(NamedTuple):
+    """A call of a step.
+
+    Attributes:
+        step: The step.
+        name: The name of the step.
+        leaves: The leaves of the arguments.
+        args: The arguments.
+        kwargs: The named ones.
+    """
+
+    step: Callable[..., Any]
+    name: str
+    leaves: Sequence[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """The result of the step itself."""
+        return self.step(*self.args, **self.kwargs)
+
+
+def record_call(call: Call, check: bool) -> tuple[Record | None, Any]:
+    """Run a step, and record it.
+
+    Returns:
+        The record, None if the step has made groups, which later calls will not; and the result.
+    """
+    groups = set(current_world().records)
+    before = _PlacesOfCall(call.step, call.leaves)
+    recorder = Recorder(before)
+    generators = [(each, each.get_state()) for each in _generators()]
+    try:
+        with Options(before.optimizers, recorder.book) as options, recorder.recording():
+            result = call.run()
+            _reduce_deferred(before)
+        if set(current_world().records) != groups:
+            return None, result
+        graph = recorder.graph
+        outputs, tree = tree_flatten(result)
+        graph.result = [_leaf(each, recorder) for each in outputs]
+        after = _PlacesOfCall(call.step, call.leaves)
+        graph.places = list(_changes(before, after, recorder))
+        constants = _constants(before, after)
+        graph.drop_dead()
+        digests = agree_on(graph, call.name)
+        way = _way_to(graph, before)
+        guards = list(dict.fromkeys(recorder.book.guards))
+        held = Held(options.all, way, constants, guards)
+        record = Record(call.name, graph, digests, tree, held)
+        if check:
+            inputs = [_before(each, recorder.before) for each in graph.inputs]
+            wrong = _differing(record, (graph.inputs, inputs), generators, result)
+            if wrong is not None:
+                raise CaptureError(
+                    f"a first run of the record gave another {wrong} than the step itself: the "
+                    f"step computes something that torch's dispatcher does not show, or draws "
+                    f"random numbers in a way that a record can't repeat. Leave that part out"
+                )
+    except CaptureError:
+        _undo(recorder, before)
+        raise
+    return record, tree_unflatten([value_of(each) for each in outputs], tree)
+
+
+def _generators() -> list[torch.Generator]:
+    own = current_world().generator
+    return [torch.default_generator if own is None else own]
+
+
+def _reduce_deferred(places: Places) -> None:
+    """Have gradients that wait for somebody to read them reduced within the step."""
+    for place, _ in places.slots:
+        if place.how == "grad" and place.owner.__class__ is DTensor:
+            deferred = place.owner._deferred_grad
+            if deferred is not None:
+                deferred()
+
+
+def _leaf(leaf: Any, recorder: Recorder) -> Any:
+    """The stand-in of a tensor or number that outlives the call."""
+    if leaf.__class__ is DTensor:
+        value = recorder.value_of(leaf._local_tensor)
+        return "dtensor", value, leaf._spec, leaf._digest or 0
+    if isinstance(leaf, Tensor):
+        return recorder.value_of(leaf)
+    return recorder.book.find(leaf) if type(leaf) is float else leaf
+
+
+def _changes(before: Places, after: Places, recorder: Recorder) -> Iterator[tuple[Place, Any]]:
+    """The places that hold other tensors after the step, with what they hold."""
+    then = {_identity(place): tensor for place, tensor in before.slots}
+    read = {_identity(x.path) for x in recorder.graph.inputs if isinstance(x.path, Place)}
+    for place, tensor in after.slots:
+        known = then.get(_identity(place), _identity)
+        if tensor is known:
+            continue
+        if known is _identity and tensor is None:
+            continue
+        if isinstance(place.owner, list) and known is _identity and after.is_users(place):
+            raise CaptureError(
+                f"the step puts a tensor into the list {place.text}: a program would do so to one "
+                f"place again and again. Return the tensor, and append it after the call"
+            )
+        if place.how == "item" and isinstance(place.owner, tuple):
+            continue
+        if not after.is_users(place) and _identity(place) not in read:
+            continue
+        yield place, (tensor if tensor is None else _leaf(tensor, recorder))
+    for place, tensor in before.slots:
+        if place.how == "grad" and tensor is not None and place.get() is None:
+            yield place, None
+
+
+def _identity(place: Place) -> tuple[int, str, Any]:
+    key = place.key if isinstance(place.key, str | int | type(None)) else id(place.key)
+    return id(place.owner), place.how, key
+
+
+def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
+    """Numbers, texts and flags that the step left as they were: later calls must find the same.
+
+    Raises:
+        CaptureError: The step has changed some of the program's.
+    """
+    now = {_identity(place): value for place, value in after.constants}
+    kept = []
+    for place, value in before.constants:
+        is_now = now.get(_identity(place), _identity)
+        if is_now is value or (type(is_now) is type(value) and is_now == value):
+            kept.append((place, value))
+            continue
+        owner = type(place.owner) if place.how == "attribute" else None
+        if isinstance(place.owner, dict) and not place.text.isidentifier():
+            owner = before.kind_of(place)
+        if owner is not None and owner.__module__.startswith(("torch.", "tilework.")):
+            continue  # a count that the library keeps
+        raise CaptureError(
+            f"the step changes {place.text} in Python, from {value!r} to {is_now!r}: a program "
+            f"would not do this again, since its Python does not run. Do it outside of the step, "
+            f"or keep the number in a tensor"
+        )
+    for found, length, text in before.lists:
+        if len(found) != length:
+            raise CaptureError(
+                f"the step changes the length of the list {text} from {length} to {len(found)}: a "
+                f"program would not do this again. Return what is appended, and do it after the "
+                f"call"
+            )
+    return kept
+
+
+def _way_to(graph: Graph, places: Places) -> list[tuple[Place, Any]]:
+    """The objects on the way to a program's inputs, each once."""
+    found: dict[int, tuple[Place, Any]] = {}
+    for each in graph.inputs:
+        if isinstance(each.path, Place):
+            for place, thing in places.way_to(each.path):
+                found.setdefault(id(thing), (place, thing))
+    return list(found.values())
+
+
+def _before(each: Input, kept: dict[Memory, Tensor]) -> Tensor:
+    """An input as it was before the step wrote to it, in other memory if it did."""
+    tensor: Tensor = each.tensor.detach()
+    memory = each.value.memory
+    if memory is None or memory not in kept:
+        return tensor
+    copy: Tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    storage = kept[memory].untyped_storage()
+    copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return copy
+
+
+def run_checked(record: Record, call: Call, size: int) -> tuple[bool | None, Any]:
+    """Run a step itself, and the program of several sizes on copies of what it began with.
+
+    Collective as the step is.
+
+    Returns:
+        True if they gave the same, None if the program does not hold here: then nothing was done;
+        and the result of the step.
+    """
+    inputs = record.inputs_of(call.leaves)
+    if inputs is None:
+        return None, None
+    written = {memory for each in record.graph.instructions for memory in each.writes}
+    kept: dict[Memory, Tensor] = {}
+    found: list[Input] = []
+    for each, tensor in zip(record.graph.inputs, inputs, strict=True):
+        found.append(Input(each.value, each.path, tensor, each.layout))
+        memory = each.value.memory
+        if memory is not None and memory in written and memory not in kept:
+            kept[memory] = bytes_of(tensor).clone()
+    generators = [(each, each.get_state()) for each in _generators()]
+    result = call.run()
+    before = [_before(each, kept) for each in found]
+    return _differing(record, (found, before), generators, result, size) is None, result
+
+
+def _differing(
+    record: Record,
+    inputs: tuple[Sequence[Input], Sequence[Tensor]],
+    generators: Sequence[tuple[torch.Generator, Tensor]],
+    result: Any,
+    size: int | None = None,
+) -> str | None:
+    """Run a record on what a call began with, and compare. Collective as the step is.
+
+    Args:
+        record: The record.
+        inputs: The inputs after the call, and as they were before: those that it wrote to in other
+            memory.
+        generators: Generators of random numbers, with their states before the call.
+        result: What the step has returned.
+        size: The size, for a record of several.
+
+    Returns:
+        The name of what differs in a bit; None: nothing does.
+    """
+    ends = [(each, each.get_state()) for each, _ in generators]
+    for generator, state in generators:
+        generator.set_state(state)
+    kept = record.compute(inputs[1], [option.get() for option in record.options], size)
+    for generator, state in ends:
+        generator.set_state(state)
+    actual = [*tree_leaves(result), *[place.get() for place, _ in record.graph.places]]
+    expected = [*record.graph.result, *[leaf for _, leaf in record.graph.places]]
+    names = ["result"] * len(record.graph.result)
+    names += [place.text for place, _ in record.graph.places]
+    for name, now, leaf in zip(names, actual, expected, strict=True):
+        again = record.built(leaf, kept, size)
+        if isinstance(now, Tensor) and not _same_bits(_plain(now), _plain(again)):
+            return name
+    written = {memory for each in record.graph.instructions for memory in each.writes}
+    for each, copy in zip(*inputs, strict=True):
+        is_copy = each.value.memory in written and each.tensor.data_ptr() != copy.data_ptr()
+        if is_copy and not _same_bits(each.tensor, copy):
+            return each.path.text if isinstance(each.path, Place) else "argument"
+    return None
+
+
+def _plain(tensor: Any) -> Any:
+    return tensor._local_tensor if tensor.__class__ is DTensor else tensor
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    one, other = one.detach(), other.detach()
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _undo(recorder: Recorder, places: Places) -> None:
+    """Put back what a step has written that cannot be a program. Local."""
+    for each in recorder.graph.inputs:
+        memory = each.value.memory
+        kept = None if memory is None else recorder.before.pop(memory, None)
+        if kept is not None:
+            bytes_of(each.tensor).copy_(kept)
+    for place, tensor in places.slots:
+        if place.how == "grad":
+            place.set(tensor)
+
+
+# -- several sizes ---------------------------------------------------------------------------
+
+
+def unified(one: Record, other: Record) -> Record | None:
+    """A program of several sizes of two records; None: they have none. Local."""
+    sizes = first_difference(one.signature, other.signature)
+    if sizes is None or one.is_checked or other.is_checked or one.tree != other.tree:
+        return None
+    unifier = Unifier(sizes)
+    try:
+        signature = unifier.tree(one.signature, other.signature)
+        graph = unifier.graph(one.graph, other.graph)
+    except Different:
+        return None
+    record = Record(one.name, graph, one.digests, one.tree, one.held)
+    record.signature, record.made_of = signature, (one, other)
+    record.signature_has_places = has_size(signature[1])
+    return record

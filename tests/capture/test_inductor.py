@@ -1,0 +1,76 @@
+"""Programs through Inductor: near the step itself, with collectives in their order."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+
+from tests.capture.twins import nearly, run_twins, tensors_of
+from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+from tilework.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from tilework.testing import run_ranks
+
+
+def has_compiler() -> bool:
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, RuntimeError):
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+
+
+def sharded_rows(model: nn.Module) -> nn.Module:
+    return distribute_module(model, init_device_mesh("cpu", (2,)))
+
+
+def in_parallel(model: nn.Module) -> nn.Module:
+    plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+
+
+@pytest.mark.parametrize("wrap", [sharded_rows, in_parallel, fully_shard])
+def test_training_with_adamw_a_schedule_and_dropout(wrap: Any) -> None:
+    def program(rank: int) -> None:
+        warnings.simplefilter("ignore")
+        schedulers: list[Any] = []
+
+        def make() -> Any:
+            model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
+            wrapped = wrap(model)
+            optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+            schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8))
+
+            def step(x: Tensor) -> Any:
+                optimizer.zero_grad()
+                loss = wrapped(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            return step, tensors_of(wrapped, optimizer)
+
+        def batch() -> Tensor:
+            x = torch.randn(6, 8)
+            if wrap is not sharded_rows:
+                return x
+            return distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
+
+        torch.manual_seed(1)
+        batches = [(batch(),) for _ in range(5)]
+        run_twins(make, batches, lambda: advance(schedulers), nearly, backend="inductor")
+
+    run_ranks(2, program)
+
+
+def advance(schedulers: list[Any]) -> None:
+    for each in schedulers:
+        each.step()
