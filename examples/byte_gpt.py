@@ -15,6 +15,9 @@ lines. ``in_parallel`` is all that it takes: model, loss and optimizer are those
 ``kill -9`` (or by ``--kill STEP``), and the others go on from the last step, with losses as if
 nothing had been.
 
+``--capture`` records a step once, and runs the record from then on, with the same losses;
+``--capture inductor`` compiles it, too.
+
 ``--check`` trains the same batches again on one process and compares the losses. The text is
 Python's own standard library, so there is nothing to download. The last line that rank 0 prints is
 one JSON object with the results.
@@ -41,7 +44,7 @@ from torch.nn import functional as F
 
 import tilework.distributed as dist
 from tilework.cores import usable_cores
-from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from tilework.dtensor import DTensor, Partial, Replicate, Shard, capture, distribute_tensor
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,
@@ -287,18 +290,24 @@ def train(text: Tensor, options: Options) -> Trained:
             f"{len(text) / 1e6:.1f} MB of text, {size / 1e6:.2f} M parameters, {options.ranks} "
             f"ranks: {' and '.join(options.parallel)}, dp={options.dp} tp={options.tp}"
         )
+
+    def step(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_on(model, batch, options, mesh)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    if options.capture:
+        step = capture(step, backend=options.capture)
     losses: list[float] = []
     sent = [(0, 0)]
     begun = time.perf_counter()
     with Display("training", options.steps, "tokens", tokens_of(options), shown) as display:
-        for step, batch in enumerate(batches(text, options)):
-            optimizer.param_groups[0]["lr"] = learning_rate(step, options.steps)
-            optimizer.zero_grad()
-            loss = loss_on(model, batch, options, mesh)
-            loss.backward()
-            optimizer.step()
-            losses.append(mean_of(loss, options, mesh))
-            display.update(step + 1, losses[-1])
+        for number, batch in enumerate(batches(text, options)):
+            optimizer.param_groups[0]["lr"] = learning_rate(number, options.steps)
+            losses.append(mean_of(step(batch), options, mesh))
+            display.update(number + 1, losses[-1])
             sent = [*sent[-1:], traffic(mesh)]
     seconds = time.perf_counter() - begun
     (messages, moved), (messages_then, moved_then) = sent
@@ -499,6 +508,7 @@ class Options:
     width: int
     layers: int
     text: Path | None
+    capture: str | None
     resilient: bool
     kill: int | None
     check: bool
@@ -539,6 +549,13 @@ def make_parser() -> Parser:
     add("--width", type=count, default=128, help="numbers that stand for a byte (%(default)s)")
     add("--layers", type=count, default=2, help="blocks, one on another (%(default)s)")
     add("--text", type=Path, help="a file or folder to train on (default: Python's own library)")
+    add(
+        "--capture",
+        nargs="?",
+        const="python",
+        choices=("python", "inductor"),
+        help="record a step once, and run the record; compiled, if it says inductor",
+    )
     add("--resilient", action="store_true", help="go on when ranks are killed")
     add("--kill", type=count, metavar="STEP", help="kill the last rank in this step, to see that")
     add("--check", action="store_true", help="train again on one process and compare the losses")
@@ -573,6 +590,8 @@ def parse_options(parser: Parser) -> Options:
             f"--hook {given.hook} is for ddp, which averages gradients, "
             f"but --parallel is {','.join(given.parallel)}"
         )
+    if given.capture and (given.resilient or given.hook == "powersgd"):
+        parser.error("--capture records one kind of step: it goes without --resilient and powersgd")
     if given.kill is not None and not (given.resilient and given.ranks > 1):
         parser.error("--kill kills a rank: it needs --resilient, and another rank that goes on")
     return Options(**vars(given))
