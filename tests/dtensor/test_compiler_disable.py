@@ -50,11 +50,14 @@ def compiled(rank: Rank) -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(12.0).view(4, 3) - 5, mesh, [Shard(0)])
     for function in (scaled, summed, moved, asked):
-        eager = function(x)
-        assert torch.equal(torch.compile(function, backend="aot_eager")(x), eager), function
+        eager, compiled = function(x), torch.compile(function, backend="aot_eager")
+        with pytest.warns(UserWarning, match=rf"runs {function.__name__} as it is.*capture"):
+            assert torch.equal(compiled(x), eager), function
+        assert torch.equal(compiled(x), eager)  # without another warning
     module: Any = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     truth = distribute_module(module, mesh)(x).full_tensor()
-    found = torch.compile(module, backend="aot_eager")(x)  # type: ignore[no-untyped-call]
+    with pytest.warns(UserWarning, match="runs Sequential as it is"):
+        found = torch.compile(module, backend="aot_eager")(x)  # type: ignore[no-untyped-call]
     assert torch.allclose(found.full_tensor(), truth)
     found.sum().backward()
     weight = module[0].weight
@@ -64,12 +67,14 @@ def compiled(rank: Rank) -> None:
     module(x).sum().backward()
     assert weight.grad.placements == (Replicate(),)
     assert torch.allclose(weight.grad.full_tensor(), expected)
-    with pytest.raises(Exception, match="operators on DTensors are not traced"):
-        torch.compile(lambda x: torch.relu(x), backend="aot_eager", fullgraph=True)(x)
+    whole = torch.compile(lambda x: torch.relu(x) + 1, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="takes no DTensors: operators on DTensors are not"):
+        whole(x)
+    assert whole(torch.ones(2)).tolist() == [2.0, 2.0]
     dist.destroy_process_group()
 
 
-def test_what_is_between_operators_is_compiled(tmp_path: Path) -> None:
+def test_functions_and_modules_with_dtensors_run_as_they_are(tmp_path: Path) -> None:
     with Job(tmp_path, 2, compiled) as job:
         for number in range(2):
             job.hear(number)
