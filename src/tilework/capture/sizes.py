@@ -1,4 +1,4 @@
-"""One program for several sizes: integers of two records that depend on one size.
+"""A program for several sizes: integers of two records that depend on a size.
 
 Two records of a step that were made at two sizes have the same instructions, but for some integers.
 Each such integer is taken for ``a * size + c``, which two records determine; a third size checks.
