@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.capture.twins import nearly, run_twins, tensors_of
+from tilework import _core
+from tilework.capture import capture
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
 from tilework.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from tilework.testing import run_ranks
@@ -74,3 +79,25 @@ def test_training_with_adamw_a_schedule_and_dropout(wrap: Any) -> None:
 def advance(schedulers: list[Any]) -> None:
     for each in schedulers:
         each.step()
+
+
+def test_a_truncated_library_in_the_cache_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "kernel.so"
+    library.write_bytes(Path(_core.__file__).read_bytes()[:100])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch scripts functions there
+        module: Any = importlib.import_module("torch._inductor.compile_fx")
+    compile_fx = module.compile_fx
+
+    def loading(*args: Any) -> Any:
+        if library.exists():
+            ctypes.CDLL(str(library))  # "file too short", as the loader of a kernel says
+        return compile_fx(*args)
+
+    monkeypatch.setattr(module, "compile_fx", loading)
+    program = capture(lambda x: x.sin() + 1, backend="inductor")
+    for _ in range(3):
+        assert program(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+    assert not library.exists()

@@ -7,10 +7,13 @@ a token, so that no compiler changes their order. Numbers become tensors of no d
 
 from __future__ import annotations
 
+import copy
 import operator
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -194,8 +197,15 @@ def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     with _compiling, torch.no_grad(), config.patch(fallback_random=True):
-        function: Any = compile_fx(module, examples)
-    return function  # type: ignore[no-any-return]
+        while True:
+            try:
+                return compile_fx(copy.deepcopy(module), examples)  # type: ignore[return-value]
+            except (ImportError, OSError) as error:
+                # A compiler that was killed has left a part of a library in the cache.
+                broken = re.search(r"(/\S+\.so)", str(error))
+                if broken is None or not Path(broken[1]).exists():
+                    raise
+                Path(broken[1]).unlink()
 
 
 class _Writer:

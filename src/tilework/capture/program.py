@@ -261,7 +261,12 @@ _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:
-    return tree_flatten(tree)
+    leaves, spec = tree_flatten(tree)
+    try:
+        hash(spec)
+    except TypeError:  # torch 2.6
+        return leaves, repr(spec)
+    return leaves, spec
 
 
 def _key_of(leaf: Any) -> Any:
