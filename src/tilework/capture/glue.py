@@ -70,6 +70,8 @@ class _Source:
         if place.how == "grad":
             local = "._local_tensor" if place.owner.__class__ is DTensor else ""
             return f"{owner}{local}.grad"
+        if place.how == "length":
+            return f"len({owner})"
         if place.how == "bytes":
             return f"{self.name(place.get)}()"
         return f"{owner}.{place.key}"
@@ -90,6 +92,9 @@ def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
     source = _Source()
     checks = [f"{source.read(place)} is {source.name(thing)}" for place, thing in held.way]
     for place, value in held.constants:
+        if place.how == "length" and not value:
+            checks.append(f"not {source.name(place.owner)}")
+            continue
         same = "is" if value is None or isinstance(value, bool) else "=="
         checks.append(f"{source.read(place)} {same} {source.name(value)}")
     inputs = []
@@ -110,6 +115,8 @@ def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
         if each.is_local:
             checks.append(f"{source.name(path.owner)}._spec is {source.name(each.layout)}")
         checks.append(f"{'' if each.tensor.requires_grad else 'not '}{tensor}.requires_grad")
+        layout = source.name(each.tensor.dtype), source.name(each.tensor.stride())
+        checks.append(f"{tensor}.dtype is {layout[0]} and {tensor}.stride() == {layout[1]}")
     source.lines.append("try:")
     condition = " and ".join(f"({check})" for check in checks) or "True"
     source.lines.append(f"    if {condition}:")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from tilework.capture.number import Number, NumberBook
+from tilework.capture.places import Place
 from tilework.errors import CaptureError
 
 
@@ -51,13 +52,22 @@ class Options:
     def __init__(self, optimizers: Sequence[Optimizer], book: NumberBook) -> None:
         self.optimizers, self.book = list(dict.fromkeys(optimizers)), book
         self.all: list[Option] = []
+        #: Other options, which later calls must find the same.
+        self.constants: list[tuple[Place, Any]] = []
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def __enter__(self) -> Options:
         for optimizer in self.optimizers:
+            name = type(optimizer).__name__
+            for thing in (optimizer.param_groups, *(x["params"] for x in optimizer.param_groups)):
+                text = f"the number of groups or parameters of {name}"
+                self.constants.append((Place(thing, "length", None, text), len(thing)))
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     stands_for = self._number(optimizer, number, key, value)
+                    if value is None or isinstance(value, bool | int | str | tuple):
+                        place = Place(group, "item", key, f"{key} of {name}")
+                        self.constants += [(place, value)] * (stands_for is None)
                     if stands_for is not None:
                         self._before.append((group, key, value, stands_for))
         for group, key, _, stands_for in self._before:

@@ -4,10 +4,17 @@ A place is an object and the way to one of its parts: an item, an attribute, or 
 cell. The search begins at the step's function: its closure, the globals that its code names, its
 defaults, and its ``self``. It goes through modules, optimizers, schedulers, containers and other
 objects of Python, but for groups, meshes and the libraries' own globals.
+
+Attributes of an object whose classes are all the program's count only if the code names them: a
+count of epochs in a trainer may change, as long as the step does not read it.
 """
 
 from __future__ import annotations
 
+import inspect
+import io
+import logging
+import sys
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +37,13 @@ from tilework.store.contract import Store
 _LEAVES = (
     *(ProcessGroup, DeviceMesh, World, Store, types.ModuleType, type, types.BuiltinFunctionType),
     *(str, bytes, int, float, complex, types.CodeType, types.FrameType, types.GeneratorType),
+    *(logging.Logger, logging.Handler, io.IOBase),
 )
+#: Code that names one of these may read any attribute.
+_ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter", "__getattribute__"))
+#: Hooks of a module that run in its calls, and the other parts that every module has.
+_HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
 #: A step that refers to more objects than so many has everything in view; the rest is not searched.
 _MOST = 200_000
 
@@ -40,8 +53,8 @@ class Place(NamedTuple):
 
     Attributes:
         owner: The object.
-        how: "item", "attribute", "cell", "grad" for the local gradient of a tensor, or "bytes" for
-            the checksum of a numpy array.
+        how: "item", "attribute", "cell", "grad" for the local gradient of a tensor, "bytes" for
+            the checksum of a numpy array, or "length".
         key: The key of the item, or the name of the attribute.
         text: The place in words, as a program would write it.
     """
@@ -64,6 +77,8 @@ class Place(NamedTuple):
                 return self.owner.cell_contents
             if self.how == "grad":
                 return _local(self.owner).grad
+            if self.how == "length":
+                return len(self.owner)
             if self.how == "bytes":
                 return zlib.crc32(self.owner.tobytes())
             return getattr(self.owner, self.key)
@@ -138,16 +153,30 @@ class Places:
         self._is_users: dict[int, bool] = {}
         #: Numbers, texts and flags of the user's objects and of modules, with the value.
         self.constants: list[tuple[Place, Any]] = []
-        #: Lists that hold tensors or numbers, with their lengths.
-        self.lists: list[tuple[list[Any], int, str]] = []
+        #: By id, the number of items of a dict.
+        self.lengths: dict[int, int] = {}
+        #: Other things that the step may use: functions, modules, containers, dtypes.
+        self.things: list[tuple[Place, Any]] = []
         self.optimizers: list[Optimizer] = []
         self._kept: list[Any] = []
         self._graded: set[int] = set()
+        #: Names that the step's code has; and, by name, attributes that the code may not read.
+        self._names: set[str] = set()
+        self._unnamed: dict[str, list[tuple[Place, Any, Any]]] = {}
         self._walk()
 
     def find(self, tensor: Tensor) -> Place | None:
         """The place of a tensor; None: the step can't be seen to hold it."""
         return self.tensors.get(id(tensor))
+
+    def plain_tensors(self) -> list[Tensor]:
+        """The tensors of the places that are no DTensors, but for sparse ones."""
+        known = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor)}
+        return [
+            tensor
+            for tensor in known.values()
+            if id(tensor) in self.tensors and tensor.layout is torch.strided
+        ]
 
     def way_to(self, place: Place) -> list[tuple[Place, Any]]:
         """The places on the way to one, from the step on, and what was found at each."""
@@ -187,38 +216,82 @@ class Places:
         self._queued = queued = {id(self.step), *map(id, self.arguments)}
         #: By id of a part such as a module's dict of parameters, the object that it belongs to.
         self._found_at: dict[int, Any] = {}
-        todo: list[tuple[Any, str, bool]] = [(self.step, "", True)]
-        todo += [(leaf, f"args[{i}]", True) for i, leaf in enumerate(self.arguments)]
-        while todo and len(seen) < _MOST:
-            found, text, is_users = todo.pop()
-            if id(found) in seen or isinstance(found, _LEAVES):
+        self._todo: list[tuple[Any, str, bool]] = [(self.step, "", True)]
+        self._todo += [(leaf, f"args[{i}]", True) for i, leaf in enumerate(self.arguments)]
+        self._later: list[tuple[Any, str, bool]] = []
+        while len(seen) < _MOST:
+            if not self._todo:
+                self._name_none()
+                self._todo, self._later = self._later, []
+                if not self._todo:
+                    break
+            found, text, is_users = self._todo.pop()
+            if id(found) in seen or (isinstance(found, _LEAVES) and not _is_searched(found)):
                 continue
             seen.add(id(found))
             self._kept.append(found)
             if isinstance(found, Optimizer):
                 self.optimizers.append(found)
+                queued.update(map(id, found.param_groups))
+                self._later += [(each, text, False) for each in found.param_groups]
             is_users = is_users and _is_users(found)
+            if isinstance(found, dict):
+                self.lengths[id(found)] = len(found)
+            if is_users and isinstance(found, list | dict | set):
+                length = Place(found, "length", None, f"the length of {text or 'a container'}")
+                self.constants.append((length, len(found)))
             children = list(_parts_of(found, text))
-            if isinstance(found, list) and is_users:
-                self.lists.append((found, len(found), text))
+            is_all_users = is_users and _has_users_code(found)
             for place, value in reversed(children):
                 self._found_at[id(place.owner)] = found
                 self._is_users[id(place.owner)] = is_users
-                if isinstance(value, Tensor):
-                    self._add(place, value, found, todo)
-                elif value is None or isinstance(value, bool | int | float | str):
-                    if is_users and place.how != "grad":
-                        self.constants.append((place, value))
-                elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-                    array = Place(value, "bytes", None, place.text)
-                    self.constants.append((array, array.get()))
-                    self._kept.append(value)
-                elif not isinstance(value, _LEAVES) and id(value) not in queued:
-                    queued.add(id(value))
-                    self.parents[id(value)] = place, found
-                    todo.append((value, place.text, is_users))
+                name = _name_of(place, found) if is_all_users else None
+                if name is None or name in self._names or isinstance(value, Tensor):
+                    self._take(place, value, found, is_users)
+                else:
+                    self._unnamed.setdefault(name, []).append((place, value, found))
+            if is_users and isinstance(found, types.FunctionType):
+                self._name(found.__code__)
 
-    def _add(self, place: Place, tensor: Tensor, found: Any, todo: list[Any]) -> None:
+    def _take(self, place: Place, value: Any, found: Any, is_users: bool) -> None:
+        """Note what is at a place, and search it."""
+        if isinstance(value, Tensor):
+            self._add(place, value, found)
+        elif value is None or isinstance(value, bool | int | float | str):
+            if is_users and place.how != "grad":
+                self.constants.append((place, value))
+        elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+            if not is_users:
+                return
+            array = Place(value, "bytes", None, place.text)
+            self.constants.append((array, array.get()))
+            self._kept.append(value)
+        else:
+            if is_users and place.key not in _HOOKS and not _is_of_package(found):
+                self.things.append((place, value))
+            if isinstance(value, _LEAVES) and not _is_searched(value):
+                return
+            if id(value) not in self._queued:
+                self._queued.add(id(value))
+                self.parents[id(value)] = place, found
+                (self._todo if is_users else self._later).append((value, place.text, is_users))
+
+    def _name(self, code: types.CodeType) -> None:
+        """Note the names in code of the step, and what they are names of."""
+        names = set(_names_in(code)) - self._names
+        self._names |= names
+        for name in list(self._unnamed) if names & _ANY_NAME else names:
+            for place, value, found in self._unnamed.pop(name, ()):
+                self._take(place, value, found, True)
+
+    def _name_none(self) -> None:
+        """Search the attributes that the code does not name: they may hold inputs."""
+        for waiting in self._unnamed.values():
+            for place, value, found in waiting:
+                self._take(place, value, found, False)
+        self._unnamed.clear()
+
+    def _add(self, place: Place, tensor: Tensor, found: Any) -> None:
         self._kept.append(tensor)
         self.slots.append((place, tensor))
         self.parents.setdefault(id(tensor), (place, found))
@@ -241,22 +314,64 @@ class Places:
             if grad is not None:
                 self._kept.append(grad)
                 self.tensors.setdefault(id(grad), grad_place)
-        for hooks in (
-            getattr(local, "_backward_hooks", None),
-            getattr(local, "_post_accumulate_grad_hooks", None),
-        ):
-            if hooks and id(hooks) not in self._queued:
-                self._queued.add(id(hooks))
-                todo.append((hooks, place.text, False))
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                hooks = getattr(local, name)
+                place = Place(local, "attribute", name, f"hooks of {place.text}")
+                self._take(place, hooks, tensor, True)
 
 
 def _is_users(found: Any) -> bool:
     """True if numbers in an object are the program's business: not those that libraries keep."""
-    if isinstance(found, nn.Module | dict | list | tuple | types.CellType):
+    if isinstance(found, nn.Module | dict | list | tuple | set | types.CellType | type):
         return True
     if isinstance(found, types.FunctionType):
         return not in_library[found.__code__.co_filename]
+    if isinstance(found, Optimizer):  # whose floats are inputs; see ``options``
+        return False
     return not type(found).__module__.startswith(("torch.", "tilework.", "collections"))
+
+
+def _has_users_code(found: Any) -> bool:
+    """True for an object that only the program's code reads attributes of."""
+    if isinstance(found, types.ModuleType):
+        return True
+    kind = found if isinstance(found, type) else type(found)
+    return is_users_class(kind) and all(
+        is_users_class(each) or each.__module__ in ("builtins", "abc", "typing")
+        for each in kind.__mro__
+        if each is not nn.Module
+    )
+
+
+def _name_of(place: Place, found: Any) -> str | None:
+    """The name without which code does not come to a place; None: it may without any."""
+    key = place.key
+    if isinstance(found, type) and key in ("__init__", "__new__", "__post_init__"):
+        return found.__name__
+    is_attribute = place.how == "attribute" or place.owner is getattr(found, "__dict__", None)
+    if not is_attribute or key in ("forward", "training", *_HOOKS) or key.startswith("__"):
+        return None
+    return str(key)
+
+
+def is_users_class(kind: type | types.ModuleType) -> bool:
+    """True for a class or a module of Python that is the program's: of no installed package."""
+    is_class = isinstance(kind, type)
+    name = kind.__module__ if is_class else kind.__name__
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return not (in_library[file] or "site-packages" in file)
+
+
+def _is_of_package(found: Any) -> bool:
+    """True for a function of an installed package: nobody gives it other globals."""
+    return isinstance(found, types.FunctionType) and "site-packages" in found.__code__.co_filename
+
+
+def _is_searched(found: Any) -> bool:
+    """True for a class or module of Python whose attributes are part of what a step refers to."""
+    return isinstance(found, type | types.ModuleType) and is_users_class(found)
 
 
 def _parts_of(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
@@ -293,9 +408,33 @@ def _parts_of_cell(cell: types.CellType, text: str) -> Iterator[tuple[Place, Any
         yield Place(cell, "cell", None, text), cell.cell_contents
 
 
+def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
+    """Attributes of a class or of a module of Python; those of the classes that a class is of."""
+    if not _is_searched(found):
+        return
+    spaces = found.__mro__ if isinstance(found, type) else (found,)
+    for name in {name: None for each in spaces if _is_searched(each) for name in vars(each)}:
+        if name == "__annotations__":
+            continue
+        value = getattr(found, name, None)
+        kept = inspect.getattr_static(found, name, None)
+        if isinstance(kept, classmethod):
+            yield Place(kept, "attribute", "__func__", name), kept.__func__
+        elif not name.startswith("__") or isinstance(value, types.FunctionType):
+            yield Place(found, "attribute", name, f"{found.__name__}.{name}"), value
+
+
+def _parts_of_property(found: property, text: str) -> Iterator[tuple[Place, Any]]:
+    yield Place(found, "attribute", "fget", text), found.fget
+
+
 def _parts_of_object(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
     dot = f"{text}." if text else ""
+    if is_users_class(type(found)):
+        yield Place(found, "attribute", "__class__", f"{dot}__class__"), type(found)
     for name, value in list(getattr(found, "__dict__", {}).items()):
+        if name == "__annotations__":
+            continue
         yield Place(found, "attribute", name, f"{dot}{name}"), value
     for name in _slots_of(type(found)):
         if hasattr(found, name):
@@ -319,7 +458,7 @@ def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tupl
             continue
     if in_library[function.__code__.co_filename]:
         return
-    for name in _named_globals(function.__code__):
+    for name in dict.fromkeys(_names_in(function.__code__)):
         if name in function.__globals__:
             yield Place(function.__globals__, "item", name, name), function.__globals__[name]
     for number, value in enumerate(function.__defaults__ or ()):
@@ -328,11 +467,14 @@ def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tupl
         yield Place(function.__kwdefaults__, "item", name, name), value
 
 
-def _named_globals(code: types.CodeType) -> Iterator[str]:
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in code, and texts that may be names."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _named_globals(constant)
+            yield from _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            yield constant
 
 
 def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[Place, Any]]:
@@ -340,14 +482,17 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[Place, Any]
     for kind in ("_parameters", "_buffers", "_modules"):
         part: dict[str, Any] = module.__dict__.get(kind, {})
         for name, value in part.items():
-            if value is not None:
-                yield Place(part, "item", name, f"{dot}{name}"), value
+            yield Place(part, "item", name, f"{dot}{name}"), value
+    modules = module._modules
+    yield Place(modules, "length", None, f"the number of modules in {text}"), len(modules)
     for name, value in list(module.__dict__.items()):
-        if name not in ("_parameters", "_buffers", "_modules"):
+        if name not in _OF_EVERY_MODULE:
             yield Place(module.__dict__, "item", name, f"{dot}{name}"), value
-    if type(module).__module__.startswith(("torch.", "tilework.")):
-        return
-    yield Place(type(module), "attribute", "forward", f"{dot}forward"), type(module).forward
+    own: Any = type(module)
+    if is_users_class(own):
+        yield Place(module, "attribute", "__class__", f"{dot}__class__"), own
+    elif not own.__module__.startswith(("torch.", "tilework.")):
+        yield Place(own, "attribute", "forward", f"{dot}forward"), own.forward
 
 
 _KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[tuple[Place, Any]]]], ...] = (
@@ -358,4 +503,6 @@ _KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[tuple[Place, Any]]]], ...
     (Mapping, _parts_of_mapping),
     (list | tuple, _parts_of_sequence),
     (types.CellType, _parts_of_cell),
+    (property, _parts_of_property),
+    (type | types.ModuleType, _parts_of_namespace),
 )

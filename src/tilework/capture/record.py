@@ -72,6 +72,10 @@ class Record:
         self._guard: Any = _BelowAutograd
         self._purpose = _Purpose(name, digests.collectives)
         self._checked_options: list[Any] = [option.number.value for option in self.options]
+        self._layouts = [
+            None if each.is_argument or each.may_change else layout_of(each.tensor)
+            for each in graph.inputs
+        ]
         self._changed = ""
         self._index = {value.number: i for i, value in enumerate(self.code.kept)}
         self._enter = write_enter(graph, held)
@@ -133,7 +137,7 @@ class Record:
 
     def _inputs_hold(self) -> bool:
         inputs: list[Any] = []
-        for each in self.graph.inputs:
+        for each, layout in zip(self.graph.inputs, self._layouts, strict=True):
             path = each.path
             if each.is_argument:
                 inputs.append(None)  # the key of the call has seen to it
@@ -150,9 +154,9 @@ class Record:
                     has_size(each.layout) or layout_of(now) == each.layout
                 )
             elif is_same:
-                is_same = now.requires_grad == each.tensor.requires_grad
+                is_same = layout_of(now) == layout
             if not is_same:
-                self._changed = f"{path.text} is another tensor"
+                self._changed = f"{path.text} is another tensor, or has another layout"
                 return False
             inputs.append(now)
         self._inputs = inputs

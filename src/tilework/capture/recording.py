@@ -18,6 +18,7 @@ from tilework.capture.places import Argument, Place, Places
 from tilework.capture.record import Record
 from tilework.capture.recorder import Recorder, bytes_of
 from tilework.capture.sizes import Different, Unifier, first_difference, has_size
+from tilework.capture.unseen import Unseen, told_apart
 from tilework.comm.world import current_world
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
@@ -71,27 +72,32 @@ def record_call(call: Call, check: bool) -> tuple[Record | None, Any]:
     """Run a step, and record it.
 
     Returns:
-        The record, None if the step has made groups, which later calls will not; and the result.
+        The record, None if the step has made groups or optimizer states, which later calls will
+        not; and the result.
     """
-    groups = set(current_world().records)
+    leaves = told_apart(call.leaves, Places(call.step))
+    args, kwargs = tree_unflatten(leaves, tree_flatten((call.args, call.kwargs))[1])
+    call = call._replace(leaves=leaves, args=args, kwargs=kwargs)
     before = _PlacesOfCall(call.step, call.leaves)
     recorder = Recorder(before)
+    unseen = Unseen(before, leaves)
     generators = [(each, each.get_state()) for each in _generators()]
     try:
         with Options(before.optimizers, recorder.book) as options, recorder.recording():
             result = call.run()
             _reduce_deferred(before)
-        if set(current_world().records) != groups:
-            return None, result
-        graph = recorder.graph
+        unseen.refuse_changes()
         outputs, tree = tree_flatten(result)
+        if unseen.makes_anything_once():
+            return None, tree_unflatten([value_of(each) for each in outputs], tree)
+        graph = recorder.graph
         graph.result = [_leaf(each, recorder) for each in outputs]
         after = _PlacesOfCall(call.step, call.leaves)
         graph.places = list(_changes(before, after, recorder))
-        constants = _constants(before, after)
+        constants = [*_constants(before, after), *options.constants, *_absent(before, graph)]
         graph.drop_dead()
         digests = agree_on(graph, call.name)
-        way = _way_to(graph, before)
+        way = _way_to(graph, before, after)
         guards = list(dict.fromkeys(recorder.book.guards))
         held = Held(options.all, way, constants, guards)
         record = Record(call.name, graph, digests, tree, held)
@@ -105,6 +111,7 @@ def record_call(call: Call, check: bool) -> tuple[Record | None, Any]:
                     f"random numbers in a way that a record can't repeat. Leave that part out"
                 )
     except CaptureError:
+        unseen.undo()
         _undo(recorder, before)
         raise
     return record, tree_unflatten([value_of(each) for each in outputs], tree)
@@ -174,9 +181,15 @@ def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
     kept = []
     for place, value in before.constants:
         is_now = now.get(_identity(place), _identity)
-        if is_now is value or (type(is_now) is type(value) and is_now == value):
+        is_length = place.how == "length" and not isinstance(place.owner, list)
+        if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
             kept.append((place, value))
             continue
+        if place.how == "length":
+            raise CaptureError(
+                f"the step changes {place.text} from {value} to {is_now}: a program would not do "
+                f"this again. Return what is appended, and do it after the call"
+            )
         owner = type(place.owner) if place.how == "attribute" else None
         if isinstance(place.owner, dict) and not place.text.isidentifier():
             owner = before.kind_of(place)
@@ -187,23 +200,31 @@ def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
             f"would not do this again, since its Python does not run. Do it outside of the step, "
             f"or keep the number in a tensor"
         )
-    for found, length, text in before.lists:
-        if len(found) != length:
-            raise CaptureError(
-                f"the step changes the length of the list {text} from {length} to {len(found)}: a "
-                f"program would not do this again. Return what is appended, and do it after the "
-                f"call"
-            )
     return kept
 
 
-def _way_to(graph: Graph, places: Places) -> list[tuple[Place, Any]]:
-    """The objects on the way to a program's inputs, each once."""
-    found: dict[int, tuple[Place, Any]] = {}
+def _absent(before: Places, graph: Graph) -> Iterator[tuple[Place, Any]]:
+    """Places that were empty: a step adds to a gradient, and makes an item once."""
+    then = {_identity(place) for place, _ in before.slots}
+    yield from ((place, None) for place, tensor in before.slots if tensor is None)
+    for place, _ in graph.places:
+        if isinstance(place.owner, dict) and _identity(place) not in then:
+            length = Place(place.owner, "length", None, f"the number of items with {place.text}")
+            yield length, before.lengths.get(id(place.owner), 0)
+
+
+def _way_to(graph: Graph, places: Places, after: Places) -> list[tuple[Place, Any]]:
+    """The objects on the way to a program's inputs, and what else the step may have used."""
+    now = {_identity(place): thing for place, thing in after.things}
+    found: dict[Any, tuple[Place, Any]] = {
+        _identity(place): (place, thing)
+        for place, thing in places.things
+        if now.get(_identity(place), _identity) is thing
+    }
     for each in graph.inputs:
         if isinstance(each.path, Place):
             for place, thing in places.way_to(each.path):
-                found.setdefault(id(thing), (place, thing))
+                found.setdefault(_identity(place), (place, thing))
     return list(found.values())
 
 

@@ -1,0 +1,110 @@
+"""What a step does besides torch's operators, and what a call has only once."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tilework.capture.places import Places
+from tilework.comm.world import current_world
+from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
+
+
+def told_apart(leaves: Sequence[Any], places: Places) -> list[Any]:
+    """Arguments, with another tensor of the same memory for each that is there twice.
+
+    An argument may be the tensor of a variable, or another argument, in the call that is recorded
+    and not in later calls: the recorder has to see which of both an operator takes.
+    """
+    result: list[Any] = []
+    seen: set[int] = set()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            plain = leaf._local_tensor if leaf.__class__ is DTensor else leaf
+            is_twice = id(plain) in seen or places.find(plain) is not None
+            seen.add(id(plain))
+            if is_twice and not leaf.requires_grad:
+                leaf = leaf.detach()
+        result.append(leaf)
+    return result
+
+
+class Unseen:
+    """The state of things that operators do not change, before a step.
+
+    Args:
+        places: What the step refers to.
+        leaves: The leaves of its arguments.
+    """
+
+    def __init__(self, places: Places, leaves: Sequence[Any]) -> None:
+        self._places, self._leaves = places, leaves
+        self._memories = [(tensor, tensor.detach()) for tensor in places.plain_tensors()]
+        self._grads = [leaf.grad if _is_leaf(leaf) else None for leaf in leaves]
+        self._draws = _python_draws()
+        self._made = self._made_once()
+
+    def makes_anything_once(self) -> bool:
+        """True if the step has made groups or states of optimizers."""
+        return not self._made_once() <= self._made
+
+    def _made_once(self) -> set[Any]:
+        states = {
+            (id(optimizer), id(owner), key)
+            for optimizer in self._places.optimizers
+            for owner, state in optimizer.state.items()
+            for key in (state if isinstance(state, dict) else ())
+        }
+        return states | set(current_world().records)
+
+    def refuse_changes(self) -> None:
+        """Refuse what the step has done that a program would not.
+
+        Raises:
+            CaptureError: It did such a thing.
+        """
+        if _python_draws() != self._draws:
+            raise CaptureError(
+                "the step draws from the generator of Python's random, or of numpy.random: a "
+                "program would go on with the numbers of this call. Draw with torch (torch.rand, "
+                "and torch.where), or pass what is drawn as a tensor"
+            )
+        for tensor, memory in self._memories:
+            if tensor.data_ptr() != memory.data_ptr():
+                raise CaptureError(
+                    f"the step gives {self._places.tensors[id(tensor)].text} other memory, as "
+                    f".data = does: a program would go on with the old. Write x.data.copy_(…), or "
+                    f"an operator that works in place (mul_, lerp_), instead of x.data = …"
+                )
+        for number, (leaf, grad) in enumerate(zip(self._leaves, self._grads, strict=True)):
+            if _is_leaf(leaf) and leaf.grad is not grad:
+                raise CaptureError(
+                    f"the step gives argument {number} a gradient: a program knows no other tensor "
+                    f"than the argument of this call to give it to. Return torch.autograd.grad("
+                    f"loss, x), or begin the step with x = x.detach().requires_grad_()"
+                )
+
+    def undo(self) -> None:
+        """Put memories and gradients back."""
+        for tensor, memory in self._memories:
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory
+        for leaf, grad in zip(self._leaves, self._grads, strict=True):
+            if _is_leaf(leaf):
+                leaf.grad = grad
+
+
+def _is_leaf(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_leaf
+
+
+def _python_draws() -> Any:
+    """The states of Python's and numpy's global generators."""
+    numpy = sys.modules.get("numpy")
+    drawn = numpy.random.get_state()[1:3] if numpy is not None else ()
+    return random.getstate(), [bytes(x) if hasattr(x, "tobytes") else x for x in drawn]

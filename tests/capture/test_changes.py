@@ -1,0 +1,181 @@
+"""What changes between calls of a captured step, and what such a step may not do: no silence."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.capture.twins import run_twins, tensors_of
+from tilework.capture import capture
+from tilework.errors import CaptureError
+
+
+class Factors:
+    of_class = 1.0
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.weights = [1.0, 0.5]
+        self.by_name = {"first": 1.0}
+        self.kinds = {"square"}
+        self.dtype = torch.float32
+        self.calls = 0
+
+
+class Model(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings, self.factors = settings, Factors()
+        self.layers: Any = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False))
+        self.act: Any = F.silu
+        weight: Any = self.layers[0].weight
+        weight.register_hook(lambda grad: grad * self.settings.weights[0])
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factors.of_class
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.act(self.layers(x))
+        x = sum((x * w for w in self.settings.weights), x).to(self.settings.dtype).float()
+        x = x.square() if "square" in self.settings.kinds else x
+        return self.scaled(x * sum(self.settings.by_name.values()))
+
+
+Change = Callable[[Model, Any], Any]
+
+
+def options(**values: Any) -> Change:
+    return lambda model, optimizer: optimizer.param_groups[0].update(values)
+
+
+def in_settings(**values: Any) -> Change:
+    return lambda model, optimizer: vars(model.settings).update(values)
+
+
+CHANGES: dict[str, Change] = {
+    "a gradient is left": lambda model, optimizer: model(torch.ones(2, 6)).sum().backward(),
+    "an option becomes a float": options(weight_decay=0.5),
+    "a flag of the optimizer": options(maximize=True),
+    "a group of parameters": lambda model, optimizer: optimizer.add_param_group(
+        {"params": [*model.layers[2].parameters()], "lr": 0.5}
+    ),
+    "no states": lambda model, optimizer: optimizer.state.clear(),
+    "a frozen layer": lambda model, optimizer: model.layers[0].requires_grad_(False),
+    "a module": lambda model, optimizer: model.layers.__setitem__(1, nn.Tanh()),
+    "one module more": lambda model, optimizer: model.layers.append(nn.Tanh()),
+    "a bias": lambda model, optimizer: setattr(
+        model.layers[2], "bias", nn.Parameter(torch.ones(6))
+    ),
+    "a function": lambda model, optimizer: setattr(model, "act", torch.tanh),
+    "a hook of a module": lambda model, optimizer: model.layers[0].register_forward_hook(
+        lambda module, args, out: out * 2
+    ),
+    "a hook of a tensor": lambda model, optimizer: model.layers[0].bias.register_hook(
+        lambda grad: grad * 2
+    ),
+    "a list": in_settings(weights=[2.0, 0.5]),
+    "an item": lambda model, optimizer: model.settings.weights.append(3.0),
+    "a key": lambda model, optimizer: model.settings.by_name.update(second=2.0),
+    "a set": lambda model, optimizer: model.settings.kinds.clear(),
+    "a dtype": in_settings(dtype=torch.bfloat16),
+    "an attribute of a class": lambda model, optimizer: setattr(Factors, "of_class", 0.5),
+    "strides": lambda model, optimizer: setattr(
+        model.layers[0].weight, "data", model.layers[0].weight.data.t().contiguous().t()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_calls_is_seen(name: str) -> None:
+    twins: list[tuple[Model, Any]] = []
+    calls = 0
+
+    def make() -> Any:
+        model = Model(Settings())
+        optimizer = torch.optim.Adam(model.layers[0].parameters(), lr=0.1)
+        twins.append((model, optimizer))
+
+        def step(x: Tensor) -> Any:
+            loss = model(x).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step, tensors_of(model, optimizer)
+
+    def after() -> None:
+        nonlocal calls
+        calls += 1
+        for model, optimizer in twins:
+            model.settings.calls += 1  # the step does not read it
+            if calls == 3:
+                CHANGES[name](model, optimizer)
+
+    Factors.of_class = 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = run_twins(make, [(torch.randn(4, 6),) for _ in range(7)], after)
+    assert len(program.records) in (2, 3)  # a third where a gradient comes to be
+
+
+def test_arguments_are_told_apart_where_the_recorded_call_had_one_tensor() -> None:
+    scale, x, other = torch.full((3,), 2.0), torch.ones(3), torch.full((3,), 5.0)
+    program = capture(lambda a, b, c: a * 100 + b * 10 + c + scale)
+    for _ in range(2):
+        assert program(x, x, scale)[0] == 114
+    assert program(x, other, scale)[0] == 154
+    assert program(x, x, other)[0] == 117
+    assert len(program.records) == 1
+
+
+def _give_other_memory(model: nn.Linear, x: Tensor) -> None:
+    model.weight.data = model.weight.data * 2
+
+
+def _draw_in_python(model: nn.Linear, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def _draw_in_numpy(model: nn.Linear, x: Tensor) -> Tensor:
+    return x * float(np.random.rand())
+
+
+def _give_an_argument_a_gradient(model: nn.Linear, x: Tensor) -> None:
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (_give_other_memory, "weight other memory"),
+        (_draw_in_python, "Python's random"),
+        (_draw_in_numpy, r"numpy\.random"),
+        (_give_an_argument_a_gradient, "argument 0 a gradient"),
+    ],
+)
+def test_what_torch_does_not_show_is_refused_and_undone(
+    step: Callable[..., Any], message: str
+) -> None:
+    model = nn.Linear(3, 3)
+
+    def of_model(x: Tensor) -> Any:
+        return step(model, x)
+
+    program = capture(of_model)
+    program(torch.ones(2, 3).requires_grad_())
+    before = [tensor.clone() for tensor in model.parameters()]
+    x = torch.ones(2, 3).requires_grad_()
+    with pytest.raises(CaptureError, match=message):
+        program(x)
+    assert x.grad is None
+    assert all(map(torch.equal, model.parameters(), before))
