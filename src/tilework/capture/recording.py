@@ -336,10 +336,19 @@ def _undo(recorder: Recorder, places: Places) -> None:
 # -- several sizes ---------------------------------------------------------------------------
 
 
+def _facts(held: Held) -> dict[Any, Any]:
+    """What must hold for a record, by place."""
+    facts: dict[Any, Any] = {_identity(place): id(thing) for place, thing in held.way}
+    facts.update({_identity(place): (type(value), value) for place, value in held.constants})
+    return facts
+
+
 def unified(one: Record, other: Record) -> Record | None:
     """A program of several sizes of two records; None: they have none. Local."""
     sizes = first_difference(one.signature, other.signature)
     if sizes is None or one.is_checked or other.is_checked or one.tree != other.tree:
+        return None
+    if _facts(one.held) != _facts(other.held):
         return None
     unifier = Unifier(sizes)
     try:
