@@ -337,7 +337,7 @@ def _undo(recorder: Recorder, places: Places) -> None:
 
 
 def _facts(held: Held) -> dict[Any, Any]:
-    """What must hold for a record, by place."""
+    """The things that must hold for a record, by place."""
     facts: dict[Any, Any] = {_identity(place): id(thing) for place, thing in held.way}
     facts.update({_identity(place): (type(value), value) for place, value in held.constants})
     return facts

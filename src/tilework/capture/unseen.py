@@ -1,4 +1,4 @@
-"""What a step does besides torch's operators, and what a call has only once."""
+"""Things that a step does besides operators, and that a call does only once."""
 
 from __future__ import annotations
 

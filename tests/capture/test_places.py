@@ -1,4 +1,4 @@
-"""What changes between calls of a captured step, and what such a step may not do: no silence."""
+"""Changes between calls of a captured step, and acts that are refused: nothing passes in silence."""
 
 from __future__ import annotations
 
