@@ -1,7 +1,8 @@
-"""Changes between calls of a captured step, and acts that are refused: nothing passes in silence."""
+"""Changes between calls of a captured step, and acts that are refused: none passes in silence."""
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -154,9 +155,31 @@ def _give_an_argument_a_gradient(model: nn.Linear, x: Tensor) -> None:
     model(x).sum().backward()
 
 
+class _Counting(torch.optim.Optimizer):
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+
+
+def _count_in_an_optimizer(model: Any, x: Tensor) -> None:
+    vars(model).setdefault("optimizer", _Counting(model.parameters(), {})).step()
+
+
+def _replace_a_tuple(model: Any, x: Tensor) -> None:
+    model.state = tuple(each + 1 for each in vars(model).setdefault("state", (x.detach(),)))
+
+
+def _look_up_sparsely(model: nn.Linear, x: Tensor) -> None:
+    F.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
+        (_count_in_an_optimizer, "step of a parameter's state"),
+        (_replace_a_tuple, r"makes a tuple with the tensor model.state\[0\]"),
+        (_look_up_sparsely, "layout torch.sparse_coo"),
         (_give_other_memory, "weight other memory"),
         (_draw_in_python, "Python's random"),
         (_draw_in_numpy, r"numpy\.random"),
@@ -179,3 +202,25 @@ def test_what_torch_does_not_show_is_refused_and_undone(
         program(x)
     assert x.grad is None
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_what_libraries_decide_by_numbers_is_decided_again() -> None:
+    def make() -> Any:
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        draws = torch.Generator().manual_seed(3)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x * torch.rand(2, 3, generator=draws)).square().mean()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)  # which does nothing if a gradient is infinite
+            scaler.update()
+            return loss.detach()
+
+        return step, tensors_of(model)
+
+    program = run_twins(make, [(torch.randn(2, 3),) for _ in range(5)])
+    with pytest.raises(CaptureError, match="comes to a value of True"):
+        program(torch.full((2, 3), math.inf))

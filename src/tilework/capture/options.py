@@ -62,6 +62,11 @@ class Options:
             for thing in (optimizer.param_groups, *(x["params"] for x in optimizer.param_groups)):
                 text = f"the number of groups or parameters of {name}"
                 self.constants.append((Place(thing, "length", None, text), len(thing)))
+            for state in optimizer.state.values():
+                for key, value in state.items() if isinstance(state, dict) else ():
+                    if isinstance(value, bool | int | float | str):
+                        text = f"{key} of a parameter's state in {name}"
+                        self.constants.append((Place(state, "item", key, text), value))
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     stands_for = self._number(optimizer, number, key, value)
@@ -101,9 +106,15 @@ class Options:
             if group.get(key) is not stands_for:
                 changed.append(key)
             group[key] = value
+        changed += [
+            place.text
+            for place, value in self.constants
+            if place.how == "item" and place.owner.get(place.key) is not value
+        ]
         if changed and error is None:
             raise CaptureError(
-                f"the step changes {', '.join(sorted(set(changed)))} of an optimizer, as a "
-                f"scheduler's step() does: a program would not do this again, since its Python "
-                f"does not run. Call scheduler.step() after the captured step"
+                f"the step changes {', '.join(sorted(set(changed)))} of an optimizer in Python, as "
+                f"a scheduler's step() does: a program would not do this again, since its Python "
+                f"does not run. Call scheduler.step() after the captured step; an optimizer that "
+                f"counts its steps has to do so in a tensor"
             )

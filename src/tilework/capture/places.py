@@ -187,9 +187,15 @@ class Places:
             found = step[1]
         return way[::-1]
 
-    def holds(self, thing: Any) -> bool:
-        """True if the step refers to an object."""
-        return id(thing) in self.parents or any(thing is each for each in self.arguments)
+    def generators(self) -> list[torch.Generator]:
+        """The generators of random numbers that the step refers to."""
+        return [each for each in self._kept if isinstance(each, torch.Generator)]
+
+    def generator(self, given: torch.Generator) -> torch.Generator | None:
+        """The generator that torch has given another object for; None: the step has made it."""
+        state = given.get_state()
+        same = (each for each in self.generators() if torch.equal(each.get_state(), state))
+        return next(same, None)
 
     def showing(self, tensor: Tensor) -> Tensor | None:
         """A tensor at some place that shows the same storage; None: there is none."""

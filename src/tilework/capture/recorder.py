@@ -24,7 +24,7 @@ from tilework.capture.group_calls import GroupCall, RecordedGroups
 from tilework.capture.number import Number, NumberBook
 from tilework.capture.number import value_of as plain
 from tilework.capture.places import Places, layout_of
-from tilework.capture.tensor_reads import watched_reads
+from tilework.capture.tensor_reads import decides_itself, watched_reads
 from tilework.comm.callsite import call_site
 from tilework.comm.recording import set_recorder
 from tilework.comm.world import current_world
@@ -49,6 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, places: Places) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.book, self.places = Graph(), NumberBook(), places
+        self.book.recorder = self
         self._values: Any = WeakTensorKeyDictionary()
         #: By object, for what is no tensor: keys of random draws.
         self._objects: dict[int, tuple[object, Value]] = {}
@@ -147,9 +148,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, float):
             return self._number_of(args[0])
         inputs = tree_map(self._input, args)
-        expected = _Expected(func, value, call_site())
-        self._note(expected, (inputs, {}), None, _About((), "call", f"expect {value}"))
+        if self._memory_of(args[0]) in self.before:
+            raise CaptureError(
+                f"torch or another library reads a value at {call_site()} that the step writes: "
+                f"it is {value} in this call, and another in the next, while a program has no "
+                f"Python to go on with it. Leave this part out of the step"
+            )
+        self.expect(func, inputs, value)
         return value
+
+    def decides(self, file: str) -> bool:
+        """True if code of a file may decide by a value, which is compared again in each call."""
+        return decides_itself(file)
+
+    def expect(self, function: Callable[..., Any], inputs: Any, value: Any) -> None:
+        """Note that each call has to find a value, since a library has decided by it."""
+        expected = _Expected(function, value, call_site())
+        self._note(expected, (tuple(inputs), {}), None, _About((), "call", f"expect {value}"))
 
     def number_of(self, tensor: Tensor) -> Any:
         """The number of the program that an element is."""
@@ -178,7 +193,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(leaf, Tensor):
             return self.value_of(leaf)
         known = self._objects.get(id(leaf))
-        if known is None and isinstance(leaf, torch.Generator) and not self.places.holds(leaf):
+        if known is None and isinstance(leaf, torch.Generator):
+            held = self.places.generator(leaf)
+            if held is not None:
+                return held
             raise CaptureError(
                 f"the operator at {call_site()} draws from a generator that the step has made: a "
                 f"program would go on with that one. Make the generator before the step, and pass "
@@ -263,6 +281,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = Value(self._count, text=type(leaf).__name__)
             self._objects[id(leaf)] = leaf, value
             return value
+        _refuse_sparse(leaf)
         shape = tuple(leaf.shape)
         name = str(leaf.dtype).removeprefix("torch.")
         value = Value(self._count, self._memory_of(leaf), f"{name}{list(shape)}", shape, leaf.dtype)
@@ -300,6 +319,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if id(leaf) in given:
                     outputs.append(None)
                     continue
+                _refuse_sparse(leaf)
                 self._forget_storage(leaf, inputs)
                 outputs.append(self._new_value(leaf))
             elif leaf is None or isinstance(leaf, bool | int | float | str):
@@ -408,6 +428,14 @@ class _Expected:
                 f"call found {self.value}: there torch or tilework check an argument, or choose "
                 f"what to do. An index may be out of range; run the step without capture() to see"
             )
+
+
+def _refuse_sparse(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"the step makes or uses a tensor with layout {tensor.layout} at {call_site()}: a "
+            f"program has strided tensors alone. Use dense gradients (sparse=False)"
+        )
 
 
 class _Read:

@@ -81,7 +81,7 @@ def record_call(call: Call, check: bool) -> tuple[Record | None, Any]:
     before = _PlacesOfCall(call.step, call.leaves)
     recorder = Recorder(before)
     unseen = Unseen(before, leaves)
-    generators = [(each, each.get_state()) for each in _generators()]
+    generators = [(each, each.get_state()) for each in [*_generators(), *before.generators()]]
     try:
         with Options(before.optimizers, recorder.book) as options, recorder.recording():
             result = call.run()
@@ -157,6 +157,12 @@ def _changes(before: Places, after: Places, recorder: Recorder) -> Iterator[tupl
                 f"place again and again. Return the tensor, and append it after the call"
             )
         if place.how == "item" and isinstance(place.owner, tuple):
+            if after.is_users(place):
+                raise CaptureError(
+                    f"the step makes a tuple with the tensor {place.text}: a program reads and "
+                    f"writes tensors alone. Keep each tensor in an attribute or variable of its "
+                    f"own, or pass and return them"
+                )
             continue
         if not after.is_users(place) and _identity(place) not in read:
             continue
@@ -224,6 +230,12 @@ def _way_to(graph: Graph, places: Places, after: Places) -> list[tuple[Place, An
     for each in graph.inputs:
         if isinstance(each.path, Place):
             for place, thing in places.way_to(each.path):
+                if now.get(_identity(place), thing) is not thing:
+                    raise CaptureError(
+                        f"the step reads {each.path.text} and replaces {place.text}, a "
+                        f"{type(thing).__name__}: a program reads and writes tensors alone. Keep "
+                        f"each tensor in an attribute or variable, or pass and return them"
+                    )
                 found.setdefault(_identity(place), (place, thing))
     return list(found.values())
 

@@ -89,7 +89,7 @@ def _number(name: str) -> Callable[..., Any]:
     def read(self: Tensor) -> Any:
         recorder: Any = current_recorder()
         caller = sys._getframe(1).f_code.co_filename
-        if recorder is None or (is_installed(caller) and not caller.startswith(_OPTIMIZERS)):
+        if recorder is None or (is_installed(caller) and not self.is_floating_point()):
             return original(self)
         whole: Any = self.full_tensor() if hasattr(self, "full_tensor") else self
         if whole.numel() != 1:
@@ -99,14 +99,16 @@ def _number(name: str) -> Callable[..., Any]:
     return read
 
 
+def decides_itself(file: str) -> bool:
+    """True for code of an installed package, but of optimizers, which decide by counts of steps."""
+    return is_installed(file) and not file.startswith(torch.optim.__path__[0])
+
+
 def is_installed(file: str) -> bool:
     """True for code of an installed package: what it reads to decide what to do is checked again
     in each call; see ``recorder``.
     """
     return in_library[file] or "site-packages" in file
-
-
-_OPTIMIZERS = torch.optim.__path__[0]
 
 
 def _refused(name: str) -> Callable[..., Any]:
