@@ -57,30 +57,37 @@ class GroupCall:
     Args:
         group: The group.
         method: The name of its method.
-        opts: The options that it was called with.
+        opts: The options that it was called with; None: it takes none, and gives a Work.
         others: Arguments behind the tensors.
     """
 
     def __init__(
-        self, group: ProcessGroup, method: str, opts: Options, others: tuple[Any, ...]
+        self, group: ProcessGroup, method: str, opts: Options | None, others: tuple[Any, ...]
     ) -> None:
-        self.group, self.method, self.opts, self.others = group, method, opts, others
+        self.group, self.method, self.opts, self.others = group, method, opts or Options(), others
+        self._given = () if opts is None else (opts,)
+        self.is_async = opts is None or opts.asyncOp
         fast = _FAST.get(method)
-        self._fast = None if fast is None or opts.asyncOp else fast
+        self._fast = None if fast is None or self.is_async else fast
 
     def __call__(self, *tensors: Any) -> Work | None:
-        """Run it; the Work if it was started with ``asyncOp``."""
+        """Run it; the Work if it was started, and not waited for."""
         if self._fast is not None:
             name, source, target = self._fast
             if self.group.fast_path.run(
                 name, source(*tensors), target(*tensors), self.opts.reduceOp, self.opts.rootRank
             ):
                 return None
-        work: Work = getattr(self.group, self.method)(*tensors, *self.others, self.opts)
-        if self.opts.asyncOp:
+        work: Work = getattr(self.group, self.method)(*tensors, *self.others, *self._given)
+        if self.is_async:
             return work
         work.wait()
         return None
+
+    @property
+    def is_point_to_point(self) -> bool:
+        """True for a send or a receive."""
+        return self.method in ("send", "recv", "recv_anysource")
 
     def text(self) -> str:
         """The operation and the ranks, for people."""
@@ -161,14 +168,14 @@ class RecordedGroups:
             if recorder is None:  # a comparison of ranks, which is no part of the program
                 return work
             rest = args
-            opts = Options()
+            opts = None
             if args and isinstance(args[-1], Options):
                 rest, opts = args[:-1], args[-1]
-            count = sum(1 for each in rest if isinstance(each, Tensor | list) and _has_tensor(each))
+            count = max((i + 1 for i, each in enumerate(rest) if _has_tensor(each)), default=0)
             tensors, others = rest[:count], rest[count:]
             made = GroupCall(group, method, opts, others)
             note = self._note(made, tensors, [tensors[i] for i in written if i < count])
-            return RecordedWork(work, note) if opts.asyncOp else work
+            return RecordedWork(work, note) if made.is_async else work
 
         return call
 

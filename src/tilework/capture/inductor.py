@@ -27,6 +27,7 @@ from tilework.capture.group_calls import GroupCall
 from tilework.capture.number import Number
 from tilework.comm import provenance
 from tilework.comm.contract import Options
+from tilework.errors import CaptureError
 
 aten = torch.ops.aten
 #: Held while a rank compiles: torch's compiler is not made for several threads.
@@ -83,6 +84,11 @@ class _Call:
     ) -> None:
         self.function: Any = each.function
         if isinstance(self.function, GroupCall):  # memory of what is in flight could be reused
+            if self.function.is_point_to_point:
+                raise CaptureError(
+                    f"{self.function.method} at {each.site} can't be part of a compiled program, "
+                    f'which waits for each operation: use backend="python", or a collective'
+                )
             opts = self.function.opts
             opts = Options(opts.reduceOp, opts.rootRank, opts.timeout)
             self.function = GroupCall(

@@ -148,14 +148,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, float):
             return self._number_of(args[0])
         inputs = tree_map(self._input, args)
-        if self._memory_of(args[0]) in self.before:
+        self._refuse_written(args[0], value)
+        self.expect(func, inputs, value)
+        return value
+
+    def decided(self, function: Callable[[Tensor], T], tensor: Tensor) -> T:
+        """A value that a library reads from a tensor, and each call has to find."""
+        before = set_recorder(None)
+        try:
+            plain_tensor: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            value = function(plain_tensor)
+            if before is not None:
+                self._refuse_written(plain_tensor, value)
+                self.expect(function, (self._input(plain_tensor),), value)
+            return value
+        finally:
+            set_recorder(before)
+
+    def _refuse_written(self, tensor: Tensor, value: Any) -> None:
+        if self._memory_of(tensor) in self.before:
             raise CaptureError(
                 f"torch or another library reads a value at {call_site()} that the step writes: "
                 f"it is {value} in this call, and another in the next, while a program has no "
                 f"Python to go on with it. Leave this part out of the step"
             )
-        self.expect(func, inputs, value)
-        return value
 
     def decides(self, file: str) -> bool:
         """True if code of a file may decide by a value, which is compared again in each call."""
@@ -377,7 +393,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             inputs = tree_map(self._input, tensors)
             sent = [leaf for leaf in tree_leaves(tensors) if _is_tensor(leaf)]
-            work = object() if call.opts.asyncOp else None
+            work = object() if call.is_async else None
             nbytes = max((tensor.nbytes for tensor in sent), default=0)
             about = _About(written, "collective", call.text(), nbytes)
             self._note(call, (inputs, {}), work, about)

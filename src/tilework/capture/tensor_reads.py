@@ -34,6 +34,8 @@ _READS = {
     "__format__": "prints the value of a tensor",
     "__dlpack__": "hands a tensor to another library",
 }
+#: Those by which a library decides, which torch's dispatcher does not show, or not as they are.
+_DECISIONS = ("tolist", "__bool__", "__int__", "__index__")
 _NUMBERS = ("item", "__float__")
 #: Functions of the default generator's state, which recomputed layers use.
 _STATES = ("get_rng_state", "set_rng_state", "manual_seed")
@@ -116,7 +118,12 @@ def _refused(name: str) -> Callable[..., Any]:
     what = _READS[name]
 
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if current_recorder() is None or is_installed(sys._getframe(1).f_code.co_filename):
+        recorder: Any = current_recorder()
+        if recorder is None:
+            return original(self, *args, **kwargs)
+        if is_installed(sys._getframe(1).f_code.co_filename):
+            if name in _DECISIONS:
+                return recorder.decided(original, self)
             return original(self, *args, **kwargs)
         raise CaptureError(
             f"the step {what} at {call_site()}: a program has no Python, so it would go on with "

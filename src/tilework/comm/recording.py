@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from tilework.errors import CaptureError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -80,3 +82,17 @@ def unrecorded(function: Callable[P, T]) -> Callable[P, T]:
             set_recorder(before)
 
     return call
+
+
+def refuse_count(name: str) -> None:
+    """Refuse a part of a step that does something else by a count of Python's in later calls.
+
+    Raises:
+        CaptureError: This thread records.
+    """
+    if _recording.recorder is not None:
+        raise CaptureError(
+            f"{name} counts steps, and does something else in some: a program would repeat what it "
+            f"does in this step. Leave it out of the captured step, or run the step without "
+            f"capture()"
+        )

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
+from tilework.comm.recording import refuse_count
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.default_hooks import group_or_default
@@ -124,6 +125,7 @@ class PeriodicModelAverager:
         """
         if self.is_due(self.period):
             average_parameters(params, self.process_group)
+        refuse_count(type(self).__name__)
         self.step += 1
 
     def is_due(self, period: int) -> bool:
@@ -183,6 +185,7 @@ class HierarchicalModelAverager:
             due = [group for period, group in self.groups.items() if past % period == 0]
             if due:
                 average_parameters(params, due[-1])
+        refuse_count(type(self).__name__)
         self.step += 1
 
 

@@ -6,6 +6,7 @@ ICLR 2020.
 
 from __future__ import annotations
 
+from tilework.comm.recording import refuse_count
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.debugging_hooks import noop_hook
@@ -41,6 +42,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> BucketFu
 
     Average the parameters themselves now and then: see ``tilework.parallel.PeriodicModelAverager``.
     """
+    refuse_count("post_localSGD_hook")
     is_global = state.iter < state.start_localSGD_iter
     state.iter += bucket.is_last()
     if is_global:

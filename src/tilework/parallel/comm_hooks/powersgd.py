@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.recording import refuse_count
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
@@ -168,6 +169,7 @@ class _Matrix:
 def _hook(
     state: PowerSGDState, bucket: GradBucket, matrices: Sequence[tuple[int, Tensor]]
 ) -> BucketFuture:
+    refuse_count("powerSGD_hook")
     is_compressed = state.iter >= state.start_powerSGD_iter
     state.iter += bucket.is_last()
     if not is_compressed:
