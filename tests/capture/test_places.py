@@ -224,3 +224,12 @@ def test_what_libraries_decide_by_numbers_is_decided_again() -> None:
     program = run_twins(make, [(torch.randn(2, 3),) for _ in range(5)])
     with pytest.raises(CaptureError, match="comes to a value of True"):
         program(torch.full((2, 3), math.inf))
+
+
+def test_a_library_that_decides_at_the_start_of_a_step_is_recorded_for_each_way() -> None:
+    program = capture(lambda x: F.one_hot(x) * 2)  # as many columns as the greatest number needs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for greatest in (2, 2, 3, 2, 3):
+            assert program(torch.tensor([0, greatest])).shape == (2, greatest + 1)
+    assert len(program.records) == 2

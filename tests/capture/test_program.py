@@ -683,7 +683,8 @@ def test_an_index_out_of_range_raises_in_a_later_call() -> None:
         captured = capture(lambda x: table(x).detach())
         for _ in range(3):
             captured(torch.tensor([0, 3]))
-        with pytest.raises((CaptureError, IndexError), match="range"):
+        errors = (CaptureError, IndexError)
+        with pytest.warns(match="index may be out of range"), pytest.raises(errors):
             captured(torch.tensor([0, 4]))
 
     run_ranks(1, program)

@@ -15,6 +15,7 @@ from tilework.capture.inductor import Compiled
 from tilework.capture.number import Number
 from tilework.capture.places import Place, layout_of
 from tilework.capture.python_code import Code, groups_of, write
+from tilework.capture.recorder import Unexpected, mark_early
 from tilework.capture.sizes import SizedSpec, comparable, has_size
 from tilework.comm import provenance
 from tilework.comm.callsite import call_site
@@ -76,6 +77,7 @@ class Record:
             None if each.is_argument or each.may_change else layout_of(each.tensor)
             for each in graph.inputs
         ]
+        mark_early(graph)
         self._changed = ""
         self._index = {value.number: i for i, value in enumerate(self.code.kept)}
         self._enter = write_enter(graph, held)
@@ -191,7 +193,14 @@ class Record:
         inputs = self.inputs_of(leaves)
         if inputs is None:
             return NOT_CURRENT
-        return self._leave(self.compute(inputs, self._checked_options, size), size)
+        try:
+            kept = self.compute(inputs, self._checked_options, size)
+        except Unexpected as error:
+            if not error.is_early or self._run is not self.code.run:
+                raise
+            self._changed = str(error)
+            return NOT_CURRENT
+        return self._leave(kept, size)
 
     def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
         """The inputs of a call; None where the record does not hold any more."""

@@ -424,6 +424,30 @@ class _About(NamedTuple):
     nbytes: int = 0
 
 
+class Unexpected(CaptureError):
+    """A value of a later call is another than that of the recorded call.
+
+    Args:
+        expected: The comparison.
+        message: The message.
+    """
+
+    def __init__(self, expected: _Expected, message: str) -> None:
+        super().__init__(message)
+        #: True if the program has done nothing yet that stays.
+        self.is_early = expected.is_early
+
+
+def mark_early(graph: Graph) -> None:
+    """Mark the comparisons that a program comes to before it writes, draws or communicates."""
+    lasting = {id(each.value.memory) for each in graph.inputs}
+    for each in graph.instructions:
+        if isinstance(each.function, _Expected):
+            each.function.is_early = True
+        elif each.kind != "operator" or any(id(memory) in lasting for memory in each.writes):
+            return
+
+
 class _Expected:
     """A value that a library has read, to decide what it does: each call must find the same.
 
@@ -435,14 +459,16 @@ class _Expected:
 
     def __init__(self, func: Any, value: Any, site: str) -> None:
         self.func, self.value, self.site = func, value, site
+        self.is_early = False
 
     def __call__(self, *args: Any) -> None:
         value = self.func(*args)
         if value != self.value:
-            raise CaptureError(
+            raise Unexpected(
+                self,
                 f"a captured step comes to a value of {value} at {self.site}, where the recorded "
                 f"call found {self.value}: there torch or tilework check an argument, or choose "
-                f"what to do. An index may be out of range; run the step without capture() to see"
+                f"what to do. An index may be out of range; run the step without capture() to see",
             )
 
 
