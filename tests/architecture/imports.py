@@ -48,6 +48,10 @@ LAZY_UPWARD = {
         "tilework.parallel.data_parallel.buckets",
     ): "torch has the function of buckets there",
     ("tilework.dtensor", "tilework.interop"): "to_dtensor and to_sharded are public names of both",
+    (
+        "tilework.dtensor.compiler_disable",
+        "tilework.capture.modules",
+    ): "torch.compile hands it functions with DTensors",
     ("tilework.dtensor", "tilework.capture"): "it captures what stands above DTensor, too",
     ("tilework.dtensor", "tilework.capture.program"): "capture is a public name of both",
 }

@@ -12,13 +12,13 @@ import torch
 import tilework.distributed as dist
 from tests.jobs import Job, Rank
 from tilework.dtensor import (
-    DTensor,
     Replicate,
     Shard,
     distribute_module,
     distribute_tensor,
     init_device_mesh,
 )
+from tilework.errors import CaptureError
 
 Function = Callable[..., Any]
 
@@ -43,6 +43,10 @@ def asked(x: Any) -> Any:
     return torch.ones(rows, columns) * x.device_mesh.size()
 
 
+def branching(x: Any) -> Any:
+    return x if x.sum().full_tensor() < 100 else -x
+
+
 def compiled(rank: Rank) -> None:
     dist.init_process_group(
         "shm", init_method=f"file://{rank.folder}/store", rank=rank.number, world_size=rank.size
@@ -50,31 +54,41 @@ def compiled(rank: Rank) -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(12.0).view(4, 3) - 5, mesh, [Shard(0)])
     for function in (scaled, summed, moved, asked):
-        eager, compiled = function(x), torch.compile(function, backend="aot_eager")
-        with pytest.warns(UserWarning, match=rf"runs {function.__name__} as it is.*capture"):
+        eager = function(x)
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for _ in range(3):
             assert torch.equal(compiled(x), eager), function
-        assert torch.equal(compiled(x), eager)  # without another warning
     module: Any = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     truth = distribute_module(module, mesh)(x).full_tensor()
-    with pytest.warns(UserWarning, match="runs Sequential as it is"):
-        found = torch.compile(module, backend="aot_eager")(x)  # type: ignore[no-untyped-call]
-    assert torch.allclose(found.full_tensor(), truth)
-    found.sum().backward()
-    weight = module[0].weight
-    assert isinstance(weight.grad, DTensor)
+    compiled_module: Any = torch.compile(module, backend="aot_eager", fullgraph=True)
+    weight: Any = module[0].weight
+    for _ in range(3):
+        weight.grad = None
+        found = compiled_module(x)
+        assert torch.allclose(found.full_tensor(), truth)
+        found.sum().backward()
+    assert weight.grad.placements == (Replicate(),)
     expected = weight.grad.full_tensor()
     weight.grad = None
     module(x).sum().backward()
-    assert weight.grad.placements == (Replicate(),)
-    assert torch.allclose(weight.grad.full_tensor(), expected)
-    whole = torch.compile(lambda x: torch.relu(x) + 1, backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="takes no DTensors: operators on DTensors are not"):
+    assert torch.equal(weight.grad.full_tensor(), expected)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.allclose(compiled_module(x).full_tensor(), truth)
+    partly = torch.compile(branching, backend="aot_eager")
+    partly(x)
+    with pytest.warns(UserWarning, match=r"runs branching as it is.*branches on the value"):
+        assert torch.equal(partly(x).full_tensor(), x.full_tensor())
+    assert torch.equal(partly(x).full_tensor(), x.full_tensor())  # without another warning
+    whole = torch.compile(branching, backend="aot_eager", fullgraph=True)
+    whole(x)
+    with pytest.raises(CaptureError, match=r"branches on the value of a tensor at .*in branching"):
         whole(x)
-    assert whole(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert torch.compile(lambda y: y + 1, backend="aot_eager")(torch.ones(2)).tolist() == [2.0, 2.0]
     dist.destroy_process_group()
 
 
-def test_functions_and_modules_with_dtensors_run_as_they_are(tmp_path: Path) -> None:
+def test_functions_and_modules_with_dtensors_are_recorded(tmp_path: Path) -> None:
     with Job(tmp_path, 2, compiled) as job:
         for number in range(2):
             job.hear(number)

@@ -11,6 +11,7 @@ import copy
 import operator
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tilework.capture.graph import ITEM, Graph, Instruction, Value
 from tilework.capture.group_calls import GroupCall
 from tilework.capture.number import Number
+from tilework.capture.recorder import ALIAS
 from tilework.comm import provenance
 from tilework.comm.contract import Options
 from tilework.errors import CaptureError
@@ -199,8 +201,10 @@ class Compiled:
 
 
 def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of functions that torch scripts there
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
 
     with _compiling, torch.no_grad(), config.patch(fallback_random=True):
         while True:
@@ -224,6 +228,7 @@ class _Writer:
         self._numbers: dict[int, Any] = {}
         self._constants: dict[str, Tensor] = {}
         self._counts: dict[Any, int] = {}
+        self._inputs = {each.value.number for each in graph.inputs}
         for each in graph.inputs:
             self.nodes[each.value.number] = self.fx.placeholder(f"t{each.value.number}")
         for i, option in enumerate(options):
@@ -266,6 +271,11 @@ class _Writer:
         if each.kind != "operator":
             self._call(each)
             return
+        if each.name == ALIAS and each.args[0].number not in self._inputs:
+            raise CaptureError(
+                f"Inductor lays out tensors in memory as it likes, and the operator at {each.site} "
+                f"takes a tensor that is known by its memory alone: use backend='python'"
+            )
         if any(isinstance(leaf, Number) for leaf in tree_leaves((each.args, each.kwargs))):
             if not self._with_numbers(each):
                 self._call(each)

@@ -76,7 +76,7 @@ class Place(NamedTuple):
             if self.how == "cell":
                 return self.owner.cell_contents
             if self.how == "grad":
-                return _local(self.owner).grad
+                return plain(self.owner).grad
             if self.how == "length":
                 return len(self.owner)
             if self.how == "bytes":
@@ -92,7 +92,7 @@ class Place(NamedTuple):
         elif self.how == "cell":
             self.owner.cell_contents = value
         elif self.how == "grad":
-            _local(self.owner).grad = value
+            plain(self.owner).grad = value
             if self.owner.__class__ is DTensor:
                 self.owner._grad = None
         else:
@@ -129,7 +129,8 @@ def layout_of(tensor: Any) -> tuple[Any, ...]:
     return shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
 
 
-def _local(tensor: Any) -> Any:
+def plain(tensor: Any) -> Any:
+    """The local tensor of a DTensor; others as they are."""
     return tensor._local_tensor if tensor.__class__ is DTensor else tensor
 
 
@@ -202,9 +203,9 @@ class Places:
         storage = tensor.untyped_storage()._cdata
         for known in self._kept:
             if isinstance(known, Tensor) and known.layout is torch.strided:
-                plain = _local(known)
-                if plain.untyped_storage()._cdata == storage and self.find(plain) is not None:
-                    return plain  # type: ignore[no-any-return]
+                local: Tensor = plain(known)
+                if local.untyped_storage()._cdata == storage and self.find(local) is not None:
+                    return local
         return None
 
     def is_users(self, place: Place) -> bool:

@@ -109,18 +109,15 @@ class Program(Generic[P, T]):
         self._records: dict[Any, list[tuple[Record, int | None]]] = {}
         #: Programs of several sizes.
         self._sized: list[Record] = []
-        self._is_warm = False
+        #: True once the step ran as it is, which makes the states that it makes once.
+        self.is_warm = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if not self._is_warm or current_recorder() is not None:
+        if not self.is_warm or current_recorder() is not None:
             result = self._step(*args, **kwargs)
-            self._is_warm = True
+            self.is_warm = True
             return result
-        if kwargs or not all(arg.__class__ in _LEAVES for arg in args):
-            leaves, tree = _flat((args, kwargs))
-        else:
-            leaves, tree = list(args), None
-        key = (tree, *map(_key_of, leaves), *_modes())
+        leaves, key = key_of_call(args, kwargs)
         for record, size in self._records.get(key, ()):
             result = record.run(leaves, size)
             if result is not NOT_CURRENT:
@@ -144,13 +141,12 @@ class Program(Generic[P, T]):
             warnings.warn(
                 f"{self.__name__} is recorded again: {self._what_differs(key)}", stacklevel=4
             )
-        record, result = record_call(call, self._check)
+        compiles = self._backend == "inductor"
+        record, result = record_call(call, self._check, compiles)
         if record is not None:
             layouts = [each.layout for each in record.graph.inputs if each.may_change]
             record.signature = comparable(key), tuple(layouts)
-            if self._backend == "inductor":
-                record.compile()
-            else:
+            if not compiles:
                 self._unify(record)
             self._records.setdefault(key, []).append((record, None))
             record.release()
@@ -258,6 +254,15 @@ class Program(Generic[P, T]):
 
 
 _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
+
+
+def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments, and everything that calls of one program have in common."""
+    if kwargs or not all(arg.__class__ in _LEAVES for arg in args):
+        leaves, tree = _flat((args, kwargs))
+    else:
+        leaves, tree = list(args), None
+    return leaves, (tree, *map(_key_of, leaves), *_modes())
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:

@@ -34,6 +34,8 @@ T = TypeVar("T")
 aten = torch.ops.aten
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+#: The name of an instruction that finds a tensor by the memory that it shows.
+ALIAS = "alias.as_strided"
 #: Operators whose schema does not tell of all that they write: the places of these arguments.
 _UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
 _DRAWS = torch.Tag.nondeterministic_seeded
@@ -58,6 +60,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._input_memories: set[Memory] = set()
         #: By memory of an input that the step writes to, the bytes before that.
         self.before: dict[Memory, Tensor] = {}
+        #: The tensors whose gradients the record takes; see ``modules``.
+        self.needed: list[Tensor] = []
         self._groups: RecordedGroups | None = None
 
     # -- its life ----------------------------------------------------------------------------
@@ -73,6 +77,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             set_recorder(before)
             self._groups.leave()
+
+    def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
+        """Note that a backward pass begins with these gradients: arguments from a number on."""
+        places: Any = self.places
+        for i, grad in enumerate(grads):
+            places.add_argument(grad, number + i)
+        self._note(BOUNDARY, ((), {}), None, _About((), "call", "backward"))
 
     # -- operators ---------------------------------------------------------------------------
 
@@ -238,6 +249,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         return self._alias_of(tensor)
 
+    def share(self, tensor: Tensor, shown: Tensor) -> None:
+        """Note that a tensor is another one, but for the class."""
+        before = set_recorder(None)
+        try:
+            self._values[tensor] = self.value_of(shown)
+        finally:
+            set_recorder(before)
+
     def _alias_of(self, tensor: Tensor) -> Value:
         """The value of a tensor that shows known memory, by whatever way it came to that."""
         begin, end = _extent(tensor)
@@ -270,7 +289,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         writes=(),
                         kind="operator",
                         site=call_site(),
-                        name="aten.as_strided.default",
+                        name=ALIAS,
                     )
                 )
                 if value.memory is not None:
@@ -478,6 +497,10 @@ def _refuse_sparse(tensor: Tensor) -> None:
             f"the step makes or uses a tensor with layout {tensor.layout} at {call_site()}: a "
             f"program has strided tensors alone. Use dense gradients (sparse=False)"
         )
+
+
+def BOUNDARY() -> None:
+    """Stands between the forward and the backward pass of a record."""
 
 
 class _Read:

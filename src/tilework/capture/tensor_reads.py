@@ -67,9 +67,10 @@ def _replace() -> None:
         _originals[f"torch.{name}"] = original
         for place in (torch, torch.random):
             setattr(place, name, recorded(original))
-    for name in (*_READS, *_NUMBERS):
+    for name in (*_READS, *_NUMBERS, "as_subclass"):
         _originals[name] = vars(Tensor).get(name)
         made = _number(name) if name in _NUMBERS else _refused(name)
+        made = _shared if name == "as_subclass" else made
         setattr(Tensor, name, functools.wraps(getattr(Tensor, name))(made))
 
 
@@ -106,6 +107,18 @@ def decides_itself(file: str) -> bool:
     return is_installed(file) and not file.startswith(torch.optim.__path__[0])
 
 
+#: Torch's dispatcher does not show it.
+_as_subclass: Any = Tensor.as_subclass
+
+
+def _shared(self: Tensor, kind: Any) -> Any:
+    result = _as_subclass(self, kind)
+    recorder: Any = current_recorder()
+    if recorder is not None:
+        recorder.share(result, self)
+    return result
+
+
 def is_installed(file: str) -> bool:
     """True for code of an installed package: what it reads to decide what to do is checked again
     in each call; see ``recorder``.
@@ -115,7 +128,7 @@ def is_installed(file: str) -> bool:
 
 def _refused(name: str) -> Callable[..., Any]:
     original: Any = getattr(Tensor, name)
-    what = _READS[name]
+    what = _READS.get(name, "")
 
     def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         recorder: Any = current_recorder()

@@ -1,8 +1,9 @@
-"""torch.compile leaves DTensors alone: what has them runs as it is, with one warning.
+"""torch.compile of functions and modules with DTensors, without Dynamo.
 
 Dynamo would compile the code between operators on DTensors, in many small graphs: a model with
-tensor-parallel layers became 7 to 17 times slower, without a word. :func:`tilework.dtensor.capture`
-compiles whole steps.
+tensor-parallel layers became 7 to 17 times slower, without a word. Instead they are recorded as
+:func:`tilework.dtensor.capture` records steps, with a backward pass of their own. A function that
+cannot be recorded runs as it is, with one warning.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.module import distribute_module
 from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
 
 _REASON = (
     "operators on DTensors are not traced, since they communicate; "
@@ -36,7 +38,7 @@ for _member in (*_METHODS, distribute_tensor, distribute_module):
 
 
 def _leaving_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile``, whose results run functions and modules with DTensors as they are."""
+    """``torch.compile``, with records in place of Dynamo where DTensors are."""
 
     @functools.wraps(original)
     def compile(model: Any = None, *, fullgraph: bool = False, **settings: Any) -> Any:
@@ -45,36 +47,54 @@ def _leaving_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
         compiled = original(model, fullgraph=fullgraph, **settings)
         if compiled is model:  # nothing is compiled here
             return compiled
+        backend = settings.get("backend") or "inductor"
+        backend = backend if backend == "inductor" else "python"
         if isinstance(compiled, nn.Module):
-            compiled.forward = _chosen(model, compiled.forward, fullgraph)
+            compiled.forward = _chosen(model, compiled.forward, backend, fullgraph)
             return compiled
-        return functools.wraps(compiled)(_chosen(model, compiled, fullgraph))
+        return functools.wraps(compiled)(_chosen(model, compiled, backend, fullgraph))
 
     return compile
 
 
-def _chosen(model: Any, compiled: Callable[..., Any], fullgraph: bool) -> Callable[..., Any]:
-    """Calls the compiled form, or the model itself where DTensors are."""
+def _chosen(
+    model: Any, compiled: Callable[..., Any], backend: str, fullgraph: bool
+) -> Callable[..., Any]:
+    """Calls Dynamo's form; that of records where DTensors are.
+
+    Args:
+        model: The function or module.
+        compiled: Dynamo's form.
+        backend: What runs the records: "python" or "inductor".
+        fullgraph: Raise if the function cannot be recorded.
+    """
     module = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
-    is_known, is_warned, has_some = False, False, False
+    is_known, has_some = False, False
+    recorded: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_known, is_warned, has_some
+        nonlocal is_known, has_some, recorded
         if not is_known:
             is_known = True
             has_some = isinstance(module, nn.Module) and _computes_with_dtensors(module)
         if not (has_some or _are_given(args, kwargs)):
             return compiled(*args, **kwargs)
-        if fullgraph:
-            raise RuntimeError(f"torch.compile(fullgraph=True) takes no DTensors: {_REASON}")
-        if not is_warned:
-            is_warned = True
+        if recorded is None:
+            from tilework.capture.modules import CompiledFunction
+
+            recorded = CompiledFunction(model, backend)
+        try:
+            return recorded(*args, **kwargs)
+        except CaptureError as error:
+            if fullgraph:
+                raise
+            recorded = model
             warnings.warn(
                 f"torch.compile runs {getattr(model, '__name__', type(model).__name__)} as it is, "
-                f"uncompiled: it has DTensors, and {_REASON}",
+                f"uncompiled: {error}",
                 stacklevel=2,
             )
-        return model(*args, **kwargs)
+            return model(*args, **kwargs)
 
     return call
 

@@ -1,0 +1,295 @@
+"""Modules as two programs, forward and backward, for training loops that stay as they are.
+
+``torch.compile`` hands functions and modules with DTensors to :class:`CompiledFunction`. The call
+that is recorded takes the gradients of the results at once, by ``torch.autograd.grad`` with
+gradients that are made up: what it records behind the forward pass is the backward pass. Later
+calls run the first program, and autograd runs the second when the program comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tilework.capture.agreement import agree_on
+from tilework.capture.glue import Held
+from tilework.capture.graph import Graph, Input, Instruction, Value
+from tilework.capture.places import Argument, Places, is_dtensor, plain
+from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
+from tilework.capture.record import Record
+from tilework.capture.recorder import BOUNDARY
+from tilework.capture.recording import Call, record_call
+from tilework.comm.recording import current_recorder, unrecorded
+from tilework.dtensor.base import wrap_as
+from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
+
+
+class CompiledFunction:
+    """A function or module whose calls run recorded programs; collective as the function is.
+
+    Args:
+        function: The function.
+        backend: "python" or "inductor", as of ``capture``.
+
+    Raises:
+        CaptureError: In the second call, if the function cannot be recorded.
+    """
+
+    def __init__(self, function: Callable[..., Any], backend: str) -> None:
+        self._function, self._backend = function, backend
+        self._without_grad: Program[..., Any] = Program(function, backend, check=True)
+        self._passes: dict[Any, list[_Passes]] = {}
+        self._is_warm = False
+        #: True if no result needs a gradient: a whole step, or a function of what needs none.
+        self._is_step = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_recorder() is not None:
+            return self._function(*args, **kwargs)
+        if not self._is_warm:
+            result = self._function(*args, **kwargs)
+            self._is_warm = self._without_grad.is_warm = True
+            self._is_step = torch.is_grad_enabled() and not _any_requires_grad(result)
+            return result
+        if self._is_step or not torch.is_grad_enabled():
+            return self._without_grad(*args, **kwargs)
+        leaves, key = key_of_call(args, kwargs)
+        known = self._passes.setdefault(key, [])
+        for each in known:
+            inputs = each.forward.inputs_of(leaves)
+            if inputs is not None:
+                return each.run(inputs, leaves)
+        if sum(map(len, self._passes.values())) >= MOST_PROGRAMS:
+            raise CaptureError(
+                f"a compiled function would be recorded for the {MOST_PROGRAMS + 1}th time, since "
+                f"calls differ in shapes, layouts or flags: pad to a few sizes"
+            )
+        passes, result = _record(self._function, leaves, args, kwargs)
+        if passes is not None:
+            passes.backend = self._backend
+            known.append(passes)
+        return result
+
+
+class _Joint(Call):
+    """A call that takes the gradients of the results at once."""
+
+    def run(self) -> Any:
+        recorder: Any = current_recorder()
+        needed = _needing_grad(recorder.places, self.leaves)
+        result = super().run()
+        outs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
+        if not outs:
+            raise CaptureError(f"no result of {self.name} requires a gradient: use no_grad()")
+        grads = [unrecorded(_some_grad)(out) for out in outs]
+        recorder.begin_backward(len(self.leaves), grads)
+        # The graph stays: this call's own backward pass is yet to come.
+        found = torch.autograd.grad(outs, needed, grads, retain_graph=True, allow_unused=True)
+        recorder.needed = needed
+        return result, list(found)
+
+
+def _needing_grad(places: Places, leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors that the function can reach and that need gradients, each once."""
+    found: dict[int, Tensor] = {}
+    for tensor in (*[tensor for place, tensor in places.slots if place.how != "grad"], *leaves):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            found.setdefault(id(tensor), tensor)
+            if getattr(plain(tensor), "_backward_hooks", None):
+                raise CaptureError(
+                    "a compiled function needs gradients of a tensor with hooks, which would run "
+                    "twice: leave the function uncompiled"
+                )
+    return list(found.values())
+
+
+def _any_requires_grad(result: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result))
+
+
+def _some_grad(out: Any) -> Tensor:
+    if not is_dtensor(out):
+        return torch.ones_like(out)
+    spec = out._spec.grad_spec
+    return wrap_as(DTensor, torch.ones(spec.local_shape, dtype=out.dtype), spec)
+
+
+def _record(
+    function: Callable[..., Any], leaves: list[Any], args: Any, kwargs: Any
+) -> tuple[_Passes | None, Any]:
+    """Record both passes of a call. Collective as the function is."""
+    name = getattr(function, "__name__", type(function).__name__)
+    needed: list[Tensor] = []
+    call = _Joint(function, name, leaves, args, kwargs)
+    record, (result, _) = record_call(call, check=True, needed=needed)
+    return None if record is None else _Passes(record, len(leaves), needed, result), result
+
+
+class _Passes:
+    """The forward and the backward program of one kind of call.
+
+    Args:
+        joint: The record of both.
+        count: The number of leaves of the arguments.
+        needed: The tensors whose gradients are taken.
+        result: What the function has returned, as a pattern.
+    """
+
+    def __init__(self, joint: Record, count: int, needed: Sequence[Tensor], result: Any) -> None:
+        self.backend = "python"
+        graph = joint.graph
+        self._tree = tree_flatten(result)[1]
+        leaves = tree_leaves(result)
+        self._leaves, self._grads = graph.result[: len(leaves)], graph.result[len(leaves) :]
+        self._outs = [
+            leaf
+            for leaf, made in zip(self._leaves, leaves, strict=True)
+            if isinstance(made, Tensor) and made.requires_grad
+        ]
+        self._needed = _sources(needed, joint, count)
+        border = next(i for i, x in enumerate(graph.instructions) if x.function is BOUNDARY)
+        before, after = graph.instructions[:border], graph.instructions[border + 1 :]
+        inputs = [x for x in graph.inputs if not _is_grad(x, count)]
+        self._saved = _crossing(inputs, before, after, self._grads)
+        values = [*self._leaves, *self._saved]
+        self.forward = Record(
+            f"{joint.name}_forward",
+            forward := Graph(inputs, before, values, graph.places),
+            agree_on(forward, f"forward of {joint.name}"),
+            None,
+            joint.held,
+        )
+        grads = [x for x in graph.inputs if _is_grad(x, count)]
+        self._grad_order = [x.path.number - count for x in grads]
+        saved = [Input(value, Argument(i, False), None) for i, value in enumerate(self._saved)]
+        self.backward = Record(
+            f"{joint.name}_backward",
+            backward := Graph([*saved, *grads], after, self._grads, []),
+            agree_on(backward, f"backward of {joint.name}"),
+            None,
+            Held([], [], [], []),
+        )
+        self._inputs = {id(each.value) for each in inputs}
+        if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
+            raise CaptureError(f"{joint.name} returns one of its arguments or parameters")
+        self._is_compiled = False
+
+    def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+        """The result of a call whose inputs hold."""
+        if self.backend == "inductor" and not self._is_compiled:
+            for each, tensor in zip(self.forward.graph.inputs, inputs, strict=True):
+                each.tensor = tensor
+            self.forward.compile()
+        needed = [source(leaves) for source in self._needed]
+        made = _Apply.apply(self, inputs, *needed)  # type: ignore[no-untyped-call]
+        outs = iter(made)
+        built = [next(outs) if value_in(leaf) is not None else leaf for leaf in self._leaves]
+        results = [
+            wrap_as(DTensor, local, leaf[2], leaf[3]) if isinstance(leaf, tuple) else local
+            for leaf, local in zip(self._leaves, built, strict=True)
+        ]
+        return tree_unflatten(results, self._tree)
+
+    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+        """The local results, and what the backward pass needs."""
+        kept = self.forward.compute(inputs, [])
+        for place, leaf in self.forward.graph.places:
+            place.set(self.forward.built(leaf, kept))
+        results = [value for leaf in self._leaves if (value := value_in(leaf)) is not None]
+        index = self.forward.index_of
+        return [kept[index(x)] for x in results], [kept[index(x)] for x in self._saved]
+
+    def run_backward(self, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+        """The local gradients of the tensors that need some."""
+        inputs = [*saved, *[grads[i] for i in self._grad_order]]
+        if self.backend == "inductor" and not self._is_compiled:
+            self._is_compiled = True
+            for each, tensor in zip(self.backward.graph.inputs, inputs, strict=True):
+                each.tensor = tensor
+            self.backward.compile()
+        kept = self.backward.compute(inputs, [])
+        values = [value_in(leaf) for leaf in self._grads]
+        return [None if x is None else kept[self.backward.index_of(x)] for x in values]
+
+    def differentiable(self) -> list[bool]:
+        """For each local result, whether a gradient comes back for it."""
+        outs = [value_in(leaf) for leaf in self._outs]
+        results = [value for leaf in self._leaves if (value := value_in(leaf)) is not None]
+        return [value in outs for value in results]
+
+
+class _Apply(torch.autograd.Function):
+    """Both programs of a call, for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: _Passes, inputs: Sequence[Tensor], *needed: Tensor) -> Any:
+        results, saved = passes.run_forward([each.detach() for each in inputs])
+        flags = passes.differentiable()
+        plain_ones = [x for x, flag in zip(results, flags, strict=True) if not flag]
+        ctx.mark_non_differentiable(*plain_ones)
+        ctx.passes, ctx.flags = passes, flags
+        ctx.kept = [(each, each._version) for each in saved]
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.kept is None:
+            raise RuntimeError(
+                "backward() of a compiled function's result was called twice: its tensors are "
+                "gone after the first time. Call the function again, or leave it uncompiled"
+            )
+        kept, ctx.kept = ctx.kept, None
+        if any(each._version != version for each, version in kept):
+            raise RuntimeError(
+                "a tensor that the backward pass of a compiled function needs was written to "
+                "after the forward pass: step the optimizer after backward()"
+            )
+        wanted = [grad for grad, flag in zip(grads, ctx.flags, strict=True) if flag]
+        return None, None, *ctx.passes.run_backward([each for each, _ in kept], wanted)
+
+
+def value_in(leaf: Any) -> Value | None:
+    """The value in a leaf of a record's result; None for one that is no tensor."""
+    if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
+        return leaf[1]  # type: ignore[no-any-return]
+    return leaf if isinstance(leaf, Value) else None
+
+
+def _is_grad(each: Input, count: int) -> bool:
+    return each.is_argument and each.path.number >= count
+
+
+def _crossing(
+    inputs: Sequence[Input],
+    before: Sequence[Instruction],
+    after: Sequence[Instruction],
+    grads: Sequence[Any],
+) -> list[Value]:
+    """The values that the backward program takes from the forward one."""
+    made = {each.value.number: each.value for each in inputs}
+    for each in before:
+        made.update({out.number: out for out in each.outputs if out is not None})
+    used = {value.number for each in after for value in each.inputs()}
+    used |= {value.number for leaf in grads if (value := value_in(leaf)) is not None}
+    return [value for number, value in made.items() if number in used]
+
+
+def _sources(
+    needed: Sequence[Tensor], joint: Record, count: int
+) -> list[Callable[[Sequence[Any]], Tensor]]:
+    """By tensor that needs a gradient, a function that gives the local tensor in a later call."""
+    arguments = {id(each.tensor): each.path for each in joint.graph.inputs if each.is_argument}
+
+    def source(tensor: Any) -> Callable[[Sequence[Any]], Tensor]:
+        local = plain(tensor)
+        argument = arguments.get(id(local))
+        if argument is not None:
+            return argument.of  # type: ignore[no-any-return]
+        return lambda _: plain(tensor)
+
+    return [source(each) for each in needed]
