@@ -477,6 +477,16 @@ def test_a_variable_that_is_given_another_tensor_is_read_anew() -> None:
     assert len(program.records) == 1
 
 
+def test_numbers_that_are_equal_but_not_the_same_have_programs_of_their_own() -> None:
+    program = capture(lambda x, y: x / y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in (0.0, 0.0, -0.0, 0.0, -0.0):
+            expected = torch.ones(1) / number
+            assert torch.equal(program(torch.ones(1), number), expected)
+    assert len(program.records) == 2
+
+
 def test_eager_steps_and_loading_between_calls() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)

@@ -280,7 +280,9 @@ def _key_of(leaf: Any) -> Any:
         return leaf._spec, local.dtype, local.stride(), local.requires_grad
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad, type(leaf)
-    if isinstance(leaf, bool | int | float | str | type(None)):
+    if isinstance(leaf, float):  # 0.0 equals -0.0, and NaN nothing
+        return type(leaf), repr(leaf)
+    if isinstance(leaf, bool | int | str | type(None)):
         return type(leaf), leaf
     return _Same(leaf)
 

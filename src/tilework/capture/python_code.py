@@ -43,12 +43,14 @@ class Code:
         text: The source.
         kept: The values that ``run`` returns, in order.
         has_size: True if ``run`` takes a size behind the inputs.
+        file: The name of the source in tracebacks.
     """
 
     run: Callable[..., list[Any]]
     text: str
     kept: list[Value]
     has_size: bool
+    file: str
 
 
 class _Writer:
@@ -169,7 +171,7 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
     file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
     exec(compile(text, file, "exec"), writer.scope)
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    return Code(writer.scope[name], text, kept, is_sized)
+    return Code(writer.scope[name], text, kept, is_sized, file)
 
 
 def _header(graph: Graph, options: Sequence[Option], groups: Sequence[Any]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +71,7 @@ class Record:
         self.options, self.way, self.constants, self.guards = held
         self.groups = groups_of(graph)
         self.code: Code = write(graph, self.options, name)
+        weakref.finalize(self, linecache.cache.pop, self.code.file, None)
         self._run: Callable[..., list[Any]] = self.code.run
         self._guard: Any = _BelowAutograd
         self._purpose = _Purpose(name, digests.collectives)
