@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ def has_compiler() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+#: Compilers are slow where others are at work, too.
+LIMIT = timedelta(minutes=5)
+pytestmark = [
+    pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler"),
+    pytest.mark.timeout(LIMIT.total_seconds()),
+]
 
 
 def sharded_rows(model: nn.Module) -> nn.Module:
@@ -73,7 +79,7 @@ def test_training_with_adamw_a_schedule_and_dropout(wrap: Any) -> None:
         batches = [(batch(),) for _ in range(5)]
         run_twins(make, batches, lambda: advance(schedulers), nearly, backend="inductor")
 
-    run_ranks(2, program)
+    run_ranks(2, program, timeout=LIMIT)
 
 
 def advance(schedulers: list[Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.capture.test_inductor import has_compiler
+from tests.capture.test_inductor import LIMIT, has_compiler
 from tests.capture.twins import nearly, same_bits
 from tilework.comm.world import current_world
 from tilework.dtensor import (
@@ -59,8 +59,9 @@ def test_training_with_two_forward_passes_and_other_losses(make: Any, ranks: int
 
 
 @pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+@pytest.mark.timeout(LIMIT.total_seconds())
 def test_training_through_inductor() -> None:
-    run_ranks(2, _train, in_layers, 2, "inductor", nearly)
+    run_ranks(2, _train, in_layers, 2, "inductor", nearly, timeout=LIMIT)
 
 
 def _train(rank: int, make: Any, ranks: int, backend: str, same: Any) -> None:
