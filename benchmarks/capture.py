@@ -61,7 +61,8 @@ class Block(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
+        return out
 
 
 def small_block() -> nn.Module:
@@ -87,7 +88,7 @@ def step_of(model: nn.Module, x: Tensor, steps: bool, reduce: bool = False) -> S
     optimizer = torch.optim.AdamW(params)
     sizes = [p.numel() for p in params]
 
-    def step() -> Tensor:
+    def step() -> object:
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -123,7 +124,7 @@ def contestants(case: str, mesh: DeviceMesh, compiles: bool) -> tuple[dict[str, 
         whole = torch.randn(shape[0] * ranks, *shape[1:])
         return distribute_module(model, mesh), distribute_tensor(whole, mesh, [Shard(0)])
 
-    calls = {
+    calls: dict[str, Step] = {
         "plain": step_of(*plain(), steps),
         "by hand": step_of(*plain(), steps, reduce=True),
         "DTensor": step_of(*sharded(), steps),
@@ -176,9 +177,9 @@ def small_costs() -> dict[str, float]:
     def none() -> None:
         x.add_(0)
 
-    params = [nn.Parameter(torch.ones(2)) for _ in range(100)]
+    params: list[Tensor] = [nn.Parameter(torch.ones(2)) for _ in range(100)]
 
-    def touch() -> Tensor:
+    def touch() -> object:
         with torch.no_grad():
             return torch._foreach_add(params, 1.0)[0]
 
@@ -186,7 +187,8 @@ def small_costs() -> dict[str, float]:
     calls |= {f"{name}, captured": capture(call) for name, call in list(calls.items())}
     calls["100 parameters"] = touch
     program = capture(touch)
-    for call in (*calls.values(), program) * 3:
+    warm: list[Step] = [*calls.values(), program]
+    for call in warm * 3:
         call()
     (record,) = program.records
     inputs = record.inputs_of([])
