@@ -63,6 +63,7 @@ FOUND = {
     "CollectiveMismatchError": "errors/index.md",
     "TILEWORK_TRACEBACK": "environment.md",
     "DistributedSampler": "how-to/load-data.md",
+    "fullgraph": "how-to/make-a-step-fast.md",
 }
 
 

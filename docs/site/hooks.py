@@ -90,6 +90,7 @@ BOOSTS = (
 ALIASES = {
     "how-to/first-steps.md": "quickstart, quick start, getting started, install, tutorial",
     "how-to/debug-a-hang.md": "deadlock, stuck, hanging, timeout",
+    "how-to/make-a-step-fast.md": "torch.compile, Inductor, fullgraph, jit, speed",
     "how-to/data-parallel.md": "DDP, FSDP, gradient accumulation, no_sync",
     "how-to/launch.md": "torchrun, mpirun, srun, slurm, notebook, Jupyter",
     "how-to/checkpoints.md": "resume, save, load, safetensors, DCP, torch.save",
