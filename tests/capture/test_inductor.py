@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 
-from tests.capture.twins import nearly, run_twins, tensors_of
+from tests.capture.twins import advance, nearly, run_twins, tensors_of
 from tilework import _core
 from tilework.capture import capture
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
@@ -80,11 +80,6 @@ def test_training_with_adamw_a_schedule_and_dropout(wrap: Any) -> None:
         run_twins(make, batches, lambda: advance(schedulers), nearly, backend="inductor")
 
     run_ranks(2, program, timeout=LIMIT)
-
-
-def advance(schedulers: list[Any]) -> None:
-    for each in schedulers:
-        each.step()
 
 
 def test_a_truncated_library_in_the_cache_is_made_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
-from tests.capture.twins import run_twins, same_bits, tensors_of
+from tests.capture.twins import advance, run_twins, same_bits, tensors_of
 from tilework.capture import Program, capture
 from tilework.dtensor import (
     DeviceMesh,
@@ -59,11 +60,6 @@ def test_a_captured_step_does_what_the_step_does(name: str, ranks: int) -> None:
 
 def mesh_of(ranks: int) -> DeviceMesh:
     return init_device_mesh("cpu", (ranks,))
-
-
-def advance(schedulers: list[Any]) -> None:
-    for each in schedulers:
-        each.step()
 
 
 def rows(mesh: DeviceMesh, count: int, width: int = 8) -> Tensor:
@@ -485,6 +481,17 @@ def test_numbers_that_are_equal_but_not_the_same_have_programs_of_their_own() ->
             expected = torch.ones(1) / number
             assert torch.equal(program(torch.ones(1), number), expected)
     assert len(program.records) == 2
+
+
+def test_a_program_keeps_no_copy_of_what_the_step_writes() -> None:
+    model = nn.Linear(50, 50)
+    program = capture(training(model, torch.optim.AdamW(model.parameters())))
+    for _ in range(3):
+        program(torch.ones(2, 50))
+    gc.collect()
+    size = model.weight.untyped_storage().nbytes()
+    copies = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype is torch.uint8]
+    assert not [x for x in copies if x.untyped_storage().nbytes() == size]
 
 
 def test_eager_steps_and_loading_between_calls() -> None:

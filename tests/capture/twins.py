@@ -80,6 +80,12 @@ def run_twins(
     return program
 
 
+def advance(schedulers: list[Any]) -> None:
+    """One step of each scheduler."""
+    for each in schedulers:
+        each.step()
+
+
 def _same_or_none(one: Tensor | None, other: Tensor | None, same: Same) -> bool:
     if one is None or other is None:
         return one is other

@@ -162,9 +162,8 @@ class Compiled:
         self._token = torch.zeros(1)
         self._count = len(graph.inputs)
         writer = _Writer(graph, options, self)
-        self._module = writer.module()
         examples = [each.tensor.detach() for each in graph.inputs]
-        self._function = _compile(self._module, [*examples, *self._options, self._token])
+        self._function = _compile(writer.module(), [*examples, *self._options, self._token])
 
     def add_call(self, call: _Call) -> int:
         """Keep a call; its number in the process."""

@@ -27,7 +27,6 @@ T = TypeVar("T")
 
 #: Programs of one step; see ``Program``.
 MOST_PROGRAMS = 8
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def capture(step: Callable[P, T], *, backend: str = "python", check: bool = True) -> Program[P, T]:
@@ -124,8 +123,11 @@ class Program(Generic[P, T]):
                 return result
         call = Call(self._step, self.__name__, leaves, args, kwargs)
         found = self._of_several(key)
-        if self._sized and self._all_have(found is not None) and found is not None:
+        is_checked = found is not None and found[0].is_checked  # then ranks need not agree again
+        if found is not None and (is_checked or self._all_have(True)):
             return self._checked(key, call, *found)  # type: ignore[no-any-return]
+        if found is None and self._sized:
+            self._all_have(False)
         return self._record(key, call)  # type: ignore[no-any-return]
 
     @property

@@ -211,7 +211,7 @@ class Record:
         if inputs is None:
             if not self.is_current():
                 return None
-            inputs = self._inputs
+            inputs, self._inputs = self._inputs, []
             for i, each in enumerate(self.graph.inputs):
                 if each.is_argument:
                     inputs[i] = each.path.of(leaves)

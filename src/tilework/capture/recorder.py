@@ -78,6 +78,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             set_recorder(before)
             self._groups.leave()
 
+    def close(self) -> None:
+        """Let go of the copies; numbers of the record would keep them by the recorder."""
+        self.book.recorder = None
+        self.before.clear()
+
     def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
         """Note that a backward pass begins with these gradients: arguments from a number on."""
         places: Any = self.places

@@ -105,18 +105,9 @@ def record_call(
         outputs, tree = tree_flatten(result)
         if unseen.makes_anything_once():
             return None, tree_unflatten([value_of(each) for each in outputs], tree)
-        graph = recorder.graph
-        graph.result = [_leaf(each, recorder) for each in outputs]
-        after = _PlacesOfCall(call.step, call.leaves)
-        graph.places = list(_changes(before, after, recorder))
-        constants = [*_constants(before, after), *options.constants, *_absent(before, graph)]
-        graph.drop_dead()
-        digests = agree_on(graph, call.name)
-        way = _way_to(graph, before, after)
-        guards = list(dict.fromkeys(recorder.book.guards))
-        held = Held(options.all, way, constants, guards)
-        record = Record(call.name, graph, digests, tree, held)
-        begun = (graph.inputs, recorder.before), generators, result
+        recorder.graph.result = [_leaf(each, recorder) for each in outputs]
+        record = _record_of(call, recorder, before, options, tree)
+        begun = (record.graph.inputs, recorder.before), generators, result
         if check:
             _check(record, begun)
         if compiles:
@@ -126,7 +117,24 @@ def record_call(
         unseen.undo()
         _undo(recorder, before)
         raise
+    finally:
+        recorder.close()
     return record, tree_unflatten([value_of(each) for each in outputs], tree)
+
+
+def _record_of(
+    call: Call, recorder: Recorder, before: Places, options: Options, tree: Any
+) -> Record:
+    """The record of a call that has ended. Collective over the groups of its collectives."""
+    graph = recorder.graph
+    after = _PlacesOfCall(call.step, call.leaves)
+    graph.places = list(_changes(before, after, recorder))
+    constants = [*_constants(before, after), *options.constants, *_absent(before, graph)]
+    graph.drop_dead()
+    digests = agree_on(graph, call.name)
+    way = _way_to(graph, before, after)
+    guards = list(dict.fromkeys(recorder.book.guards))
+    return Record(call.name, graph, digests, tree, Held(options.all, way, constants, guards))
 
 
 def _check(record: Record, begun: Any, compiled: bool = False) -> None:

@@ -1,7 +1,7 @@
 """torch.compile of functions and modules with DTensors, without Dynamo.
 
-Dynamo would compile the code between operators on DTensors, in many small graphs: a model with
-tensor-parallel layers became 7 to 17 times slower, without a word. Instead they are recorded as
+Dynamo would compile the code between operators on DTensors, in many small graphs that cost more
+than they save. Instead such functions are recorded as
 :func:`tilework.dtensor.capture` records steps, with a backward pass of their own. A function that
 cannot be recorded runs as it is, with one warning.
 """
