@@ -36,6 +36,7 @@ LATE_IMPORTS = {
     "hypothesis": "optional: for tests",
     "pytest": "optional: for tests",
     "torch._inductor": "slow, and only compiled programs need it",
+    "tilework.checkpoint.state_dict": "torch's functions hand it models of tilework's",
     "tilework.capture": "re-exported by a package below it",
     "torch.distributed": "slow, and only torch's own engines need it",
     "tilework._core": "optional: not built on every platform",

@@ -52,6 +52,10 @@ LAZY_UPWARD = {
         "tilework.dtensor.compiler_disable",
         "tilework.capture.modules",
     ): "torch.compile hands it functions with DTensors",
+    (
+        "tilework.tiled.torch_state_dict",
+        "tilework.checkpoint.state_dict",
+    ): "torch's functions hand it models of tilework's",
     ("tilework.dtensor", "tilework.capture"): "it captures what stands above DTensor, too",
     ("tilework.dtensor", "tilework.capture.program"): "capture is a public name of both",
 }

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as torchs
 from torch import Tensor, nn
 
+from tilework.checkpoint import state_dict as own
 from tilework.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -16,7 +18,6 @@ from tilework.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from tilework.dtensor import DTensor, distribute_module, init_device_mesh
 from tilework.parallel import (
@@ -64,6 +65,8 @@ def _dtensors(seed: int) -> nn.Module:
     return distribute_module(_plain(seed), init_device_mesh("cpu", (2,)))
 
 
+#: torch's functions hand models of tilework's to tilework's own.
+FUNCTIONS = pytest.mark.parametrize("functions", [own, torchs], ids=["own", "torch's"])
 KINDS = pytest.mark.parametrize("build", [_ddp, _inner_ddp, _sharded, _tensor_parallel, _dtensors])
 
 
@@ -89,10 +92,13 @@ def _expected() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @KINDS
-def test_whole_state_dicts_are_those_of_one_process(build: Callable[[int], nn.Module]) -> None:
+@FUNCTIONS
+def test_whole_state_dicts_are_those_of_one_process(
+    functions: Any, build: Callable[[int], nn.Module]
+) -> None:
     def program(rank: int) -> Any:
         model = build(0)
-        return get_state_dict(model, _stepped(model), options=FULL)
+        return functions.get_state_dict(model, _stepped(model), options=FULL)
 
     expected = _expected()
     for state in run_ranks(2, program):
@@ -100,10 +106,13 @@ def test_whole_state_dicts_are_those_of_one_process(build: Callable[[int], nn.Mo
 
 
 @KINDS
-def test_rank_0_alone_gets_whole_tensors_on_the_cpu(build: Callable[[int], nn.Module]) -> None:
+@FUNCTIONS
+def test_rank_0_alone_gets_whole_tensors_on_the_cpu(
+    functions: Any, build: Callable[[int], nn.Module]
+) -> None:
     def program(rank: int) -> Any:
         model = build(0)
-        return get_state_dict(model, _stepped(model), options=RANK_0)
+        return functions.get_state_dict(model, _stepped(model), options=RANK_0)
 
     first, second = run_ranks(2, program)
     assert _equal(list(first), list(_expected()))
@@ -111,9 +120,10 @@ def test_rank_0_alone_gets_whole_tensors_on_the_cpu(build: Callable[[int], nn.Mo
 
 
 @KINDS
+@FUNCTIONS
 @pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["everywhere", "rank 0"])
 def test_whole_state_dicts_are_set(
-    build: Callable[[int], nn.Module], options: StateDictOptions
+    functions: Any, build: Callable[[int], nn.Module], options: StateDictOptions
 ) -> None:
     expected = _expected()
 
@@ -126,7 +136,7 @@ def test_whole_state_dicts_are_set(
                 ("model_state_dict", "optim_state_dict"), expected if has else ({}, {}), strict=True
             )
         )
-        keys = set_state_dict(model, optimizer, **given, options=options)
+        keys = functions.set_state_dict(model, optimizer, **given, options=options)
         assert keys == ([], [])
         return get_state_dict(model, optimizer, options=FULL)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed.checkpoint
+import torch.distributed.checkpoint.state_dict as torch_state_dict
 import torch.distributed.tensor as torch_tensor
 import torch.distributed.tensor.parallel as torch_style
 import torch.nn.functional as F
@@ -640,6 +641,33 @@ def resume(rank: Rank, folder: Path) -> dict[str, Any]:
         for name, tensor in tensor_parallel.state_dict().items():
             assert _full(tensor).tolist() == values[name]
         return values
+
+
+def state_dicts(rank: Rank) -> Any:
+    """torch's functions of state dicts on a model of tilework's."""
+    functions: Any = torch_state_dict
+    with rank.joined():
+        model, other = Net(), Net()
+        mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (2,)))
+        for each in (model, other):
+            parallelize_module(each, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        rank_0 = functions.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = functions.get_model_state_dict(model, options=rank_0)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        options = functions.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        functions.set_model_state_dict(other, state, options=options)
+        return _lists(other.state_dict()), _lists(state)
+
+
+def _lists(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: _full(tensor).tolist() for name, tensor in state.items()}
+
+
+def test_torchs_state_dicts_of_tileworks_models_are_whole(ranks: Launcher) -> None:
+    plain = _lists(Net().state_dict())
+    assert ranks(2, state_dicts) == [(plain, plain), (plain, {})]
 
 
 def _full(tensor: Any) -> Tensor:

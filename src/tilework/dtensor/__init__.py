@@ -30,6 +30,7 @@ from tilework.dtensor.verify import verify
 from tilework.from_torch import refuse_left_out
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
+from tilework.tiled import torch_state_dict as _state_dicts  # noqa: F401  # torch's functions
 
 if TYPE_CHECKING:
     from tilework.capture import capture

@@ -1,0 +1,162 @@
+"""torch's functions of state dicts, on models of tilework's: tilework's own of the same names.
+
+``torch.distributed.checkpoint.state_dict`` gathers and cuts torch's DTensors alone. Any other
+tensor it takes for a whole one, without asking the tensor anything, so that sharded tensors of
+tilework's would stay sharded in silence. Its public functions all end in one of four, which have
+the model and the options. These four look at the model first.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from tilework.comm.objects import broadcast_object_list
+from tilework.comm.world import is_initialized
+from tilework.tiled.tensor import TiledTensor
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+
+
+def _is_ours(model: nn.Module) -> bool:
+    """True for a model with tensors or modules of tilework's."""
+    kinds = {kind for each in model.modules() for kind in type(each).__mro__}
+    return any(kind.__module__.startswith("tilework.") for kind in kinds) or any(
+        isinstance(each, TiledTensor) for each in chain(model.parameters(), model.buffers())
+    )
+
+
+class _Redirected:
+    """The four functions, for models of tilework's.
+
+    Args:
+        torchs: torch's module.
+    """
+
+    def __init__(self, torchs: Any) -> None:
+        from tilework.checkpoint import state_dict  # which stands above, and is slow to load
+
+        self._torchs, self._own = torchs, state_dict
+
+    def _get_model_state_dict(self, model: nn.Module, info: Any) -> Any:
+        if not info.handle_model:
+            return {}
+        modules = self._submodules(model, info)
+        options = self._options(model, info)
+        return self._own.get_model_state_dict(model, submodules=modules, options=options)
+
+    def _load_model_state_dict(self, model: nn.Module, state: Any, info: Any) -> Any:
+        options, handles = self._options(model, info), [info.handle_model]
+        if info.broadcast_from_rank0 and is_initialized():  # torch's asks each rank's own state
+            broadcast_object_list(handles, 0)
+        if not handles[0]:
+            return nn.modules.module._IncompatibleKeys([], [])
+        return self._own.set_model_state_dict(model, state, options=options)
+
+    def _get_optim_state_dict(self, model: nn.Module, optimizers: Sequence[Any], info: Any) -> Any:
+        if not info.handle_optim:
+            return {}
+        for each in optimizers:
+            self._torchs._init_optim_state(each)
+        modules = self._submodules(model, info)
+        options = self._options(model, info)
+        return self._own.get_optimizer_state_dict(
+            model, optimizers, submodules=modules, options=options
+        )
+
+    def _load_optim_state_dict(
+        self, model: nn.Module, optimizers: Iterable[Any], state: Any, info: Any
+    ) -> None:
+        if info.handle_optim:
+            options = self._options(model, info)
+            self._own.set_optimizer_state_dict(model, optimizers, state, options=options)
+
+    def _options(self, model: nn.Module, info: Any) -> Any:
+        names = self._own.StateDictOptions.__dataclass_fields__
+        options = {name: getattr(info, name) for name in names if hasattr(info, name)}
+        if info.broadcast_from_rank0 and self._torchs.dist.is_initialized() > is_initialized():
+            raise RuntimeError(
+                "broadcast_from_rank0=True fills tensors of tilework's over tilework's default "
+                "group, and only torch.distributed has one here: give all ranks the state dict, "
+                "or call tilework.dtensor.module_to_torch(model) first"
+            )
+        if any(name in vars(model) for name in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"{type(model).__name__} has a state_dict or load_state_dict of its own in place "
+                f"of its class's, as _patch_model_state_dict gives it, and sharded tensors of "
+                f"tilework's are taken as the class's give them: call get_model_state_dict and "
+                f"set_model_state_dict instead"
+            )
+        return self._own.StateDictOptions(**options)
+
+    def _submodules(self, model: nn.Module, info: Any) -> set[nn.Module]:
+        return {
+            each
+            for name, each in model.named_modules()
+            if info.submodule_prefixes
+            and any(f"{known}." in info.submodule_prefixes for known in self._fqns(model, name))
+        }
+
+    def _fqns(self, model: nn.Module, name: str) -> Iterable[str]:
+        return self._torchs._get_fqns(model, name)  # type: ignore[no-any-return]
+
+
+def _redirect(torchs: ModuleType) -> None:
+    for kind in ("model", "optim"):
+        for name in (f"_get_{kind}_state_dict", f"_load_{kind}_state_dict"):
+            setattr(torchs, name, _choosing(torchs, name))
+
+
+def _choosing(torchs: ModuleType, name: str) -> Callable[..., Any]:
+    original = getattr(torchs, name)
+
+    @functools.wraps(original)
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        chosen = getattr(_Redirected(torchs), name) if _is_ours(model) else original
+        return chosen(model, *args, **kwargs)
+
+    return call
+
+
+class _WhenLoaded(importlib.abc.MetaPathFinder):
+    """Finds torch's module where it lies, and redirects it as soon as it is loaded.
+
+    It is slow to load, so tilework does not load it.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: Any) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _redirect(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+if _MODULE in sys.modules:
+    _redirect(sys.modules[_MODULE])
+sys.meta_path.insert(0, _WhenLoaded())
