@@ -72,8 +72,13 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _load(data: Tensor, weights_only: bool) -> Any:
-    raw = data.cpu().numpy().tobytes() if data.numel() else b""
+def _bytes_of(data: Tensor) -> memoryview:
+    """The memory of a tensor of bytes; a copy of another device's."""
+    return data.cpu().numpy().data
+
+
+def _load(data: Tensor | memoryview, weights_only: bool) -> Any:
+    raw = data if isinstance(data, memoryview) else _bytes_of(data)
     return _PlainUnpickler(io.BytesIO(raw)).load() if weights_only else pickle.loads(raw)
 
 
@@ -162,10 +167,26 @@ def all_gather_pickled(
     data: bytes, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
 ) -> list[Any]:
     """Each rank's unpickled object, where all know its length. Collective; blocks."""
-    padded, rooms = _padded(pg, _as_tensor(data), sizes)
-    received = [_room(pg, size) for size in rooms]
-    collectives.all_gather(received, padded, group=pg)
-    return [_load(part[:size], weights_only) for part, size in zip(received, sizes, strict=True)]
+    received = _all_parts(pg, _as_tensor(data), sizes)
+    return [_load(part, weights_only) for part in received]
+
+
+def _all_parts(pg: ProcessGroup, own: Tensor, sizes: Sequence[int]) -> Sequence[memoryview]:
+    """The bytes of each rank.
+
+    Where all have about as many, they come padded in a single tensor: a tensor for each rank is
+    more work for each rank than the few bytes that it holds.
+    """
+    most = max(sizes)
+    if pg.uneven_sizes and most * len(sizes) > 2 * sum(sizes):
+        received = [_room(pg, size) for size in sizes]
+        collectives.all_gather(received, own.to(device_of(pg)), group=pg)
+        return [_bytes_of(part) for part in received]
+    padded, rows = _room(pg, most), _room(pg, most * len(sizes))
+    padded[: own.numel()] = own
+    collectives.all_gather_into_tensor(rows, padded, group=pg)
+    whole = _bytes_of(rows)
+    return [whole[r * most : r * most + size] for r, size in enumerate(sizes)]
 
 
 def gather_object(

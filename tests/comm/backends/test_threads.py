@@ -99,3 +99,18 @@ def test_operations_of_many_ranks_leave_no_meeting() -> None:
         return len(group.engine.hub.meetings)
 
     assert set(run_ranks(100, program)) == {0}
+
+
+@pytest.mark.parametrize("sizes", ["alike", "one much longer"])
+def test_objects_of_many_ranks_are_gathered(sizes: str) -> None:
+    ranks = 128  # where each rank called torch for each other one, these took seconds
+
+    def value(rank: int) -> tuple[int, str]:
+        return rank, "x" * (50_000 if rank == 3 and sizes != "alike" else rank)
+
+    def program(rank: int) -> bool:
+        everyone: list[object] = [None] * ranks
+        dist.all_gather_object(everyone, value(rank))
+        return everyone == [value(r) for r in range(ranks)]
+
+    assert all(run_ranks(ranks, program))

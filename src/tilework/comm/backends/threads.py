@@ -40,7 +40,9 @@ from tilework.comm.backends.operation_header import Header, disagreement, header
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.threads_collectives import (
     READ_BY_ALL,
+    Share,
     copy_flat,
+    copy_parts,
     fill,
     reduced,
 )
@@ -55,10 +57,10 @@ _GONE = "its thread ended or left the group"
 
 
 class _Meeting:
-    """A collective: each rank's operation, and how many ranks have read the others'."""
+    """A collective: each rank's share, and how many ranks have read the others'."""
 
     def __init__(self, size: int, lock: threading.Lock) -> None:
-        self.operations: list[tuple[Operation, Header] | None] = [None] * size
+        self.shares: list[tuple[Share, Header] | None] = [None] * size
         self.arrived = 0
         self.left = 0
         #: Notified when all have come, or have left; and by whatever else ends a wait.
@@ -73,18 +75,18 @@ class _Meeting:
 
     def missing(self) -> list[int]:
         """The ranks that have not come."""
-        return [rank for rank, arrived in enumerate(self.operations) if arrived is None]
+        return [rank for rank, arrived in enumerate(self.shares) if arrived is None]
 
     def prepare(self) -> None:
         """Compare, and reduce: by the last to come, for all."""
-        arrived = [each for each in self.operations if each is not None]
+        arrived = [each for each in self.shares if each is not None]
         try:
             at_fault, why = disagreement([header for _, header in arrived])
             if at_fault:
                 raise Fault("mismatch", at_fault, why)
-            operations = [operation for operation, _ in arrived]
-            self.is_over = operations[0].kind not in READ_BY_ALL
-            self.value = reduced(operations)
+            shares = [share for share, _ in arrived]
+            self.is_over = shares[0].operation.kind not in READ_BY_ALL
+            self.value = reduced(shares)
         except Exception as error:
             self.error, self.is_over = error, True
 
@@ -248,21 +250,22 @@ class ThreadsEngine(PythonEngine):
             self._meeting = None
 
     def _run_meeting(self, operation: Operation, deadline: float) -> None:
-        meeting = self._meet(operation, deadline)
+        own = Share.of(operation, self.size)
+        meeting = self._meet(own, deadline)
         if meeting.error is not None:
             raise copy.copy(meeting.error)
         if meeting.is_over:
-            fill(operation, meeting.value)
+            fill(self.rank, own, meeting.value)
             return
-        arrived = [each[0] for each in meeting.operations if each is not None]
-        writes = READ_BY_ALL[operation.kind](self.rank, operation, arrived)
+        shares = [each[0] for each in meeting.shares if each is not None]
+        writes = READ_BY_ALL[operation.kind](self.rank, operation, shares)
         self._part(meeting, deadline)
-        for target, value in writes:
-            copy_flat(target, value)
+        for outputs, values in writes:
+            copy_parts(outputs, values)
 
-    def _meet(self, operation: Operation, deadline: float) -> _Meeting:
+    def _meet(self, own: Share, deadline: float) -> _Meeting:
         """The meeting of an operation, once all ranks have come and the last has prepared it."""
-        hub, number = self.hub, self._performed
+        hub, number, operation = self.hub, self._performed, own.operation
         header = header_of(operation, self.rank, self.size)
         with hub.lock:
             self.check_open()
@@ -270,7 +273,7 @@ class ThreadsEngine(PythonEngine):
             if meeting is None:
                 meeting = hub.meetings[number] = _Meeting(hub.size, hub.lock)
             self._meeting = meeting
-            meeting.operations[self.rank] = operation, header
+            meeting.shares[self.rank] = own, header
             hub.entered[self.rank] = f"#{number} {operation.title or operation.kind}"
             meeting.arrived += 1
             if meeting.arrived < hub.size:
@@ -290,7 +293,7 @@ class ThreadsEngine(PythonEngine):
     def _missing(self, meeting: _Meeting) -> list[int]:
         if self.closed:
             # Left meanwhile, with this in flight: withdraw, so that nobody counts on this rank.
-            meeting.operations[self.rank] = None
+            meeting.shares[self.rank] = None
             meeting.arrived -= 1
             self.check_open()
         return meeting.missing()

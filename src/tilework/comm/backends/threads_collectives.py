@@ -3,20 +3,53 @@
 A reduction is made once, for all ranks. Where data is moved, each rank reads the others' tensors
 where they are: a function copies at once what no rank changes meanwhile, and returns what is to be
 written once all ranks have read.
+
+Torch lets the interpreter go in each call, and a rank gets it back after those of all others that
+want it. So a rank calls torch a few times for an operation, however many ranks there are: it
+prepares what it hands out once for all readers, and copies from all of them together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind, Operation, op_factor, op_type, split_parts
+from tilework.comm.backends.engine_protocol import (
+    MANY_INPUTS,
+    Kind,
+    Operation,
+    Parts,
+    op_factor,
+    op_type,
+    split_parts,
+)
 from tilework.comm.backends.reference import combine
 
-#: (output, value): copies to be made when every rank has read its peers' tensors.
-Writes = list[tuple[Tensor, Tensor]]
+#: (outputs, values): copies to be made when every rank has read its peers' tensors.
+Writes = list[tuple[Parts, Sequence[Tensor]]]
+
+
+@dataclass(slots=True, frozen=True)
+class Share:
+    """A rank's operation, and the flat tensors that the others may read.
+
+    As many as ranks where the operation has so many inputs; of a barrier none; else a single
+    tensor.
+    """
+
+    operation: Operation
+    tensors: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, operation: Operation, size: int) -> Share:
+        """The share of a rank in a group of ``size``."""
+        if operation.kind in MANY_INPUTS:
+            return cls(operation, split_parts(operation.inputs, size))
+        parts = operation.outputs if operation.kind == "broadcast" else operation.inputs
+        return cls(operation, [part.view(-1) for part in parts])
 
 
 def copy_flat(target: Tensor, value: Tensor) -> None:
@@ -25,69 +58,84 @@ def copy_flat(target: Tensor, value: Tensor) -> None:
         target.view(-1).copy_(value.view(-1))
 
 
-def _broadcast(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
-    if rank != own.root:
-        copy_flat(own.outputs[0], operations[own.root].outputs[0])
-    return []
-
-
-def reduced(operations: Sequence[Operation]) -> Tensor | None:
-    """The value that all ranks get, by rank order; None where each gets its own, or none."""
-    if operations[0].kind not in ("all_reduce", "reduce"):
-        return None
-    return _combined([op.inputs[0] for op in operations], operations)
-
-
-def fill(own: Operation, value: Tensor | None) -> None:
-    """Copy a value to a rank's output, if it has any."""
-    if value is not None and len(own.outputs):
-        copy_flat(own.outputs[0], value)
-
-
-def _combined(parts: Sequence[Tensor], operations: Sequence[Operation]) -> Tensor:
+def copy_parts(outputs: Parts, values: Sequence[Tensor]) -> None:
+    """Copy the flat tensor of each rank to the rank's part of the outputs."""
     with torch.inference_mode():
-        factors = [op_factor(op.reduce_op) for op in operations]
-        return combine(parts, op_type(operations[0].reduce_op), factors)
+        if isinstance(outputs, Tensor) and not _are_parts(values, outputs):
+            torch.cat(list(values), out=outputs.view(-1))
+        elif values:
+            torch._foreach_copy_(split_parts(outputs, len(values)), list(values))
 
 
-def _gather(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
+def reduced(shares: Sequence[Share]) -> Tensor | None:
+    """The sum, or what else was asked for, by rank order; None where nothing is reduced."""
+    first = shares[0].operation
+    if first.kind in ("all_reduce", "reduce"):
+        contributions = [share.tensors[0] for share in shares]
+    elif first.kind == "reduce_scatter":
+        contributions = [_in_a_row(share) for share in shares]
+    else:
+        return None
+    with torch.inference_mode():
+        factors = [op_factor(share.operation.reduce_op) for share in shares]
+        return combine(contributions, op_type(first.reduce_op), factors)
+
+
+def _in_a_row(share: Share) -> Tensor:
+    inputs = share.operation.inputs
+    return inputs.view(-1) if isinstance(inputs, Tensor) else torch.cat(list(share.tensors))
+
+
+def fill(rank: int, own: Share, value: Tensor | None) -> None:
+    """Copy a rank's part of a value to its output, if it has any."""
+    if value is None or not len(own.operation.outputs):
+        return
+    if own.operation.kind == "reduce_scatter":
+        begin = sum(part.numel() for part in own.tensors[:rank])
+        value = value[begin : begin + own.tensors[rank].numel()]
+    copy_flat(own.operation.outputs[0], value)
+
+
+def _broadcast(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
+    if rank != own.root:
+        copy_flat(own.outputs[0], shares[own.root].tensors[0])
+    return []
+
+
+def _gather(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
     if own.kind == "all_gather" or rank == own.root:
-        outputs = split_parts(own.outputs, len(operations))
-        for target, op in zip(outputs, operations, strict=True):
-            copy_flat(target, op.inputs[0])
+        copy_parts(own.outputs, [share.tensors[0] for share in shares])
     return []
 
 
-def _scatter(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
-    copy_flat(own.outputs[0], operations[own.root].inputs[rank])
+def _scatter(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
+    copy_flat(own.outputs[0], shares[own.root].tensors[rank])
     return []
 
 
-def _reduce_scatter(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
-    output, size = own.outputs[0], len(operations)
-    parts = [split_parts(op.inputs, size)[rank].view(output.shape) for op in operations]
-    return [(output, _combined(parts, operations))]
-
-
-def _all_to_all(rank: int, own: Operation, operations: Sequence[Operation]) -> Writes:
-    size = len(operations)
-    targets = split_parts(own.outputs, size)
-    values = [split_parts(op.inputs, size)[rank] for op in operations]
+def _all_to_all(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
+    values = [share.tensors[rank] for share in shares]
     # In place, this rank's outputs are inputs that others may still have to read.
-    inputs = {part.data_ptr() for part in split_parts(own.inputs, size) if part.numel()}
-    if any(target.data_ptr() in inputs for target in targets if target.numel()):
-        return [(target, value.clone()) for target, value in zip(targets, values, strict=True)]
-    for target, value in zip(targets, values, strict=True):
-        copy_flat(target, value)
+    if _are_parts(shares[rank].tensors, own.outputs):
+        return [(own.outputs, [value.clone() for value in values])]
+    copy_parts(own.outputs, values)
     return []
+
+
+def _are_parts(tensors: Sequence[Tensor], outputs: Parts) -> bool:
+    """True if some of the tensors are outputs of the rank; the others share nothing with these."""
+    begins = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
+    if isinstance(outputs, Tensor):
+        first, end = outputs.data_ptr(), outputs.data_ptr() + outputs.nbytes
+        return any(first <= begin < end for begin in begins)
+    return any(output.data_ptr() in begins for output in outputs if output.numel())
 
 
 #: The operations in which each rank reads the others' tensors.
-READ_BY_ALL: dict[Kind, Callable[[int, Operation, Sequence[Operation]], Writes]] = {
+READ_BY_ALL: dict[Kind, Callable[[int, Operation, Sequence[Share]], Writes]] = {
     "broadcast": _broadcast,
     "all_gather": _gather,
     "gather": _gather,
     "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
