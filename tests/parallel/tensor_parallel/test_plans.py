@@ -308,8 +308,8 @@ def test_a_wrong_plan_changes_nothing() -> None:
             )
         with pytest.raises(TypeError, match="a plan is a ParallelStyle, or a dict"):
             parallelize_module(model, mesh, [fine])  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="'norm': 'rowwise'"):
-            parallelize_module(model, mesh, {**fine, "norm": "rowwise"})  # type: ignore[dict-item]
+        with pytest.raises(TypeError, match="'norm': 1"):
+            parallelize_module(model, mesh, {**fine, "norm": 1})  # type: ignore[dict-item]
         assert not any(isinstance(one, DTensor) for one in model.parameters())
         assert not any(one._forward_hooks for one in model.modules())
 

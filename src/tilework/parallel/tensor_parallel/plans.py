@@ -15,6 +15,7 @@ from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
+from tilework.parallel.tensor_parallel.words import named_parameters, style_of
 from tilework.tiled.module_plan import check_is_module, close_names, matching_names
 from tilework.tiled.stale_parameters import marking_replaced
 
@@ -22,7 +23,7 @@ from tilework.tiled.stale_parameters import marking_replaced
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
-    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle | str] | None = None,
     *,
     src_data_rank: int | None = 0,
     axis: str | int = "tp",
@@ -45,7 +46,9 @@ def parallelize_module(
         device_mesh: The mesh; None: that of the innermost ``with mesh:``.
         parallelize_plan: A style for ``module`` itself, or styles by the names of submodules. In
             each section of a dotted name ``*``, ``?`` and ``[…]`` stand for what they do in file
-            names: ``"layers.*.mlp.up"``. The name "" is ``module`` itself.
+            names: ``"layers.*.mlp.up"``. The name "" is ``module`` itself. A style may be a word
+            of Hugging Face's plans, such as "colwise", and a name that of a parameter then: the
+            ``tp_plan`` of a model of theirs is a plan.
         src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
         axis: The plan's axis, by name or number, where the mesh has more than one.
 
@@ -54,7 +57,8 @@ def parallelize_module(
 
     Raises:
         NotImplementedError: A style does not know the module that it is for.
-        ValueError: Two styles shard a parameter differently; or the mesh has no such axis.
+        ValueError: Two styles shard a parameter differently; the mesh has no such axis; or a word
+            is unknown.
         TypeError: The module or the plan is none.
 
     Warns:
@@ -154,7 +158,9 @@ def _refuse_torchs(style: object) -> None:
         )
 
 
-def _checked(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
+def _checked(
+    plan: ParallelStyle | Mapping[str, ParallelStyle | str],
+) -> Mapping[str, ParallelStyle | str]:
     for style in plan.values() if isinstance(plan, Mapping) else (plan,):
         _refuse_torchs(style)
     if isinstance(plan, ParallelStyle):
@@ -165,7 +171,9 @@ def _checked(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, 
             f"{type(plan).__name__}"
         )
     for name, style in plan.items():
-        if not isinstance(name, str) or not isinstance(style, ParallelStyle):
+        if isinstance(style, str):
+            style_of(style)
+        elif not isinstance(name, str) or not isinstance(style, ParallelStyle):
             raise TypeError(
                 f"a plan has styles by names of modules, such as ColwiseParallel(), got "
                 f"{name!r}: {style!r}"
@@ -176,12 +184,18 @@ def _checked(plan: ParallelStyle | Mapping[str, ParallelStyle]) -> Mapping[str, 
 # -- names -----------------------------------------------------------------------------------
 
 
-def _resolved(root: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[_StyledModule]:
+def _resolved(root: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> Iterator[_StyledModule]:
     modules = dict(root.named_modules(remove_duplicate=False))
-    for pattern, style in plan.items():
+    for pattern, given in plan.items():
         names = matching_names(pattern, modules)
+        if not names and isinstance(given, str):
+            found = list(named_parameters(root, pattern, given))
+            yield from (_StyledModule(*each, pattern) for each in found)
+            if found:
+                continue
         if not names:
             _warn_of_unmatched(pattern, modules)
+        style = style_of(given) if isinstance(given, str) else given
         seen: set[int] = set()
         for name in names:  # a module may have several names
             if id(modules[name]) not in seen:

@@ -1,0 +1,150 @@
+"""Plans in the words of Hugging Face's configurations: ``{"layers.*.mlp.up_proj": "colwise"}``.
+
+There a word stands for layouts and for what moves around a module whose tensors are plain. Here
+sharded parameters are DTensors, which move what a module needs, and plain tensors that meet ranks'
+parts have their gradients added up. So words that only repair gradients change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from tilework.dtensor import DTensor
+from tilework.layout import Placement, Replicate, Shard
+from tilework.parallel.tensor_parallel.axis import MeshAxis
+from tilework.parallel.tensor_parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from tilework.tiled.module_plan import matching_names
+
+
+class _OfParameters(ParallelStyle):
+    """Layouts of some parameters of a module, by name."""
+
+    def __init__(self, layouts: Mapping[str, Placement] | None = None) -> None:
+        self.layouts = dict(layouts or {})
+
+    def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
+        return self.layouts
+
+    def attach(self, module: nn.Module, axis: MeshAxis) -> None:
+        """The module computes with DTensors."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.layouts or ''})"
+
+
+class _Unchanged(_OfParameters):
+    """Nothing is sharded, and gradients are right as they are."""
+
+
+class _WholeOutput(_OfParameters):
+    """The module computes with parameters that are DTensors; its outputs are whole and plain."""
+
+    def attach(self, module: nn.Module, axis: MeshAxis) -> None:
+        def whole(value: Any) -> Any:
+            if isinstance(value, DTensor):
+                return axis.to_local(axis.move(value, Replicate()))
+            return value
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            several = isinstance(output, (tuple, list))
+            return type(output)(map(whole, output)) if several else whole(output)
+
+        module.register_forward_hook(after)
+
+
+class _LocalParameters(_OfParameters):
+    """The module computes with its rank's part of each of its own parameters."""
+
+    def attach(self, module: nn.Module, axis: MeshAxis) -> None:
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, DTensor):  # what is in __dict__ is found first
+                    module.__dict__[name] = axis.to_local(parameter)
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
+            for name in module._parameters:
+                module.__dict__.pop(name, None)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
+
+
+#: The words, and the styles of modules that they stand for.
+WORDS: Mapping[str, ParallelStyle] = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+    # A fused layer's output is a DTensor, which is gathered where the model splits it.
+    "packed_colwise": ColwiseParallel(use_local_output=False),
+    "packed_rowwise": RowwiseParallel(),
+    "sequence_parallel": SequenceParallel(use_local_output=True),
+    "moe_tp_experts": _WholeOutput(),
+    "all_reduce": _WholeOutput(),
+    "local_params": _LocalParameters(),
+    "replicate": _Unchanged(),
+    "replicated_with_grad_allreduce": _Unchanged(),
+    "mla_kv_a_proj": _Unchanged(),
+    "moe_identity_expert": _Unchanged(),
+}
+_BY_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
+_BY_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
+
+
+def style_of(word: str) -> ParallelStyle:
+    """The style of modules for a word.
+
+    Raises:
+        ValueError: The word is unknown.
+    """
+    if word not in WORDS:
+        raise ValueError(
+            f"{word!r} is no word of a plan; these are: {', '.join(WORDS)}. Words of plans of "
+            f"expert parallelism have no meaning here: give the model's tp_plan"
+        )
+    return WORDS[word]
+
+
+def named_parameters(
+    root: nn.Module, pattern: str, word: str
+) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
+    """The modules that have a parameter of their own of this name, and the parameter's layout.
+
+    A parameter by itself is a matrix, or a stack of such, as weights of Linear are: (outputs,
+    inputs). Parameters of one dim go with the outputs.
+
+    Args:
+        root: The module that the plan is for.
+        pattern: A name of the plan that fits no module.
+        word: Its word.
+    """
+    owners, _, wanted = pattern.rpartition(".")
+    modules = dict(root.named_modules())
+    for owner in matching_names(owners, modules):
+        module = modules[owner]
+        for name in matching_names(wanted, module._parameters):
+            parameter = module._parameters[name]
+            if parameter is not None and word in (*_BY_COLUMNS, *_BY_ROWS):
+                layout = _layout(word, name, parameter.dim())
+                yield owner, module, _OfParameters({name: layout})
+            elif parameter is not None:
+                yield owner, module, _Unchanged()
+
+
+def _layout(word: str, name: str, dims: int) -> Placement:
+    if word in _BY_COLUMNS:
+        return Shard(max(dims - 2, 0))
+    whole = name == "bias" or (dims == 1 and word == "packed_rowwise")
+    return Replicate() if whole else Shard(dims - 1)
