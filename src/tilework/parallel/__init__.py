@@ -39,6 +39,7 @@ from tilework.parallel.model_averaging import (
 )
 from tilework.parallel.resilient.resilient import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
+from tilework.parallel.tensor_parallel.deriving import DerivedPlan, derive_plan, parallelize
 from tilework.parallel.tensor_parallel.loss import loss_parallel
 from tilework.parallel.tensor_parallel.plans import parallelize_module
 from tilework.parallel.tensor_parallel.prepare_module import (
@@ -60,6 +61,7 @@ __all__ = [
     "CheckpointWrapper",
     "ColwiseParallel",
     "DataParallelMeshDims",
+    "DerivedPlan",
     "DistributedDataParallel",
     "Event",
     "FSDPModule",
@@ -90,9 +92,11 @@ __all__ = [
     "clip_grad_norm_",
     "comm_hooks",
     "compute_bucket_assignment_by_size",
+    "derive_plan",
     "fully_shard",
     "get_params_to_average",
     "loss_parallel",
+    "parallelize",
     "parallelize_module",
     "register_fsdp_forward_method",
 ]

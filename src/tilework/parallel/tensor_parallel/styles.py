@@ -54,6 +54,19 @@ class ParallelStyle:
         )
 
 
+def linear_dims(module: nn.Module) -> tuple[int, int] | None:
+    """The dims of a linear layer's weight that are its outputs and its inputs; None for others.
+
+    Example:
+        >>> linear_dims(nn.Linear(3, 2)), linear_dims(nn.LayerNorm(3))
+        ((0, 1), None)
+    """
+    if isinstance(module, nn.Linear):
+        return 0, 1
+    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # of transformers
+    return (1, 0) if is_conv1d else None
+
+
 class _ShardedLayer(ParallelStyle):
     """A layer with a sharded weight: its input is moved to one layout, its output to another."""
 
@@ -68,7 +81,10 @@ class _ShardedLayer(ParallelStyle):
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         desired, name = self._desired_input(module), type(module).__name__
         # Where the input is to be sharded as the weight is, its size is known from the weight.
-        extent = getattr(module, "in_features", None) if desired == self.input_layouts else None
+        dims = linear_dims(module)
+        extent: int | None = None
+        if dims is not None and desired == self.input_layouts:
+            extent = module.get_parameter("weight").shape[dims[1]]
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             key = None if inputs else "input"
@@ -111,8 +127,9 @@ def _other_features(name: str, extent: int, tensor: DTensor, given: Any, layout:
 class ColwiseParallel(_ShardedLayer):
     """Each rank computes some output features of an ``nn.Linear`` or an ``nn.Embedding``.
 
-    A Linear's weight and bias are sharded along their rows, an Embedding's along its columns.
-    Without communication in forward; in backward of a Linear the input's gradient is reduced once.
+    A Linear's weight and bias are sharded along their rows, an Embedding's along its columns; the
+    ``Conv1D`` of transformers is a Linear whose weight is transposed. Without communication in
+    forward; in backward of a Linear the input's gradient is reduced once.
 
     Args:
         input_layouts: The input's layout along the axis, if it is a plain tensor; None: replicated.
@@ -146,11 +163,14 @@ class ColwiseParallel(_ShardedLayer):
         self.use_local_output = use_local_output
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        dims = (1, 0) if isinstance(module, nn.Embedding) else linear_dims(module)
+        if dims is None:
             raise _unknown(self, module)
         sizes = _sizes_of_last(self.output_layouts)
-        dim = 0 if isinstance(module, nn.Linear) else 1
-        return {name: Shard(dim, sizes) for name, _ in module.named_parameters(recurse=False)}
+        return {
+            name: Shard(dims[0] if parameter.dim() > 1 else 0, sizes)
+            for name, parameter in module.named_parameters(recurse=False)
+        }
 
 
 class RowwiseParallel(_ShardedLayer):
@@ -197,9 +217,10 @@ class RowwiseParallel(_ShardedLayer):
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(0)}
-        if not isinstance(module, nn.Linear):
+        dims = linear_dims(module)
+        if dims is None:
             raise _unknown(self, module)
-        weight = Shard(1, _sizes_of_last(self.input_layouts))
+        weight = Shard(dims[1], _sizes_of_last(self.input_layouts))
         return {"weight": weight} | ({} if module.bias is None else {"bias": Replicate()})
 
     def _desired_input(self, module: nn.Module) -> Placement:
@@ -279,6 +300,7 @@ def _sizes_of_last(layout: Placement) -> tuple[int, ...] | None:
 
 def _unknown(style: ParallelStyle, module: nn.Module) -> NotImplementedError:
     return NotImplementedError(
-        f"{type(style).__name__} is for nn.Linear and nn.Embedding, not {type(module).__name__}: "
-        f"name the layers within it in the plan, or write a ParallelStyle of your own"
+        f"{type(style).__name__} is for nn.Linear and nn.Embedding (and transformers' Conv1D), not "
+        f"{type(module).__name__}: name the layers within it in the plan, or write a ParallelStyle "
+        f"of your own"
     )

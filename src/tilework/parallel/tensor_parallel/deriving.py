@@ -1,0 +1,347 @@
+"""Tensor parallel plans derived from a model's forward, with the price of each decision in bytes.
+
+The rule: where layers give features or heads that all operators carry along to layers which sum
+over them, the former are cut by columns and the latter by rows; one all_reduce of each output of
+the latter is all that moves. Each other layer is cut by itself, its output gathered, if a rank
+thereby holds more bytes less than it receives. All else is whole on each rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tilework.comm.world import get_rank, get_world_size
+from tilework.dtensor import DTensor, init_device_mesh
+from tilework.layout import Replicate
+from tilework.mesh import DeviceMesh
+from tilework.mesh.device_mesh import mesh_or_current
+from tilework.parallel.tensor_parallel.plans import parallelize_module
+from tilework.parallel.tensor_parallel.styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    linear_dims,
+)
+from tilework.parallel.tensor_parallel.tracing import DimSet, Layer, Trace, trace
+from tilework.tiled.module_plan import check_is_module
+from tilework.tiled.terminal import bytes_text
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of some layers, and why.
+
+    Attributes:
+        styles: The styles of modules, by name; none if they stay whole.
+        saved_bytes: What a rank holds less in a forward: parameters, and what lies between.
+        moved_bytes: What a rank receives in a forward.
+        text: In words.
+    """
+
+    styles: Mapping[str, ParallelStyle]
+    saved_bytes: int
+    moved_bytes: int
+    text: str
+
+
+class DerivedPlan(dict[str, ParallelStyle]):
+    """A plan for :func:`parallelize_module`, which tells its reasons when it is printed.
+
+    Attributes:
+        decisions: What was decided, in the order of the model.
+        ranks: The number of ranks it is for.
+    """
+
+    def __init__(self, decisions: list[Decision], ranks: int) -> None:
+        super().__init__({n: style for each in decisions for n, style in each.styles.items()})
+        self.decisions, self.ranks = decisions, ranks
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a rank receives in a forward."""
+        return sum(each.moved_bytes for each in self.decisions)
+
+    def __str__(self) -> str:
+        merged: dict[str, int] = {}
+        for each in self.decisions:
+            text = _pattern(each.text)
+            merged[text] = merged.get(text, 0) + 1
+        lines = [f"{text}{f' ({n} times)' if n > 1 else ''}" for text, n in merged.items()]
+        total = f"in all a rank receives {bytes_text(self.moved_bytes)} in a forward"
+        return "\n".join([f"tensor parallel over {self.ranks} ranks:", *lines, total])
+
+
+def derive_plan(
+    model: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    example: Mapping[str, Any] | tuple[Any, ...] | None = None,
+) -> DerivedPlan:
+    """The tensor parallel plan for a model that its operators allow. Local.
+
+    One forward is followed, without memory (on ``meta``) unless the model looks at values; the
+    model may have none. Where layers give what all operators carry along to layers that sum over
+    it, the former become ColwiseParallel, the latter RowwiseParallel, and between them tensors are
+    DTensors, so the model's results do not depend on the plan. Each other layer is cut by itself,
+    with its output gathered, if that saves more bytes than it moves.
+
+    Args:
+        model: The model, whole and alike on all ranks.
+        device_mesh: A mesh of one axis; None: the innermost of ``with mesh:``, or all ranks.
+        example: The arguments of a forward, by name or in order: their sizes decide what pays.
+            None: what the model gives as ``dummy_inputs``, as Hugging Face's models do.
+
+    Raises:
+        TypeError: The model has DTensors, or no example is known.
+        ValueError: The mesh has several axes.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.parallel import derive_plan
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        ...     return str(derive_plan(mlp, init_device_mesh("cpu", (2,)), (torch.ones(4, 64),)))
+        >>> print(run_ranks(2, program)[0])
+        tensor parallel over 2 ranks:
+        0 by columns, 2 by rows: a rank holds 68.5 KiB less, receives 1 KiB
+        in all a rank receives 1 KiB in a forward
+    """
+    check_is_module(model, "derive_plan")
+    if any(isinstance(each, DTensor) for each in (*model.parameters(), *model.buffers())):
+        raise TypeError(
+            f"{type(model).__name__} has DTensors already: a plan is derived for a whole model, "
+            f"before parallelize_module and fully_shard"
+        )
+    mesh = _mesh(device_mesh)
+    traced = trace(model, _example(model, example), mesh)
+    return DerivedPlan(list(_Deciding(model, traced, mesh.size()).decisions()), mesh.size())
+
+
+def parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    example: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Make a model tensor parallel, in place, without a plan: by :func:`derive_plan`'s.
+
+    Collective over the mesh; blocks. The mesh's first rank prints what was decided and why.
+
+    Args:
+        model: As for :func:`derive_plan`.
+        device_mesh: As there.
+        example: As there.
+        src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
+
+    Raises:
+        TypeError: As :func:`derive_plan`.
+        ValueError: As :func:`derive_plan`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from tilework.mesh import init_device_mesh
+        >>> from tilework.parallel import parallelize
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        ...     parallelize(mlp, init_device_mesh("cpu", (2,)), (torch.ones(4, 64),))
+        ...     return mlp[0].weight.to_local().shape
+        >>> run_ranks(2, program)[0]
+        tensor parallel over 2 ranks:
+        0 by columns, 2 by rows: a rank holds 68.5 KiB less, receives 1 KiB
+        in all a rank receives 1 KiB in a forward
+        torch.Size([128, 64])
+    """
+    mesh = _mesh(device_mesh)
+    plan = derive_plan(model, mesh, example)
+    if get_rank() == mesh.spec.ranks[0]:
+        print(plan, flush=True)
+    return parallelize_module(model, mesh, plan, src_data_rank=src_data_rank)
+
+
+def _mesh(given: DeviceMesh | None) -> DeviceMesh:
+    if given is None:
+        try:
+            given = mesh_or_current(None)
+        except RuntimeError:
+            given = init_device_mesh("cpu", (get_world_size(),))
+    mesh = mesh_or_current(given)
+    if mesh.ndim != 1:
+        raise ValueError(f"a plan is for one axis, and {mesh} has {mesh.ndim}: pass mesh['tp']")
+    return mesh
+
+
+def _example(model: nn.Module, given: Any) -> Any:
+    if given is None:
+        given = getattr(model, "dummy_inputs", None)
+    if not isinstance(given, Mapping | tuple):
+        raise TypeError(
+            f"example is a dict of arguments by name, or a tuple of arguments, for a forward of "
+            f"{type(model).__name__}, got {type(given).__name__}"
+        )
+    return given
+
+
+class _Deciding:
+    """Decides for one model.
+
+    Args:
+        model: The model.
+        traced: Its forward.
+        ranks: The number of ranks.
+    """
+
+    def __init__(self, model: nn.Module, traced: Trace, ranks: int) -> None:
+        self._model, self._trace, self._ranks = model, traced, ranks
+        self._layers: dict[int, list[Layer]] = {}  # by weight
+        for layer in traced.layers:
+            if layer not in self._layers.setdefault(layer.weight, []):
+                self._layers[layer.weight].append(layer)
+        self._decided: set[int] = set()  # weights
+
+    def decisions(self) -> Iterator[Decision]:
+        """What was decided: cuts that layers share, the cheapest first, then single layers."""
+        made: dict[int, Decision] = {}
+        chains = [each for each in map(self._chain, self._dim_sets()) if each is not None]
+        chains.sort(key=lambda each: each[1].moved_bytes / max(1, each[1].saved_bytes))
+        for weights, decision in chains:
+            if self._decided.isdisjoint(weights):
+                self._decided |= weights
+                made[min(weights)] = decision
+        for weight, layers in self._layers.items():
+            if weight not in self._decided:
+                made[weight] = self._alone(weight, layers)
+        yield from (made[at] for at in sorted(made))
+        if rest := self._rest():
+            yield Decision({}, 0, 0, f"whole, as they are of no layer: {rest}")
+
+    def _dim_sets(self) -> list[DimSet]:
+        found: dict[int, DimSet] = {}
+        for weight in self._layers:
+            for dim in range(2):
+                each = self._trace.set_of(weight, dim)
+                found[id(each)] = each
+        return list(found.values())
+
+    # -- layers that share a cut -----------------------------------------------------------------
+
+    def _chain(self, dims: DimSet) -> tuple[set[int], Decision] | None:
+        """The layers that a cut runs through, and the decision; None if it does not end in sums."""
+        if dims.whole_for or any(size % self._ranks for size in dims.sizes):
+            return None
+        columns, rows = self._ends(dims)
+        if not columns or not rows or dims.summed_in - {each.name for each in rows}:
+            return None
+        both = [*columns, *rows]
+        if any(len(self._layers[each.weight]) > 1 for each in both):
+            return None
+        styles: dict[str, ParallelStyle] = {
+            each.name: ColwiseParallel(use_local_output=False) for each in columns
+        }
+        styles |= {each.name: RowwiseParallel() for each in rows}
+        saved = self._less(sum(map(self._trace.nbytes, {number for number, _ in dims.nodes})))
+        moved = sum(2 * self._less(self._trace.nbytes(each.output)) for each in rows)
+        text = (
+            f"{_listed(columns)} by columns, {_listed(rows)} by rows: a rank holds "
+            f"{bytes_text(saved)} less, receives {bytes_text(moved)}"
+        )
+        return {each.weight for each in both}, Decision(styles, saved, moved, text)
+
+    def _ends(self, dims: DimSet) -> tuple[list[Layer], list[Layer]]:
+        """The layers that give the dims, and those that sum over them."""
+        columns, rows = [], []
+        for weight, layers in self._layers.items():
+            for layer in layers:
+                out, into = linear_dims(layer.module) or (1, None)  # of an Embedding
+                if self._trace.set_of(weight, out) is dims:
+                    columns.append(layer)
+                elif into is not None and self._trace.set_of(weight, into) is dims:
+                    rows.append(layer)
+        return columns, rows
+
+    # -- layers by themselves --------------------------------------------------------------------
+
+    def _alone(self, weight: int, layers: list[Layer]) -> Decision:
+        """The cheaper of the two ways to cut a weight by itself, if it pays."""
+        shape = self._trace.tensors[weight].shape
+        saved = self._less(self._trace.nbytes(weight))
+        moved, dim = min((self._moved(layers, dim), dim) for dim in range(2))
+        names = _listed(layers)
+        why = self._why(weight, layers)
+        if moved >= saved or shape[dim] < self._ranks:
+            text = f"{names} whole: a rank would hold {bytes_text(saved)} less, and receive "
+            return Decision({}, 0, 0, f"{text}{bytes_text(moved)} for a cut by itself; {why}")
+        styles = {layer.name: self._style(layer, dim) for layer in layers}
+        text = f"{names} by itself, its output gathered or summed: a rank holds "
+        text += f"{bytes_text(saved)} less, receives {bytes_text(moved)}; {why}"
+        return Decision(styles, saved, moved, text)
+
+    def _moved(self, layers: list[Layer], dim: int) -> int:
+        """What a rank receives where a dim of the layers' weight is cut."""
+        gathered = [self._less(self._trace.nbytes(each.output)) for each in layers]
+        return sum(
+            nbytes if _out_dim(layer) == dim else 2 * nbytes
+            for layer, nbytes in zip(layers, gathered, strict=True)
+        )
+
+    def _style(self, layer: Layer, dim: int) -> ParallelStyle:
+        if _out_dim(layer) == dim:
+            return ColwiseParallel(output_layouts=Replicate())
+        return RowwiseParallel(input_layouts=Replicate())
+
+    def _why(self, weight: int, layers: list[Layer]) -> str:
+        """Why the output is no part of a chain."""
+        dims = self._trace.set_of(weight, _out_dim(layers[0]))
+        uneven = [size for size in sorted(dims.sizes) if size % self._ranks]
+        if not dims.whole_for and uneven:
+            return f"{uneven[0]} parts are not divisible by {self._ranks}"
+        return f"whole for {dims.whole_for}" if dims.whole_for else "nothing sums over its output"
+
+    def _rest(self) -> str:
+        """The other parameters, which are of no layer, the largest first."""
+        inside = {each.name for layers in self._layers.values() for each in layers}
+        sizes: dict[str, int] = {}
+        for name, module in self._model.named_modules():
+            for own, each in module.named_parameters(recurse=False):
+                if name not in inside:
+                    pattern = _pattern(f"{name}.{own}" if name else own)
+                    nbytes = each.numel() * each.element_size()
+                    sizes[pattern] = sizes.get(pattern, 0) + nbytes
+        largest = sorted(sizes, key=lambda name: -sizes[name])
+        texts = [f"{name} ({bytes_text(sizes[name])})" for name in largest[:4]]
+        left = sum(sizes[name] for name in largest[4:])
+        return ", ".join([*texts, *([f"others ({bytes_text(left)})"] if left else [])])
+
+    def _less(self, nbytes: int) -> int:
+        """What a rank lacks of something cut."""
+        return nbytes * (self._ranks - 1) // self._ranks
+
+
+def _out_dim(layer: Layer) -> int:
+    """The dim of a layer's weight that is its output's last."""
+    return (linear_dims(layer.module) or (1, 0))[0]
+
+
+def _pattern(text: str) -> str:
+    """Text with ``*`` for the numbers of modules that other names follow."""
+    return re.sub(r"(\.|\b)\d+(?=\.[A-Za-z_\[])", r"\1*", text)
+
+
+def _listed(layers: list[Layer]) -> str:
+    """Their names, with what they have in common but once."""
+    names = [layer.name or "the model" for layer in layers]
+    if len(names) == 1:
+        return names[0]
+    owner = names[0].rpartition(".")[0]
+    if owner and all(name.startswith(f"{owner}.") for name in names):
+        return f"{owner}.[{', '.join(name.removeprefix(f'{owner}.') for name in names)}]"
+    return ", ".join(names)

@@ -1,0 +1,367 @@
+"""The dims of a model's tensors that operators carry along together, from one forward of it.
+
+Each operator's factor map (:mod:`~tilework.tiled.factors`) says which dims of its tensors run over
+one loop, so which of them are cut together. Joined over all operators of a forward this gives sets
+of dims: the features between two layers of an MLP, the heads of an attention. Of a cut in a set
+each operator does its share, and nothing moves but where the set ends: in a sum over it, or in an
+operator that needs the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from tilework.dtensor.dispatch.without_overrides import without_override_checks
+from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
+from tilework.dtensor.propagation.plain_inputs import replicated_spec
+from tilework.dtensor.propagation.pytree import tensors_in, with_tensors
+from tilework.layout import Shard
+from tilework.mesh import DeviceMesh
+from tilework.parallel.tensor_parallel.styles import linear_dims
+from tilework.tiled.factors import DimFactors, Factor
+from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
+from tilework.tiled.op_table import OpEntry, find
+
+#: A dim of a tensor: the tensor's number, and the dim's.
+Node = tuple[int, int]
+
+
+@dataclass(eq=False)
+class DimSet:
+    """Dims that are cut together.
+
+    Attributes:
+        nodes: The dims.
+        sizes: The numbers of equal parts that operators know of it, such as features and heads.
+        summed_in: The modules in which products with a weight sum over it.
+        whole_for: Who needs the whole of it, if somebody does.
+    """
+
+    nodes: set[Node] = field(default_factory=set)
+    sizes: set[int] = field(default_factory=set)
+    summed_in: set[str] = field(default_factory=set)
+    whole_for: str = ""
+
+    def take(self, other: DimSet) -> None:
+        """Join another set into this one."""
+        self.nodes |= other.nodes
+        self.sizes |= other.sizes
+        self.summed_in |= other.summed_in
+        self.whole_for = self.whole_for or other.whole_for
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A call of a Linear, an Embedding or a Conv1D.
+
+    Attributes:
+        name: The module's name in the model.
+        module: The module.
+        weight: The number of the weight, which modules may share.
+        output: The number of the output.
+    """
+
+    name: str
+    module: nn.Module
+    weight: int
+    output: int
+
+
+class Trace:
+    """The dims and layers of a forward."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.parameters: set[int] = set()
+        self.layers: list[Layer] = []
+        self._numbers: dict[int, int] = {}
+        self._sets: dict[Node, DimSet] = {}
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor, which is kept alive, so that no other has its id."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def set_of(self, number: int, dim: int) -> DimSet:
+        """The set of a dim."""
+        node = (number, dim)
+        if node not in self._sets:
+            self._sets[node] = DimSet({node})
+        return self._sets[node]
+
+    def join(self, nodes: list[Node]) -> DimSet:
+        """Join the sets of dims."""
+        sets = [self.set_of(*node) for node in nodes]
+        first = max(sets, key=lambda each: len(each.nodes))
+        for other in sets:
+            if other is not first and self._sets[next(iter(other.nodes))] is other:
+                first.take(other)
+                self._sets.update(dict.fromkeys(other.nodes, first))
+        return first
+
+    def need_whole(self, node: Node, who: str) -> None:
+        """Note that somebody needs all of a dim."""
+        found = self.set_of(*node)
+        found.whole_for = found.whole_for or who
+
+    def nbytes(self, number: int) -> int:
+        """The bytes of a tensor."""
+        return self.tensors[number].numel() * self.tensors[number].element_size()
+
+
+def trace(
+    model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...], mesh: DeviceMesh
+) -> Trace:
+    """The dims of a model's tensors in a forward. Local.
+
+    The forward runs without memory, on ``meta``, if the model can; else with its values.
+
+    Args:
+        model: A model without DTensors.
+        example: The arguments of the forward: by name, or in order.
+        mesh: Of one axis.
+    """
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
+    contents = [*model.parameters(), *model.buffers()]
+    try:
+        moved = _on_meta(args), _on_meta(kwargs)
+        return _traced(_with_tensors(model, map(_on_meta, contents)), mesh, *moved)
+    except Exception:  # it looks at values
+        if any(tensor.is_meta for tensor in contents):
+            raise
+        return _traced(_with_tensors(model, contents), mesh, args, kwargs)
+
+
+def _with_tensors(model: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
+    """A copy of the modules, with these tensors in place of theirs; ranks may share the model."""
+    theirs = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, dict(zip(map(id, theirs), tensors, strict=True)))
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().to("meta"), requires_grad=False)
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {name: _on_meta(each) for name, each in value.items()}
+    return tuple(map(_on_meta, value)) if isinstance(value, tuple | list) else value
+
+
+def _traced(
+    model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Trace:
+    recorder = _Recorder(mesh)
+    recorder.follow(model)
+    with torch.no_grad(), recorder:
+        output = model.eval()(*args, **kwargs)  # without dropout
+    made = recorder.trace
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor):
+            for dim in range(tensor.dim()):
+                made.need_whole((made.number(tensor), dim), "the model returns it")
+    return made
+
+
+class _Recorder(TorchFunctionMode):
+    """Asks the rule of each operator that a forward calls, and joins what its factors run over."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._mesh = mesh
+        self._within: list[str] = []
+
+    # -- modules -----------------------------------------------------------------------------
+
+    def follow(self, model: nn.Module) -> None:
+        """Note which module computes, and the outputs of layers."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda m, _, n=name: self._enter(n, m))
+            module.register_forward_hook(self._leave)
+
+    def _enter(self, name: str, module: nn.Module) -> None:
+        self._within.append(name)
+        with torch._C.DisableTorchFunction():
+            parameters = [each for each in module._parameters.values() if each is not None]
+            self.trace.parameters.update(map(self.trace.number, parameters))
+
+    def _leave(self, module: nn.Module, inputs: object, output: Any) -> None:
+        name = self._within.pop()
+        with torch._C.DisableTorchFunction():
+            is_layer = linear_dims(module) or isinstance(module, nn.Embedding)
+            if is_layer and isinstance(output, Tensor):
+                weight: Any = module.weight
+                numbers = self.trace.number(weight), self.trace.number(output)
+                self.trace.layers.append(Layer(name, module, *numbers))
+
+    # -- operators ---------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensors_in([*args, *kwargs.values()])
+        if not tensors:
+            return func(*args, **kwargs)
+        entry, _ = find(func)
+        rule, result = self._ask(entry, args, kwargs, tensors)
+        within = without_override_checks(func) if result is None else None
+        if isinstance(result, Decomposition):
+            within = result.run
+        if within is not None:
+            try:
+                with self:
+                    return within(*args, **kwargs)
+            except Exception:  # it is for sharded tensors alone
+                result = None
+        output = func(*args, **kwargs)
+        outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        where = f"{entry.name} in {self._within[-1] or 'the model'}" if self._within else entry.name
+        if outputs:
+            self._note(entry, result, tensors, outputs, where)
+            if isinstance(result, PlacedCall):
+                self._probe(rule, args, kwargs, tensors, outputs, where)
+        return output
+
+    def _note(
+        self,
+        entry: OpEntry,
+        result: RuleResult,
+        tensors: list[Tensor],
+        outputs: list[Tensor],
+        where: str,
+    ) -> None:
+        if isinstance(result, PlacedCall):
+            return
+        if (
+            isinstance(result, LocalCall)
+            and len(result.map.inputs) == len(tensors)
+            and len(result.map.outputs) == len(outputs)
+        ):
+            _Factors(self.trace, where).join(result, tensors, outputs)
+            return
+        for tensor in tensors:
+            self._whole(tensor, where)
+
+    def _whole(self, tensor: Tensor, where: str) -> None:
+        number = self.trace.number(tensor)
+        for dim in range(tensor.dim()):
+            self.trace.need_whole((number, dim), where)
+
+    def _ask(
+        self, entry: OpEntry, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> tuple[Any, RuleResult]:
+        """The rule that answers the call with replicated tensors, and the answer."""
+        for rule in (entry.dtensor_rule, entry.rule):
+            if rule is not None:
+                found = self._answer(rule, args, kwargs, self._arguments(tensors))
+                if found is not None:
+                    return rule, found
+        return None, None
+
+    def _arguments(self, tensors: list[Tensor]) -> list[DTensorArg]:
+        with torch._C.DisableTorchFunction():
+            return [
+                DTensorArg(number, replicated_spec(tensor, self._mesh), tensor.dtype)
+                for number, tensor in enumerate(tensors)
+            ]
+
+    def _answer(self, rule: Any, args: Any, kwargs: Any, asked: list[DTensorArg]) -> RuleResult:
+        try:
+            positional, named = with_tensors(args, kwargs, iter(asked))
+            named.pop("out", None)
+            answer: RuleResult = rule(*positional, **named)
+        except Exception:  # a call that the rule does not know
+            return None
+        return answer
+
+    def _probe(
+        self,
+        rule: Any,
+        args: Any,
+        kwargs: Any,
+        tensors: list[Tensor],
+        outputs: list[Tensor],
+        where: str,
+    ) -> None:
+        """Join the dims of a call whose rule knows layouts alone: by the answer for each cut."""
+        for at, tensor in enumerate(tensors):
+            for dim in range(tensor.dim()):
+                node = self.trace.number(tensor), dim
+                to = self._carried(rule, args, kwargs, tensors, at, dim)
+                if to is None or len(to) != len(outputs) or tensor.shape[dim] % self._mesh.size():
+                    self.trace.need_whole(node, where)
+                else:
+                    ends = [
+                        (self.trace.number(out), end) for out, end in zip(outputs, to, strict=True)
+                    ]
+                    self.trace.join([node, *ends]).sizes.add(tensor.shape[dim])
+
+    def _carried(
+        self, rule: Any, args: Any, kwargs: Any, tensors: list[Tensor], at: int, dim: int
+    ) -> list[int] | None:
+        """The dims of outputs that are cut where a dim of an input is; None if that one moves."""
+        asked = self._arguments(tensors)
+        spec = asked[at].spec.with_placements([Shard(dim)], None)
+        asked[at] = DTensorArg(at, spec, asked[at].dtype)
+        answer = self._answer(rule, args, kwargs, asked)
+        if not isinstance(answer, PlacedCall) or answer.inputs[at] != spec:
+            return None
+        placed = [each.placements[0] for each in answer.outputs]
+        if not all(isinstance(each, Shard) for each in placed):
+            return None
+        return [each.dim for each in placed if isinstance(each, Shard)]
+
+
+class _Factors:
+    """Joins the dims of one call."""
+
+    def __init__(self, trace: Trace, where: str) -> None:
+        self._trace, self._where = trace, where
+        self._inputs: dict[Factor, list[Node]] = {}
+        self._outputs: dict[Factor, list[Node]] = {}
+        self._inner: set[Factor] = set()
+
+    def join(self, call: LocalCall, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """Join what runs over one factor; note who needs the whole of a dim."""
+        for tensor, dims in zip(tensors, call.map.inputs, strict=True):
+            self._add(tensor, dims, self._inputs, is_input=True)
+        for tensor, dims in zip(outputs, call.map.outputs, strict=True):
+            self._add(tensor, dims, self._outputs, is_input=False)
+        for factor, nodes in self._inputs.items():
+            ends = self._outputs.get(factor, [])
+            in_each = len({number for number, _ in ends}) == len(call.map.outputs)
+            is_sum = not ends and factor.reduce_op == "sum" and self._has_parameter(nodes)
+            twice = len({number for number, _ in nodes}) < len(nodes)
+            if factor.unshardable or factor in self._inner or twice or not (in_each or is_sum):
+                for node in nodes:
+                    self._trace.need_whole(node, self._where)
+                continue
+            found = self._trace.join([*nodes, *ends])
+            found.sizes.add(factor.size)
+            if is_sum:
+                found.summed_in.add(self._where.partition(" in ")[2])
+
+    def _add(
+        self, tensor: Tensor, dims: DimFactors, uses: dict[Factor, list[Node]], is_input: bool
+    ) -> None:
+        number = self._trace.number(tensor)
+        for dim, factors in enumerate(dims):
+            sized = [factor for factor in factors if factor.size != 1]
+            if sized:
+                uses.setdefault(sized[0], []).append((number, dim))
+                self._inner.update(sized[1:])
+            elif is_input and tensor.shape[dim] != 1:
+                self._trace.need_whole((number, dim), self._where)
+
+    def _has_parameter(self, nodes: list[Node]) -> bool:
+        return any(number in self._trace.parameters for number, _ in nodes)
