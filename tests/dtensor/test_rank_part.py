@@ -48,6 +48,13 @@ def _in_place(module: Any, part: Tensor, x: Tensor) -> Any:
     return filled.view(3, -1, 2).mul_(module.scale).flatten(1)
 
 
+def _into_slices(module: Any, part: Tensor, x: Tensor) -> Any:
+    filled = part.new_empty(3, _heads(part).shape[1], 4)
+    filled[..., :2].copy_(_heads(part))
+    filled[..., 2:].copy_(module.scale)
+    return (filled[..., :2] * filled[..., 2:]).flatten(1)
+
+
 ACTS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "norm of heads": lambda module, part, x: module.norm(_heads(part)).flatten(-2),
     "scale": lambda module, part, x: (module.scale * _heads(part).relu()).flatten(-2),
@@ -56,6 +63,7 @@ ACTS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
         torch.stack([_heads(part), module.scale.expand_as(_heads(part))]).sum(0).flatten(-2)
     ),
     "in place": _in_place,
+    "into slices": _into_slices,
     "checkpointed": lambda module, part, x: checkpoint(
         lambda y: module.norm(_heads(y)).flatten(-2), part, use_reentrant=False
     ),

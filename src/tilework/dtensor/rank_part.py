@@ -119,6 +119,7 @@ def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if writes:
         _mark(args[0], (), group)
+        _mark(getattr(args[0], "_base", None), (), group)  # the whole of a slice
     if "out" in kwargs:
         _mark(kwargs["out"], (), group)
     _mark(result, plain, group)
