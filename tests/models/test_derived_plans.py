@@ -34,7 +34,7 @@ TOLD = {
     "Mistral": [HEADS, FEATURES],
     "GPT2": [
         "transformer.h.*.mlp.c_fc by columns, transformer.h.*.mlp.c_proj by rows",
-        "whole for split in transformer.h.*.attn",
+        "as split in transformer.h.*.attn needs all of it",
     ],
     "Bert": ["attention.self.[query, key, value] by columns"],
     "Mixtral": [HEADS, "whole, as they are of no layer: model.layers.*.mlp.experts.gate_up_proj"],

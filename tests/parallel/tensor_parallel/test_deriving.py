@@ -87,7 +87,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
     "a sum between": (
         Summed,
         {"up": "columns alone", "down": "columns alone"},
-        "up by itself, its output gathered or summed: .*; whole for mean in the model",
+        "up by itself, as mean in the model needs all of it, the output gathered: a rank holds",
     ),
 }
 
@@ -130,7 +130,7 @@ def test_a_layer_whose_output_is_larger_than_its_weight_stays_whole() -> None:
         assert plan == {}
         return str(plan)
 
-    text = "0 whole: a rank would hold 128 B less, and receive 1 KiB for a cut by itself"
+    text = "a rank would hold 128 B less, but receive 1 KiB, for a cut by itself"
     assert text in run_ranks(2, program)[0]
 
 

@@ -2,7 +2,7 @@
 
 The rule: where layers give features or heads that all operators carry along to layers which sum
 over them, the former are cut by columns and the latter by rows; one all_reduce of each output of
-the latter is all that moves. Each other layer is cut by itself, its output gathered, if a rank
+the latter is all that moves. Each other layer is cut by itself, the output gathered, if a rank
 thereby holds more bytes less than it receives. All else is whole on each rank.
 """
 
@@ -34,7 +34,7 @@ from tilework.tiled.terminal import bytes_text
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of some layers, and why.
+    """The fate of some layers, and the reason.
 
     Attributes:
         styles: The styles of modules, by name; none if they stay whole.
@@ -50,10 +50,10 @@ class Decision:
 
 
 class DerivedPlan(dict[str, ParallelStyle]):
-    """A plan for :func:`parallelize_module`, which tells its reasons when it is printed.
+    """A plan for :func:`parallelize_module`, which tells the reasons when it is printed.
 
     Attributes:
-        decisions: What was decided, in the order of the model.
+        decisions: The decisions, in the order of the model.
         ranks: The number of ranks it is for.
     """
 
@@ -63,7 +63,7 @@ class DerivedPlan(dict[str, ParallelStyle]):
 
     @property
     def moved_bytes(self) -> int:
-        """What a rank receives in a forward."""
+        """The bytes that a rank receives in a forward."""
         return sum(each.moved_bytes for each in self.decisions)
 
     def __str__(self) -> str:
@@ -81,13 +81,13 @@ def derive_plan(
     device_mesh: DeviceMesh | None = None,
     example: Mapping[str, Any] | tuple[Any, ...] | None = None,
 ) -> DerivedPlan:
-    """The tensor parallel plan for a model that its operators allow. Local.
+    """The tensor parallel plan that the operators of a model allow. Local.
 
     One forward is followed, without memory (on ``meta``) unless the model looks at values; the
     model may have none. Where layers give what all operators carry along to layers that sum over
     it, the former become ColwiseParallel, the latter RowwiseParallel, and between them tensors are
     DTensors, so the model's results do not depend on the plan. Each other layer is cut by itself,
-    with its output gathered, if that saves more bytes than it moves.
+    with the output gathered, if that saves more bytes than it moves.
 
     Args:
         model: The model, whole and alike on all ranks.
@@ -196,7 +196,7 @@ class _Deciding:
 
     Args:
         model: The model.
-        traced: Its forward.
+        traced: A forward of the model.
         ranks: The number of ranks.
     """
 
@@ -209,7 +209,7 @@ class _Deciding:
         self._decided: set[int] = set()  # weights
 
     def decisions(self) -> Iterator[Decision]:
-        """What was decided: cuts that layers share, the cheapest first, then single layers."""
+        """All decisions: cuts that layers share, the cheapest first, then single layers."""
         made: dict[int, Decision] = {}
         chains = [each for each in map(self._chain, self._dim_sets()) if each is not None]
         chains.sort(key=lambda each: each[1].moved_bytes / max(1, each[1].saved_bytes))
@@ -278,15 +278,16 @@ class _Deciding:
         names = _listed(layers)
         why = self._why(weight, layers)
         if moved >= saved or shape[dim] < self._ranks:
-            text = f"{names} whole: a rank would hold {bytes_text(saved)} less, and receive "
-            return Decision({}, 0, 0, f"{text}{bytes_text(moved)} for a cut by itself; {why}")
+            text = f"{names} whole, as {why}, and a rank would hold {bytes_text(saved)} less, but "
+            return Decision({}, 0, 0, f"{text}receive {bytes_text(moved)}, for a cut by itself")
         styles = {layer.name: self._style(layer, dim) for layer in layers}
-        text = f"{names} by itself, its output gathered or summed: a rank holds "
-        text += f"{bytes_text(saved)} less, receives {bytes_text(moved)}; {why}"
+        ends = {"gathered" if _out_dim(layer) == dim else "summed" for layer in layers}
+        text = f"{names} by itself, as {why}, the output {' or '.join(sorted(ends))}: a rank holds "
+        text += f"{bytes_text(saved)} less, receives {bytes_text(moved)}"
         return Decision(styles, saved, moved, text)
 
     def _moved(self, layers: list[Layer], dim: int) -> int:
-        """What a rank receives where a dim of the layers' weight is cut."""
+        """The bytes that a rank receives where a dim of the layers' weight is cut."""
         gathered = [self._less(self._trace.nbytes(each.output)) for each in layers]
         return sum(
             nbytes if _out_dim(layer) == dim else 2 * nbytes
@@ -304,7 +305,7 @@ class _Deciding:
         uneven = [size for size in sorted(dims.sizes) if size % self._ranks]
         if not dims.whole_for and uneven:
             return f"{uneven[0]} parts are not divisible by {self._ranks}"
-        return f"whole for {dims.whole_for}" if dims.whole_for else "nothing sums over its output"
+        return f"{dims.whole_for} needs all of it" if dims.whole_for else "no layer sums over it"
 
     def _rest(self) -> str:
         """The other parameters, which are of no layer, the largest first."""
@@ -322,12 +323,12 @@ class _Deciding:
         return ", ".join([*texts, *([f"others ({bytes_text(left)})"] if left else [])])
 
     def _less(self, nbytes: int) -> int:
-        """What a rank lacks of something cut."""
+        """The bytes that a rank lacks of something cut."""
         return nbytes * (self._ranks - 1) // self._ranks
 
 
 def _out_dim(layer: Layer) -> int:
-    """The dim of a layer's weight that is its output's last."""
+    """The dim of a weight that is the last of the layer's output."""
     return (linear_dims(layer.module) or (1, 0))[0]
 
 

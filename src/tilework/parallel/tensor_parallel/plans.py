@@ -171,7 +171,7 @@ def _checked(
             f"{type(plan).__name__}"
         )
     for name, style in plan.items():
-        if isinstance(style, str):
+        if isinstance(name, str) and isinstance(style, str):
             style_of(style)
         elif not isinstance(name, str) or not isinstance(style, ParallelStyle):
             raise TypeError(

@@ -55,7 +55,7 @@ class ParallelStyle:
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int] | None:
-    """The dims of a linear layer's weight that are its outputs and its inputs; None for others.
+    """The dims of a linear layer's weight that are outputs and inputs; None for others.
 
     Example:
         >>> linear_dims(nn.Linear(3, 2)), linear_dims(nn.LayerNorm(3))
@@ -80,7 +80,7 @@ class _ShardedLayer(ParallelStyle):
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         desired, name = self._desired_input(module), type(module).__name__
-        # Where the input is to be sharded as the weight is, its size is known from the weight.
+        # Where the input is to be sharded as the weight is, the size is known from the weight.
         dims = linear_dims(module)
         extent: int | None = None
         if dims is not None and desired == self.input_layouts:

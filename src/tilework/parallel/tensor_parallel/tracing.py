@@ -1,9 +1,9 @@
-"""The dims of a model's tensors that operators carry along together, from one forward of it.
+"""The dims of a model's tensors that operators carry along together, from one forward.
 
-Each operator's factor map (:mod:`~tilework.tiled.factors`) says which dims of its tensors run over
+Each operator's factor map (:mod:`~tilework.tiled.factors`) says which dims of the tensors run over
 one loop, so which of them are cut together. Joined over all operators of a forward this gives sets
 of dims: the features between two layers of an MLP, the heads of an attention. Of a cut in a set
-each operator does its share, and nothing moves but where the set ends: in a sum over it, or in an
+each rank computes a share, and nothing moves but where the set ends: in a sum over it, or in an
 operator that needs the whole.
 """
 
@@ -51,7 +51,7 @@ class DimSet:
     whole_for: str = ""
 
     def take(self, other: DimSet) -> None:
-        """Join another set into this one."""
+        """Add all that another set has."""
         self.nodes |= other.nodes
         self.sizes |= other.sizes
         self.summed_in |= other.summed_in
@@ -86,7 +86,7 @@ class Trace:
         self._sets: dict[Node, DimSet] = {}
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor, which is kept alive, so that no other has its id."""
+        """The number of a tensor, which is kept alive, so that no other has the same id."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
@@ -124,7 +124,7 @@ def trace(
 ) -> Trace:
     """The dims of a model's tensors in a forward. Local.
 
-    The forward runs without memory, on ``meta``, if the model can; else with its values.
+    The forward runs without memory, on ``meta``, if the model can; else with the model's values.
 
     Args:
         model: A model without DTensors.
@@ -169,12 +169,12 @@ def _traced(
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor):
             for dim in range(tensor.dim()):
-                made.need_whole((made.number(tensor), dim), "the model returns it")
+                made.need_whole((made.number(tensor), dim), "who calls the model")
     return made
 
 
 class _Recorder(TorchFunctionMode):
-    """Asks the rule of each operator that a forward calls, and joins what its factors run over."""
+    """Asks the rule of each operator that a forward calls, and joins what the factors run over."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class _Recorder(TorchFunctionMode):
     def _carried(
         self, rule: Any, args: Any, kwargs: Any, tensors: list[Tensor], at: int, dim: int
     ) -> list[int] | None:
-        """The dims of outputs that are cut where a dim of an input is; None if that one moves."""
+        """The dims of outputs that are cut where a dim of an input is; None if that input moves."""
         asked = self._arguments(tensors)
         spec = asked[at].spec.with_placements([Shard(dim)], None)
         asked[at] = DTensorArg(at, spec, asked[at].dtype)

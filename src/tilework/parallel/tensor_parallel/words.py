@@ -45,7 +45,7 @@ class _Unchanged(_OfParameters):
 
 
 class _WholeOutput(_OfParameters):
-    """The module computes with parameters that are DTensors; its outputs are whole and plain."""
+    """The module computes with parameters that are DTensors; outputs are whole and plain."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         def whole(value: Any) -> Any:
@@ -61,7 +61,7 @@ class _WholeOutput(_OfParameters):
 
 
 class _LocalParameters(_OfParameters):
-    """The module computes with its rank's part of each of its own parameters."""
+    """The module computes with this rank's part of each parameter of the module's own."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -128,7 +128,7 @@ def named_parameters(
     Args:
         root: The module that the plan is for.
         pattern: A name of the plan that fits no module.
-        word: Its word.
+        word: The word for that name.
     """
     owners, _, wanted = pattern.rpartition(".")
     modules = dict(root.named_modules())
