@@ -13,6 +13,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.launch.conftest import alive, wait_until
+from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.errors import RankFailedError
 from tilework.launch import RankPool, ranks
 
@@ -79,6 +80,18 @@ def test_what_cannot_be_pickled_is_refused(pool: RankPool, result: object) -> No
     with pytest.raises((TypeError, RankFailedError), match=r"must be picklable|TypeError"):
         pool.run(result)  # type: ignore[arg-type]
     assert pool.run(max, 1) == [1, 1]
+
+
+def distributed(rank: int) -> DTensor:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+
+def test_a_tensor_of_several_ranks_is_refused_with_a_hint(pool: RankPool) -> None:
+    with pytest.raises(TypeError, match=r"result of rank 0 .* full_tensor\(\)"):
+        pool.run(distributed)
+    assert pool.run(abs) == [0, 1]
 
 
 def test_an_interrupt_reaches_the_ranks(pool: RankPool) -> None:

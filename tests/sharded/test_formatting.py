@@ -307,3 +307,11 @@ def test_what_cannot_be_shown(
 def test_a_tensor_has_its_own_size() -> None:
     with pytest.raises(ValueError, match="size and dtype are those of the tensor"):
         show(tensor(rows(3, 2), 5, 4, ranks=2), size=(5, 4))
+
+
+def test_a_notebook_shows_the_picture_and_asks_no_rank() -> None:
+    html = on_rank_0(2, lambda: zeros(rows(3, 2), 5, 4)._repr_html_())
+    assert html.startswith("<pre style=")
+    assert "<b>ShardedTensor float32[5, 4] in 2 shards on ranks 0-1</b>" in html
+    assert '<span style="color:#000;background:#8dd3c7">' in html
+    assert "60.0%" in html

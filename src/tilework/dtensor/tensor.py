@@ -17,6 +17,7 @@ from tilework.dtensor.autograd import gradients, in_place_views, local_graph, or
 from tilework.dtensor.base import DTensorBase, data_of, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
+from tilework.dtensor.debug.picture import layout_lines
 from tilework.dtensor.from_local import shape_of_equals, spec_from_local
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.strides import like_strides
@@ -48,6 +49,7 @@ from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.argument_names import torch_arguments
+from tilework.tiled.html import WIDTH, lines_html
 from tilework.tiled.tensor import TiledTensor, is_called_within
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
@@ -490,6 +492,9 @@ class DTensor(DTensorBase):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return headline(self)
+
+    def _repr_html_(self) -> str:
+        return lines_html(layout_lines(self, WIDTH))
 
     def __copy__(self) -> DTensor:
         """A leaf of the same memory, whose writes torch does not count with this one's."""

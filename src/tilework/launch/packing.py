@@ -33,6 +33,21 @@ class Packed:
             _recreate_main(self.main)
         return _Unpickler(io.BytesIO(self.data)).load()
 
+    def load_result(self, rank: int) -> Any:
+        """The value, which a rank returned.
+
+        Raises:
+            TypeError: It cannot be made in this process.
+        """
+        try:
+            return self.load()
+        except Exception as error:
+            raise TypeError(
+                f"the result of rank {rank} cannot be made in this process, which is no rank: "
+                f"{error} Return numbers, text and plain tensors; of a DTensor or ShardedTensor "
+                f"the full_tensor(), the to_local() or the text"
+            ) from error
+
 
 def pack(value: object) -> Packed:
     """The value, with what another interpreter needs to load it.

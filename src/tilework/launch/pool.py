@@ -72,7 +72,8 @@ class RankPool:
                 waited for it are interrupted, and their groups aborted. Or a rank died: then the
                 pool is closed.
             KeyboardInterrupt: The call was interrupted on the ranks too; the pool stays.
-            TypeError: ``fn``, an argument or a result cannot be pickled.
+            TypeError: ``fn``, an argument or a result cannot be pickled; or a result is a tensor of
+                several ranks.
             ValueError: The pool is closed.
         """
         __tracebackhide__ = True
@@ -94,8 +95,12 @@ class RankPool:
         if failures:
             root = root_cause(failures)
             raise RankFailedError(failure_text(root).rstrip("\n"), root.rank, root.code)
-        results = (answers[rank].result for rank in range(len(self._links)))
-        return [cast(_Result, result.load()) for result in results if result is not None]
+        results = {rank: answers[rank].result for rank in range(len(self._links))}
+        return [
+            cast(_Result, result.load_result(rank))
+            for rank, result in results.items()
+            if result is not None
+        ]
 
     def close(self) -> None:
         """End the ranks: their exit handlers run; whoever takes long is killed. Idempotent."""

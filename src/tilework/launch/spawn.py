@@ -74,7 +74,9 @@ class RunningRanks:
     def _result(self, rank: int) -> Any:
         """The result of a rank; None of a rank that called ``sys.exit(0)``, say."""
         file = Path(self._folder, str(rank))
-        return cast(Packed, pickle.loads(file.read_bytes())).load() if file.exists() else None
+        if not file.exists():
+            return None
+        return cast(Packed, pickle.loads(file.read_bytes())).load_result(rank)
 
     def __enter__(self) -> RunningRanks:
         """Itself."""

@@ -17,10 +17,12 @@ from tilework.layout import Tiling
 from tilework.sharded import checks
 from tilework.sharded.formatting import Overview, as_text, headline, overview
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
+from tilework.sharded.picture import overview_lines
 from tilework.sharded.registry import find_handler
 from tilework.sharded.specs import ShardingSpec
 from tilework.sharded.torch_names import TorchShardedNames
 from tilework.tiled.argument_names import torch_arguments
+from tilework.tiled.html import WIDTH, lines_html
 from tilework.tiled.tensor import TiledTensor
 
 BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
@@ -162,6 +164,9 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
 
     def __str__(self) -> str:
         return as_text(self._overview())
+
+    def _repr_html_(self) -> str:
+        return lines_html(overview_lines(self._overview(), WIDTH))
 
     def _overview(self) -> Overview:
         """The owners of shards, and the ranks of the group without shards."""

@@ -93,3 +93,15 @@ def test_a_result_of_run_ranks_is_shown(capsys: pytest.CaptureFixture[str]) -> N
 
     show(run_ranks(2, program)[1])
     assert "1 (this)" in capsys.readouterr().out
+
+
+def test_a_notebook_shows_the_picture_and_asks_no_rank() -> None:
+    def program(rank: int) -> str:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("<tp>",))
+        x = there(torch.ones(8, 4), mesh, Shard(0))
+        return x._repr_html_() if rank == 0 else ""
+
+    html = run_ranks(2, program)[0]
+    assert "<b>DTensor f32[8@&lt;tp&gt;, 4] on cpu mesh &lt;tp&gt;=2</b>" in html
+    assert '<span style="color:#000;background:#8dd3c7">' in html
+    assert "<script" not in html

@@ -72,3 +72,4 @@ def test_the_picture_has_an_axis_and_backward_reaches_the_last_gradient() -> Non
     assert ">0 ms<" in text
     assert ">5<" in text
     assert "waits for reductions" in text
+    assert 'style="color:inherit"' in report._repr_html_()  # the notebook's theme, not the system's

@@ -6,9 +6,14 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from tilework.tiled.html import table_html
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
+
+#: Of the columns.
+_TITLES = ("operator", "collective", "axes", "tensor", "to", "bytes", "where")
 
 
 @dataclass(frozen=True)
@@ -69,24 +74,18 @@ class Log:
         return f"{count}{causes}, {self.nbytes:,} bytes per rank"
 
     def _table(self) -> Table:
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table()
-        for name in ("operator", "collective", "axes", "tensor", "to"):
-            table.add_column(name)
-        table.add_column("bytes", justify="right")
-        table.add_column("where", overflow="fold")
-        for event in self.events:
-            notes = " (gradient)" * event.gradient + " (no rule)" * event.gathered
-            table.add_row(
-                event.operator + notes,
-                event.collective,
-                ", ".join(event.axes),
-                # Its brackets are no markup.
-                *(text.replace("[", r"\[") for text in (event.tensor, event.target)),
-                f"{event.nbytes:,}",
-                event.site,
+        for name in _TITLES:
+            table.add_column(
+                name,
+                justify="right" if name == "bytes" else "left",
+                overflow="fold" if name == "where" else "ellipsis",
             )
+        for event in self.events:
+            table.add_row(*map(escape, _row(event)))  # its brackets are no markup
         return table
 
     def __str__(self) -> str:
@@ -95,3 +94,22 @@ class Log:
         text = StringIO()
         Console(file=text, width=160).print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+    def _repr_html_(self) -> str:
+        return table_html(
+            self._summary(), _TITLES, map(_row, self.events), {_TITLES.index("bytes")}
+        )
+
+
+def _row(event: Event) -> tuple[str, ...]:
+    """A text for each column of the table."""
+    notes = " (gradient)" * event.gradient + " (no rule)" * event.gathered
+    return (
+        event.operator + notes,
+        event.collective,
+        ", ".join(event.axes),
+        event.tensor,
+        event.target,
+        f"{event.nbytes:,}",
+        event.site,
+    )

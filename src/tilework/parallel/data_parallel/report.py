@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from io import StringIO
 from pathlib import Path
+
+from tilework.tiled import svg
 
 
 @dataclass
@@ -130,6 +130,9 @@ class StepReport:
     def _repr_svg_(self) -> str:
         return _svg(self)
 
+    def _repr_html_(self) -> str:
+        return _svg(self, inherits=True)
+
     def timeline(self, path: str | Path) -> None:
         """Write a picture of the pass as SVG: backward, and each bucket from ready to reduced.
 
@@ -172,14 +175,13 @@ def _names(names: Sequence[str], most: int = 3) -> str:
 
 
 _LEFT, _WIDTH, _ROW, _TOP = 150, 640, 22, 64
-_STYLE = """
-  text { font: 11px system-ui, sans-serif; fill: #374151 } .middle { text-anchor: middle }
-  line { stroke: #9ca3af; stroke-opacity: .4 }
-  .backward { fill: #60a5fa } .waiting { fill: #f59e0b } .ready { fill: #9ca3af; fill-opacity: .5 }
-  .reduced { fill: #34d399 }
-  @media (prefers-color-scheme: dark) { text { fill: #d1d5db } }
-"""
-_LEGEND = {
+_COLOURS = {
+    "backward": "#60a5fa",
+    "waiting": "#f59e0b",
+    "ready": "#9ca3af80",
+    "reduced": "#34d399",
+}
+_NAMES = {
     "backward": "backward",
     "waiting": "waits for reductions",
     "ready": "ready, not started",
@@ -187,7 +189,7 @@ _LEGEND = {
 }
 
 
-def _svg(report: StepReport) -> str:
+def _svg(report: StepReport, inherits: bool = False) -> str:
     total = max(
         report.backward_ms + report.waited_ms,
         max((bucket.reduced_ms for bucket in report.buckets), default=0.0),
@@ -195,57 +197,36 @@ def _svg(report: StepReport) -> str:
     )
     scale = _WIDTH / total
 
-    def bar(row: int, start: float, end: float, kind: str, title: str) -> str:
-        return (
-            f'<rect class="{kind}" x="{_LEFT + start * scale:.1f}" y="{_TOP + row * _ROW}" '
-            f'height="{_ROW - 6}" rx="2" width="{max(1.0, (end - start) * scale):.1f}">'
-            f"<title>{escape(title)}</title></rect>"
-        )
+    def spans(row: int, start: float, end: float, kind: str, told: str) -> str:
+        width = max(1.0, (end - start) * scale)
+        return svg.bar(kind, _LEFT + start * scale, _TOP + row * _ROW, width, _ROW - 6, told)
 
     def label(row: int, text: str) -> str:
-        return f'<text x="8" y="{_TOP + 12 + row * _ROW}">{escape(text)}</text>'
+        return svg.words(8, _TOP + 12 + row * _ROW, text)
 
     # Backward goes on through the waits between gradients, whose places are not recorded.
     computed = report.backward_ms + report.blocked_ms
     ended = report.backward_ms + report.waited_ms
     span = f"backward, {report.backward_ms:.2f} ms{report._where_it_waited()}"
-    rows = [label(0, "backward"), bar(0, 0, computed, "backward", span)]
+    rows = [label(0, "backward"), spans(0, 0, computed, "backward", span)]
     if ended > computed:
-        rows.append(bar(0, computed, ended, "waiting", f"waiting, {ended - computed:.2f} ms"))
+        rows.append(spans(0, computed, ended, "waiting", f"waiting, {ended - computed:.2f} ms"))
     for row, bucket in enumerate(report.buckets, 1):
+        names = ", ".join(bucket.parameters)
         rows += [
             label(row, f"bucket {bucket.index}, {bucket.size_bytes / 1024:,.0f} KiB"),
-            bar(row, bucket.ready_ms, bucket.started_ms, "ready", "ready, not started"),
-            bar(row, bucket.started_ms, bucket.reduced_ms, "reduced", ", ".join(bucket.parameters)),
+            spans(row, bucket.ready_ms, bucket.started_ms, "ready", "ready, not started"),
+            spans(row, bucket.started_ms, bucket.reduced_ms, "reduced", names),
         ]
-    height, width = _TOP + (len(report.buckets) + 1) * _ROW + 6, _LEFT + _WIDTH + 40
+    height = _TOP + (len(report.buckets) + 1) * _ROW + 6
+    ticks = [
+        (_LEFT + ms * scale, f"{ms:g}{' ms' if ms == 0 else ''}") for ms in svg.round_numbers(total)
+    ]
     headline = f"{ended:.2f} ms; {report.hidden:.0%} of communication hidden"
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
-        f"<style>{_STYLE}</style>",
-        f'<text x="8" y="16">{headline}</text>',
-        *_legend(),
-        *_axis(total, scale, height),
+    parts = [
+        svg.words(8, 16, headline),
+        *svg.legend(_LEFT + 140, 16, _NAMES),
+        *svg.axis(ticks, _TOP - 8, height),
         *rows,
-        "</svg>",
-        "",
-    ])  # fmt: skip
-
-
-def _legend() -> Iterator[str]:
-    x = _LEFT + 110
-    for kind, text in _LEGEND.items():
-        yield f'<rect class="{kind}" x="{x}" y="7" width="10" height="10"/>'
-        yield f'<text x="{x + 14}" y="16">{text}</text>'
-        x += 30 + 6 * len(text)
-
-
-def _axis(total: float, scale: float, height: int) -> Iterator[str]:
-    """Lines at round numbers of milliseconds, at most ten."""
-    power = 10.0 ** math.floor(math.log10(total))
-    step = next(power * n for n in (0.1, 0.2, 0.5, 1.0) if total / (power * n) <= 10)
-    for number in range(int(total / step) + 1):
-        x = _LEFT + number * step * scale
-        unit = " ms" if number == 0 else ""
-        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - 8}" y2="{height}"/>'
-        yield f'<text class="middle" x="{x:.1f}" y="{_TOP - 14}">{number * step:g}{unit}</text>'
+    ]
+    return svg.document(_LEFT + _WIDTH + 40, height, _COLOURS, parts, inherits)

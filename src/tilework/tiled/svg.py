@@ -1,0 +1,94 @@
+"""Parts of charts as SVG: bars, words, a legend, an axis. Light and dark, and without a script."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+
+_STYLE = """
+  .tilework { color: #374151 }
+  @media (prefers-color-scheme: dark) { .tilework { color: #d1d5db } }
+  .tilework text { font: 12px system-ui, sans-serif; fill: currentColor }
+  .tilework .title { font-weight: 600; font-size: 14px }
+  .tilework .end { text-anchor: end } .tilework .middle { text-anchor: middle }
+  .tilework line { stroke: #9ca3af; stroke-opacity: .5 }
+"""
+
+
+def document(
+    width: float,
+    height: float,
+    colours: Mapping[str, str],
+    parts: Iterable[str],
+    inherits: bool = False,
+) -> str:
+    """A picture.
+
+    Args:
+        width: In pixels.
+        height: In pixels.
+        colours: By the kinds of bars.
+        parts: What the other functions return.
+        inherits: True of words in the colour of the page around, for a page's own theme; False: as
+            the reader's system has it, light or dark.
+
+    Example:
+        >>> document(9, 9, {"ours": "#34d399"}, [bar("ours", 0, 0, 9, 9)]).splitlines()[-2]
+        '<rect class="ours" x="0" y="0" width="9" height="9"/>'
+    """
+    kinds = "".join(f"  .tilework .{kind} {{ fill: {fill} }}\n" for kind, fill in colours.items())
+    own = ' style="color:inherit"' if inherits else ""
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="tilework"{own} '
+        f'viewBox="0 0 {width:g} {height:g}" width="{width:g}">',
+        f"<style>{_STYLE}{kinds}</style>",
+        *parts,
+        "</svg>",
+        "",
+    ])  # fmt: skip
+
+
+def bar(kind: str, x: float, y: float, width: float, height: float, told: str = "") -> str:
+    """A bar, which tells something when it is pointed at."""
+    box = f'<rect class="{kind}" x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"'
+    return f"{box}><title>{escape(told)}</title></rect>" if told else f"{box}/>"
+
+
+def words(x: float, y: float, text: str, kind: str = "") -> str:
+    """Words at a place; of kind "title", "end" or "middle", which are aligned there."""
+    look = f' class="{kind}"' if kind else ""
+    return f'<text{look} x="{x:.6g}" y="{y:.6g}">{escape(text)}</text>'
+
+
+def legend(x: float, y: float, names: Mapping[str, str]) -> Iterator[str]:
+    """The names of kinds beside their colours, in a row."""
+    for kind, name in names.items():
+        yield bar(kind, x, y - 9, 10, 10)
+        yield words(x + 14, y, name)
+        x += 34 + 6.5 * len(name)
+
+
+def axis(ticks: Iterable[tuple[float, str]], top: float, bottom: float) -> Iterator[str]:
+    """Lines down the picture, each with words above it.
+
+    Args:
+        ticks: The place across, and the words, of each.
+        top: Where lines begin.
+        bottom: Where they end.
+    """
+    for x, text in ticks:
+        yield f'<line x1="{x:.6g}" x2="{x:.6g}" y1="{top:.6g}" y2="{bottom:.6g}"/>'
+        yield words(x, top - 6, text, "middle")
+
+
+def round_numbers(largest: float) -> list[float]:
+    """At most eleven round numbers from 0 to ``largest``.
+
+    Example:
+        >>> round_numbers(27.0)
+        [0.0, 5.0, 10.0, 15.0, 20.0, 25.0]
+    """
+    power = 10.0 ** math.floor(math.log10(largest))
+    step = next(power * n for n in (0.1, 0.2, 0.5, 1.0) if largest / (power * n) <= 10)
+    return [number * step for number in range(int(largest / step) + 1)]
