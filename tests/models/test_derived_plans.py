@@ -37,7 +37,7 @@ TOLD = {
         "as split in transformer.h.*.attn needs all of it",
     ],
     "Bert": ["attention.self.[query, key, value] by columns"],
-    "Mixtral": [HEADS, "whole, as they are of no layer: model.layers.*.mlp.experts.gate_up_proj"],
+    "Mixtral": [HEADS, "model.layers.*.mlp.experts: gate_up_proj by dim 0, down_proj by dim 0"],
 }
 
 
@@ -51,13 +51,12 @@ def test_losses_gradients_and_messages_are_as_expected(
     def program(rank: int) -> tuple[dict[str, Tensor | None], str]:
         model, mesh = models[rank], init_device_mesh("cpu", (2,))
         plan = derive_plan(model, mesh)
-        # Experts are parameters of no layer: words of the model's own plan say what to do.
-        experts = {n: word for n, word in (model.tp_plan or {}).items() if "experts" in n}
-        parallelize_module(model, mesh, {**plan, **experts})
-        if not experts:
-            with explain() as log, torch.no_grad():
-                model.eval()(**model.dummy_inputs)
-            assert sum(event.nbytes for event in log.events) == plan.moved_bytes
+        parallelize_module(model, mesh, plan)
+        with explain() as log, torch.no_grad():
+            model.eval()(**model.dummy_inputs)
+        moved = sum(event.nbytes for event in log.events)
+        # Sums of experts move when they are needed, some of them after they have become smaller.
+        assert moved <= plan.moved_bytes if name == "Mixtral" else moved == plan.moved_bytes
         return train(model.train(), name), str(plan)
 
     expected = train(models[2], name)

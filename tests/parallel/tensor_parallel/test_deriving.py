@@ -22,6 +22,7 @@ from tilework.parallel import (
     parallelize,
     parallelize_module,
 )
+from tilework.parallel.tensor_parallel.words import WholeOutput
 from tilework.testing import run_ranks
 
 
@@ -54,12 +55,25 @@ class Summed(nn.Module):
         return self.down(between / between.square().mean(-1, keepdim=True))  # type: ignore[no-any-return]
 
 
+class Stack(nn.Module):
+    """A stack of matrices whose products are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(4, 32, 16) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bld,edh->blh", x, self.matrices)
+
+
 def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32))
 
 
 def _styles(plan: DerivedPlan) -> dict[str, str]:
     def told(style: ParallelStyle) -> str:
+        if isinstance(style, WholeOutput):
+            return "a stack"
         kind = "rows" if isinstance(style, RowwiseParallel) else "columns"
         return kind + " alone" * _is_alone(style)
 
@@ -83,6 +97,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str], str]] = {
         lambda: Attention(3, 48),
         dict.fromkeys(("query", "key", "value", "out"), "columns alone"),
         "3 parts are not divisible by 2",
+    ),
+    "a stack": (
+        lambda: nn.Sequential(nn.LayerNorm(32), Stack()),
+        {"1": "a stack"},
+        "1: matrices by dim 0, products summed: a rank holds 4 KiB less, receives at most 384 B",
     ),
     "a sum between": (
         Summed,

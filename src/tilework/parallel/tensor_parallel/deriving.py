@@ -3,13 +3,14 @@
 The rule: where layers give features or heads that all operators carry along to layers which sum
 over them, the former are cut by columns and the latter by rows; one all_reduce of each output of
 the latter is all that moves. Each other layer is cut by itself, the output gathered, if a rank
-thereby holds more bytes less than it receives. All else is whole on each rank.
+thereby holds more bytes less than it receives, and so are stacks of matrices, such as experts, if
+products within their module sum over a dim. All else is whole on each rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from tilework.comm.world import get_rank, get_world_size
 from tilework.dtensor import DTensor, init_device_mesh
-from tilework.layout import Replicate
+from tilework.layout import Replicate, Shard
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.parallel.tensor_parallel.plans import parallelize_module
@@ -28,6 +29,7 @@ from tilework.parallel.tensor_parallel.styles import (
     linear_dims,
 )
 from tilework.parallel.tensor_parallel.tracing import DimSet, Layer, Trace, trace
+from tilework.parallel.tensor_parallel.words import WholeOutput
 from tilework.tiled.module_plan import check_is_module
 from tilework.tiled.terminal import bytes_text
 
@@ -87,7 +89,8 @@ def derive_plan(
     model may have none. Where layers give what all operators carry along to layers that sum over
     it, the former become ColwiseParallel, the latter RowwiseParallel, and between them tensors are
     DTensors, so the model's results do not depend on the plan. Each other layer is cut by itself,
-    with the output gathered, if that saves more bytes than it moves.
+    with the output gathered, if that saves more bytes than it moves; likewise stacks of matrices,
+    such as experts, where products sum over a dim.
 
     Args:
         model: The model, whole and alike on all ranks.
@@ -207,6 +210,8 @@ class _Deciding:
             if layer not in self._layers.setdefault(layer.weight, []):
                 self._layers[layer.weight].append(layer)
         self._decided: set[int] = set()  # weights
+        self._stacked: set[int] = set()  # parameters of no layer that are cut
+        self._of_name = {name: number for number, name in traced.parameters.items()}
 
     def decisions(self) -> Iterator[Decision]:
         """All decisions: cuts that layers share, the cheapest first, then single layers."""
@@ -220,6 +225,10 @@ class _Deciding:
         for weight, layers in self._layers.items():
             if weight not in self._decided:
                 made[weight] = self._alone(weight, layers)
+        for name, module in self._model.named_modules():
+            stacks = self._stacks(name, module)
+            if stacks is not None:
+                made[stacks[0]] = stacks[1]
         yield from (made[at] for at in sorted(made))
         if rest := self._rest():
             yield Decision({}, 0, 0, f"whole, as they are of no layer: {rest}")
@@ -239,7 +248,8 @@ class _Deciding:
         if dims.whole_for or any(size % self._ranks for size in dims.sizes):
             return None
         columns, rows = self._ends(dims)
-        if not columns or not rows or dims.summed_in - {each.name for each in rows}:
+        names = {each.name or "the model" for each in rows}
+        if not columns or not rows or not names.issuperset(dims.sums.values()):
             return None
         both = [*columns, *rows]
         if any(len(self._layers[each.weight]) > 1 for each in both):
@@ -248,13 +258,18 @@ class _Deciding:
             each.name: ColwiseParallel(use_local_output=False) for each in columns
         }
         styles |= {each.name: RowwiseParallel() for each in rows}
-        saved = self._less(sum(map(self._trace.nbytes, {number for number, _ in dims.nodes})))
+        saved = self._less(sum(map(self._trace.nbytes, self._held(dims))))
         moved = sum(2 * self._less(self._trace.nbytes(each.output)) for each in rows)
         text = (
             f"{_listed(columns)} by columns, {_listed(rows)} by rows: a rank holds "
             f"{bytes_text(saved)} less, receives {bytes_text(moved)}"
         )
         return {each.weight for each in both}, Decision(styles, saved, moved, text)
+
+    def _held(self, dims: DimSet) -> set[int]:
+        """The tensors that have the dims: parameters, and what lies between."""
+        numbers = {number for number, _ in dims.nodes}
+        return numbers - self._trace.made_of_parameters
 
     def _ends(self, dims: DimSet) -> tuple[list[Layer], list[Layer]]:
         """The layers that give the dims, and those that sum over them."""
@@ -307,14 +322,58 @@ class _Deciding:
             return f"{uneven[0]} parts are not divisible by {self._ranks}"
         return f"{dims.whole_for} needs all of it" if dims.whole_for else "no layer sums over it"
 
+    # -- stacks of matrices ----------------------------------------------------------------------
+
+    def _stacks(self, name: str, module: nn.Module) -> tuple[int, Decision] | None:
+        """The cut of parameters of more than two dims, such as experts; None if it does not pay.
+
+        Products in the module sum over the dims, and the module's output is whole.
+        """
+        layouts: dict[str, Shard] = {}
+        numbers, sums = [], set[int]()
+        for own, parameter in module.named_parameters(recurse=False):
+            number = self._of_name.get(f"{name}.{own}" if name else own)
+            choices = [] if number is None else self._sums_of(number, parameter.dim(), name)
+            if number is not None and choices:
+                moved, dim, summed = min(choices)
+                if moved < self._less(self._trace.nbytes(number)):
+                    layouts[own] = Shard(dim)
+                    numbers.append(number)
+                    sums |= set(summed)
+        if not layouts:
+            return None
+        self._stacked |= set(numbers)
+        saved = self._less(sum(map(self._trace.nbytes, numbers)))
+        moved = self._received(sums)
+        dims = ", ".join(f"{own} by dim {layout.dim}" for own, layout in layouts.items())
+        text = f"{name or 'the model'}: {dims}, products summed: a rank holds "
+        text += f"{bytes_text(saved)} less, receives at most {bytes_text(moved)}"
+        return min(numbers), Decision({name: WholeOutput(layouts)}, saved, moved, text)
+
+    def _sums_of(self, number: int, dims: int, name: str) -> list[tuple[int, int, list[int]]]:
+        """For each dim that may be cut: bytes that a rank receives, the dim, and the sums."""
+        found = []
+        for dim in range(dims if dims > 2 else 0):
+            cut = self._trace.set_of(number, dim)
+            uneven = any(size % self._ranks for size in cut.sizes)
+            if cut.sums and not (cut.whole_for or uneven) and {*cut.sums.values()} == {name}:
+                found.append((self._received(cut.sums), dim, list(cut.sums)))
+        return found
+
+    def _received(self, sums: Iterable[int]) -> int:
+        """The bytes that a rank receives if partial sums are reduced where they arise."""
+        return sum(2 * self._less(self._trace.nbytes(each)) for each in sums)
+
     def _rest(self) -> str:
         """The other parameters, which are of no layer, the largest first."""
         inside = {each.name for layers in self._layers.values() for each in layers}
+        stacked = {self._trace.parameters[number] for number in self._stacked}
         sizes: dict[str, int] = {}
         for name, module in self._model.named_modules():
             for own, each in module.named_parameters(recurse=False):
-                if name not in inside:
-                    pattern = _pattern(f"{name}.{own}" if name else own)
+                full_name = f"{name}.{own}" if name else own
+                if name not in inside and full_name not in stacked:
+                    pattern = _pattern(full_name)
                     nbytes = each.numel() * each.element_size()
                     sizes[pattern] = sizes.get(pattern, 0) + nbytes
         largest = sorted(sizes, key=lambda name: -sizes[name])

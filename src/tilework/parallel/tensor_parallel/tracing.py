@@ -41,20 +41,20 @@ class DimSet:
     Attributes:
         nodes: The dims.
         sizes: The numbers of equal parts that operators know of it, such as features and heads.
-        summed_in: The modules in which products with a weight sum over it.
+        sums: The products with parameters that sum over it: their numbers, and the modules.
         whole_for: Who needs the whole of it, if somebody does.
     """
 
     nodes: set[Node] = field(default_factory=set)
     sizes: set[int] = field(default_factory=set)
-    summed_in: set[str] = field(default_factory=set)
+    sums: dict[int, str] = field(default_factory=dict)
     whole_for: str = ""
 
     def take(self, other: DimSet) -> None:
         """Add all that another set has."""
         self.nodes |= other.nodes
         self.sizes |= other.sizes
-        self.summed_in |= other.summed_in
+        self.sums |= other.sums
         self.whole_for = self.whole_for or other.whole_for
 
 
@@ -80,7 +80,8 @@ class Trace:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.parameters: set[int] = set()
+        self.parameters: dict[int, str] = {}
+        self.made_of_parameters: set[int] = set()
         self.layers: list[Layer] = []
         self._numbers: dict[int, int] = {}
         self._sets: dict[Node, DimSet] = {}
@@ -113,6 +114,10 @@ class Trace:
         """Note that somebody needs all of a dim."""
         found = self.set_of(*node)
         found.whole_for = found.whole_for or who
+
+    def is_of_parameters(self, number: int) -> bool:
+        """True for a parameter, and for what operators make of parameters alone."""
+        return number in self.parameters or number in self.made_of_parameters
 
     def nbytes(self, number: int) -> int:
         """The bytes of a tensor."""
@@ -193,8 +198,10 @@ class _Recorder(TorchFunctionMode):
     def _enter(self, name: str, module: nn.Module) -> None:
         self._within.append(name)
         with torch._C.DisableTorchFunction():
-            parameters = [each for each in module._parameters.values() if each is not None]
-            self.trace.parameters.update(map(self.trace.number, parameters))
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    full_name = f"{name}.{own}" if name else own
+                    self.trace.parameters.setdefault(self.trace.number(parameter), full_name)
 
     def _leave(self, module: nn.Module, inputs: object, output: Any) -> None:
         name = self._within.pop()
@@ -337,6 +344,9 @@ class _Factors:
             self._add(tensor, dims, self._inputs, is_input=True)
         for tensor, dims in zip(outputs, call.map.outputs, strict=True):
             self._add(tensor, dims, self._outputs, is_input=False)
+        numbers = [self._trace.number(each) for each in outputs]
+        if all(self._trace.is_of_parameters(self._trace.number(each)) for each in tensors):
+            self._trace.made_of_parameters.update(numbers)
         for factor, nodes in self._inputs.items():
             ends = self._outputs.get(factor, [])
             in_each = len({number for number, _ in ends}) == len(call.map.outputs)
@@ -349,7 +359,8 @@ class _Factors:
             found = self._trace.join([*nodes, *ends])
             found.sizes.add(factor.size)
             if is_sum:
-                found.summed_in.add(self._where.partition(" in ")[2])
+                module = self._where.partition(" in ")[2]
+                found.sums.update(dict.fromkeys(numbers, module))
 
     def _add(
         self, tensor: Tensor, dims: DimFactors, uses: dict[Factor, list[Node]], is_input: bool
@@ -364,4 +375,4 @@ class _Factors:
                 self._trace.need_whole((number, dim), self._where)
 
     def _has_parameter(self, nodes: list[Node]) -> bool:
-        return any(number in self._trace.parameters for number, _ in nodes)
+        return any(self._trace.is_of_parameters(number) for number, _ in nodes)

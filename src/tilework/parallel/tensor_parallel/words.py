@@ -44,7 +44,7 @@ class _Unchanged(_OfParameters):
     """Nothing is sharded, and gradients are right as they are."""
 
 
-class _WholeOutput(_OfParameters):
+class WholeOutput(_OfParameters):
     """The module computes with parameters that are DTensors; outputs are whole and plain."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
@@ -91,8 +91,8 @@ WORDS: Mapping[str, ParallelStyle] = {
     "packed_colwise": ColwiseParallel(use_local_output=False),
     "packed_rowwise": RowwiseParallel(),
     "sequence_parallel": SequenceParallel(use_local_output=True),
-    "moe_tp_experts": _WholeOutput(),
-    "all_reduce": _WholeOutput(),
+    "moe_tp_experts": WholeOutput(),
+    "all_reduce": WholeOutput(),
     "local_params": _LocalParameters(),
     "replicate": _Unchanged(),
     "replicated_with_grad_allreduce": _Unchanged(),
