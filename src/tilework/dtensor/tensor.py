@@ -48,8 +48,8 @@ from tilework.layout.placements import native_placement, placements_in
 from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
-from tilework.tiled.argument_names import torch_arguments
 from tilework.tiled.html import WIDTH, lines_html
+from tilework.tiled.normalize import torch_arguments
 from tilework.tiled.tensor import TiledTensor, is_called_within
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.

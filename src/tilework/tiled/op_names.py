@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 #: Python's operator methods, by the operator that each is.
 _DUNDERS = {
     "__add__": "add",
@@ -93,3 +95,16 @@ def canonical_name(func: Any) -> tuple[str, bool]:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return _ALIASES.get(name, name), in_place
+
+
+def overloads_of(packet: Any) -> list[Any]:
+    """The overloads of an operator of torch's, by itself or by its name in ``torch.ops.aten``."""
+    if isinstance(packet, str):
+        packet = getattr(torch.ops.aten, packet, None)
+    names = packet.overloads() if hasattr(packet, "overloads") else ()
+    return [getattr(packet, name) for name in names]
+
+
+def schemas_of(packet: Any) -> list[Any]:
+    """The schemas of an operator's overloads."""
+    return [overload._schema for overload in overloads_of(packet)]

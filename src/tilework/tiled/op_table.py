@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilework.tiled.op_names import canonical_name, packet_of
+from tilework.tiled.op_names import canonical_name, overloads_of, packet_of, schemas_of
 from tilework.tiled.op_rules import RuleFunction
 
 #: Called with the torch function, its arguments, and its keyword arguments.
@@ -77,18 +77,12 @@ class OpEntry:
 @cache
 def _is_tagged_random(name: str) -> bool:
     """True if torch tags an overload of the operator as one that draws random numbers."""
-    packet: Any = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if hasattr(packet, "overloads") else ()
-    seeded = torch.Tag.nondeterministic_seeded
-    return any(seeded in getattr(packet, overload).tags for overload in overloads)
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(name))
 
 
 def aten_parameters(name: str) -> list[str]:
     """The names of the arguments of torch's operator of this name, over all its overloads."""
-    packet: Any = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if packet else ()
-    schemas = [getattr(packet, overload)._schema for overload in overloads]
-    return [argument.name for schema in schemas for argument in schema.arguments]
+    return [argument.name for schema in schemas_of(name) for argument in schema.arguments]
 
 
 _ENTRIES: dict[Key, OpEntry] = {}

@@ -31,11 +31,8 @@ from tilework.dtensor.dispatch.call_key import (
     in_order,
     mesh_of,
     parameter_names,
-    position_names,
 )
-from tilework.dtensor.dispatch.index_args import with_tensor_indices
 from tilework.dtensor.dispatch.local_inputs import local_inputs
-from tilework.dtensor.dispatch.number_tensors import with_numbers
 from tilework.dtensor.dispatch.overlapping import is_window, write_in_memory
 from tilework.dtensor.dispatch.results import (
     call_with_out,
@@ -48,7 +45,6 @@ from tilework.dtensor.dispatch.results import (
     write,
     write_to_plain,
 )
-from tilework.dtensor.dispatch.symbols import as_seen_by_symbols
 from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
@@ -85,7 +81,8 @@ from tilework.dtensor.views.graph_views import note_view
 from tilework.dtensor.views.ungraded_views import check_ungraded
 from tilework.mesh.devices import check_device_is_there
 from tilework.tiled import torch_init
-from tilework.tiled.op_names import canonical_name, packet_of
+from tilework.tiled.normalize import normalized
+from tilework.tiled.op_names import canonical_name, packet_of, schemas_of
 from tilework.tiled.op_rules import unchanged
 from tilework.tiled.op_table import Handler, OpEntry, find
 
@@ -184,7 +181,7 @@ class Operator:
         self.entry, self.name, self.in_place = entry, entry.name, in_place
         self.propagator = ShardingPropagator(entry, in_place)
         self._values_matter = entry.values_matter
-        self._parameters, self._positions = parameter_names(entry), position_names(entry)
+        self._parameters = parameter_names(entry)
         self._writes = in_place or self.name == "__setitem__"
         self._overwrites = in_place and self.name in _OVERWRITE
         #: In errors and digests.
@@ -279,12 +276,9 @@ class Operator:
         except TypeError:  # an argument without a hash: this call's sharding is not cached
             sharding, key = None, []
         if sharding is None:
-            in_numbers = with_numbers(self.name, args, kwargs)
-            if in_numbers is not None:
-                return func(*in_numbers[0], **in_numbers[1])
-            indices = with_tensor_indices(self.name, args)
-            if indices is not None:
-                return func(*indices, **kwargs)
+            normal = normalized(self.name, args, kwargs)
+            if normal is not None:
+                return func(*normal[0], **normal[1])
             sharding = self._propagate(key, Call(func, args, kwargs, tensors, mesh))
         seeds[0] = sharding.digest
         digest = hash(tuple(seeds))
@@ -357,7 +351,7 @@ class Operator:
     def _digest(self, call: Call) -> int:
         """The digest of everything about a call but its tensors."""
         return call_digest(
-            self._title, self._positions, call.args, call.kwargs, self._values_matter
+            self._title, self._parameters, call.args, call.kwargs, self._values_matter
         )
 
     # -- the path with moves -----------------------------------------------------------------
@@ -547,8 +541,7 @@ def _as_overloads_give(func: Any, tensors: tuple[Any, ...]) -> Any:
     """Results as ``torch.ops`` have them: in lists or plain tuples, where functions of torch's name
     the items of tuples.
     """
-    packet = packet_of(func)
-    returns = [getattr(packet, name)._schema.returns for name in packet.overloads()]
+    returns = [schema.returns for schema in schemas_of(packet_of(func))]
     has_list = any(its and str(its[0].type) == "List[Tensor]" for its in returns)
     return list(tensors) if has_list else tuple(tensors)
 
@@ -605,7 +598,8 @@ def _call_from_torch(func: Any, in_place: bool, /, *args: Any, **kwargs: Any) ->
             refuse_torch_dtensor(tensors[0], "an operator in place")
         native = [DTensor.from_torch(x) if is_torch_dtensor(x) else x for x in tensors]
     except TypeError as error:
-        raise as_seen_by_symbols(func, error) from None
+        # In ``a + b`` torch makes NotImplemented of a TypeError.
+        raise RuntimeError(str(error)) from None
     args_of_native, kwargs_of_native = with_tensors(args, kwargs, iter(native))
     return func(*args_of_native, **kwargs_of_native)
 

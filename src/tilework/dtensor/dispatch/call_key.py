@@ -85,22 +85,23 @@ def add_to_key(
 
 
 def parameter_names(entry: OpEntry) -> tuple[str, ...]:
-    """The names of an operator's arguments in their order, as its rules and torch have them."""
-    rules = [rule for rule in (entry.dtensor_rule, entry.rule) if rule is not None]
-    if not rules:
-        return ()
-    names = [name for rule in rules for name in signature(rule).parameters]
-    return tuple(dict.fromkeys([*names, "input", *aten_parameters(entry.name)]))
-
-
-def position_names(entry: OpEntry) -> tuple[str, ...]:
-    """The names of arguments by position, for digests: the same however an operator is called."""
-    for rule in (entry.dtensor_rule, entry.rule):
-        parameters = [] if rule is None else list(signature(rule).parameters.values())
-        if parameters and all(p.kind is not p.VAR_POSITIONAL for p in parameters):
-            return tuple(parameter.name for parameter in parameters)
-    names = dict.fromkeys(aten_parameters(entry.name))
-    return tuple("input" if name == "self" else name for name in names if name != "dtype")
+    """The names of an operator's arguments in their order, as its rules and torch have them: first
+    those that arguments by position have, however the operator is called.
+    """
+    by_rules = [
+        list(signature(rule).parameters.values())
+        for rule in (entry.dtensor_rule, entry.rule)
+        if rule is not None
+    ]
+    of_torch = ["input" if name == "self" else name for name in aten_parameters(entry.name)]
+    positions = next(
+        (its for its in by_rules if its and all(p.kind is not p.VAR_POSITIONAL for p in its)), None
+    )
+    names = [name for name in of_torch if name != "dtype"]
+    if positions is not None:
+        names = [parameter.name for parameter in positions]
+    others = [parameter.name for its in by_rules for parameter in its]
+    return tuple(dict.fromkeys([*names, *others, "input", *of_torch]))
 
 
 def in_order(kwargs: Kwargs, names: Sequence[str]) -> Kwargs:

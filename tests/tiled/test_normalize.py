@@ -14,7 +14,7 @@ from tilework.dtensor import Shard, init_device_mesh
 from tilework.dtensor.debug.explain import strict
 from tilework.sharded import ChunkShardingSpec, shard_tensor
 from tilework.testing import run_ranks
-from tilework.tiled.argument_names import torch_arguments
+from tilework.tiled.normalize import torch_arguments
 
 #: torch's own types do not know these names.
 F: Any = torch

@@ -1,0 +1,221 @@
+"""The normal form of a call's arguments, as torch's schemas of its operator say.
+
+torch's parser takes more than its schemas have: names from numpy and from aliases; tensors without
+dims and whole numbers of numpy's where it wants numbers, as ``torch.div(a, b,
+rounding_mode="floor")`` gives them for sizes; lists of lists and arrays as the index of ``x[…]``.
+Rules take what the schemas have, and a sharding may not be cached for numbers that it does not see.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cache
+from numbers import Integral
+from operator import index
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.tiled.op_names import canonical_name, schemas_of
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+#: Names that torch's parser takes for its own, where a signature has the latter.
+_OTHERS = {
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x": "input",
+    "a": "input",
+    "x1": "input",
+    "x2": "other",
+}
+#: The kinds of arguments, by their types in schemas.
+_KINDS = {
+    **dict.fromkeys(("int", "SymInt"), "whole"),
+    **dict.fromkeys(("List[int]", "List[SymInt]"), "list"),
+    **dict.fromkeys(("float", "number"), "real"),
+    **dict.fromkeys(("Tensor", "List[Tensor]"), "tensor"),
+}
+#: The place of all positional arguments from the second on, where torch takes a list by its items.
+_SPREAD = "*"
+_INDEXING = frozenset({"__getitem__", "__setitem__"})
+#: As many dims as numpy had: a longer list is one index, whatever is in it.
+_MOST_DIMS = 32
+#: Arrays of other whole numbers count as int64, and of these as masks.
+_MASKS = frozenset({torch.bool, torch.uint8})
+
+
+# -- names ------------------------------------------------------------------------------------
+
+
+def torch_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The arguments of a call, named ones by torch's own names, its first tensor by position.
+
+    Example:
+        >>> import torch
+        >>> torch_arguments(torch.softmax, (), {"x": 1, "axis": 0})
+        ((1,), {'dim': 0})
+        >>> torch_arguments(torch.trapezoid, (), {"y": 1, "x": 2})
+        ((1,), {'x': 2})
+    """
+    if not isinstance(func, BuiltinFunctionType | MethodDescriptorType):  # torch's parser is C++
+        return args, kwargs
+    if args and _OTHERS.keys().isdisjoint(kwargs):
+        return args, kwargs
+    own, first = _own_names(func.__name__, canonical_name(func)[0])
+    kwargs = {
+        name if name in own else _OTHERS.get(name, name): value for name, value in kwargs.items()
+    }
+    if not args and first in kwargs:
+        args = (kwargs.pop(first),)
+    return args, kwargs
+
+
+@cache
+def _own_names(*names: str) -> tuple[frozenset[str], str]:
+    """The names of the arguments of operators, and that of the first, if all begin with one."""
+    # Schemas without tensors are TorchScript's.
+    schemas = [
+        schema
+        for name in names
+        for schema in schemas_of(name)
+        if any("Tensor" in str(each.type) for each in schema.arguments)
+    ]
+    every = frozenset(each.name for schema in schemas for each in schema.arguments)
+    firsts = {schema.arguments[0].name for schema in schemas}
+    first = firsts.pop() if len(firsts) == 1 else ""
+    return every, "input" if first == "self" else first
+
+
+# -- numbers and indices ----------------------------------------------------------------------
+
+
+def normalized(name: str, args: Args, kwargs: Kwargs) -> tuple[list[Any], Kwargs] | None:
+    """A call's arguments with numbers, and indices, as rules take them; None if they are so.
+
+    Collective where a DTensor stands for a number, and its value lies on other ranks.
+
+    Args:
+        name: The operator's.
+        args: Its positional arguments.
+        kwargs: The others.
+    """
+    read, named = list(args), kwargs
+    if any(map(_may_be_number, (*args, *kwargs.values()))):
+        readers = _readers(name)
+        sizes = len(args) > 1 and not isinstance(args[1], list | tuple)
+        spread = readers.get(_SPREAD) if sizes else None
+        read = [
+            (spread if spread and at else readers.get(at, _as_it_is))(arg)
+            for at, arg in enumerate(args)
+        ]
+        named = {key: readers.get(key, _as_it_is)(arg) for key, arg in kwargs.items()}
+    if name in _INDEXING and len(args) > 1:
+        read[1] = _index(read[1])
+    is_changed = any(a is not b for a, b in zip(read, args, strict=True)) or any(
+        named[key] is not arg for key, arg in kwargs.items()
+    )
+    return (read, named) if is_changed else None
+
+
+@cache
+def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
+    """How to read the numbers among an operator's arguments, by position and by name."""
+    takes: dict[int | str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for schema in schemas_of(name):
+        kinds = [_kind(argument) for argument in schema.arguments]
+        if kinds[:1] != ["tensor"]:  # TorchScript's, of numbers, have the same names
+            continue
+        for position, (argument, kind) in enumerate(zip(schema.arguments, kinds, strict=True)):
+            for place in (position, argument.name):
+                takes[place][kind].add(argument.name)
+    readers: dict[int | str, Callable[[Any], Any]] = {}
+    for place, kind in takes.items():
+        if whole := kind["whole"] | kind["list"]:
+            # ``max(dim)`` and ``max(other)``: a tensor there is no number. Nor where lengths are a
+            # list, or a tensor of any number of dims.
+            is_either = kind["tensor"] - whole or kind["list"] & kind["tensor"]
+            readers[place] = _whole_unless_tensor if is_either else _whole
+        elif kind["real"] and not kind["tensor"]:
+            readers[place] = _real
+    if takes[1]["list"] and readers.get(1) is _whole:  # x.view(2, 3)
+        readers[_SPREAD] = _whole
+    return readers
+
+
+def _kind(argument: Any) -> str:
+    type_ = str(argument.type)
+    return _KINDS.get(type_[9:-1] if type_.startswith("Optional[") else type_, "")
+
+
+def _may_be_number(arg: Any) -> bool:
+    """True for a tensor without dims, a whole number of numpy's, and a sequence that has one."""
+    if isinstance(arg, list | tuple):
+        return any(map(_may_be_number, arg))
+    if isinstance(arg, Tensor):
+        return not arg.dim() and arg.dtype is not torch.bool
+    return not isinstance(arg, int) and isinstance(arg, Integral)
+
+
+def _as_it_is(arg: Any) -> Any:
+    return arg
+
+
+def _whole(arg: Any) -> Any:
+    """The whole number that an argument stands for; a list of them; others as they are."""
+    if not _may_be_number(arg):
+        return arg
+    if isinstance(arg, list | tuple):
+        return [_whole(item) for item in arg]
+    is_real = isinstance(arg, Tensor) and (arg.is_floating_point() or arg.is_complex())
+    return arg if is_real else index(arg)
+
+
+def _whole_unless_tensor(arg: Any) -> Any:
+    return arg if isinstance(arg, Tensor) else _whole(arg)
+
+
+def _real(arg: Any) -> Any:
+    """The number that a tensor stands for, of which there is no gradient."""
+    if not isinstance(arg, Tensor) or not _may_be_number(arg) or arg.requires_grad:
+        return arg
+    return arg.item()
+
+
+def _index(index: Any) -> Any:
+    """The index of ``x[…]`` as torch reads it: a list of lists is a tuple of them, and arrays of
+    numpy's are tensors.
+    """
+    if _counts_as_tuple(index) or (isinstance(index, tuple) and any(map(_is_array, index))):
+        return tuple(map(_as_tensor, index))
+    return _as_tensor(index)
+
+
+def _counts_as_tuple(index: Any) -> bool:
+    """True for a sequence that torch reads as a tuple: it holds more than numbers."""
+    if isinstance(index, tuple | Tensor | str | bytes) or not isinstance(index, Sequence):
+        return False
+    return len(index) < _MOST_DIMS and any(
+        item is None
+        or item is Ellipsis
+        or isinstance(item, slice | Tensor | Sequence)
+        or _is_array(item)
+        for item in index
+    )
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _as_tensor(item: Any) -> Any:
+    if not _is_array(item):
+        return item
+    tensor = torch.as_tensor(item)
+    return tensor if tensor.dtype in _MASKS else tensor.long()
