@@ -135,13 +135,13 @@ def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
             for place in (position, argument.name):
                 takes[place][kind].add(argument.name)
     readers: dict[int | str, Callable[[Any], Any]] = {}
-    for place, kind in takes.items():
-        if whole := kind["whole"] | kind["list"]:
+    for place, names in takes.items():
+        if whole := names["whole"] | names["list"]:
             # ``max(dim)`` and ``max(other)``: a tensor there is no number. Nor where lengths are a
             # list, or a tensor of any number of dims.
-            is_either = kind["tensor"] - whole or kind["list"] & kind["tensor"]
+            is_either = names["tensor"] - whole or names["list"] & names["tensor"]
             readers[place] = _whole_unless_tensor if is_either else _whole
-        elif kind["real"] and not kind["tensor"]:
+        elif names["real"] and not names["tensor"]:
             readers[place] = _real
     if takes[1]["list"] and readers.get(1) is _whole:  # x.view(2, 3)
         readers[_SPREAD] = _whole

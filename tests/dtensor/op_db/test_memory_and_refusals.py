@@ -37,7 +37,7 @@ _OTHER_STRIDES = {
 #: Their results share memory in torch, unseen by autograd: here they are copies.
 _COPIED = ("unsafe_chunk", "unsafe_split", "slice")
 #: Operators that take ``out=`` of some dtypes that they cast to, and refuse others of them.
-_CASTS_AT_WILL = ("abs", "_batch_norm_with_update")
+_CASTS_AT_WILL = ("_batch_norm_with_update",)
 #: Those that cast to what results of theirs cannot be cast to, which is refused here.
 _CASTS_ANYTHING = ("bernoulli", "cumprod", "cumsum", "logsumexp", "lu", "nansum")
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import owner_of
 from tilework.dtensor.debug import explain
-from tilework.dtensor.dispatch.out_dtypes import check_out_dtype
 from tilework.dtensor.dispatch.overlapping import (
     check_apart,
     is_window,
@@ -22,6 +21,7 @@ from tilework.dtensor.dispatch.overlapping import (
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.propagation import OpSharding
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
+from tilework.dtensor.propagation.refusals import refuses_dtypes_of_out
 from tilework.dtensor.provenance.digests import digest_of, note_write
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.random.generator import draw_alike
@@ -246,6 +246,7 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         result = DTensor.from_torch(result)
     inputs = [x for x in tensors_in([*args, *kwargs.values()]) if isinstance(x, DTensor)]
     _check_outs(name, tensors_in(out), result, inputs)
+    _check_out_dtypes(name, func, args, {**kwargs, "out": out}, result)
     if isinstance(out, Tensor):
         if not isinstance(out, DTensor):
             write_out(out, result, name)
@@ -281,7 +282,32 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
                     f"a result of shape {list(value.shape)}, but is a view of memory that is also "
                     f"read: pass a tensor of its own as out="
                 )
-        check_out(name, target, value, result)
+        check_out(name, target, value)
+
+
+def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
+    """Raise RuntimeError, as torch does, if results are not cast to the dtypes of ``out=``. Local.
+
+    Args:
+        name: The operator.
+        func: Its function, then the arguments.
+        args: By position.
+        kwargs: By name, ``out=`` last.
+        result: All that it gives.
+    """
+    outs = tensors_in(kwargs["out"])
+    pairs = [(value.dtype, out.dtype) for value, out in zip(tensors_in(result), outs, strict=True)]
+    for value, out in pairs:
+        if not torch.can_cast(value, out):
+            raise RuntimeError(
+                f"result type {value} of {name} can't be cast to the desired output type {out}"
+            )
+    other = next(((value, out) for value, out in pairs if value != out), None)
+    if other is not None and refuses_dtypes_of_out(func, args, kwargs):
+        raise RuntimeError(
+            f"{name} casts no result: expected out= of dtype {other[0]}, got {other[1]}: pass one "
+            f"of that dtype, or cast what {name} gives without out="
+        )
 
 
 def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
@@ -301,16 +327,14 @@ def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
     return math.prod(shape) <= room
 
 
-def check_out(name: str, out: Tensor, value: Tensor, result: Any) -> None:
+def check_out(name: str, out: Tensor, value: Tensor) -> None:
     """Raise RuntimeError, as torch does, if a result cannot be written to ``out=``. Local.
 
     Args:
         name: The operator.
         out: Where it is to be written.
         value: What is to be written there.
-        result: All that the operator gives.
     """
-    check_out_dtype(name, result, value.dtype, out.dtype)
     if torch.is_grad_enabled() and (out.requires_grad or value.requires_grad):
         raise RuntimeError(
             f"{name}(): functions with out=... arguments don't support automatic differentiation, "

@@ -126,7 +126,7 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
     if out is None:
         return replicated(result, mesh)
     value = replicated(result, mesh)
-    check_out(func.__name__, out, value, value)
+    check_out(func.__name__, out, value)
     write_out(out, value, func.__name__)
     return out
 
