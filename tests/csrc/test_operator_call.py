@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.dtensor.op_db.calls import operators, samples_of
 from tests.dtensor.sharded_values import cut
 from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from tilework.dtensor.dispatch import call
 from tilework.dtensor.dispatch.call import Operator
 from tilework.dtensor.handlers import HANDLERS
+from tilework.dtensor.propagation.call import Call
+from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.mesh import DeviceMesh
@@ -90,6 +96,63 @@ def test_it_does_what_the_path_in_python_does(gradients: bool) -> None:
                     assert fast == facts(operator(func, again, named)), canonical_name(func)
 
     run_ranks(2, program)
+
+
+class _Reader(Operator):
+    """An operator that gives no result, but the digest and the tensors of its calls."""
+
+    def __init__(self, func: Any) -> None:
+        super().__init__(*find(func))
+        self.keys: list[Sequence[Any]] = []
+
+    def _propagate(self, key: Sequence[Any], call: Call) -> OpSharding:
+        self.keys.append(key)
+        sharding = OpSharding(Composed(lambda: None), specs=call.specs)
+        if key:
+            call.mesh.op_shardings[tuple(key)] = sharding
+        return sharding
+
+    def _from_sharding(self, sharding: OpSharding, *call: Any) -> Any:
+        read = Call(*call)
+        return read.digest, [id(tensor) for tensor in read.tensors]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_it_has_the_keys_and_digests_of_python(dtype: torch.dtype) -> None:
+    """Over torch's database of operators: it finds what the path in Python has put in the cache."""
+
+    def program(rank: int) -> int:
+        mesh, count = init_device_mesh("cpu", (1,)), 0
+
+        def spread(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.layout is not torch.strided:
+                return x
+            return cut(x.detach(), mesh, [Shard(0) if x.dim() else Replicate()])
+
+        for info in operators():
+            supported = dtype in info.supported_dtypes("cpu")
+            for sample in samples_of(info, dtype, 4) if supported else ():
+                args = tree_map(spread, (sample.input, *sample.args))
+                kwargs = tree_map(spread, dict(sample.kwargs))
+                if not any(isinstance(x, DTensor) for x in tree_flatten((args, kwargs))[0]):
+                    continue
+                for number, tensor in enumerate(tensors_in([*args, *kwargs.values()])):
+                    with_digest(tensor, number)
+                reader = _Reader(info.op)
+                func: Any = partial(_nothing, info)  # each has a key of its own
+                want = reader(func, args, kwargs)
+                found = reader.handler()(func, args, kwargs)
+                if reader.keys and reader.keys[0]:  # else an argument has no hash
+                    assert found == want, info.name
+                    assert len(reader.keys) == 1, info.name
+                    count += 1
+        return count
+
+    assert run_ranks(1, program)[0] > 500
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What an operator is called with whose arguments are not in their normal form."""
 
 
 def test_operators_take_it_by_themselves() -> None:

@@ -123,6 +123,27 @@ COMPARISONS = [
         "tests/dtensor/test_verify.py",
     ),
     fault(
+        "call_key: numbers count by their kinds",
+        "dtensor/dispatch/call_key.py",
+        "            key.append(arg if arg and kind is not complex else repr(arg))  # 0.0 equals -0.0\n",
+        "            pass\n",
+        "tests/csrc/test_operator_call.py",
+    ),
+    fault(
+        "finishing: copies in torch show memory",
+        "dtensor/dispatch/finishing.py",
+        "    return result.clone() if storage_of(result)",
+        "    return result if storage_of(result)",
+        "tests/dtensor/op_db/test_memory_and_refusals.py tests/dtensor/rules/test_reshaping.py",
+    ),
+    fault(
+        "normalize: a tensor is a number wherever one may be",
+        "tiled/normalize.py",
+        "            readers[place] = _whole_unless_tensor if is_either else _whole\n",
+        "            readers[place] = _whole\n",
+        "tests/dtensor/dispatch/test_normalize.py",
+    ),
+    fault(
         "digests: numbers do not count",
         "dtensor/provenance/digests.py",
         "        return _MINUS_ONE\n    return int(number) if",

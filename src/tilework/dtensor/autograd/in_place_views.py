@@ -166,7 +166,7 @@ def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
         and not local.is_inference()
         and storage_of(shown) == storage_of(local)
         and not (local._is_view() and not copied_views.is_view(tensor))
-        # torch makes those of no elements anew as they were made: see ``OpSharding.replays``.
+        # torch makes those of no elements anew as they were made: see ``OnLocals.replays``.
         and not tensor._spec.has_empty_parts
     )
 

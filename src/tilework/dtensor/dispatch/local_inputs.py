@@ -11,7 +11,7 @@ from tilework.dtensor.autograd import expanded_grads, local_graph, partial_grads
 from tilework.dtensor.debug import explain
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.local_function import as_inference
-from tilework.dtensor.propagation.propagation import OpSharding
+from tilework.dtensor.propagation.op_sharding import OpSharding
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import redistribute_local

@@ -19,7 +19,6 @@ from tilework.dtensor.dispatch.overlapping import (
     write_in_memory,
 )
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.propagation import OpSharding
 from tilework.dtensor.propagation.pytree import Args, Kwargs, rebuilt, tensors_in, with_tensors
 from tilework.dtensor.propagation.refusals import refuses_dtypes_of_out
 from tilework.dtensor.provenance.digests import digest_of, note_write
@@ -154,14 +153,16 @@ def refuse_outside(name: str) -> NoReturn:
     )
 
 
-def result_outside(name: str, sharding: OpSharding, mesh: DeviceMesh) -> Any:
+def result_outside(
+    name: str, meta_result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh
+) -> Any:
     """The result on a rank outside the mesh: DTensors of the right shapes without elements."""
-    if sharding.meta_result is None:
+    if meta_result is None:
         refuse_outside(name)
-    tensors = tensors_in(sharding.meta_result)
-    outputs = sharding.outputs or [replicated_spec(tensor, mesh) for tensor in tensors]
+    tensors = tensors_in(meta_result)
+    outputs = outputs or [replicated_spec(tensor, mesh) for tensor in tensors]
     return rebuilt(
-        sharding.meta_result,
+        meta_result,
         iter([
             wrap(torch.empty(0, dtype=tensor.dtype), spec)
             for tensor, spec in zip(tensors, outputs, strict=True)

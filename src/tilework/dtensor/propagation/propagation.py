@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,14 @@ from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import explain
 from tilework.dtensor.propagation import strides
 from tilework.dtensor.propagation.call import Call, unseen
+from tilework.dtensor.propagation.op_sharding import (
+    Composed,
+    Finish,
+    Gathered,
+    InputLayout,
+    OnLocals,
+    OpSharding,
+)
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import tensors_in, with_tensors
@@ -28,64 +35,6 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.tiled.factors import DimFactors, volume
 from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
 from tilework.tiled.op_table import OpEntry, aten_parameters
-
-#: The layout that an input must have, and the axes along which its gradient is then partial.
-InputLayout = tuple[DTensorSpec, Ints]
-
-
-@dataclass(eq=False, slots=True)
-class OpSharding:
-    """The sharding of calls of one signature, as a mesh caches it."""
-
-    #: For each tensor the layout that it must have; None if it is taken as it is.
-    inputs: list[InputLayout | None]
-    #: The layouts of results; None: replicated, with shapes that are known afterwards.
-    outputs: list[DTensorSpec] | None
-    #: Called with the local tensors; None: the operator is called, with its other arguments.
-    run: Callable[..., Any] | None = None
-    #: True if the operator runs on the local tensors as they are: always, or while none of them
-    #: requires a gradient. Never so on a rank outside the mesh.
-    as_is: bool = False
-    as_is_without_grad: bool = False
-    #: The layout of the only result, if nothing else is to be done with it.
-    output: DTensorSpec | None = None
-    #: The layouts in the cache's key, which has no more than their ids: kept alive here.
-    specs: Sequence[DTensorSpec] = ()
-    #: Computes it from the call's own arguments, by other operators on DTensors.
-    composed: Callable[..., Any] | None = None
-    #: For an operator that writes to its first argument: the result is computed anew, then written.
-    rewrite: bool = False
-    #: True if results share memory with the first argument in torch; and if they are copies here.
-    view: bool = False
-    copied: bool = False
-    #: True if a result is partial in a reduction that is no sum, and no input is.
-    reduces_nonlinearly: bool = False
-    #: True if the result is a copy in torch, though the local operator may give a view.
-    fresh: bool = False
-    #: True if it is a view in torch, of which the local operator may give a copy.
-    may_copy_locally: bool = False
-    #: True if the result may be the input itself.
-    may_be_input: bool = False
-    #: True if its local results have no elements where the full ones have: torch must then keep how
-    #: they were made, to make them again where their base is written to. The gradient of what it
-    #: makes otherwise, ``as_strided``, has no graph for them, unlike the other ranks'.
-    replays: bool = False
-    #: The strides of composed results, where they are not those that the composition gives.
-    strides: Sequence[Ints] | None = None
-    knows_strides: bool = False
-    #: True if a result is a partial sum that numbers scale, which must be finite: infinity times a
-    #: part of the sum that is zero, or of the other sign, is no part of infinity.
-    scales_sums: bool = False
-    #: Numbers of the tensors that it writes to without torch counting it as a write.
-    silent_writes: frozenset[int] = frozenset()
-    #: True if it writes what may require a gradient to what can have none, integers or bools.
-    ungraded: bool = False
-    #: True if nothing depends on what the plain tensor that is written to held before.
-    overwrites: bool = False
-    #: Everything about the call but its tensors and the numbers that the cache's key lacks.
-    digest: int = 0
-    #: The result without memory, for ranks outside the mesh.
-    meta_result: Any = None
 
 
 class ShardingPropagator:
@@ -109,57 +58,48 @@ class ShardingPropagator:
 
     def _propagated(self, call: Call) -> OpSharding:
         sharding = self._sharding(call)
-        sharding.ungraded = self.in_place and _has_graded_operands(call)
-        if sharding.ungraded:
-            sharding.as_is = False
-        sharding.view = self.entry.is_view and sharding.composed is None
-        if sharding.composed is None and not self.in_place:
-            self._add_strides(sharding, call)
-            sharding.may_copy_locally = sharding.view and sharding.run is not None
-        sharding.copied = sharding.view and _moves_elements(sharding, call.tensors)
-        sharding.replays = sharding.view and not sharding.copied and _has_empty_shard(sharding)
-        if sharding.replays:
-            sharding.as_is = sharding.as_is_without_grad = False
-        sharding.silent_writes = self._silent_writes(call)
         sharding.specs = call.specs
+        if isinstance(sharding.way, Composed):
+            return sharding
+        if isinstance(sharding.way, Gathered):
+            sharding.way.silent_writes = self._silent_writes(call)
+        sums = (Finish.WHOLE_SUMS,) if self._scales_sums(sharding, call) else ()
+        if self.in_place:
+            if sums:  # else the result is thrown away
+                sharding.looks_first()
+            if has_graded_operands(call):
+                sharding.as_is = False
+            sharding.finish = (*sums, *(sharding.finish or (Finish.WRITTEN,)))
+        else:
+            self._add_finish(sharding, call, sums)
         if not call.mesh.here:
-            sharding.as_is = sharding.as_is_without_grad = False
-        sharding.reduces_nonlinearly = _reduces_nonlinearly(sharding, call)
-        sharding.scales_sums = self._scales_sums(sharding, call)
-        if sharding.scales_sums and self.in_place:  # else the result is thrown away
-            sharding.as_is = sharding.as_is_without_grad = False
-        special = sharding.view or sharding.fresh or sharding.may_be_input or self.in_place
-        special = special or sharding.reduces_nonlinearly or sharding.scales_sums
-        if sharding.outputs and not special:
-            sharding.output = sharding.outputs[0]
+            sharding.looks_first()
         return sharding
 
-    def _add_strides(self, sharding: OpSharding, call: Call) -> None:
-        """Add the strides of results, and whether they are views, where strides decide that."""
-        sharding.may_be_input = self.entry.may_be_input
-        if sharding.outputs is None:
-            return
-        if self.entry.may_copy:
-            found = self._view_or_copy(sharding, call)
-        else:
-            found = strides.result_strides(self.entry, call, sharding.outputs)
-        if found is not None:
-            sharding.outputs = [
-                spec.with_strides(its) for spec, its in zip(sharding.outputs, found, strict=True)
-            ]
-
-    def _view_or_copy(self, sharding: OpSharding, call: Call) -> list[Ints] | None:
-        """The strides of the result of an operator that may copy; note whether it does."""
-        assert sharding.outputs is not None
-        tensors = strides.without_memory(call.tensors)
-        shown = strides.called(call, tensors)
-        found = strides.meta_strides(shown, sharding.outputs)
-        if shown is tensors[0]:
-            sharding.composed, sharding.view = _first_tensor, False
-            sharding.as_is = sharding.as_is_without_grad = False
-        elif found is not None and strides.storage_of(shown) != strides.storage_of(tensors[0]):
-            sharding.fresh, sharding.view = True, False
-        return found
+    def _add_finish(self, sharding: OpSharding, call: Call, first: tuple[Finish, ...]) -> None:
+        """Add what is done with local results: how they lie, and whose memory they share."""
+        memory = Finish.VIEW if self.entry.is_view else None
+        if sharding.outputs is not None:
+            if self.entry.may_copy:
+                memory, found = _view_or_copy(call, sharding.outputs)
+            else:
+                found = strides.result_strides(self.entry, call, sharding.outputs)
+            if found is not None:
+                sharding.outputs = [
+                    spec.with_strides(its)
+                    for spec, its in zip(sharding.outputs, found, strict=True)
+                ]
+            if memory is Finish.MAYBE_INPUT:
+                sharding.way = Composed(_first_tensor)
+                sharding.looks_first()
+                return
+        maybe_input = (Finish.MAYBE_INPUT,) if self.entry.may_be_input else ()
+        own_memory = (memory,) if memory is Finish.OWN_MEMORY else ()
+        wrap = Finish.WRAP_REDUCED if _reduces_nonlinearly(sharding, call) else Finish.WRAP
+        view = (_kind_of_view(sharding, call),) if memory is Finish.VIEW else ()
+        sharding.finish = (*first, *maybe_input, *own_memory, wrap, *view)
+        if sharding.outputs and sharding.finish == (Finish.WRAP,):
+            sharding.output = sharding.outputs[0]
 
     def _sharding(self, call: Call) -> OpSharding:
         args = [
@@ -176,7 +116,7 @@ class ShardingPropagator:
         if self._may_skip_checks and _is_unchecked(result) and seems_refused(call):
             result = None  # torch raises, now or where it is run
         if isinstance(result, Decomposition):
-            return OpSharding([], None, composed=result.run)
+            return OpSharding(Composed(result.run))
         # Meta tensors cost torch slow imports, at times: only where nothing else tells shapes.
         known = not (
             isinstance(result, LocalCall) and result.shapes is None and _lacks_sizes(result)
@@ -188,7 +128,7 @@ class ShardingPropagator:
                 None if needed == arg.spec else (needed, ())
                 for needed, arg in zip(result.inputs, args, strict=True)
             ]
-            return OpSharding(inputs, list(result.outputs), result.run, meta_result=meta_result)
+            return OpSharding(OnLocals(result.run, meta_result), inputs, list(result.outputs))
         if isinstance(result, LocalCall):
             sharding = self._local_call(call, result, args, meta_result)
             if sharding is not None:
@@ -277,13 +217,12 @@ class ShardingPropagator:
         inputs = _input_layouts(strategy, specs)
         run = None if local_call.run is None else local_call.run(strategy)
         return OpSharding(
+            OnLocals(run, meta_result),
             inputs,
             list(strategy.outputs),
-            run,
+            (Finish.WRITE,) if rewrite or (self.in_place and run is not None) else (),
             as_is=run is None and not any(inputs),
             as_is_without_grad=run is None and list(strategy.inputs) == specs,
-            rewrite=rewrite or (self.in_place and run is not None),
-            meta_result=meta_result,
         )
 
     def _gathered(self, args: Sequence[DTensorArg], meta_result: Any) -> OpSharding:
@@ -291,9 +230,12 @@ class ShardingPropagator:
         inputs: list[InputLayout | None] = [
             None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in args
         ]
-        rewrite = self.in_place and inputs[0] is not None
-        as_is = not (any(inputs) or self.draws)
-        return OpSharding(inputs, None, as_is=as_is, rewrite=rewrite, meta_result=meta_result)
+        return OpSharding(
+            Gathered(meta_result),
+            inputs,
+            finish=(Finish.WRITE,) if self.in_place and inputs[0] is not None else (),
+            as_is=not (any(inputs) or self.draws),
+        )
 
 
 def _is_unchecked(result: RuleResult) -> bool:
@@ -332,15 +274,41 @@ def _input_layouts(strategy: Strategy, specs: Sequence[DTensorSpec]) -> list[Inp
     ]
 
 
-def _has_graded_operands(call: Call) -> bool:
-    """True if an operand can require a gradient, and what is written to, the first, cannot."""
-    if not call.args or _can_have_grad(call.args[0]):
+def has_graded_operands(call: Call) -> bool:
+    """True if an operand can require a gradient, and the DTensor that is written to cannot."""
+    target = call.args[0] if call.args else None
+    if not isinstance(target, DTensorBase) or _can_have_grad(target):
         return False
     return any(map(_can_have_grad, call.tensors))
 
 
-def _can_have_grad(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+def _can_have_grad(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _view_or_copy(
+    call: Call, outputs: Sequence[DTensorSpec]
+) -> tuple[Finish | None, list[Ints] | None]:
+    """What the result of an operator that may copy is, and its strides."""
+    tensors = strides.without_memory(call.tensors)
+    shown = strides.called(call, tensors)
+    found = strides.meta_strides(shown, outputs)
+    if shown is tensors[0]:
+        return Finish.MAYBE_INPUT, found
+    if found is not None and strides.storage_of(shown) != strides.storage_of(tensors[0]):
+        return Finish.OWN_MEMORY, found
+    return Finish.VIEW, found
+
+
+def _kind_of_view(sharding: OpSharding, call: Call) -> Finish:
+    """What a view in torch is here; note on the way to run it if torch must make it again."""
+    if _moves_elements(sharding, call.tensors):
+        return Finish.COPIED_VIEW
+    if _has_empty_shard(sharding):
+        sharding.looks_first()
+        if isinstance(sharding.way, OnLocals):
+            sharding.way.replays = True
+    return Finish.MAYBE_COPY if sharding.stands_in else Finish.VIEW
 
 
 def _moves_elements(sharding: OpSharding, tensors: Sequence[Tensor]) -> bool:
