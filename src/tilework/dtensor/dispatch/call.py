@@ -97,13 +97,10 @@ _FOR_THE_CORE = {
     "wrap_as": wrap_as,
 }
 #: Operators that write without reading what was there before.
-_OVERWRITE = frozenset(
-    {
-        *("copy", "fill", "zero"),
-        *("__setitem__", "fill_diagonal", "index_copy", "index_fill", "index_put", "masked_fill"),
-        *("masked_scatter", "put", "scatter"),
-    }
-)
+_OVERWRITE = frozenset({
+    *("copy", "fill", "zero", "__setitem__", "fill_diagonal", "index_copy", "index_fill"),
+    *("index_put", "masked_fill", "masked_scatter", "put", "scatter"),
+})  # fmt: skip
 #: Operators that do nothing unless their third argument says that it is training.
 _TRAINED = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"})
 #: Operators that may take a tensor to another kind of device.

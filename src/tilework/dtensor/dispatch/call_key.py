@@ -37,15 +37,10 @@ def add_to_key(
         seeds: Their digests, and numbers that are not in the key.
         values_matter: True if the values of numbers belong to the key, not only their types.
     """
-    kind = arg.__class__
-    if kind is DTensor:
-        if arg._view_of is not None:
-            copied_views.refresh(arg)
-        tensors.append(arg)
-        seeds.append(digest_of(arg))
-        key.append(id(arg._spec))
-        key.append(arg._local_tensor.dtype)
+    if isinstance(arg, Tensor):
+        _add_tensor(arg, key, tensors, seeds)
         return False
+    kind = arg.__class__
     key.append(kind)
     if kind in NUMBERS:
         if values_matter:
@@ -53,26 +48,9 @@ def add_to_key(
         else:
             seeds.append(number_seed(arg))
         return True
-    if kind in _SEQUENCES:
-        plain = [add_to_key(item, key, tensors, seeds, values_matter) for item in arg]
-        key.append(END)
-        return all(plain)
-    if isinstance(arg, Tensor):
-        if kind is not Tensor and isinstance(arg, TiledTensor):
-            raise RuntimeError(
-                f"a {kind.__name__} and a DTensor meet in one operator: to_dtensor() makes a "
-                f"DTensor of the one, and to_sharded() the other way round"
-            )
-        tensors.append(arg)
-        seeds.append(content_digest(arg))
-        key.append(arg.shape)
-        key.append(arg.dtype)
-        if arg.layout is torch.strided and not arg.is_contiguous():
-            key.append(arg.stride())
-        return False
-    if kind is dict:
-        pairs = [value for item in arg.items() for value in item]
-        plain = [add_to_key(value, key, tensors, seeds, values_matter) for value in pairs]
+    if kind in _SEQUENCES or kind is dict:
+        items = arg if kind is not dict else [part for item in arg.items() for part in item]
+        plain = [add_to_key(item, key, tensors, seeds, values_matter) for item in items]
         key.append(END)
         return all(plain)
     if kind is slice:  # slices have no hash, and a tensor in one stands for a number
@@ -82,6 +60,29 @@ def add_to_key(
         arg = repr(arg)
     key.append(arg)
     return True
+
+
+def _add_tensor(arg: Tensor, key: list[Any], tensors: list[Tensor], seeds: list[Any]) -> None:
+    kind = arg.__class__
+    if kind is DTensor:
+        dtensor: Any = arg
+        if dtensor._view_of is not None:
+            copied_views.refresh(dtensor)
+        tensors.append(arg)
+        seeds.append(digest_of(dtensor))
+        key.append(id(dtensor._spec))
+        key.append(dtensor._local_tensor.dtype)
+        return
+    if kind is not Tensor and isinstance(arg, TiledTensor):
+        raise RuntimeError(
+            f"a {kind.__name__} and a DTensor meet in one operator: to_dtensor() makes a "
+            f"DTensor of the one, and to_sharded() the other way round"
+        )
+    tensors.append(arg)
+    seeds.append(content_digest(arg))
+    key += (kind, arg.shape, arg.dtype)
+    if arg.layout is torch.strided and not arg.is_contiguous():
+        key.append(arg.stride())
 
 
 def parameter_names(entry: OpEntry) -> tuple[str, ...]:

@@ -123,23 +123,22 @@ class ShardingPropagator:
         )
         meta_result = None if known and call.mesh.here else _meta_result(call)
         if isinstance(result, PlacedCall):
-            self._refuse_as_others(call, result.inputs, runs_on_locals=False)
-            inputs: list[InputLayout | None] = [
-                None if needed == arg.spec else (needed, ())
-                for needed, arg in zip(result.inputs, args, strict=True)
-            ]
-            return OpSharding(OnLocals(result.run, meta_result), inputs, list(result.outputs))
+            return self._placed_call(call, result, args, meta_result)
+        sharding = None
         if isinstance(result, LocalCall):
             sharding = self._local_call(call, result, args, meta_result)
-            if sharding is not None:
-                return sharding
-        refusal = meta_refusal(call)
-        if refusal is not None and not self.draws:
-            raise_if_certain(refusal, call)
-        if not self.entry.has_rule or refusal is None:
-            dtypes = [arg.dtype for arg in args]
-            explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
-        return self._gathered(args, meta_result)
+        return self._gathered(call, args, meta_result) if sharding is None else sharding
+
+    def _placed_call(
+        self, call: Call, placed: PlacedCall, args: Sequence[DTensorArg], meta_result: Any
+    ) -> OpSharding:
+        """The function of a rule, on local tensors in the layouts that it says."""
+        self._refuse_as_others(call, placed.inputs, runs_on_locals=False)
+        inputs: list[InputLayout | None] = [
+            None if needed == arg.spec else (needed, ())
+            for needed, arg in zip(placed.inputs, args, strict=True)
+        ]
+        return OpSharding(OnLocals(placed.run, meta_result), inputs, list(placed.outputs))
 
     def _refuse_as_others(
         self, call: Call, specs: Sequence[DTensorSpec], runs_on_locals: bool
@@ -193,11 +192,7 @@ class ShardingPropagator:
         self, call: Call, local_call: LocalCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding | None:
         """The operator on local tensors in the cheapest layouts; None if there are none."""
-        shapes = local_call.shapes
-        if shapes is None and meta_result is not None:
-            shapes = [tuple(tensor.shape) for tensor in tensors_in(meta_result)]
-            if len(shapes) != len(local_call.map.outputs):
-                return None
+        shapes = _shapes_of_results(local_call, meta_result)
         if shapes is None and _lacks_sizes(local_call):
             return None
         if len(local_call.map.inputs) != len(args) or not all(
@@ -205,12 +200,7 @@ class ShardingPropagator:
         ):
             return None
         specs = [arg.spec for arg in args]
-        sizes = [arg.dtype.itemsize for arg in args]
-        fixed = (0,) if self.in_place else ()
-        strategy = choose(local_call.map, specs, sizes, shapes, fixed)
-        rewrite = False
-        if strategy is None and self.in_place:
-            strategy, rewrite = choose(local_call.map, specs, sizes, shapes), True
+        strategy, stays = self._strategy(local_call, args, shapes)
         if strategy is None or (self.in_place and strategy.outputs[0].shape != specs[0].shape):
             return None
         self._refuse_as_others(call, strategy.inputs, local_call.run is None)
@@ -220,13 +210,30 @@ class ShardingPropagator:
             OnLocals(run, meta_result),
             inputs,
             list(strategy.outputs),
-            (Finish.WRITE,) if rewrite or (self.in_place and run is not None) else (),
+            (Finish.WRITE,) if self.in_place and (run is not None or not stays) else (),
             as_is=run is None and not any(inputs),
             as_is_without_grad=run is None and list(strategy.inputs) == specs,
         )
 
-    def _gathered(self, args: Sequence[DTensorArg], meta_result: Any) -> OpSharding:
+    def _strategy(
+        self, local_call: LocalCall, args: Sequence[DTensorArg], shapes: Sequence[Ints] | None
+    ) -> tuple[Strategy | None, bool]:
+        """The cheapest layouts, and whether what is written to in place stays as it is."""
+        specs, sizes = [arg.spec for arg in args], [arg.dtype.itemsize for arg in args]
+        if self.in_place:
+            strategy = choose(local_call.map, specs, sizes, shapes, fixed=(0,))
+            if strategy is not None:
+                return strategy, True
+        return choose(local_call.map, specs, sizes, shapes), False
+
+    def _gathered(self, call: Call, args: Sequence[DTensorArg], meta_result: Any) -> OpSharding:
         """The operator on full tensors, which every rank gets."""
+        refusal = meta_refusal(call)
+        if refusal is not None and not self.draws:
+            raise_if_certain(refusal, call)
+        if not self.entry.has_rule or refusal is None:
+            dtypes = [arg.dtype for arg in args]
+            explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
         inputs: list[InputLayout | None] = [
             None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in args
         ]
@@ -236,6 +243,14 @@ class ShardingPropagator:
             finish=(Finish.WRITE,) if self.in_place and inputs[0] is not None else (),
             as_is=not (any(inputs) or self.draws),
         )
+
+
+def _shapes_of_results(local_call: LocalCall, meta_result: Any) -> Sequence[Ints] | None:
+    """The shapes of results; None: the factors tell, or nothing does."""
+    if local_call.shapes is not None or meta_result is None:
+        return local_call.shapes
+    shapes = [tuple(tensor.shape) for tensor in tensors_in(meta_result)]
+    return shapes if len(shapes) == len(local_call.map.outputs) else None
 
 
 def _is_unchecked(result: RuleResult) -> bool:

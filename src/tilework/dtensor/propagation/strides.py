@@ -8,7 +8,7 @@ tensors, or tensors in the memory format that an image has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,79 +17,6 @@ from torch import Tensor
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.spec import DTensorSpec, Ints, row_major
 from tilework.tiled.op_table import OpEntry
-
-#: They keep the order of their first tensor's dims, as elementwise operators do.
-_LIKE_INPUTS = """
-    addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout feature_dropout
-    flip fliplr flipud huber_loss index_fill index_put msort normalize poisson_nll_loss polygamma
-    prelu put sort threshold to_dense type type_as
-"""
-#: Their results have the very strides of the first tensor, unless it is expanded.
-_SAME_STRIDES = frozenset(
-    {"as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_scatter"}
-)
-#: Results that are not contiguous even if the inputs are.
-_ASKED = """
-    argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve clone
-    diagonal_copy diff eig eigh einsum expand fft fft2 fftn geqrf gru hfft hfft2 hfftn
-    householder_product ifft ifft2 ifftn ihfft ihfft2 ihfftn inner inv inv_ex inverse kron
-    ldl_factor ldl_factor_ex ldl_solve lstm lstsq lu lu_factor lu_factor_ex lu_solve matrix_power
-    meshgrid nanquantile nonzero ormqr permute_copy qr quantile rfft rnn_relu rnn_tanh rot90 solve
-    solve_ex solve_triangular stft sum_to_size svd t_copy tensorinv transpose_copy
-    triangular_solve unfold_copy unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes
-"""
-#: Those of inputs that are not contiguous follow no simple rule.
-_ASKED_UNLESS_CONTIGUOUS = """
-    __getitem__ adaptive_avg_pool1d adaptive_avg_pool3d adaptive_max_pool1d
-    adaptive_max_pool1d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices argmax
-    argmin avg_pool1d avg_pool3d binary_cross_entropy_with_logits conj_physical conv3d
-    conv_transpose3d glu hinge_embedding_loss interpolate kl_div local_response_norm lu_unpack
-    margin_ranking_loss max max_pool1d max_pool1d_with_indices max_pool3d max_pool3d_with_indices
-    median min mvlgamma nanmedian stack
-"""
-#: Losses that compute elementwise, before they reduce.
-_LOSSES = frozenset({"l1_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss"})
-#: Elementwise, or of images, but their results are contiguous.
-_CONTIGUOUS = frozenset(
-    {
-        "cdist",
-        "grid_sample",
-        "instance_norm",
-        "log_sigmoid",
-        "masked_fill",
-        "matmul",
-        "tril",
-        "triu",
-    }
-)
-#: Which results are matrices with columns in one piece; without memory, they have rows.
-_OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2), "svd": (0,)}
-#: Fourier transforms of which the CPU's results lie otherwise than those without memory.
-_REAL_FFT = frozenset(
-    {
-        *("fft_rfft2", "fft_rfftn", "fft_irfft", "fft_irfft2", "fft_irfftn"),
-        *("fft_hfft", "fft_hfft2", "fft_hfftn"),
-    }
-)
-#: They crop by views, and copy what these give.
-_PADDED = frozenset({"constant_pad_nd", "pad"})
-#: Elementwise, and torch calls them with their inputs in the other order.
-_REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})
-#: Their results have the memory format of images only if all their inputs have.
-_JOINED = frozenset({"cat", "concat", "concatenate"})
-#: torch gives a view of what it computes, and refuses strides that have none.
-_VIEWED = frozenset({"kron"})
-#: They take a number as a tensor without dims.
-_WITH_NUMBERS = """
-    add bitwise_and bitwise_or bitwise_xor div eq floor_divide fmod ge gt le lt mul ne remainder
-    rsub sub where
-"""
-_with_numbers = frozenset(_WITH_NUMBERS.split())
-_like_inputs = frozenset(_LIKE_INPUTS.split())
-_asked_unless_contiguous = frozenset(_ASKED_UNLESS_CONTIGUOUS.split())
-_asked = frozenset(
-    f"{module}{name}" for module in ("", "fft_", "linalg_") for name in _ASKED.split()
-)
 
 
 def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
@@ -103,39 +30,18 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
     Raises:
         RuntimeError: Torch has no such view of a tensor with the input's strides.
     """
-    name, tensors = entry.name, call.tensors
-    inputs = input_strides(tensors)
-    contiguous = name in _CONTIGUOUS or all(
-        strides == row_major(tuple(tensor.shape))
-        for strides, tensor in zip(inputs, tensors, strict=True)
-    )
-    if name in _OF_COLUMNS and call.kwargs.get("compute_uv", call.args[2:3] != (False,)):
-        found: list[Ints] | None = _with_columns(name, outputs)
-    elif name == "_grouped_mm" or name in _REAL_FFT:
-        found = [_strides_of_one(name, call, outputs[0])]
-    elif entry.is_view or name in _asked:
-        raises = entry.is_view or name in _VIEWED
-        found = meta_strides(called(call, without_memory(tensors), raises), outputs)
-    elif call.kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format:
-        found = [like_strides(tuple(tensors[0].shape), inputs[0], call.kwargs["memory_format"])]
-    elif contiguous:
-        found = None
-    elif name == "angle" and tensors[0].is_complex():
-        found = None  # the CPU's lie in rows; those without memory as the input
-    elif name in _asked_unless_contiguous or (name in _PADDED and _pads_with_constant(call)):
-        found = meta_strides(called(call, without_memory(tensors)), outputs)
-    elif name == "scaled_dot_product_attention":
-        found = _attention_strides(call, outputs)
-    elif name in _SAME_STRIDES:
-        found = [_of_copied_memory(tuple(tensors[0].shape), inputs[0])]
-    elif name in _like_inputs:
-        found = [_like_first(tensors[0], inputs[0], out) for out in outputs]
-    elif entry.is_elementwise or name in _LOSSES:
-        operands = _operands(name, call, inputs)
-        found = [elementwise_strides(out.shape, operands) for out in outputs]
-    else:
-        found = _as_images(entry, [tuple(tensor.shape) for tensor in tensors], inputs, outputs)
-    return found
+    rule: _Rule | None
+    rule = _view_strides if entry.is_view else _EVEN_OF_CONTIGUOUS.get(entry.name)
+    if rule is not None:
+        return rule(entry.name, call, outputs)
+    memory_format = call.kwargs.get("memory_format", torch.preserve_format)
+    if memory_format is not torch.preserve_format:
+        first = call.tensors[0]
+        return [like_strides(tuple(first.shape), input_strides([first])[0], memory_format)]
+    if _are_contiguous(call.tensors):
+        return None
+    rule = _OF_OTHERS.get(entry.name, _elementwise if entry.is_elementwise else _as_images)
+    return rule(entry.name, call, outputs)
 
 
 def composed_strides(
@@ -148,17 +54,13 @@ def composed_strides(
     """
     if entry.may_be_input:
         return None
-    contiguous = all(
-        strides == row_major(tuple(tensor.shape))
-        for strides, tensor in zip(input_strides(call.tensors), call.tensors, strict=True)
-    )
-    asked = entry.is_view or entry.name in _asked
-    if contiguous and not asked:
+    asked = entry.is_view or entry.name in _EVEN_OF_CONTIGUOUS
+    if not asked and _are_contiguous(call.tensors):
         return None
     try:
         found = result_strides(entry, call, results)
     except RuntimeError:
-        if entry.name in _VIEWED:
+        if _EVEN_OF_CONTIGUOUS.get(entry.name) is _view_strides:
             raise
         return None
     return found if found is not None or asked else [row_major(spec.shape) for spec in results]
@@ -213,107 +115,18 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _operands(name: str, call: Any, strides: Sequence[Ints]) -> list[tuple[Ints, Ints]]:
-    """The shape and the strides of each operand of an elementwise operator, in torch's order."""
-    operands = [(tuple(x.shape), its) for x, its in zip(call.tensors, strides, strict=True)]
-    if name in _with_numbers and any(isinstance(x, (int, float)) for x in call.args):
-        operands.append(((), ()))
-    return operands[::-1] if name in _REVERSED else operands
-
-
-def _pads_with_constant(call: Any) -> bool:
-    """True if no elements are repeated: then torch crops by views, and may copy what they give."""
-    given = dict(zip(("input", "pad", "mode"), call.args, strict=False)) | call.kwargs
-    return bool(given.get("mode", "constant") == "constant")
-
-
-def _real_fft_strides(name: str, call: Any, out: DTensorSpec) -> Ints:
-    """The strides of a real transform's result, whose dims lie as the steps on a CPU leave them.
-
-    Those of a real input are transformed together, the last of them innermost. Of a complex input
-    the last dim is transformed after the others, and innermost. The rest are in the input's order.
-    """
-    name = name.removeprefix("fft_")
-    given = dict(zip(("input", "s", "dim", "norm"), call.args, strict=False)) | call.kwargs
-    size, dim = given.get("s", given.get("n")), given.get("dim", (-2, -1) if "2" in name else None)
-    if name[-1] not in "2n":
-        dim = -1 if dim is None else dim
-    if dim is None:
-        dim = range(-(out.ndim if size is None else len(size)), 0)
-    dims = [d % out.ndim for d in ((dim,) if isinstance(dim, int) else dim)]
-    (full,) = without_memory([given["input"]])
-    if name.startswith("rfft"):
-        before = _memory_order(full)
-        steps = [
-            dims[-1:],
-            [d for d in before if d in dims[:-1]],
-            [d for d in before if d not in dims],
-        ]
-        order = [d for step in steps for d in step]
-    else:
-        if 0 in full.shape:  # which the sizes may fill, but torch cannot transform
-            full = torch.empty_strided(
-                [max(size, 1) for size in full.shape], full.stride(), device="meta"
-            )
-        full = full.to(torch.complex64) if not full.is_complex() else full
-        before = _memory_order(torch.fft.ifftn(full, dim=dims[:-1]) if dims[:-1] else full)
-        order = [dims[-1], *(d for d in before if d != dims[-1])]
-    return _in_order(out.shape, order)
+def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """True if full tensors lie in rows."""
+    return all(
+        strides == row_major(tuple(tensor.shape))
+        for strides, tensor in zip(input_strides(tensors), tensors, strict=True)
+    )
 
 
 def _memory_order(tensor: Tensor) -> list[int]:
     """The dims of a tensor, the innermost in memory first."""
     strides = tensor.stride()
     return sorted(range(tensor.dim()), key=lambda dim: (strides[dim], -dim))
-
-
-def _with_columns(name: str, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """The strides of results, of which some matrices have their columns in one piece."""
-    return [
-        _in_order(spec.shape, (spec.ndim - 2, spec.ndim - 1, *reversed(range(spec.ndim - 2))))
-        if at in _OF_COLUMNS[name]
-        else row_major(spec.shape)
-        for at, spec in enumerate(outputs)
-    ]
-
-
-def _like_first(first: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
-    if tuple(first.shape) != out.shape:
-        return elementwise_strides(out.shape, [(tuple(first.shape), strides)])
-    return like_strides(out.shape, strides)
-
-
-def _strides_of_one(name: str, call: Any, out: DTensorSpec) -> Ints:
-    """The strides of the result of an operator with a kernel that lays it out in its own way."""
-    if name in _REAL_FFT:
-        return _real_fft_strides(name, call, out)
-    least = 16 // call.tensors[0].itemsize  # of rows that begin at multiples of 16 bytes
-    return row_major((*out.shape[:-1], -(-out.shape[-1] // least) * least))
-
-
-def _of_copied_memory(shape: Ints, strides: Ints) -> Ints:
-    """The strides of a copy of all memory; of one of the elements, where the tensor is expanded."""
-    return like_strides(shape, strides) if is_expanded(shape, strides) else strides
-
-
-def _attention_strides(call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of attention's result: those of queries where torch has a kernel for it."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p")
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    query, key, value = tensors = [given[name] for name in names[:3]]
-    mask = given.get("attn_mask")
-    batch, heads, _, depth = query.shape if query.dim() == 4 else (0, 0, 0, 0)
-    if not (
-        query.device.type == "cpu"
-        and not given.get("dropout_p")
-        and (mask is None or mask.dim() in (2, 4))
-        and all(each.dim() == 4 and each.numel() for each in tensors)
-        and all((each.shape[0], each.shape[3]) == (batch, depth) for each in (key, value))
-        and (given.get("enable_gqa") or key.shape[1] == value.shape[1] == heads)
-        and all(strides[3] == 1 for strides in input_strides(tensors))
-    ):
-        return None
-    return [_like_first(query, strides, outputs[0]) for strides in input_strides([query])]
 
 
 def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
@@ -423,25 +236,6 @@ def _is_row_major(shape: Ints, strides: Ints) -> bool:
     return 0 in shape or _fills(shape, strides, range(len(shape))[::-1])
 
 
-def _as_images(
-    entry: OpEntry, shapes: Sequence[Ints], strides: Sequence[Ints], outputs: Sequence[DTensorSpec]
-) -> list[Ints] | None:
-    """The strides of results in the memory format of images, if the first input has it.
-
-    Joined tensors all have to.
-    """
-    count = len(shapes) if entry.name in _JOINED else 1
-    order = _image_order(shapes[0], strides[0])
-    if order is None or any(
-        _image_order(*each) != order for each in zip(shapes[1:count], strides[1:count], strict=True)
-    ):
-        return None
-    return [
-        _in_order(spec.shape, order) if spec.ndim == len(order) else spec.strides
-        for spec in outputs
-    ]
-
-
 def _image_order(shape: Ints, strides: Ints) -> Ints | None:
     """The dims of images, the innermost first, if strides are those of their memory format.
 
@@ -456,3 +250,236 @@ def _image_order(shape: Ints, strides: Ints) -> Ints | None:
             return None
         least = strides[dim] * (shape[dim] if shape[dim] > 1 else 1)
     return order
+
+
+# -- the rules of operators: their name, the call, and the layouts of results ------------------
+
+_Rule = Callable[[str, Any, Sequence[DTensorSpec]], list[Ints] | None]
+
+
+def _view_strides(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """As torch says of tensors without memory; it refuses strides that have no such view."""
+    return meta_strides(called(call, without_memory(call.tensors), raises=True), outputs)
+
+
+def _asked(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """As torch says of tensors without memory."""
+    return meta_strides(called(call, without_memory(call.tensors)), outputs)
+
+
+def _with_columns(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """Matrices with columns in one piece, of some results; without memory, they have rows."""
+    if not call.kwargs.get("compute_uv", call.args[2:3] != (False,)):
+        return _asked(name, call, outputs)
+    return [
+        _in_order(spec.shape, (spec.ndim - 2, spec.ndim - 1, *reversed(range(spec.ndim - 2))))
+        if at in _OF_COLUMNS[name]
+        else row_major(spec.shape)
+        for at, spec in enumerate(outputs)
+    ]
+
+
+def _grouped_mm(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
+    """Rows that begin at multiples of 16 bytes."""
+    shape, least = outputs[0].shape, 16 // call.tensors[0].itemsize
+    return [row_major((*shape[:-1], -(-shape[-1] // least) * least))]
+
+
+def _real_fft(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
+    """Real transforms lie as the steps on a CPU leave them; without memory, otherwise.
+
+    Dims of a real input are transformed together, the last of them innermost. Of a complex input
+    the last dim is transformed after the others, and innermost. The rest are in the input's order.
+    """
+    out = outputs[0]
+    (input,) = call.tensors
+    dims = _transformed_dims(name, call, out.ndim)
+    (full,) = without_memory([input])
+    if name.startswith("fft_rfft"):
+        before = _memory_order(full)
+        steps = [
+            dims[-1:],
+            [d for d in before if d in dims[:-1]],
+            [d for d in before if d not in dims],
+        ]
+        return [_in_order(out.shape, [d for step in steps for d in step])]
+    if 0 in full.shape:  # which the sizes may fill, but torch cannot transform
+        sizes = [max(size, 1) for size in full.shape]
+        full = torch.empty_strided(sizes, full.stride(), device="meta")
+    full = full.to(torch.complex64) if not full.is_complex() else full
+    before = _memory_order(torch.fft.ifftn(full, dim=dims[:-1]) if dims[:-1] else full)
+    return [_in_order(out.shape, [dims[-1], *(d for d in before if d != dims[-1])])]
+
+
+def _transformed_dims(name: str, call: Any, ndim: int) -> list[int]:
+    """The dims that a Fourier transform transforms, in order."""
+    given = dict(zip(("input", "s", "dim", "norm"), call.args, strict=False)) | call.kwargs
+    size, dim = given.get("s", given.get("n")), given.get("dim", (-2, -1) if "2" in name else None)
+    if dim is None and name[-1] not in "2n":
+        dim = -1
+    if dim is None:
+        dim = range(-(ndim if size is None else len(size)), 0)
+    return [d % ndim for d in ((dim,) if isinstance(dim, int) else dim)]
+
+
+def _contiguous(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> None:
+    """In rows, though they are elementwise, or of images."""
+
+
+def _angle(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """Those of complex numbers lie in rows on a CPU, and without memory as the input."""
+    return None if call.tensors[0].is_complex() else _elementwise(name, call, outputs)
+
+
+def _padded(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """Without repeated elements torch crops by views, and may copy what they give."""
+    given = dict(zip(("input", "pad", "mode"), call.args, strict=False)) | call.kwargs
+    is_constant = given.get("mode", "constant") == "constant"
+    return (_asked if is_constant else _as_images)(name, call, outputs)
+
+
+def _of_copied_memory(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
+    """A copy of all memory; of the elements, where the tensor is expanded."""
+    shape, (strides, *_) = tuple(call.tensors[0].shape), input_strides(call.tensors)
+    return [like_strides(shape, strides) if is_expanded(shape, strides) else strides]
+
+
+def _like_first(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
+    """They keep the order of their first tensor's dims, as elementwise operators do."""
+    first = call.tensors[0]
+    return [_like(first, input_strides([first])[0], out) for out in outputs]
+
+
+def _like(tensor: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
+    if tuple(tensor.shape) != out.shape:
+        return elementwise_strides(out.shape, [(tuple(tensor.shape), strides)])
+    return like_strides(out.shape, strides)
+
+
+def _elementwise(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
+    """Dims in memory ordered as the inputs'."""
+    operands = [
+        (tuple(tensor.shape), its)
+        for tensor, its in zip(call.tensors, input_strides(call.tensors), strict=True)
+    ]
+    if name in _WITH_NUMBERS and any(isinstance(x, (int, float)) for x in call.args):
+        operands.append(((), ()))
+    if name in _REVERSED:
+        operands.reverse()
+    return [elementwise_strides(out.shape, operands) for out in outputs]
+
+
+def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """Those of queries, where torch has a kernel for it."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    query, key, value = tensors = [given[name] for name in names[:3]]
+    mask = given.get("attn_mask")
+    batch, heads, _, depth = query.shape if query.dim() == 4 else (0, 0, 0, 0)
+    if not (
+        query.device.type == "cpu"
+        and not given.get("dropout_p")
+        and (mask is None or mask.dim() in (2, 4))
+        and all(each.dim() == 4 and each.numel() for each in tensors)
+        and all((each.shape[0], each.shape[3]) == (batch, depth) for each in (key, value))
+        and (given.get("enable_gqa") or key.shape[1] == value.shape[1] == heads)
+        and all(strides[3] == 1 for strides in input_strides(tensors))
+    ):
+        return None
+    return [_like(query, strides, outputs[0]) for strides in input_strides([query])]
+
+
+def _as_images(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
+    """The memory format of images, if the first input has it. Joined tensors all have to."""
+    shapes, strides = [tuple(tensor.shape) for tensor in call.tensors], input_strides(call.tensors)
+    count = len(shapes) if name in _JOINED else 1
+    order = _image_order(shapes[0], strides[0])
+    if order is None or any(
+        _image_order(*each) != order for each in zip(shapes[1:count], strides[1:count], strict=True)
+    ):
+        return None
+    return [
+        _in_order(spec.shape, order) if spec.ndim == len(order) else spec.strides
+        for spec in outputs
+    ]
+
+
+#: Which results are matrices of columns.
+_OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2), "svd": (0,)}
+_JOINED = frozenset({"cat", "concat", "concatenate"})
+#: torch calls them with their inputs in the other order.
+_REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})
+#: They take a number as a tensor without dims.
+_WITH_NUMBERS = frozenset({
+    *("add", "bitwise_and", "bitwise_or", "bitwise_xor", "div", "eq", "floor_divide", "fmod"),
+    *("ge", "gt", "le", "lt", "mul", "ne", "remainder", "rsub", "sub", "where"),
+})  # fmt: skip
+
+
+def _table(rules: dict[_Rule, str], *modules: str) -> dict[str, _Rule]:
+    """Rules by the names of operators, each with a module's prefix."""
+    return {
+        f"{module}{name}": rule
+        for rule, names in rules.items()
+        for name in names.split()
+        for module in modules
+    }
+
+
+#: Of operators whose results need not be contiguous even if the inputs are.
+_EVEN_OF_CONTIGUOUS: dict[str, _Rule] = {
+    **_table(
+        {
+            _asked: """
+                argwhere broadcast_tensors cholesky cholesky_ex cholesky_inverse cholesky_solve
+                clone diagonal_copy diff eig eigh einsum expand fft fft2 fftn geqrf gru hfft hfft2
+                hfftn householder_product ifft ifft2 ifftn ihfft ihfft2 ihfftn inner inv inv_ex
+                inverse ldl_factor ldl_factor_ex ldl_solve lstm lstsq lu lu_factor lu_factor_ex
+                lu_solve matrix_power meshgrid nanquantile nonzero ormqr permute_copy qr quantile
+                rfft rnn_relu rnn_tanh rot90 solve solve_ex solve_triangular stft sum_to_size svd
+                t_copy tensorinv transpose_copy triangular_solve unfold_copy unravel_index
+                unsafe_chunk unsafe_split unsafe_split_with_sizes
+            """
+        },
+        *("", "fft_", "linalg_"),
+    ),
+    **_table(
+        {
+            _view_strides: "kron",  # a view of what it computes
+            _with_columns: "linalg_eig linalg_svd svd",
+            _grouped_mm: "_grouped_mm",
+            _real_fft: """
+                fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft fft_hfft2 fft_hfftn
+            """,
+        },
+        "",
+    ),
+}
+#: Of inputs that are not contiguous. Others are elementwise, or of images.
+_OF_OTHERS = _table(
+    {
+        _contiguous: """
+            cdist grid_sample instance_norm log_sigmoid masked_fill matmul tril triu
+        """,
+        _angle: "angle",
+        _asked: """
+            __getitem__ adaptive_avg_pool1d adaptive_avg_pool3d adaptive_max_pool1d
+            adaptive_max_pool1d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices
+            argmax argmin avg_pool1d avg_pool3d binary_cross_entropy_with_logits conj_physical
+            conv3d conv_transpose3d glu hinge_embedding_loss interpolate kl_div
+            local_response_norm lu_unpack margin_ranking_loss max max_pool1d
+            max_pool1d_with_indices max_pool3d max_pool3d_with_indices median min mvlgamma
+            nanmedian stack
+        """,
+        _padded: "constant_pad_nd pad",
+        _attention: "scaled_dot_product_attention",
+        _of_copied_memory: "as_strided_scatter diagonal_scatter select_scatter slice_scatter",
+        _like_first: """
+            addr alpha_dropout argsort binary_cross_entropy dropout feature_alpha_dropout
+            feature_dropout flip fliplr flipud huber_loss index_fill index_put msort normalize
+            poisson_nll_loss polygamma prelu put sort threshold to_dense type type_as
+        """,
+        _elementwise: "l1_loss mse_loss smooth_l1_loss soft_margin_loss",
+    },
+    "",
+)
