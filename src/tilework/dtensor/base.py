@@ -52,16 +52,14 @@ class DTensorBase(TiledTensor):
     _left_as: Tensor | None = None
     #: Its memory, if it is no view and was asked for: see ``memory_of``.
     _memory: Memory | None = None
-    #: Autograd's number when its memory was last written to, where torch would count the write.
-    _written_at: int = -1
+    #: Its writes as torch counts them, if it is no view and there were some.
+    _counter: Counter | None = None
     #: What stands for it as it was before it was given other data or other dims: see ``base_then``.
     _befores: tuple[DTensorBase, ...] = ()
     #: What stands for it as the base of copied views; see :mod:`~tilework.dtensor.views`.
     _anchor: DTensorBase | None = None
     #: Of a tensor that an operator in place made a view of its anchor: that, and the operator.
     _became: tuple[DTensorBase, Callable[[Any], Any]] | None = None
-    #: True if an operator in place made it a view of its anchor, which makes it none for torch.
-    _in_place: bool = False
     #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
     _digest: int | None = None
     #: Of a view: how it was made of what it shows, which then counts too.
@@ -82,8 +80,6 @@ class DTensorBase(TiledTensor):
     _ungraded: tuple[Tensor, int] | None = None
     #: Places in the graph that it has left, and a user's own Function took it at.
     _places: tuple[Place, ...] = ()
-    #: Views that a user's own Function took, kept by the tensor that owns the memory.
-    _taken: list[ref[DTensorBase]] | None = None
     #: Its place in the graph, if it was given data in another layout since.
     _origin: Origin | None = None
 
@@ -169,6 +165,19 @@ class Memory:
     graph_views: list[ref[DTensorBase]] | None = None
 
 
+@dataclass(eq=False, slots=True)
+class Counter:
+    """A count of writes, as torch's tensors of one memory share it, but for their ``data``.
+
+    A tensor that is given other data goes on sharing it with the views that were made before.
+    """
+
+    #: Autograd's number at the last write.
+    written_at: int = -1
+    #: Views that a user's own Function took.
+    taken: list[ref[DTensorBase]] | None = None
+
+
 class Alias(NamedTuple):
     """The local tensor again, at a place in the graph where gradients are partial."""
 
@@ -229,6 +238,12 @@ class Origin:
 Viewed = tuple["DTensorBase", DTensorSpec, Any, tuple[Any, ...], dict[str, Any]]
 
 
+class ViewedInPlace(Viewed):
+    """That of a tensor which an operator in place made a view of its anchor: none, for torch."""
+
+    __slots__ = ()
+
+
 def data_of(tensor: Tensor) -> Tensor:
     """The tensor's data: the same memory, whose writes torch does not count."""
     return tensor.data
@@ -248,6 +263,13 @@ def owner_of(tensor: DTensorBase) -> DTensorBase:
             base = then
         tensor = base
     return tensor
+
+
+def counter_of(owner: DTensorBase) -> Counter:
+    """The count of writes to a tensor that is no view."""
+    if owner._counter is None:
+        owner._counter = Counter()
+    return owner._counter
 
 
 def memory_of(tensor: DTensorBase) -> Memory:

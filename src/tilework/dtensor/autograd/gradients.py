@@ -176,7 +176,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         with torch.inference_mode(False):
             shown = shown.clone()
     tensor._local_tensor = origins.with_data(tensor, shown, value._spec, used)
-    tensor._view_of, tensor._viewed, tensor._made, tensor._in_place = None, None, None, False
+    tensor._view_of = tensor._viewed = tensor._made = None
     tensor._spec, tensor._grad = value._spec.copy(), None
     if anchor is not None:
         _note_left(tensor, anchor, stays)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, DTensorT, base_in_graph, owner_of, wrap_as
+from tilework.dtensor.base import (
+    DTensorBase,
+    DTensorT,
+    ViewedInPlace,
+    base_in_graph,
+    owner_of,
+    wrap_as,
+)
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write
@@ -145,14 +152,15 @@ def become_view(
         result: The view.
         change: Makes the view of the anchor; None: the local tensor itself was changed.
     """
-    anchor._became, anchor._in_place = tensor._became, tensor._in_place
+    anchor._became = tensor._became
     base = anchor._local_tensor
     is_place = anchor._became is not None or not base._is_view()
     tensor._became = (anchor, change) if change and is_place else None
     view, shown = result._view_of, result._viewed
     copied_views.take_over(anchor, tensor)
-    tensor._viewed = shown if result is not anchor else (anchor, anchor._spec, None, (), {})
-    tensor._view_of, tensor._in_place = view, True
+    if shown is None or result is anchor:
+        shown = (anchor, anchor._spec, None, (), {})
+    tensor._view_of, tensor._viewed = view, ViewedInPlace(shown)
     return become(tensor, result)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import in_place_views
-from tilework.dtensor.base import DTensorBase, base_in_graph, owner_of
+from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, owner_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.provenance.digests import digest_of
@@ -79,7 +79,9 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
     target = view
     while (base := base_in_graph(view)) is not None:
         func = None if view._viewed is None else view._viewed[2]
-        if not (func is None or view._in_place or made):  # else the same, before it was changed
+        if not (
+            func is None or view._viewed.__class__ is ViewedInPlace or made
+        ):  # else the same, before it was changed
             if view._made_without_grad:
                 made = "under no_grad()"
             elif func.__class__ is copied_views.Piece and func.together:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilework.dtensor.autograd import gradients, local_graph, origins
-from tilework.dtensor.base import DTensorBase, base_in_graph, owner_of
+from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, owner_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
@@ -89,7 +89,9 @@ def _base(func: Any, args: Any, kwargs: Any) -> DTensor | None:
     (tensor,) = args
     if not copied_views.is_view(tensor):
         return None
-    while not tensor._in_place and (base := base_in_graph(tensor)) is not None:
+    while (base := base_in_graph(tensor)) is not None:
+        if tensor._viewed.__class__ is ViewedInPlace:
+            break
         tensor = base
     return tensor  # type: ignore[no-any-return]
 
@@ -166,7 +168,7 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     after_leaving_graph(tensor)
     tensor._made_without_grad, tensor._became = False, None
     base = tensor
-    while base._in_place and base._viewed is not None:  # as it was before its dims were changed
+    while base._viewed.__class__ is ViewedInPlace:  # as it was before its dims were changed
         base = base._viewed[0]
         base._left_as, base._local_tensor = base._local_tensor, base._local_tensor.detach()
     leave_graph_of_wrappers(tensor)

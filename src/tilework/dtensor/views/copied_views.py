@@ -25,6 +25,7 @@ from tilework.dtensor.base import (
     Memory,
     Redo,
     View,
+    ViewedInPlace,
     Write,
     base_in_graph,
     base_then,
@@ -83,7 +84,7 @@ def take_over(anchor: DTensorBase, tensor: DTensorBase) -> None:
     if view is not None and view is not WATCHED:
         view.value = anchor._local_tensor
     anchor._memory, tensor._memory = tensor._memory, None
-    anchor._written_at = tensor._written_at
+    anchor._counter = tensor._counter
     befores = [each for each in tensor._befores if is_shown_elsewhere(each._local_tensor)]
     tensor._befores = (*befores, anchor)
 
@@ -427,7 +428,7 @@ def is_view(tensor: DTensorBase) -> bool:
     base = base_in_graph(tensor)
     while base is not None:
         assert tensor._viewed is not None
-        if not tensor._in_place and tensor._viewed[2] is not None:
+        if tensor._viewed[2] is not None and tensor._viewed.__class__ is not ViewedInPlace:
             return True
         tensor, base = base, base_in_graph(base)
     return False
@@ -560,7 +561,7 @@ def hand_out(tensor: DTensorBase) -> None:
         return
 
     held = wrap_as(type(tensor), local, tensor._spec)
-    held._viewed = tensor._viewed
+    held._viewed = tensor._viewed and (*tensor._viewed,)
     memory.handed_out = [*known, _noted(held)][-_MOST_HANDED_OUT:]
     if view is None:
         return

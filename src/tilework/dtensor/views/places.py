@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Place, base_then, data_of, owner_of
+from tilework.dtensor.base import DTensorBase, Place, base_then, counter_of, data_of, owner_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.spec import NONLINEAR
 
@@ -69,9 +69,9 @@ def note_taken(tensor: DTensorBase) -> None:
     """
     if tensor._viewed is None:
         return
-    owner = owner_of(tensor)
-    known = owner._taken or ()
-    owner._taken = [
+    counter = counter_of(owner_of(tensor))
+    known = counter.taken or ()
+    counter.taken = [
         *(each for each in known if each() is not None and each() is not tensor),
         ref(tensor),
     ]
@@ -79,23 +79,25 @@ def note_taken(tensor: DTensorBase) -> None:
 
 def _keep_places_of_taken(tensor: DTensorBase) -> None:
     """Keep the places of views of a tensor's memory, but those that it is itself a view of."""
-    taken = owner_of(tensor)._taken
-    if taken is None:
+    counter = owner_of(tensor)._counter
+    if counter is None or counter.taken is None:
         return
     own = []
     while (viewed := tensor._viewed) is not None:
         own.append(tensor)
         tensor = viewed[0]
-    for each in taken:
+    for each in counter.taken:
         view = each()
         if view is not None and not any(view is base for base in own):
             view._fix_weakref()  # type: ignore[attr-defined]  # C++ may be all that has it
             _keep_place(view, written=False)
 
 
-def _count_for_taken(owner: DTensorBase) -> None:
-    """Count a write to a tensor's memory for the views of it that C++ may have saved."""
-    for each in owner._taken or ():
+def _count(owner: DTensorBase) -> None:
+    """Count a write to a tensor's memory, also for the views of it that C++ may have saved."""
+    counter = counter_of(owner)
+    counter.written_at = _next_number()
+    for each in counter.taken or ():
         view = each()
         if view is not None:
             view._fix_weakref()  # type: ignore[attr-defined]  # C++ may be all that has it
@@ -137,9 +139,7 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
             _increment_version((tensor,))
         viewed = tensor._viewed
         if viewed is None or viewed[2] is data_of:
-            tensor._written_at = _next_number()
-            if tensor._taken is not None:
-                _count_for_taken(tensor)
+            _count(tensor)
             return
         base = viewed[0]
         if graded and (base._left is not None or base._spec is not viewed[1]):
@@ -177,7 +177,7 @@ def check_unwritten(function: Any) -> None:
         owner: DTensorBase = tensor
         while owner._viewed is not None and owner._viewed[2] is not data_of:
             owner = owner._viewed[0]
-        if owner._written_at > function._sequence_nr():
+        if owner._counter is not None and owner._counter.written_at > function._sequence_nr():
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {tensor!r}, which {function.name()} saved, was written to "
