@@ -141,7 +141,7 @@ COMPARISONS = [
         "tiled/normalize.py",
         "            readers[place] = _whole_unless_tensor if is_either else _whole\n",
         "            readers[place] = _whole\n",
-        "tests/dtensor/dispatch/test_normalize.py",
+        "tests/tiled/test_normalize_numbers.py",
     ),
     fault(
         "digests: numbers do not count",

@@ -167,7 +167,7 @@ class Memory:
 
 @dataclass(eq=False, slots=True)
 class Counter:
-    """A count of writes, as torch's tensors of one memory share it, but for their ``data``.
+    """A count of writes, as tensors of the same memory share it in torch, but for their ``data``.
 
     A tensor that is given other data goes on sharing it with the views that were made before.
     """
@@ -239,7 +239,7 @@ Viewed = tuple["DTensorBase", DTensorSpec, Any, tuple[Any, ...], dict[str, Any]]
 
 
 class ViewedInPlace(Viewed):
-    """That of a tensor which an operator in place made a view of its anchor: none, for torch."""
+    """The same, where an operator in place made a tensor a view of its anchor: none, for torch."""
 
     __slots__ = ()
 

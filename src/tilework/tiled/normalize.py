@@ -1,6 +1,6 @@
-"""The normal form of a call's arguments, as torch's schemas of its operator say.
+"""The normal form of a call's arguments, as torch's schemas say.
 
-torch's parser takes more than its schemas have: names from numpy and from aliases; tensors without
+torch's parser takes more than the schemas have: names from numpy and from aliases; tensors without
 dims and whole numbers of numpy's where it wants numbers, as ``torch.div(a, b,
 rounding_mode="floor")`` gives them for sizes; lists of lists and arrays as the index of ``x[…]``.
 Rules take what the schemas have, and a sharding may not be cached for numbers that it does not see.
@@ -25,7 +25,7 @@ from tilework.tiled.op_names import canonical_name, schemas_of
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-#: Names that torch's parser takes for its own, where a signature has the latter.
+#: Names that torch's parser takes for the schema's, where a signature has the latter.
 _OTHERS = {
     "axis": "dim",
     "keepdims": "keepdim",
@@ -41,7 +41,7 @@ _KINDS = {
     **dict.fromkeys(("float", "number"), "real"),
     **dict.fromkeys(("Tensor", "List[Tensor]"), "tensor"),
 }
-#: The place of all positional arguments from the second on, where torch takes a list by its items.
+#: The place of all positional arguments from the second on, where torch takes the items of a list.
 _SPREAD = "*"
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 #: As many dims as numpy had: a longer list is one index, whatever is in it.
@@ -54,7 +54,7 @@ _MASKS = frozenset({torch.bool, torch.uint8})
 
 
 def torch_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments of a call, named ones by torch's own names, its first tensor by position.
+    """The arguments of a call, named by torch's own names, the first tensor by position.
 
     Example:
         >>> import torch
@@ -78,7 +78,7 @@ def torch_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs
 
 @cache
 def _own_names(*names: str) -> tuple[frozenset[str], str]:
-    """The names of the arguments of operators, and that of the first, if all begin with one."""
+    """The names of the arguments of operators, and of the first, if all have the same there."""
     # Schemas without tensors are TorchScript's.
     schemas = [
         schema
@@ -98,7 +98,7 @@ def _own_names(*names: str) -> tuple[frozenset[str], str]:
 def normalized(name: str, args: Args, kwargs: Kwargs) -> tuple[list[Any], Kwargs] | None:
     """A call's arguments with numbers, and indices, as rules take them; None if they are so.
 
-    Collective where a DTensor stands for a number, and its value lies on other ranks.
+    Collective where a DTensor stands for a number, and the value lies on other ranks.
 
     Args:
         name: The operator's.
@@ -125,7 +125,7 @@ def normalized(name: str, args: Args, kwargs: Kwargs) -> tuple[list[Any], Kwargs
 
 @cache
 def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
-    """How to read the numbers among an operator's arguments, by position and by name."""
+    """Functions that read the numbers among an operator's arguments, by position and by name."""
     takes: dict[int | str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for schema in schemas_of(name):
         kinds = [_kind(argument) for argument in schema.arguments]
@@ -154,7 +154,7 @@ def _kind(argument: Any) -> str:
 
 
 def _may_be_number(arg: Any) -> bool:
-    """True for a tensor without dims, a whole number of numpy's, and a sequence that has one."""
+    """True for a tensor without dims, a whole number of numpy's, and a sequence with either."""
     if isinstance(arg, list | tuple):
         return any(map(_may_be_number, arg))
     if isinstance(arg, Tensor):

@@ -98,7 +98,7 @@ def canonical_name(func: Any) -> tuple[str, bool]:
 
 
 def overloads_of(packet: Any) -> list[Any]:
-    """The overloads of an operator of torch's, by itself or by its name in ``torch.ops.aten``."""
+    """The overloads of an operator of torch's, by itself or by the name in ``torch.ops.aten``."""
     if isinstance(packet, str):
         packet = getattr(torch.ops.aten, packet, None)
     names = packet.overloads() if hasattr(packet, "overloads") else ()

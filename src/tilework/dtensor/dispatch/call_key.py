@@ -96,12 +96,13 @@ def parameter_names(entry: OpEntry) -> tuple[str, ...]:
     ]
     of_torch = ["input" if name == "self" else name for name in aten_parameters(entry.name)]
     positions = next(
-        (its for its in by_rules if its and all(p.kind is not p.VAR_POSITIONAL for p in its)), None
+        (each for each in by_rules if each and all(p.kind is not p.VAR_POSITIONAL for p in each)),
+        None,
     )
     names = [name for name in of_torch if name != "dtype"]
     if positions is not None:
         names = [parameter.name for parameter in positions]
-    others = [parameter.name for its in by_rules for parameter in its]
+    others = [parameter.name for each in by_rules for parameter in each]
     return tuple(dict.fromkeys([*names, *others, "input", *of_torch]))
 
 
@@ -119,12 +120,12 @@ def mesh_of(tensors: Sequence[Tensor]) -> DeviceMesh:
     mesh: DeviceMesh | None = None
     for tensor in tensors:
         if tensor.__class__ is DTensor:
-            its = tensor._spec.mesh
+            other = tensor._spec.mesh
             if mesh is None:
-                mesh = its
-            elif its is not mesh and its != mesh:
+                mesh = other
+            elif other is not mesh and other != mesh:
                 raise ValueError(
-                    f"DTensors on different meshes meet in one operator: {mesh} and {its}; make "
+                    f"DTensors on different meshes meet in one operator: {mesh} and {other}; make "
                     f"one of them plain with full_tensor(), and a DTensor on the other's mesh"
                 )
     assert mesh is not None

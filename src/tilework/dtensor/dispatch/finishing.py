@@ -26,7 +26,7 @@ _OVERWRITE = frozenset({"copy", "fill", "zero"})
 
 
 class Operation(NamedTuple):
-    """An operator in one of its forms: its name, and whether it writes to its first argument."""
+    """The name of an operator, and whether this form writes to the first argument."""
 
     name: str
     in_place: bool
@@ -42,7 +42,7 @@ Step = Callable[[Operation, OpSharding, Any, Call], Any]
 
 
 def finished(operation: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
-    """The result of a call, from the local one."""
+    """The result of a call, from the local result."""
     for step in sharding.finish:
         result = _STEPS[step](operation, sharding, result, call)
     return result

@@ -50,7 +50,7 @@ _WHOLE_SUMS = Finish.WHOLE_SUMS
 
 
 class Ways:
-    """The ways of one operator.
+    """The ways of an operator.
 
     Args:
         entry: Everything that is known of it.
@@ -92,7 +92,7 @@ class Ways:
         """True if torch would record nothing for gradients, where local operators may."""
         if self.in_place:  # torch would say that integers require a gradient
             return has_graded_operands(call)
-        # torch records no operator on them, as which others stand in on tensors of their own
+        # torch records no operator on inference tensors, for which others may make theirs
         return sharding.stands_in and not sharding.makes_views and _is_inference(call)
 
     # -- by other operators -------------------------------------------------------------------
@@ -119,12 +119,12 @@ class Ways:
                 way.strides = composed_strides(self.entry, call, specs)
             way.knows_strides = True
         if way.strides is not None:
-            for tensor, its in zip(tensors_in(result), way.strides, strict=True):
+            for tensor, strides in zip(tensors_in(result), way.strides, strict=True):
                 assert isinstance(tensor, DTensor)
                 is_new = tensor._viewed is None
                 is_new = is_new and all(tensor is not each for each in call.tensors)
                 if is_new or self.entry.is_view:
-                    tensor._spec = tensor._spec.with_strides(its)
+                    tensor._spec = tensor._spec.with_strides(strides)
         return result
 
     # -- on local tensors ---------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _is_kept(local: Tensor) -> bool:
     # What is kept for its gradient must not be what is then written to.
     if local.requires_grad and _grad_enabled():
         return True
-    # Torch refuses writes to what was moved of one; those to a tensor's data it does not.
+    # torch refuses writes to what was moved of an inference tensor, but none to tensor.data.
     return local.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -206,7 +206,7 @@ def _as_overloads_give(func: Any, tensors: tuple[Any, ...]) -> Any:
     the items of tuples.
     """
     returns = [schema.returns for schema in schemas_of(packet_of(func))]
-    has_list = any(its and str(its[0].type) == "List[Tensor]" for its in returns)
+    has_list = any(each and str(each[0].type) == "List[Tensor]" for each in returns)
     return list(tensors) if has_list else tuple(tensors)
 
 

@@ -1,4 +1,4 @@
-"""How the calls of one signature run, as data: what propagation finds and dispatch does."""
+"""The sharding of calls, as data: what propagation finds, and dispatch does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ InputLayout = tuple[DTensorSpec, Ints]
 
 
 class Finish(IntEnum):
-    """A step from the local result of a call to its result."""
+    """A step from the local result of a call to the result."""
 
     #: Computed anew where a number is not finite: infinity times a part of a partial sum that is
     #: zero, or of the other sign, is no part of infinity.
@@ -42,7 +42,7 @@ class Finish(IntEnum):
 
 @dataclass(eq=False, slots=True)
 class Composed:
-    """Other operators on DTensors compute the call, from its own arguments.
+    """Other operators on DTensors compute the call, from the arguments.
 
     Args:
         run: Called with the arguments.
@@ -94,7 +94,7 @@ _VIEWS = frozenset({Finish.VIEW, Finish.MAYBE_COPY, Finish.COPIED_VIEW})
 
 @dataclass(eq=False, slots=True)
 class OpSharding:
-    """How calls of one signature run, as a mesh caches it."""
+    """The sharding of calls of one signature, as a mesh caches it."""
 
     #: What computes the local results, or the call.
     way: Way

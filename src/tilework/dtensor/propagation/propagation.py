@@ -86,8 +86,8 @@ class ShardingPropagator:
                 found = strides.result_strides(self.entry, call, sharding.outputs)
             if found is not None:
                 sharding.outputs = [
-                    spec.with_strides(its)
-                    for spec, its in zip(sharding.outputs, found, strict=True)
+                    spec.with_strides(strides_)
+                    for spec, strides_ in zip(sharding.outputs, found, strict=True)
                 ]
             if memory is Finish.MAYBE_INPUT:
                 sharding.way = Composed(_first_tensor)
@@ -304,7 +304,7 @@ def _can_have_grad(tensor: Tensor) -> bool:
 def _view_or_copy(
     call: Call, outputs: Sequence[DTensorSpec]
 ) -> tuple[Finish | None, list[Ints] | None]:
-    """What the result of an operator that may copy is, and its strides."""
+    """A step that says whether an operator that may copy does, and the strides of the result."""
     tensors = strides.without_memory(call.tensors)
     shown = strides.called(call, tensors)
     found = strides.meta_strides(shown, outputs)
@@ -316,7 +316,7 @@ def _view_or_copy(
 
 
 def _kind_of_view(sharding: OpSharding, call: Call) -> Finish:
-    """What a view in torch is here; note on the way to run it if torch must make it again."""
+    """The step for a view in torch; note on the way to run it if torch must make it again."""
     if _moves_elements(sharding, call.tensors):
         return Finish.COPIED_VIEW
     if _has_empty_shard(sharding):

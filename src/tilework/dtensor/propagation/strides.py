@@ -359,8 +359,8 @@ def _like(tensor: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
 def _elementwise(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
     """Dims in memory ordered as the inputs'."""
     operands = [
-        (tuple(tensor.shape), its)
-        for tensor, its in zip(call.tensors, input_strides(call.tensors), strict=True)
+        (tuple(tensor.shape), strides)
+        for tensor, strides in zip(call.tensors, input_strides(call.tensors), strict=True)
     ]
     if name in _WITH_NUMBERS and any(isinstance(x, (int, float)) for x in call.args):
         operands.append(((), ()))

@@ -83,15 +83,14 @@ CALLS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_tensor_may_stand_for_a_number(name: str) -> None:
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_a_tensor_may_stand_for_a_number(placement: Placement) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
-        for placement in (Shard(0), Shard(1), Replicate()):
-            result = CALLS[name](distribute_tensor(FULL, mesh, [placement]))
-            assert isinstance(result, DTensor)
-            expected = CALLS[name](FULL)
-            assert result.stride() == expected.stride()
+        for name, call in CALLS.items():
+            result, expected = call(distribute_tensor(FULL, mesh, [placement])), call(FULL)
+            assert isinstance(result, DTensor), name
+            assert result.stride() == expected.stride(), name
             torch.testing.assert_close(result.full_tensor(), expected)
 
     run_ranks(2, program)
