@@ -134,7 +134,7 @@ COMPARISONS = [
         "dtensor/dispatch/finishing.py",
         "    return result.clone() if storage_of(result)",
         "    return result if storage_of(result)",
-        "tests/dtensor/op_db/test_memory_and_refusals.py tests/dtensor/rules/test_reshaping.py",
+        "tests/dtensor/rules/test_reshaping.py",
     ),
     fault(
         "normalize: a tensor is a number wherever one may be",

@@ -296,6 +296,16 @@ def test_views_share_memory(name: str) -> None:
         check_op(fn, A, meshes=[(2, 2)], most=5, seed=len(name), grads=grads)
 
 
+def test_copies_in_torch_share_no_memory_where_a_shard_could_be_viewed() -> None:
+    def program(rank: int) -> None:
+        x = cut(torch.arange(6.0).view(3, 2).t(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        before = x.full_tensor()
+        x.reshape(6).add_(1)
+        assert torch.equal(x.full_tensor(), before)
+
+    run_ranks(2, program)
+
+
 def test_a_view_that_moved_of_a_parameter_cannot_be_written_to() -> None:
     def program(rank: int) -> str:
         mesh = init_device_mesh("cpu", (2,))
