@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilework.comm.agreement import agree, check_equal
@@ -13,10 +15,41 @@ from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.provenance.replicas import compare_replicas
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, Shard
 from tilework.layout.placements import check_placements
 from tilework.layout.sharding import existing_dim, infer_splits
+from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
+from tilework.tiled.tensor import TiledTensor
+
+
+def check_local_tensor(local: Any) -> None:
+    """Raise TypeError if something is no plain dense tensor."""
+    refuse_torch_dtensor(local, "from_local")
+    if not isinstance(local, Tensor) or isinstance(local, TiledTensor):
+        raise TypeError(
+            f"from_local takes this rank's part as a plain tensor, got {type(local).__name__}"
+        )
+    if local.layout is not torch.strided or local.is_nested:
+        raise TypeError(
+            f"DTensors are dense, and from_local got a tensor "
+            f"{'that is nested' if local.is_nested else f'of {local.layout}'}: make it dense "
+            f"first, with to_dense() or to_padded_tensor()"
+        )
+
+
+def checked_shape(shape: Sequence[int] | None, stride: Sequence[int] | None) -> Ints | None:
+    """The global shape that from_local is given; ValueError if it, or the strides, are none."""
+    if shape is not None:
+        shape = whole_numbers(shape, "shape has a size for each dim, as (4, 3)")
+        if min(shape, default=0) < 0:
+            raise ValueError(f"shape has sizes of 0 or more, got {shape}")
+    if stride is not None:
+        stride = whole_numbers(stride, "stride has a whole number for each dim, as (3, 1)")
+        if shape is None or len(stride) != len(shape):
+            raise ValueError("pass shape and stride together, with an entry of each for each dim")
+    return shape
 
 
 def spec_from_local(

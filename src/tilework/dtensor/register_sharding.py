@@ -107,21 +107,25 @@ class _Ways:
             if all(isinstance(out, Partial) for out in outs):
                 self.linear.append(partial)
             return
-        places = [(arg, its.dim % arg.ndim) for arg, its in pairs if isinstance(its, Shard)]
-        results = [(n, out.dim) for n, out in enumerate(outs) if isinstance(out, Shard)]
-        results = [(n, dim % len(self._out_shapes[n])) for n, dim in results]
-        sizes = {arg.shape[dim] for arg, dim in places}
-        sizes |= {self._out_shapes[n][dim] for n, dim in results}
-        taken = any(self.dims[arg][dim] is not None for arg, dim in places)
-        taken = taken or any(self.out_dims[n][dim] is not None for n, dim in results)
+        places = [
+            (self.dims[arg], arg.shape, placement.dim % arg.ndim)
+            for arg, placement in pairs
+            if isinstance(placement, Shard)
+        ]
+        results = [
+            (self.out_dims[n], shape, out.dim % len(shape))
+            for n, (out, shape) in enumerate(zip(outs, self._out_shapes, strict=False))
+            if isinstance(out, Shard)
+        ]
+        sharded = [*places, *results]
+        sizes = {shape[dim] for _, shape, dim in sharded}
+        taken = any(factors[dim] is not None for factors, _, dim in sharded)
         reductions = {out.reduce_op for out in outs if isinstance(out, Partial)}
         if not places or len(sizes) != 1 or taken or len(reductions) > 1:
             return
         factor = Factor(sizes.pop(), reduce_op=next(iter(reductions), None))
-        for arg, dim in places:
-            self.dims[arg][dim] = factor
-        for n, dim in results:
-            self.out_dims[n][dim] = factor
+        for factors, _, dim in sharded:
+            factors[dim] = factor
 
 
 def _placements(placements: Iterable[Any]) -> list[Any]:

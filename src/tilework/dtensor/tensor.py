@@ -18,7 +18,12 @@ from tilework.dtensor.base import DTensorBase, data_of, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.debug.picture import layout_lines
-from tilework.dtensor.from_local import shape_of_equals, spec_from_local
+from tilework.dtensor.from_local import (
+    check_local_tensor,
+    checked_shape,
+    shape_of_equals,
+    spec_from_local,
+)
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.provenance.digests import (
@@ -34,7 +39,6 @@ from tilework.dtensor.torch_tensors import (
     awaited_in_graph,
     is_torch_dtensor,
     local_from_torch,
-    refuse_torch_dtensor,
     spec_from_torch,
     torch_from_local,
     torch_placements,
@@ -45,12 +49,11 @@ from tilework.dtensor.views.graph_views import before_leaving_graph
 from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
-from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
 from tilework.mesh.device_mesh import mesh_or_current
 from tilework.tiled.html import WIDTH, lines_html
 from tilework.tiled.normalize import torch_arguments
-from tilework.tiled.tensor import TiledTensor, is_called_within
+from tilework.tiled.tensor import is_called_within
 
 #: Runs an operator on DTensors: ``(func, args, kwargs)``. Set by tilework.dtensor.dispatch.
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -170,26 +173,8 @@ class DTensor(DTensorBase):
             [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
         """
         mesh = mesh_or_current(device_mesh)
-        refuse_torch_dtensor(local_tensor, "from_local")
-        if not isinstance(local_tensor, Tensor) or isinstance(local_tensor, TiledTensor):
-            raise TypeError(
-                f"from_local takes this rank's part as a plain tensor, got "
-                f"{type(local_tensor).__name__}"
-            )
-        if local_tensor.layout is not torch.strided or local_tensor.is_nested:
-            raise TypeError(
-                f"DTensors are dense, and from_local got a tensor "
-                f"{'that is nested' if local_tensor.is_nested else f'of {local_tensor.layout}'}: "
-                f"make it dense first, with to_dense() or to_padded_tensor()"
-            )
-        if shape is not None:
-            shape = whole_numbers(shape, "shape has a size for each dim, as (4, 3)")
-            if min(shape, default=0) < 0:
-                raise ValueError(f"shape has sizes of 0 or more, got {shape}")
-        if stride is not None:
-            stride = whole_numbers(stride, "stride has a whole number for each dim, as (3, 1)")
-        if stride is not None and (shape is None or len(stride) != len(shape)):
-            raise ValueError("pass shape and stride together, with an entry of each for each dim")
+        check_local_tensor(local_tensor)
+        shape = checked_shape(shape, stride)
         if run_check and not check:
             raise ValueError("run_check=True compares ranks, and check=False does not: leave one")
         local = on_device(awaited_in_graph(local_tensor), mesh)

@@ -30,22 +30,7 @@ def batched_grads(
         named: Its other arguments.
     """
     batches = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
-    if len(batches) < len(outs) or any(batch is None for batch in batches):
-        raise RuntimeError(
-            "is_grads_batched=True needs a batch of gradients for each output: pass grad_outputs"
-        )
-    for out, batch in zip(outs, batches, strict=False):
-        if batch.dim() == 0 or batch.shape[1:] != out.shape or not len(batch):
-            raise RuntimeError(
-                f"with is_grads_batched=True a gradient has the shape of its output after a first "
-                f"dim that counts them: expected {['n', *out.shape]}, got {list(batch.shape)}"
-            )
-    count, *others = {len(batch): None for _, batch in zip(outs, batches, strict=False)}
-    if others:
-        raise ValueError(
-            f"with is_grads_batched=True all gradients have as many rows, got "
-            f"{[len(batch) for batch in batches]}"
-        )
+    count = _rows_of(batches, outs)
     materialized = named["materialize_grads"]
     if materialized:
         if named["allow_unused"] is False:
@@ -74,3 +59,29 @@ def batched_grads(
         else None
         for tensor, grads in zip(ins, zip(*rows, strict=True), strict=True)
     )
+
+
+def _rows_of(batches: list[Any], outs: list[Tensor]) -> int:
+    """The number of rows that all batches have.
+
+    Raises:
+        RuntimeError: An output has none, or of another shape.
+        ValueError: They have unlike numbers of rows.
+    """
+    if len(batches) < len(outs) or any(batch is None for batch in batches):
+        raise RuntimeError(
+            "is_grads_batched=True needs a batch of gradients for each output: pass grad_outputs"
+        )
+    for out, batch in zip(outs, batches, strict=False):
+        if batch.dim() == 0 or batch.shape[1:] != out.shape or not len(batch):
+            raise RuntimeError(
+                f"with is_grads_batched=True a gradient has the shape of its output after a first "
+                f"dim that counts them: expected {['n', *out.shape]}, got {list(batch.shape)}"
+            )
+    count, *others = {len(batch): None for _, batch in zip(outs, batches, strict=False)}
+    if others:
+        raise ValueError(
+            f"with is_grads_batched=True all gradients have as many rows, got "
+            f"{[len(batch) for batch in batches]}"
+        )
+    return count

@@ -52,17 +52,21 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         *[_local(arg) for arg in args], **{key: _local(value) for key, value in kwargs.items()}
     )
     if name.endswith("_"):
-        for tensor in lists[0] if name not in _FUSED else (x for its in lists for x in its):
-            if isinstance(tensor, DTensor):
-                copied_views.wrote(tensor)
-                if torch.is_grad_enabled():
-                    local_graph.mirror_requires_grad(tensor)
-                    local_graph.mirror_in_bases(tensor)
+        _note_written([x for each in lists for x in each] if name in _FUSED else lists[0])
         return None
     return [
         tensor if spec is None else _wrapped_like(tensor, spec)
         for tensor, spec in zip(result, layouts, strict=True)
     ]
+
+
+def _note_written(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            copied_views.wrote(tensor)
+            if torch.is_grad_enabled():
+                local_graph.mirror_requires_grad(tensor)
+                local_graph.mirror_in_bases(tensor)
 
 
 def _wrapped_like(local: Tensor, spec: DTensorSpec) -> DTensor:

@@ -42,16 +42,10 @@ def wrapped(
     result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh, digest: int
 ) -> Any:
     """A local result as DTensors of these layouts; None: replicated."""
-    kind = result.__class__
-    if (kind is tuple or kind is list) and outputs is not None and torch.is_grad_enabled():
-        # Mostly: pieces of a tensor. What else there may be is looked for below.
-        pieces = [
-            wrap(piece, spec, hash((digest, number)))
-            for number, (piece, spec) in enumerate(zip(result, outputs, strict=False))
-            if piece.__class__ is Tensor and piece.layout is torch.strided
-        ]
-        if len(pieces) == len(result) == len(outputs):
-            return kind(pieces)
+    if outputs is not None and torch.is_grad_enabled():
+        pieces = _wrapped_pieces(result, outputs, digest)
+        if pieces is not None:
+            return pieces
     tensors = tensors_in(result)
     if not tensors:
         return result
@@ -68,6 +62,19 @@ def wrapped(
             for number, (tensor, spec) in enumerate(zip(tensors, outputs, strict=True))
         ]),
     )  # fmt: skip
+
+
+def _wrapped_pieces(result: Any, outputs: Sequence[DTensorSpec], digest: int) -> Any:
+    """The pieces of a tensor as DTensors: the most frequent of several results. Else None."""
+    kind = result.__class__
+    if not ((kind is tuple or kind is list) and len(result) == len(outputs)):
+        return None
+    if not all(piece.__class__ is Tensor and piece.layout is torch.strided for piece in result):
+        return None
+    return kind([
+        wrap(piece, spec, hash((digest, number)))
+        for number, (piece, spec) in enumerate(zip(result, outputs, strict=True))
+    ])  # fmt: skip
 
 
 def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[DTensorSpec] | None]:
