@@ -28,14 +28,10 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
     anew, in_place = getattr(Tensor, name), getattr(Tensor, name + "_")
 
     def here(writes: bool, input: Arg, dim: int, index: Arg, *args: Any, **kwargs: Any) -> Any:
-        if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
+        source = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Arg)), None)
+        if not _lie_alike(input, dim, index, source):
             return None
         dim = dim_at(dim, input.ndim)
-        source = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Arg)), None)
-        if source is not None and source.shape != index.shape:
-            return None
-        if any(input.shape[i] != index.shape[i] for i in range(input.ndim) if i != dim):
-            return None
         dims = [Factor(size, f"d{i}", reduce_op=None) for i, size in enumerate(input.shape)]
         source_dims: list[Factor | None] = [*dims]
         source_dims[dim] = None
@@ -62,6 +58,16 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
         return local_call(inputs, [dims], linear=linear, run=run)
 
     return here
+
+
+def _lie_alike(input: Arg, dim: int, index: Any, source: Arg | None) -> bool:
+    """True if all sizes are equal, but that of the input's dim to scatter along."""
+    if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
+        return False
+    if source is not None and source.shape != index.shape:
+        return False
+    dim = dim_at(dim, input.ndim)
+    return all(input.shape[i] == index.shape[i] for i in range(input.ndim) if i != dim)
 
 
 def _write_with_spare_place(
