@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -216,7 +217,7 @@ def slowest(every: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(each[name] for each in every) for name in every[0]}
 
 
-def show(console: Console, title: str, times: Times, digits: int) -> None:
+def show(console: Console, title: str, times: Times, digits: int) -> Chart:
     table = Table(title=title)
     table.add_column("")
     names = list(next(iter(times.values())))
@@ -225,6 +226,7 @@ def show(console: Console, title: str, times: Times, digits: int) -> None:
     for case, row in times.items():
         table.add_row(case, *[f"{row[name]:.{digits}f}" for name in names])
     console.print(table)
+    return chart(table, names)
 
 
 def main() -> None:
@@ -232,10 +234,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--skip-compile", action="store_true", help="leave Inductor out")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
+    add_plot_option(parser)
     options = parser.parse_args()
     console = Console(width=140)
     console.print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}")
     written: dict[str, Any] = {}
+    charts = []
     for ranks in options.ranks:
         every = run_ranks(
             ranks, work, ranks, not options.skip_compile, kind="processes", timeout=LIMIT
@@ -243,11 +247,12 @@ def main() -> None:
         times = {case: slowest([each[0][case] for each in every]) for case in CASES}
         seconds = {case: slowest([each[1][case] for each in every]) for case in CASES}
         costs = slowest([each[2] for each in every])
-        show(console, f"{ranks} ranks: a step, µs", times, 0)
+        charts.append(show(console, f"{ranks} ranks: a step, µs", times, 0))
         show(console, f"{ranks} ranks: the second call, s", seconds, 2)
         for name, value in costs.items():
             console.print(f"{name}: {value:.1f} µs")
         written[str(ranks)] = {"steps": times, "second call": seconds, "costs": costs}
+    draw(options.plot, *charts)
     if options.json:
         options.json.write_text(json.dumps(written, indent=1))
 

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as reference
+from plotting import Chart, add_plot_option, draw
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -46,10 +47,10 @@ from torch.distributed.tensor import Shard as TheirShard
 
 import tilework.distributed as dist
 from tilework import checkpoint
-from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.late_close import late_close
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.save_planning import TensorToSave, assign_writers
+from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from tilework.layout import Box
 from tilework.testing import run_ranks
@@ -348,8 +349,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
     parser.add_argument("--cold", action="store_true", help="drop caches before each call")
     parser.add_argument("--json", type=Path)
+    add_plot_option(parser)
     options = parser.parse_args()
     figures: dict[str, Any] = {"planning": planning()}
+    charts = []
     for name, seconds in figures["planning"].items():
         print(f"{name}: {seconds * 1000:.0f} ms")
     for ranks in options.ranks:
@@ -362,6 +365,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         Console(width=110).print(table(found, ranks, options))
+        charts.append(Chart(f"{options.mib} MiB on {ranks} ranks: seconds", list(found.items())))
         print("room, in MiB:", ", ".join(f"{name}: {mib}" for name, mib in room.items()))
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
@@ -370,6 +374,8 @@ def main() -> None:
         shutil.rmtree(folder)
     figures["beside"] = found
     Console(width=110).print(table(found, 1, options))
+    charts.append(Chart(f"{options.mib} MiB on 1 rank: seconds", list(found.items())))
+    draw(options.plot, *charts)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -29,9 +28,9 @@ from typing import Any
 
 import torch
 from drawing import (
+    charts,
     comparison_lines,
     limit_lines,
-    plot,
     scaling_table,
     segment_table,
     times_table,
@@ -53,6 +52,7 @@ from figures import (
     to_json,
 )
 from measuring import work
+from plotting import add_plot_option, draw
 from rich.console import Console
 
 import tilework
@@ -235,15 +235,13 @@ def parse_options() -> argparse.Namespace:
         "--neighbours", type=int, default=0, metavar="N", help="beside N processes that compute"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, too")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw them (needs matplotlib)")
+    add_plot_option(parser)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # this is one of the ranks
     options = parser.parse_args()
     if options.neighbours < 0:
         parser.error("--neighbours: a number of processes, 0 or more")
     if min(options.ranks) < 2:
         parser.error("--ranks: a collective needs at least 2 ranks")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
     return options
 
 
@@ -288,8 +286,7 @@ def main() -> None:
     if options.json:
         results = {"machine": about} | report(cells, segment, plan)
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if options.plot:
-        plot(cells, options.plot)
+    draw(options.plot, *charts(cells))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -202,7 +203,7 @@ def check(every: list[Figures]) -> None:
                 raise SystemExit(f"{figures.model}: loss {loss} by {way}, {base} by torch on Gloo")
 
 
-def show(figures: Figures, ranks: int) -> None:
+def show(figures: Figures, ranks: int) -> Chart:
     """Print one model's table."""
     title = f"{figures.model}: {figures.parameters / 1e6:.2f} M parameters, {ranks} ranks"
     table = Table(title=f"{title}, {os.cpu_count()} cores, {cpu_name()}; milliseconds")
@@ -220,6 +221,7 @@ def show(figures: Figures, ranks: int) -> None:
             row += [f"{figures.ratio(way, base):.2f}" for base in bases]
         table.add_row(way, *row, f"{statistics.median(figures.construction[way]):.1f}")
     Console(width=120).print(table)
+    return chart(table, ("step",))
 
 
 def cpu_name() -> str:
@@ -238,13 +240,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write every figure there")
+    add_plot_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         spawn(measure, (options.ranks, Path(folder), options), options.ranks, start="fork")
         every = [Figures(**each) for each in json.loads((Path(folder) / "figures").read_text())]
     check(every)
-    for figures in every:
-        show(figures, options.ranks)
+    draw(options.plot, *[show(figures, options.ranks) for figures in every])
     if options.json is not None:
         machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__}
         report = {"ranks": options.ranks, "machine": machine, "models": [asdict(f) for f in every]}

@@ -1,18 +1,14 @@
-"""How ``collectives.py`` shows its figures: tables, lines of text, curves."""
+"""How ``collectives.py`` shows its figures: tables, lines of text, charts."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
-from figures import LARGEST, OPERATIONS, SEGMENT, SIZES, TILEWORK, Cell, compare, scaled, size_text
+from figures import SEGMENT, TILEWORK, Cell, compare, scaled, size_text
+from plotting import Chart
 from rich.markup import escape
 from rich.table import Table
 
-COLORS = {TILEWORK: "tab:blue", "Gloo": "tab:orange", "Open MPI": "tab:green"}
-STYLES = {"float32": "-", "bfloat16": "--"}
 #: A rank's share of these does not grow with the number of ranks.
 EVEN_WORK = ("all_reduce", "broadcast", "all_to_all", "barrier")
 
@@ -130,62 +126,12 @@ def comparison_lines(cells: Sequence[Cell], peer: str) -> Iterator[str]:
     yield escape(f"tilework is slower than {peer} in {count}" + f": {names}" * bool(slower))
 
 
-def plot(cells: Sequence[Cell], path: Path) -> None:
-    """Time over size, a panel for each operation and number of ranks, in one PNG."""
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    counts = sorted({cell.ranks for cell in cells})
-    sized = {cell.case.operation for cell in cells if cell.case.bytes}
-    operations = [name for name in OPERATIONS if name in sized]
-    if not operations:
-        print("nothing to draw: barriers have no size")
-        return
-    shape = (3.4 * len(operations), 3.2 * len(counts) + 0.4)
-    figure, axes = pyplot.subplots(
-        len(counts), len(operations), figsize=shape, sharex=True, sharey=True, squeeze=False
-    )
-    for row, ranks in zip(axes, counts, strict=True):
-        for axis, operation in zip(row, operations, strict=True):
-            chosen = [c for c in cells if (c.case.operation, c.ranks) == (operation, ranks)]
-            axis.set_title(f"{operation}, {ranks} ranks", fontsize=10)
-            draw_panel(axis, chosen)
-    for row in axes:
-        row[0].set_ylabel("microseconds a call")
-    by_label = {
-        text: line
-        for row in axes
-        for axis in row
-        for line, text in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(by_label.values(), by_label.keys(), loc="lower center", ncols=7)
-    figure.tight_layout(rect=(0, 0.4 / shape[1], 1, 1))
-    figure.savefig(path, dpi=110)
-
-
-def draw_panel(axis: Any, cells: Sequence[Cell]) -> None:
-    """Each peer's curve for each dtype, and memory's limit."""
-    if not cells:
-        axis.axis("off")
-        axis.set_title("")
-        return
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.grid(alpha=0.3)
-    axis.set_xticks(SIZES, [size_text(size) for size in SIZES], rotation=45, fontsize=8)
-    axis.tick_params(labelbottom=True)
-    for peer in dict.fromkeys(name for cell in cells for name in cell.seconds):
-        for dtype, style in STYLES.items():
-            points = [
-                (cell.case.bytes, seconds * 1e6)
-                for cell in cells
-                if cell.case.dtype == dtype and (seconds := cell.seconds[peer]) is not None
-            ]
-            if points:
-                look = {"color": COLORS[peer], "linestyle": style, "marker": ".", "linewidth": 1.2}
-                axis.plot(*zip(*points, strict=True), label=f"{peer}, {dtype}", **look)
-    for cell in cells:
-        if cell.limit is not None:
-            sizes = [LARGEST // 16, LARGEST]  # below, caches are faster than memory
-            limits = [cell.limit * 1e6 * size / cell.case.bytes for size in sizes]
-            axis.plot(sizes, limits, "k:", linewidth=1.8, label="memory's limit")
+def charts(cells: Sequence[Cell]) -> Iterator[Chart]:
+    """Bars of all times, a chart for each number of ranks."""
+    for ranks in sorted({cell.ranks for cell in cells}):
+        rows = [
+            (str(cell.case), {who: s * 1e6 for who, s in cell.seconds.items() if s is not None})
+            for cell in cells
+            if cell.ranks == ranks
+        ]
+        yield Chart(f"{ranks} ranks: microseconds a call", rows)

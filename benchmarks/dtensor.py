@@ -34,6 +34,7 @@ import torch
 import torch.distributed as reference
 import torch.distributed.tensor as theirs
 import torch.nn.functional as F
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -393,7 +394,7 @@ def combine(by_rank: Sequence[Sequence[Row]]) -> list[Row]:
 # -- what is shown ---------------------------------------------------------------------------
 
 
-def show(rows: Sequence[Row], others: Mapping[str, float], console: Console) -> None:
+def show(rows: Sequence[Row], others: Mapping[str, float], console: Console) -> Chart:
     table = Table(title="Microseconds a call")
     table.add_column("case", no_wrap=True)
     for column in (
@@ -425,6 +426,7 @@ def show(rows: Sequence[Row], others: Mapping[str, float], console: Console) -> 
     console.print(table)
     for what, value in others.items():
         console.print(f"{what}: {value:,.0f}" + ("" if "kept" in what else " us"))
+    return chart(table, (PLAIN, UNCOMPARED, TILEWORK, TORCH, BY_HAND), labels=2)
 
 
 def main() -> None:
@@ -435,6 +437,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences")
     parser.add_argument("--json", type=Path, help="write every figure there")
+    add_plot_option(parser)
     options = parser.parse_args()
     rows: list[Row] = []
     others = {**importing(), **planning()}
@@ -445,7 +448,7 @@ def main() -> None:
             others |= {f"{what}, {n} ranks": value for what, value in found[0][1].items()}
     console = Console()
     console.width = max(console.width, 120)  # a table in a file is not squeezed
-    show(rows, others, console)
+    draw(options.plot, show(rows, others, console))
     if options.json is not None:
         machine = {
             "cores": os.cpu_count(),

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as reference
 import torch.distributed._functional_collectives as torchs
+from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 
@@ -91,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--json", type=Path)
+    add_plot_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(
@@ -105,6 +107,7 @@ def main() -> None:
     for way, row in found.items():
         table.add_row(way, *(f"{row[str(size)]:.1f}" for size in SIZES))
     Console().print(table)
+    draw(options.plot, chart(table, [f"{size} B" for size in SIZES]))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
 

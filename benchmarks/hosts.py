@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from collectives import machine
 from figures import KIB, MIB, geometric_mean, size_text
+from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 
@@ -167,6 +168,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--mbit", type=int, default=400, help="the link, each way (400)")
     parser.add_argument("--ranks", type=int, default=2, help="on each host (2)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    add_plot_option(parser)
     options = parser.parse_args()
     why_not = why_no_hosts()
     if why_not is not None:
@@ -192,7 +194,9 @@ def main() -> None:
     about = {**machine(), "load": round(os.getloadavg()[0], 2)}
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
     title = f"two hosts of {options.ranks} ranks, {options.mbit} Mbit/s; x: times hybrid's"
-    console.print(table(plan, figures, title))
+    shown = table(plan, figures, title)
+    console.print(shown)
+    draw(options.plot, chart(shown, ("hybrid\nms", "gloo\nms"), labels=2))
     times = geometric_mean([cell["gloo"].seconds / cell["hybrid"].seconds for cell in figures])
     sent = geometric_mean([cell["gloo"].sent_bytes / cell["hybrid"].sent_bytes for cell in figures])
     console.print(f"Gloo takes {times:.2f} times as long, and sends {sent:.2f} times as much")

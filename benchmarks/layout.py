@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -194,7 +195,7 @@ def plan_once(make: Make, extent: int, rank: int) -> tuple[tuple[float, float, f
     return (build, first, following), one
 
 
-def show(validated: list[Validated], plans: list[Planned]) -> None:
+def show(validated: list[Validated], plans: list[Planned]) -> tuple[Chart, Chart]:
     console = Console()
     table = Table(title="No two boxes overlap: milliseconds, metadata objects to answer")
     table.add_column("arrangement")
@@ -204,6 +205,7 @@ def show(validated: list[Validated], plans: list[Planned]) -> None:
         ours, theirs = f"{v.tilework_seconds * 1e3:.2f}", f"{v.torch_seconds * 1e3:.2f}"
         table.add_row(v.arrangement, f"{v.boxes:,}", ours, theirs, f"{v.ratio:.1f}")
     console.print(table)
+    validation = table
     table = Table(title="One rank's plan: milliseconds (tilings: building both)")
     table.add_column("from what to what")
     for column in ("ranks", "tilings", "first", "next", "pieces"):
@@ -213,6 +215,7 @@ def show(validated: list[Validated], plans: list[Planned]) -> None:
         times = [f"{s * 1e3:.2f}" for s in (p.build_seconds, p.first_seconds, p.next_seconds)]
         table.add_row(p.case, f"{p.ranks:,}", *times, f"{p.pieces:,}", p.collective)
     console.print(table)
+    return chart(validation, ("tilework", "torch"), labels=2), chart(table, ("first", "next"))
 
 
 def main() -> None:
@@ -221,6 +224,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4096, help="a power of four")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write every figure there")
+    add_plot_option(parser)
     options = parser.parse_args()
     console = Console(stderr=True)
     fields = [field for count in options.boxes for field in arrangements(count)]
@@ -233,7 +237,7 @@ def main() -> None:
         planned(name, options.ranks, make, options.rounds)
         for name, make in track(cases, "planning", console=console, transient=True)
     ]
-    show(validated, plans)
+    draw(options.plot, *show(validated, plans))
     if options.json is not None:
         machine = {
             "python": platform.python_version(),

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 
@@ -124,7 +125,7 @@ def hidden(times: Times) -> float:
     return statistics.median(one - other for one, other in pairs) / shorter
 
 
-def show(scenes: Sequence[tuple[int, bool, Times]], count: int, cores: int) -> None:
+def show(scenes: Sequence[tuple[int, bool, Times]], count: int, cores: int) -> Chart:
     """A table, and what it means."""
     console = Console()
     drawn = Table(title=f"milliseconds; {count} all_reduces of 16 MiB; {cores} cores")
@@ -142,6 +143,7 @@ def show(scenes: Sequence[tuple[int, bool, Times]], count: int, cores: int) -> N
         "no core is idle, and what runs behind the compute loop slows it down. Then async saves "
         "only what would be spent waiting, such as for a late peer."
     )
+    return chart(drawn, (COMPUTE, REDUCE, SEQUENTIAL, OVERLAPPED))
 
 
 def parse_options(cores: int) -> argparse.Namespace:
@@ -152,6 +154,7 @@ def parse_options(cores: int) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=10, help="all_reduces in flight (default: 10)")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, too")
+    add_plot_option(parser)
     options = parser.parse_args()
     if min(options.ranks) < 2 or options.count < 1 or options.rounds < 1:
         parser.error("at least 2 ranks, 1 all_reduce and 1 round are needed")
@@ -163,7 +166,7 @@ def main() -> None:
     options = parse_options(cores)
     wanted = [(ranks, False) for ranks in options.ranks] + [(2, True)]
     scenes = [(n, late, scene(n, options.count, late, options.rounds)) for n, late in wanted]
-    show(scenes, options.count, cores)
+    draw(options.plot, show(scenes, options.count, cores))
     if options.json:
         results = [
             {"ranks": ranks, "late_peer": late, "seconds": times, "hidden": hidden(times)}

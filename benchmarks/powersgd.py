@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 
@@ -46,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes and losses with communication hooks.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
+    add_plot_option(parser)
     given = parser.parse_args()
     results = {name: measure(flags, given) for name, flags in HOOKS.items()}
     plain = results["all_reduce"]
@@ -61,6 +63,7 @@ def main() -> None:
             f"{result['tokens_per_s']:,}",
         )
     Console().print(table)
+    draw(given.plot, *[chart(table, (name,)) for name in ("MB a step", "last loss", "tokens/s")])
     print(json.dumps(results))
 
 

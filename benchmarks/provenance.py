@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from dtensor import LIMIT, TILEWORK, UNCOMPARED, block, there_and_back
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -156,7 +157,7 @@ def best(runs: Sequence[Times]) -> Times:
     }
 
 
-def show(here: Times, there: Times | None, console: Console) -> None:
+def show(here: Times, there: Times | None, console: Console) -> Chart:
     table = Table(title="Microseconds a call")
     table.add_column("case", no_wrap=True)
     for column in ("off", "sampled", "sampled / off", "goal", OTHER, "now / then"):
@@ -171,6 +172,7 @@ def show(here: Times, there: Times | None, console: Console) -> None:
             row += [f"{then:,.2f}", f"{times[TILEWORK] / then:.3f}"]
         table.add_row(*row)
     console.print(table)
+    return chart(table, ("off", "sampled", OTHER) if there is not None else ("off", "sampled"))
 
 
 def main() -> None:
@@ -180,6 +182,7 @@ def main() -> None:
     parser.add_argument("--against", help="an interpreter with another tilework")
     parser.add_argument("--runs", type=int, default=3, help="programs of each, with --against")
     parser.add_argument("--json", type=Path, help="write the times there")
+    add_plot_option(parser)
     options = parser.parse_args()
     here, there = [], []
     for _ in range(options.runs if options.against else 1):
@@ -190,7 +193,7 @@ def main() -> None:
             here.append(measured(options.ranks, options.rounds))
     console = Console()
     console.width = max(console.width, 100)
-    show(best(here), best(there) if there else None, console)
+    draw(options.plot, show(best(here), best(there) if there else None, console))
     if options.json is not None:
         options.json.write_text(json.dumps(best(here), indent=1) + "\n")
 

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -102,7 +103,7 @@ def measure(sizes: list[int], rounds: int) -> Iterator[Timed]:
             yield Timed(operation, str(tensor.dtype).removeprefix("torch."), elements, *times)
 
 
-def show(timed: list[Timed], threads: int) -> None:
+def show(timed: list[Timed], threads: int) -> Chart:
     table = Table(title=f"Nanoseconds per element, torch with {threads} thread(s)")
     for column in ("operation", "dtype"):
         table.add_column(column)
@@ -115,6 +116,7 @@ def show(timed: list[Timed], threads: int) -> None:
     console.print(table)
     mean, least = statistics.geometric_mean(t.ratio for t in timed), min(t.ratio for t in timed)
     console.print(f"torch takes {mean:.1f} times as long (geometric mean), at least {least:.1f}")
+    return chart(table, ("tilework", "torch"), labels=3)
 
 
 def main() -> None:
@@ -123,10 +125,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="that torch may use")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write every figure there")
+    add_plot_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     timed = list(measure(options.elements, options.rounds))
-    show(timed, options.threads)
+    draw(options.plot, show(timed, options.threads))
     if options.json is not None:
         machine = {
             "python": platform.python_version(),

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -194,6 +195,7 @@ def main() -> None:
     parser.add_argument("--only-kills", action="store_true", help="no costs of copies")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--as-rank", nargs=3, help=argparse.SUPPRESS)
+    add_plot_option(parser)
     options = parser.parse_args()
     if options.as_rank:
         folder, model, way = options.as_rank
@@ -211,6 +213,7 @@ def main() -> None:
         more = f"{100 * each.share:+.1f} %"
         table.add_row(each.model, each.way, *milliseconds, more, f"{each.bytes / 1e6:.0f} MB")
     console.print(table)
+    draw(options.plot, chart(table, ("step alone", "with copies"), labels=2))
     recoveries = {}
     for model in options.models if options.kills else ():
         for way in options.ways:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as reference
+from plotting import add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 
@@ -122,6 +123,7 @@ def turn(call: Call) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path)
+    add_plot_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(2, measure, folder, kind="processes", timeout=timedelta(minutes=5))[0]
@@ -130,6 +132,7 @@ def main() -> None:
         ratio = row[TORCH] / row[TILEWORK]
         table.add_row(title, f"{row[TILEWORK]:,.0f}", f"{row[TORCH]:,.0f}", f"{ratio:.1f}")
     Console().print(table)
+    draw(options.plot, chart(table, (TILEWORK, TORCH)))
     if options.json:
         options.json.write_text(json.dumps(found, indent=2))
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as reference
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 
@@ -251,7 +252,7 @@ def size(nbytes: int) -> str:
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // 1024} KiB"
 
 
-def show(rows: list[Row], console: Console) -> None:
+def show(rows: list[Row], console: Console) -> Chart:
     table = Table(title="Microseconds a call; MiB that a process grows by meanwhile")
     table.add_column("case", no_wrap=True)
     for column in ("ranks", TILEWORK, GLOO, "x", BARE, "rate", FRESH, "rate", "MiB", "Gloo: MiB"):
@@ -268,6 +269,7 @@ def show(rows: list[Row], console: Console) -> None:
             *(f"{extra[name]:.1f}" if extra else "-" for name in (TILEWORK, GLOO)),
         )
     console.print(table)
+    return chart(table, (TILEWORK, GLOO, BARE, FRESH), labels=2)
 
 
 def against(times: dict[str, float], name: str) -> tuple[str, str]:
@@ -284,6 +286,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns that each gets")
     parser.add_argument("--seconds", type=float, default=0.1, help="what a turn may take")
     parser.add_argument("--json", type=Path, help="write every figure there")
+    add_plot_option(parser)
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -293,7 +296,7 @@ def main() -> None:
             )
     console = Console()
     console.width = max(console.width, 120)  # a table in a file is not squeezed
-    show(rows, console)
+    draw(options.plot, show(rows, console))
     if options.json is not None:
         machine = {
             "cores": os.cpu_count(),

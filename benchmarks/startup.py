@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -98,7 +99,7 @@ def measure(field: list[Contestant], rounds: int) -> list[list[float]]:
     return times
 
 
-def show(field: list[Contestant], times: list[list[float]], ranks: int) -> None:
+def show(field: list[Contestant], times: list[list[float]], ranks: int) -> Chart:
     table = Table(title=f"From start to end, {ranks} ranks on {os.cpu_count()} cores")
     table.add_column("command")
     table.add_column("each rank does")
@@ -109,6 +110,7 @@ def show(field: list[Contestant], times: list[list[float]], ranks: int) -> None:
         row = [f"{statistics.median(seen):.2f}", f"{min(seen):.2f}", f"{ratio:.2f}"]
         table.add_row(contestant.name, contestant.work, *row)
     Console().print(table)
+    return chart(table, ("median s", "least s"), labels=2)
 
 
 def ratio_to_first(seen: list[float], baseline: list[float]) -> float:
@@ -133,11 +135,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write every figure there")
+    add_plot_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         field = contestants(options.ranks, Path(folder))
         times = measure(field, options.rounds)
-    show(field, times, options.ranks)
+    draw(options.plot, show(field, times, options.ranks))
     if options.json is not None:
         machine = {"python": platform.python_version(), "cores": os.cpu_count()}
         report = {"ranks": options.ranks, "machine": machine, "results": results(field, times)}

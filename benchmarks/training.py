@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -285,7 +286,7 @@ def check(found: list[Figures]) -> None:
             raise SystemExit(f"{figures.program}: loss {ours} on tilework, {theirs} on Gloo")
 
 
-def show(found: list[Figures], ranks: int, threads: int) -> None:
+def show(found: list[Figures], ranks: int, threads: int) -> Chart:
     table = Table(
         title=f"Milliseconds a step, {ranks} ranks x {threads} thread(s), {os.cpu_count()} cores"
     )
@@ -301,6 +302,7 @@ def show(found: list[Figures], ranks: int, threads: int) -> None:
             *(f"{100 * figures.share(way):.0f} %" for way in (GLOO, TILEWORK)),
         )
     Console().print(table)
+    return chart(table, WAYS, labels=1)
 
 
 def main() -> None:
@@ -311,6 +313,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write every figure there")
+    add_plot_option(parser)
     options = parser.parse_args()
     if importlib.util.find_spec("accelerate") is None and "accelerate" in options.programs:
         options.programs.remove("accelerate")
@@ -320,7 +323,7 @@ def main() -> None:
         spawn(measure, arguments, options.ranks, start="fork")
         found = [Figures(**each) for each in json.loads((Path(folder) / "found").read_text())]
     check(found)
-    show(found, options.ranks, options.threads)
+    draw(options.plot, show(found, options.ranks, options.threads))
     if options.json is not None:
         machine = {"python": platform.python_version(), "torch": torch.__version__}
         report = {

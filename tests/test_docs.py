@@ -32,6 +32,8 @@ PAGES = sorted(
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#)([^)#\s]+)")
 VARIABLE = re.compile(r"\bTILEWORK_[A-Z_]*[A-Z]")
+#: The name of a tab of the site, after the language.
+TAB = re.compile(r" tab=\"[^\"]+\"$")
 OTHER_LANGUAGES = {"bash", "console", "cpp", "json", "make", "text", "toml"}
 
 
@@ -145,7 +147,9 @@ def test_every_block_says_what_it_is() -> None:
     unclear = [
         f"{block.where}: {block.info!r}"
         for block in BLOCKS
-        if block.info != "python" and not block.ranks and block.info not in OTHER_LANGUAGES
+        if block.info != "python"
+        and not block.ranks
+        and TAB.sub("", block.info) not in OTHER_LANGUAGES
     ]
     assert not unclear
 
@@ -154,3 +158,15 @@ def test_every_block_says_what_it_is() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     assert not [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+
+
+IMPORT = re.compile(r"^from (tilework[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+
+
+def test_each_name_is_imported_from_the_same_place_throughout() -> None:
+    places: dict[str, set[str]] = {}
+    for text in (block.text for block in BLOCKS if block.info.startswith("python")):
+        for package, names in IMPORT.findall(text):
+            for name in re.findall(r"\w+(?=,|\s|\)|$)", re.sub(r" as \w+", "", names)):
+                places.setdefault(name, set()).add(package)
+    assert not {name: found for name, found in places.items() if len(found) > 1}

@@ -76,6 +76,8 @@ HOME_PLACE = "README.md"
 #: How search ranks pages: what to do before what was decided.
 BOOSTS = (
     ("how-to/first-steps.md", 8.0),
+    ("how-to/launch.md", 6.0),
+    ("how-to/notebooks.md", 6.0),
     ("how-to/", 4.0),
     ("errors/README.md", 8.0),
     ("errors/", 3.0),
@@ -100,6 +102,9 @@ ALIASES = {
 }
 #: The tests' word for how many ranks run a block; Markdown's would take the fence for text.
 _FENCE_OPTIONS = re.compile(r"(?m)^(```python) ranks=\d+$")
+#: Fences with nothing but an empty line between them, each with a tab's name after the language.
+_TAB = r"^```(\w+) tab=\"([^\"\n]+)\"\n((?:(?!```).*\n)*)```\n"
+_TABS = re.compile(rf"(?m)(?:{_TAB}\n?)+")
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
@@ -147,7 +152,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turn links through the repository into links within the site; say what search ranks."""
     place = page.file.src_uri
-    markdown = _FENCE_OPTIONS.sub(r"\1", markdown)
+    markdown = _TABS.sub(_as_tabs, _FENCE_OPTIONS.sub(r"\1", markdown))
     boost = next((boost for begin, boost in BOOSTS if place.startswith(begin)), None)
     if boost is not None:
         page.meta.setdefault("search", {})["boost"] = boost
@@ -156,6 +161,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if place == HOME_PLACE:  # the repository's own page, and below it the list of all pages
         page.meta["hide"] = ["navigation"]
         readme = _FENCE_OPTIONS.sub(r"\1", (ROOT / "README.md").read_text())
+        readme = _TABS.sub(_as_tabs, readme)
         home = _with_links(readme, "README.md", place)
         every_page = _with_links(markdown, "docs/README.md", place).replace("# ", "## ", 1)
         return f"{home}\n\n{every_page}"
@@ -172,6 +178,15 @@ def _first_sentence(markdown: str) -> str:
             plain = re.sub(r"[*`]|\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
             return plain.partition(". ")[0][:200]
     return ""
+
+
+def _as_tabs(match: re.Match[str]) -> str:
+    """Neighbouring fences as tabs: elsewhere they are plain blocks, one below the other."""
+    tabs = []
+    for language, name, text in re.findall(f"(?m){_TAB}", match[0]):
+        lines = [f"```{language}", *text.splitlines(), "```"]
+        tabs.append(f'=== "{name}"\n\n' + "\n".join(f"    {line}".rstrip() for line in lines))
+    return "\n\n".join(tabs) + "\n"
 
 
 def _with_links(markdown: str, source: str, place: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,33 @@ def test_show_of_the_checkpoints_of_a_run(
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "step 10 16 B loss 0.3 (lowest)" in lines
     assert "step 20 16 B loss 0.5, latest" in lines
+
+
+def test_show_does_without_torch(tmp_path: Path) -> None:
+    values = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "t": (1,), "r": [1, None]}
+    checkpoint.save({"w": torch.ones(4), **values}, tmp_path / "c")
+    checkpoint.CheckpointManager(tmp_path / "run").save(3, {"w": torch.ones(4)}, {"loss": 1.0})
+    save_file({"a": torch.ones(3, 4)}, tmp_path / "m.safetensors")
+    program = (
+        "import sys; from tilework.cli import dispatch\n"
+        "for path in ('c', 'run', 'm.safetensors'): dispatch(['checkpoint', 'show', path])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    for name, value in values.items():
+        assert f"\n{name} = {value!r}\n" in done.stdout.decode()
+
+
+def test_indices_and_runs_are_shown_in_notebooks(saved: Path, tmp_path: Path) -> None:
+    index = checkpoint.index_of(saved)
+    assert repr(index).startswith("Index(2 tensors, ")
+    assert "<b>tensor  dtype" in index._repr_html_()
+    assert "background:" in index._repr_html_()
+    manager = checkpoint.CheckpointManager(tmp_path / "run")
+    assert "0 checkpoints" in manager._repr_html_()
+    manager.save(3, {"w": torch.ones(4)}, {"<b>": 1.0})
+    assert "&lt;b&gt; 1 (lowest), latest" in manager._repr_html_()
 
 
 def test_show_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.checkpoint.states import numbers
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError
-from tilework.checkpoint.format import Index, Part, SavedFile, SavedTensor
+from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_text import index_text, parse_index
+from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.layout.box import whole_box
 
 
@@ -110,8 +111,9 @@ def test_made_up_states_are_refused(tmp_path: Path, state: Any) -> None:
     with pytest.raises(CheckpointError):
         checkpoint.read(tmp_path / "a")
     if state != {"$": "tensor", "v": "z"}:  # whose names are none of theirs
-        with pytest.raises(CheckpointError):
-            checkpoint.show(tmp_path / "a")
+        if state["$"] not in ("dtype", "device"):  # only torch knows the names
+            with pytest.raises(CheckpointError):
+                checkpoint.show(tmp_path / "a")
         with pytest.raises(CheckpointError):
             checkpoint.diff(tmp_path / "b", tmp_path / "a")
         assert checkpoint.verify(tmp_path / "a")

@@ -9,33 +9,49 @@ A checkpoint is a folder of safetensors files and one JSON index; docs/format.md
 
 - ``api``: what programs call; ``asynchronous``: saving beside training;
   ``manager``: the checkpoints of one run;
-- ``objects``, ``flat_state``, ``values``: states of objects as containers, containers as paths;
+- ``objects``, ``flattening``, ``flat_state``, ``values``: states of objects as containers,
+  containers as paths;
 - ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
 - ``safetensors_index``, ``published``, ``composing``, ``memory_for_meta``: published weights, in
   the names and forms of a model that has no memory yet; ``publishing``: the way back;
 - ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``,
   ``loading``: the way back;
 - ``state_dict``, ``copying``: state dicts by names, whole or sharded, as torch's functions make;
-- ``showing``, ``verifying``, ``convert``, ``command``: looking at it, and other formats;
-- ``format``, ``index_text``, ``dtypes``: the index; ``storage``, ``url_storage``: files.
+- ``showing``, ``picture``, ``kept``, ``verifying``, ``formats``, ``command``: looking at it, and
+  other formats;
+- ``format``, ``saved``, ``index_text``, ``dtypes``: the index; ``places``, ``storage``,
+  ``url_storage``: files.
 """
 
-from typing import TYPE_CHECKING, NoReturn
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from tilework.checkpoint.api import async_save, index_of, load, read, save
-from tilework.checkpoint.asynchronous import PendingSave
-from tilework.checkpoint.composing import PieceOf
-from tilework.checkpoint.convert.converting import ConvertOptions, convert
-from tilework.checkpoint.loading import LoadReport
-from tilework.checkpoint.manager import CheckpointManager, KeptCheckpoint
-from tilework.checkpoint.objects import RandomState
-from tilework.checkpoint.publishing import save_pretrained
-from tilework.checkpoint.saving import SaveOptions
-from tilework.checkpoint.showing import show
-from tilework.checkpoint.stateful import Stateful
-from tilework.checkpoint.verifying import Difference, diff, verify
-from tilework.errors import CheckpointError
 from tilework.from_torch import refuse_left_out
+
+if TYPE_CHECKING:
+    from tilework.checkpoint.public import (
+        CheckpointError,
+        CheckpointManager,
+        ConvertOptions,
+        Difference,
+        KeptCheckpoint,
+        LoadReport,
+        PendingSave,
+        PieceOf,
+        RandomState,
+        SaveOptions,
+        Stateful,
+        async_save,
+        convert,
+        diff,
+        index_of,
+        load,
+        read,
+        save,
+        save_pretrained,
+        show,
+        verify,
+    )
 
 __all__ = [
     "CheckpointError",
@@ -64,6 +80,8 @@ __all__ = [
 
 if not TYPE_CHECKING:  # which would take any name for one that is here
 
-    def __getattr__(name: str) -> NoReturn:
-        """An error about a name that the package has not."""
+    def __getattr__(name: str) -> Any:
+        """A public name, with which torch is loaded; an error about any other."""
+        if name in __all__:
+            return getattr(importlib.import_module(f"{__name__}.public"), name)
         refuse_left_out(__name__, name)

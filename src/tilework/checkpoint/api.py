@@ -6,7 +6,6 @@ torch's names of parameters are taken, too: ``save(state, checkpoint_id=path)``,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,37 +14,16 @@ from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_file import read_index
 from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all
+from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.saving import SaveOptions, prepare, write_and_commit
-from tilework.checkpoint.storage import LocalStorage, Storage, is_url, plain_path
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.torch_order import loading_names, saving_names
-from tilework.checkpoint.url_storage import UrlStorage
 from tilework.comm.world import AnyGroup
 
-#: A folder, or a URL of fsspec's.
-AnyPath = str | os.PathLike[str]
 Names = str | Sequence[str] | None
 _DEFAULT = SaveOptions()
-
-
-def storage_at(path: AnyPath) -> Storage:
-    """The storage that a path names: a folder, or a URL.
-
-    Raises:
-        ValueError: The path is empty, as of a variable that is not set; or it is a ``file://`` URL
-            of a host.
-        TypeError: It is no path.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            f"the path of a checkpoint is a str or a Path, got {type(path).__name__}: it comes "
-            f"second in save(state, path), and first in load(path, into)"
-        )
-    if path == "":
-        raise ValueError("the path is empty: the current folder is '.'")
-    return UrlStorage(str(path)) if is_url(path) else LocalStorage(plain_path(path))
 
 
 @saving_names

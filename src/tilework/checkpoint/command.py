@@ -6,12 +6,13 @@ import argparse
 import re
 import sys
 
-from tilework.checkpoint.api import index_of
-from tilework.checkpoint.convert.converting import FORMATS, ConvertOptions, convert
+from tilework import checkpoint
+from tilework.checkpoint.format import FORMATS
+from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.places import storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.save_planning import FILE_BYTES
 from tilework.checkpoint.showing import show
-from tilework.checkpoint.verifying import diff, verify
 from tilework.errors import CheckpointError
 from tilework.tiled.terminal import printable
 
@@ -95,9 +96,9 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    total = index_of(options.path).nbytes
+    total = read_index(storage_at(options.path)).nbytes
     with Progress(f"verifying {options.path}", total) as progress:
-        problems = verify(options.path, progress)
+        problems = checkpoint.verify(options.path, progress)
     for problem in problems:
         print(printable(problem))
     if not problems:
@@ -106,15 +107,17 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    found = diff(options.a, options.b)
+    found = checkpoint.diff(options.a, options.b)
     for each in found:
         print(printable(f"{each.name}: {each.text}"))
     return 1 if found else 0
 
 
 def _convert(options: argparse.Namespace) -> int:
-    settings = ConvertOptions(options.names, options.strip, options.prefix, options.file_bytes)
-    convert(options.source, options.target, options.to, settings)
+    settings = checkpoint.ConvertOptions(
+        options.names, options.strip, options.prefix, options.file_bytes
+    )
+    checkpoint.convert(options.source, options.target, options.to, settings)
     return 0
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tilework.checkpoint.format import Part, SavedTensor, chunk_count
+from tilework.checkpoint.format import chunk_count
+from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
@@ -129,7 +130,7 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
         run
         for part in tensor.parts
         if (shared := part.box.intersection(window)) is not None
-        for run in runs(part, shared, window, tensor.torch_dtype.itemsize)
+        for run in runs(part, shared, window, tensor.itemsize)
     ]
     name = f"{tensor.name}[{of.number}/{of.count}]"
     return SavedTensor(name, tensor.dtype, sizes, tuple(parts))

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilework.checkpoint.format import Index, Part, SavedTensor
+from tilework.checkpoint.format import Index
 from tilework.checkpoint.memory import Runs, address_of
+from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.errors import CheckpointError
 
 try:

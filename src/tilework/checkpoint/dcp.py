@@ -43,22 +43,20 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from tilework.checkpoint.api import AnyPath, storage_at
-from tilework.checkpoint.dtypes import dtype_name
+from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.flat_state import (
     FlatState,
     NamedTensor,
     PerRank,
     Value,
     dotted,
-    flatten,
-    rebuild,
     state_json,
 )
-from tilework.checkpoint.format import CHUNK_BYTES, Index, Part, SavedFile, SavedTensor
-from tilework.checkpoint.index_file import read_index
-from tilework.checkpoint.loading import saved_state
+from tilework.checkpoint.flattening import flatten, rebuild
+from tilework.checkpoint.format import CHUNK_BYTES, Index
+from tilework.checkpoint.index_file import read_index, saved_state
 from tilework.checkpoint.memory import pieces_in_order
+from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.reading import PartReader, read_region
 from tilework.checkpoint.save_planning import (
     BoxToWrite,
@@ -66,6 +64,7 @@ from tilework.checkpoint.save_planning import (
     TensorToSave,
     plan_files,
 )
+from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.checkpoint.saving import (
     commit_index,
     nothing,
@@ -284,7 +283,7 @@ class TileworkReader(StorageReader):
                 ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
                 for part in tensor.parts
             ]
-            properties = TensorProperties(dtype=tensor.torch_dtype)
+            properties = TensorProperties(dtype=DTYPES[tensor.dtype])
             listed[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         paths = {key: path for key, (path, _) in keys.items()}
         return Metadata(listed, paths, {}, StorageMeta(checkpoint_id=self._storage.location))

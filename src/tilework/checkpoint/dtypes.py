@@ -1,12 +1,10 @@
-"""Dtypes in checkpoints: their names in the index, and as what safetensors files hold them."""
+"""Dtypes in checkpoints, by their names in the index."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-#: By the index's name. The names are those of safetensors, where it has one.
+#: The dtypes of ``dtype_names``.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -30,15 +28,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-#: As what a file holds a dtype that not every reader of safetensors knows: another dtype, and how
-#: many elements of it stand for one.
-_STORED = {
-    "C64": ("F32", 2),
-    "C128": ("F64", 2),
-    "F8_E4M3FNUZ": ("U8", 1),
-    "F8_E5M2FNUZ": ("U8", 1),
-}
-
 
 def dtype_name(dtype: torch.dtype, where: str = "a tensor") -> str:
     """The index's name of a dtype.
@@ -61,14 +50,3 @@ def dtype_name(dtype: torch.dtype, where: str = "a tensor") -> str:
             f"{', '.join(str(known).removeprefix('torch.') for known in NAMES)}"
         )
     return name
-
-
-def stored(dtype: str, sizes: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and the sizes that a safetensors file has for elements of the index's dtype.
-
-    Example:
-        >>> stored("C64", (3,)), stored("F16", (3,))
-        (('F32', (3, 2)), ('F16', (3,)))
-    """
-    name, count = _STORED.get(dtype, (dtype, 1))
-    return name, (*sizes, count) if count > 1 else tuple(sizes)

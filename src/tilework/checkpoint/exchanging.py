@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.load_planning import Need, Unit, Wanted, blocks_of, is_for_all
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.reading import PartReader, copy_region
@@ -106,7 +107,7 @@ class Exchange:
         return (unit.stop - unit.start) * self._itemsize(unit)
 
     def _itemsize(self, unit: Unit) -> int:
-        return self._wanted[unit.tensor].saved.torch_dtype.itemsize
+        return self._wanted[unit.tensor].saved.itemsize
 
     def _read(self, units: Sequence[Unit], buffer: Tensor) -> Iterator[tuple[Unit, Tensor]]:
         """Read this rank's units into a buffer, one after the other."""
@@ -146,7 +147,7 @@ class Exchange:
     def _put_all(self, unit: Unit, memory: Tensor) -> None:
         need, tensor = unit.needs[0], self._wanted[unit.tensor].saved
         target = self._target_of(unit.tensor, need)
-        copy_region(memory.view(tensor.torch_dtype), unit.part, unit.start, need.box, target)
+        copy_region(memory.view(DTYPES[tensor.dtype]), unit.part, unit.start, need.box, target)
 
     # -- what each needs some of ----------------------------------------------------------------
 
@@ -191,13 +192,13 @@ class Exchange:
         used = 0
         for rank in self._host:
             for region in regions.get(rank, ()):
-                dtype = self._wanted[region.unit.tensor].saved.torch_dtype
+                dtype = DTYPES[self._wanted[region.unit.tensor].saved.dtype]
                 nbytes = region.box.volume * dtype.itemsize
                 yield buffer[used : used + nbytes].view(dtype).view(region.box.sizes), region
                 used += _aligned(nbytes)
 
     def _source(self, region: _Region, memory: Tensor) -> Tensor:
-        dtype = self._wanted[region.unit.tensor].saved.torch_dtype
+        dtype = DTYPES[self._wanted[region.unit.tensor].saved.dtype]
         elements = memory.view(dtype)[region.at : region.at + region.block.volume]
         shared = region.box.relative_to(region.block)
         return elements.view(region.block.sizes)[shared.slices]

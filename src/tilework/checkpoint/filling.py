@@ -15,20 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilework.checkpoint.composing import PieceOf, joined, piece
-from tilework.checkpoint.flat_state import (
-    FlatState,
-    NamedTensor,
-    PerRank,
-    Value,
-    dotted,
-    is_numpy_array,
-    numpy_as_tensor,
-    rebuild,
-)
-from tilework.checkpoint.format import Index, Path, SavedTensor
+from tilework.checkpoint.dtypes import DTYPES
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
+from tilework.checkpoint.flattening import is_numpy_array, numpy_as_tensor, rebuild
+from tilework.checkpoint.format import Index, Path
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.objects import has_state, is_lazy, unwrapped
 from tilework.checkpoint.parameter_names import Places
+from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.values import decode_value, is_plain_sequence
 from tilework.comm.checks import awaited, has_memory
 from tilework.dtensor import DTensor
@@ -395,7 +389,7 @@ class Fresh:
         saved = filling.tensor_named(leaf)
         if known is None or tuple(known.shape) != saved.shape:
             filling.check_files({part.file for part in saved.parts})
-            known = torch.empty(saved.shape, dtype=saved.torch_dtype)
+            known = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
         filling.fill(known, saved, saved.name)
         return known
 

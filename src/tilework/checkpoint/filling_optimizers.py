@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.filling import Filling, Finish
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted, rebuild
-from tilework.checkpoint.format import Path, SavedTensor
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted
+from tilework.checkpoint.flattening import rebuild
+from tilework.checkpoint.format import Path
 from tilework.checkpoint.objects import is_split
 from tilework.checkpoint.parameter_names import (
     Place,
@@ -21,6 +23,7 @@ from tilework.checkpoint.parameter_names import (
     parameters_of,
     possible_names,
 )
+from tilework.checkpoint.saved import SavedTensor
 from tilework.comm.world import get_rank
 from tilework.dtensor import DTensor
 from tilework.dtensor.tensor import wrap
@@ -193,7 +196,7 @@ def _containers_under(filling: Filling, root: Path) -> dict[Path, str]:
 
 def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
     """Memory for a state: laid out as the parameter if it has an element for each of its."""
-    dtype = saved.torch_dtype
+    dtype = DTYPES[saved.dtype]
     if name == "step" or saved.shape != tuple(parameter.shape):
         return torch.empty(saved.shape, dtype=dtype)
     with torch.no_grad():

@@ -5,20 +5,20 @@ See docs/format.md. ``index_text`` writes an index as JSON, and reads and checks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from tilework.checkpoint.dtypes import DTYPES
-from tilework.layout import Box
+from tilework.checkpoint.picture import checkpoint_lines, summary
+from tilework.checkpoint.saved import SavedFile, SavedTensor
+from tilework.tiled.html import WIDTH, lines_html
 
 #: The name of the index's file: a folder is a checkpoint if it has one.
 INDEX_NAME = "index.json"
 #: The index that is being replaced, for as long as the new one may be torn.
 PREVIOUS_NAME = f"{INDEX_NAME}.previous"
+#: The names that :func:`~tilework.checkpoint.convert` has for formats.
+FORMATS = ("tilework", "safetensors", "dcp", "torch")
 FORMAT_NAME = "tilework.checkpoint"
 VERSION = 1
 #: The bytes that each checksum is of, counted from where a part begins; the last has fewer.
@@ -30,68 +30,7 @@ MOST_DEPTH = 200
 Path = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A box of a tensor, in row-major order in one file.
-
-    Args:
-        box: The region of the tensor.
-        file: The file's name.
-        offset: The byte of the file at which the elements begin.
-        nbytes: Their length.
-        crc32: The CRC-32 of each chunk of them.
-    """
-
-    box: Box
-    file: str
-    offset: int
-    nbytes: int
-    crc32: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """A tensor of a checkpoint.
-
-    Args:
-        name: Its name, unique in the checkpoint.
-        dtype: The index's name of the dtype.
-        shape: The global shape.
-        parts: They cover the shape, each element once.
-        layout: How it was sharded when it was saved, for people; empty if it was not.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-    layout: str = ""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype."""
-        return DTYPES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return math.prod(self.shape) * self.torch_dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class SavedFile:
-    """A file of a checkpoint.
-
-    Args:
-        nbytes: Its length.
-        header_crc32: The CRC-32 of the bytes before the first element.
-    """
-
-    nbytes: int
-    header_crc32: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Index:
     """All that a checkpoint says about its files.
 
@@ -119,6 +58,17 @@ class Index:
     def nbytes(self) -> int:
         """The bytes of all files but the index."""
         return sum(file.nbytes for file in self.files.values())
+
+    def __str__(self) -> str:
+        told = summary(self.tensors.values(), len(self.files), self.world_size)
+        return f"{told} at {self.created}" if self.created else told
+
+    def __repr__(self) -> str:
+        return f"Index({self})"
+
+    def _repr_html_(self) -> str:
+        tensors = list(self.tensors.values())
+        return lines_html(checkpoint_lines(str(self), self.meta, tensors, WIDTH))
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:

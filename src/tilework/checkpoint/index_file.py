@@ -7,17 +7,32 @@ before, and removed after: a reader that finds the first one torn or missing tak
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, state_of_json
 from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME, Index
 from tilework.checkpoint.index_text import index_text, parse_index
-from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.storage import UNFINISHED, Storage
+from tilework.checkpoint.values import decode_value
 from tilework.errors import CheckpointError
+
+DATA_FILE = re.compile(r"[0-9a-f]{8}-rank[0-9]{5,}-[0-9]{5,}\.safetensors")
 
 
 def is_checkpoint(names: list[str], storage: Storage) -> bool:
     """True if a folder with files of these names has an index, whole or not. Local."""
     return INDEX_NAME in names or (storage.writes_in_place and PREVIOUS_NAME in names)
+
+
+def is_ours(name: str) -> bool:
+    """True if saves give files such names; the index is not among them, nor is the lock."""
+    finished = name.removesuffix(UNFINISHED)
+    if finished == INDEX_NAME:
+        return finished != name
+    return finished == PREVIOUS_NAME or DATA_FILE.fullmatch(finished) is not None
 
 
 def read_index(storage: Storage) -> Index:
@@ -27,6 +42,34 @@ def read_index(storage: Storage) -> Index:
         CheckpointError: There is none, or it is damaged.
     """
     return read_counting(storage)[1]
+
+
+def saved_state(
+    index: Index, storage: Storage, check: Callable[[Any], object] = decode_value
+) -> FlatState:
+    """The state that an index has, whose values pass the check.
+
+    Raises:
+        CheckpointError: It is not as docs/format.md says, or names tensors that are not there.
+    """
+    where = storage.where(INDEX_NAME)
+    try:
+        state = state_of_json(index.state, check)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: the state cannot be read: {error}", file=where) from None
+    for name in (name for leaf in state.leaves.values() for name in names_of(leaf)):
+        if name not in index.tensors:
+            raise CheckpointError(
+                f"{where} has no tensor {name!r}, which its state has", file=where
+            )
+    return state
+
+
+def names_of(leaf: Any) -> list[str]:
+    """The names of the tensors of a leaf."""
+    if isinstance(leaf, PerRank):
+        return [name for _, each in leaf.variants for name in names_of(each)]
+    return [leaf.name] if isinstance(leaf, NamedTensor) else []
 
 
 def read_counting(storage: Storage) -> tuple[str, Index]:

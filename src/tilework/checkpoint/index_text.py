@@ -9,18 +9,10 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.format import (
-    FORMAT_NAME,
-    MOST_DEPTH,
-    VERSION,
-    Index,
-    Part,
-    SavedFile,
-    SavedTensor,
-    chunk_count,
-)
+from tilework.checkpoint.dtype_names import ITEM_BYTES
+from tilework.checkpoint.format import FORMAT_NAME, MOST_DEPTH, VERSION, Index, chunk_count
 from tilework.checkpoint.no_collections import no_collections
+from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
 
@@ -285,9 +277,9 @@ def _tensor_of(
 ) -> SavedTensor:
     try:
         dtype, shape = listed["dtype"], whole_numbers(listed["shape"])
-        if dtype not in DTYPES:
+        if dtype not in ITEM_BYTES:
             raise ValueError(f"dtype {dtype!r} is not known")
-        itemsize = DTYPES[dtype].itemsize
+        itemsize = ITEM_BYTES[dtype]
         if len(shape) > _MOST_DIMS or math.prod(max(n, 1) for n in shape) * itemsize > _LARGEST:
             raise ValueError(f"the shape {list(shape)} is too large")
         parts = tuple([_part_of(part, itemsize, *about) for part in listed["parts"]])

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.no_collections import no_collections
+from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.comm.transfer.round_shares import blocks
 from tilework.layout import Box
 from tilework.layout.box import trusted_box
@@ -124,7 +124,7 @@ def plan_load(
     loads = dict.fromkeys(host, 0)
     uses = _Uses(frozenset(host), splits)
     for number, each in enumerate(wanted):
-        itemsize = each.saved.torch_dtype.itemsize
+        itemsize = each.saved.itemsize
         for at, needs, way in uses.of(each):
             part = each.saved.parts[at]
             if way != "direct":
@@ -140,7 +140,7 @@ def plan_load(
     plan.reads.sort(key=_place_of_part)
     plan.split.sort(key=_place_of_part)
     for shared in plan.shared:
-        itemsize = wanted[shared.tensor].saved.torch_dtype.itemsize
+        itemsize = wanted[shared.tensor].saved.itemsize
         for unit in _units(*shared, itemsize, chunk):
             reader = min(loads, key=loads.__getitem__)
             loads[reader] += (unit.stop - unit.start) * itemsize
@@ -166,7 +166,7 @@ class _Uses:
 
     def of(self, wanted: Wanted) -> list[tuple[int, list[Need], str]]:
         """The number of each part, the needs, and the way: direct, split or shared."""
-        parts, itemsize = wanted.saved.parts, wanted.saved.torch_dtype.itemsize
+        parts, itemsize = wanted.saved.parts, wanted.saved.itemsize
         boxes = tuple([(part.box.offsets, part.box.sizes) for part in parts])
         key = (itemsize, boxes, wanted.tiles)
         known = self._known.get(key)

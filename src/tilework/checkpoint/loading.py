@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.describing import tiles_of
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.exchanging import Exchange
 from tilework.checkpoint.filling import Filling, MapNames, Target
 from tilework.checkpoint.filling_optimizers import visit_optimizer
@@ -22,11 +23,10 @@ from tilework.checkpoint.flat_state import (
     PerRank,
     Value,
     dotted,
-    rebuild,
-    state_of_json,
 )
-from tilework.checkpoint.format import INDEX_NAME, Index, Path, SavedTensor
-from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.flattening import rebuild
+from tilework.checkpoint.format import Path
+from tilework.checkpoint.index_file import names_of, read_index, saved_state
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.memory_for_meta import give_memory
 from tilework.checkpoint.name_patterns import NamePatterns
@@ -35,6 +35,7 @@ from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import open_index
 from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
+from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.sharing import read_shared
 from tilework.checkpoint.splitting import SplitReading
 from tilework.checkpoint.storage import Storage
@@ -116,7 +117,7 @@ def load_into(
         _become_partial(target.tensor, partial)
     report = LoadReport(_finished(prepared, storage, ranks))
     report.loaded = filling.filled
-    report.converted = [t.where for t in filling.targets if t.tensor.dtype != t.saved.torch_dtype]
+    report.converted = [t.where for t in filling.targets if t.tensor.dtype != DTYPES[t.saved.dtype]]
     report.missing, report.other_ranks = filling.missing, filling.other_ranks
     report.unused = [dotted(p) for p in filling.saved.leaves if p not in filling.used]
     report.bytes_read = reader.bytes_read
@@ -233,25 +234,6 @@ def check_files(reader: PartReader, names: Iterable[str]) -> None:
     """
     for name in names:
         reader.check_size(name)
-
-
-def saved_state(index: Index, storage: Storage) -> FlatState:
-    """The state that an index has.
-
-    Raises:
-        CheckpointError: It is not as docs/format.md says, or names tensors that are not there.
-    """
-    where = storage.where(INDEX_NAME)
-    try:
-        state = state_of_json(index.state)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the state cannot be read: {error}", file=where) from None
-    for name in (name for leaf in state.leaves.values() for name in _names_of(leaf)):
-        if name not in index.tensors:
-            raise CheckpointError(
-                f"{where} has no tensor {name!r}, which its state has", file=where
-            )
-    return state
 
 
 def _missing_text(storage: Storage, filling: Filling) -> str:
@@ -421,7 +403,7 @@ def _nbytes(targets: Sequence[Target]) -> int:
     for target in targets:
         tensor = target.tensor
         tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
-        total += sum(tile.numel() for tile in tiles) * target.saved.torch_dtype.itemsize
+        total += sum(tile.numel() for tile in tiles) * target.saved.itemsize
     return total
 
 
@@ -460,7 +442,7 @@ def read_all(
     try:
         asked = [path for path in flat.leaves if patterns.match(dotted(path))]
         patterns.check()
-        names_asked = (name for path in asked for name in _names_of(flat.leaves[path]))
+        names_asked = (name for path in asked for name in names_of(flat.leaves[path]))
         used = [index.tensors[name] for name in names_asked]
         reader.check_sizes(sorted({part.file for saved in used for part in saved.parts}))
         distinct = {saved.parts or saved.name: saved.nbytes for saved in used}
@@ -475,19 +457,13 @@ def read_all(
     return _rebuild_some(FlatState(leaves, containers))
 
 
-def _names_of(leaf: Any) -> list[str]:
-    if isinstance(leaf, PerRank):
-        return [name for _, each in leaf.variants for name in _names_of(each)]
-    return [leaf.name] if isinstance(leaf, NamedTensor) else []
-
-
 def _rebuild_some(flat: FlatState) -> Any:
     return rebuild(flat) if flat.leaves else {}
 
 
 def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:
     """A full tensor on the CPU."""
-    tensor = torch.empty(saved.shape, dtype=saved.torch_dtype)
+    tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
     for part in saved.parts:
         reader.read_box(saved, part, part.box, tensor[part.box.slices])
     return tensor

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import errno
-import re
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
 from operator import index as whole_number
 from typing import Any
 
-from tilework.checkpoint.api import AnyPath, Names, async_save, load, save, storage_at
+from tilework.checkpoint.api import Names, async_save, load, save
 from tilework.checkpoint.asynchronous import PendingSave, finish_pending
 from tilework.checkpoint.filling import MapNames
-from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME, Index
-from tilework.checkpoint.index_file import is_checkpoint, read_index
+from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
+from tilework.checkpoint.index_file import is_ours
+from tilework.checkpoint.kept import FOLDER, KeptCheckpoint, kept_in, run_lines
 from tilework.checkpoint.loading import LoadReport
+from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.saving import SaveOptions, is_ours, nothing
+from tilework.checkpoint.saving import SaveOptions, nothing
 from tilework.checkpoint.storage import LOCK_NAME, Storage
-from tilework.checkpoint.values import decode_value, encode_value
+from tilework.checkpoint.values import encode_value
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
-
-#: As :meth:`CheckpointManager.path_of` names them: zeros before 8 digits, not before more.
-_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
-
-
-@dataclass(frozen=True)
-class KeptCheckpoint:
-    """A checkpoint of a run.
-
-    Attributes:
-        step: Its step.
-        path: Its folder.
-        metrics: The numbers that were saved with it.
-    """
-
-    step: int
-    path: str
-    metrics: Mapping[str, float] = field(default_factory=dict)
+from tilework.tiled.html import lines_html
 
 
 class CheckpointManager:
@@ -154,7 +136,7 @@ class CheckpointManager:
 
     def all(self) -> list[KeptCheckpoint]:
         """The complete checkpoints, the oldest first. Local."""
-        return [each for each in self._by_step() if isinstance(each, KeptCheckpoint)]
+        return [each for each in kept_in(self._storage) if isinstance(each, KeptCheckpoint)]
 
     def latest(self) -> str | None:
         """The folder of the latest complete checkpoint; None if there is none. Local."""
@@ -203,24 +185,17 @@ class CheckpointManager:
         )
         return latest
 
+    def _repr_html_(self) -> str:
+        return lines_html(run_lines(self.all()))
+
     # -- which there are ------------------------------------------------------------------------
 
     def _latest_step(self) -> tuple[int | None, str]:
         """The step of the latest complete checkpoint, and what is wrong with the latest of all."""
-        found = self._by_step()
+        found = kept_in(self._storage)
         latest = next((c.step for c in reversed(found) if isinstance(c, KeptCheckpoint)), None)
         damage = found[-1] if found and isinstance(found[-1], CheckpointError) else ""
         return latest, str(damage)
-
-    def _by_step(self) -> list[KeptCheckpoint | CheckpointError]:
-        """The checkpoints, the oldest first: one that was saved and cannot be used is an error."""
-        found = {}
-        for name in self._storage.names():
-            match = _FOLDER.fullmatch(name)
-            checkpoint = None if match is None else self._examined(name, int(match[1]))
-            if match is not None and checkpoint is not None:
-                found[int(match[1])] = checkpoint
-        return [found[step] for step in sorted(found)]
 
     @property
     def _metric(self) -> str:
@@ -236,27 +211,6 @@ class CheckpointManager:
             default=None,
         )
 
-    def _examined(self, name: str, step: int) -> KeptCheckpoint | CheckpointError | None:
-        """The checkpoint in a folder, if all its files are there in full; None: not saved yet."""
-        storage = self._storage.inner(name)
-        try:
-            if not is_checkpoint(storage.names(), storage):
-                return None
-            index = read_index(storage)
-            for file, saved in index.files.items():
-                reader = storage.open(file)
-                reader.close()
-                if reader.nbytes != saved.nbytes:
-                    where = storage.where(file)
-                    told = f"{where} has {reader.nbytes} bytes of {saved.nbytes}"
-                    return CheckpointError(told, file=where)
-        except CheckpointError as error:
-            return error
-        except OSError as error:
-            where = self._storage.where(name)
-            return CheckpointError(f"{where} cannot be read: {error}", file=where)
-        return KeptCheckpoint(step, self._storage.where(name), _metrics_of(index))
-
     # -- which go -------------------------------------------------------------------------------
 
     def _first_does(self, ranks: Ranks, work: Any) -> None:
@@ -267,7 +221,7 @@ class CheckpointManager:
         kept = self.all()
         steps = {each.step for each in kept}
         for name in self._storage.names():
-            match = _FOLDER.fullmatch(name)
+            match = FOLDER.fullmatch(name)
             if match is not None and int(match[1]) not in steps:
                 remove_if_left(self._storage.inner(name))
         if self.keep is None:
@@ -328,15 +282,3 @@ def _is_left(names: list[str]) -> bool:
     """True if these names are those of a save that did not end."""
     indices = {INDEX_NAME, PREVIOUS_NAME}
     return indices.isdisjoint(names) and all(is_ours(n) or n == LOCK_NAME for n in names)
-
-
-def _metrics_of(index: Index) -> dict[str, float]:
-    """The numbers that were saved with a checkpoint; what is none does not count."""
-    listed = index.meta.get("metrics")
-    found = {}
-    for name, each in listed.items() if isinstance(listed, dict) else ():
-        with suppress(ValueError, OverflowError):
-            number = decode_value(each)
-            if isinstance(number, int | float):
-                found[name] = float(number)
-    return found

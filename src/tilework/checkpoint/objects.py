@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tilework.checkpoint.flat_state import check_levels
+from tilework.checkpoint.flattening import check_levels
 from tilework.checkpoint.format import Path
 from tilework.checkpoint.parameter_names import Place, Places, parameters_of
 from tilework.comm.world import current_world

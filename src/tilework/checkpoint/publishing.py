@@ -19,17 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from tilework.checkpoint import storage as files
-from tilework.checkpoint.api import AnyPath, storage_at
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.composing import PieceOf, joined, piece, runs
 from tilework.checkpoint.describing import local_view
-from tilework.checkpoint.dtypes import dtype_name
+from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.flat_state import PerRank, dotted
-from tilework.checkpoint.format import Part, SavedTensor
 from tilework.checkpoint.index_file import is_checkpoint
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.objects import unwrapped
+from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.published import converted
 from tilework.checkpoint.ranks import Ranks
@@ -48,6 +47,7 @@ from tilework.checkpoint.save_planning import (
     check_file_bytes,
     cut_box,
 )
+from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.saving import Save, SaveOptions, prepare
 from tilework.checkpoint.storage import UNFINISHED, LocalStorage
 from tilework.comm.world import AnyGroup
@@ -167,7 +167,7 @@ def _published(
         return forms
     kind = dtype_name(dtype)
     return {
-        name: replace(each, dtype=kind) if each.torch_dtype.is_floating_point else each
+        name: replace(each, dtype=kind) if DTYPES[each.dtype].is_floating_point else each
         for name, each in forms.items()
     }
 
@@ -387,7 +387,7 @@ def _write(
                 whole = Part(whole_box(target.shape), name, offset, target.nbytes)
                 shared = placed.box.intersection(use.region)
                 if shared is not None:
-                    _write_region(opened[name], whole, use, shared, elements, target.torch_dtype)
+                    _write_region(opened[name], whole, use, shared, elements, DTYPES[target.dtype])
             progress(placed.nbytes)
         for fd in opened.values():
             files.calls.fsync(fd)

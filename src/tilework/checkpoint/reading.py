@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from tilework.checkpoint.core_reads import CoreRead, CoreReads, share_of
-from tilework.checkpoint.format import Index, Part, SavedTensor, chunk_count
+from tilework.checkpoint.dtypes import DTYPES
+from tilework.checkpoint.format import Index, chunk_count
 from tilework.checkpoint.load_planning import blocks_of, span
 from tilework.checkpoint.memory import (
     Runs,
@@ -25,6 +26,7 @@ from tilework.checkpoint.memory import (
     runs_in_place,
     runs_of,
 )
+from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.storage import FileReader, Storage
 from tilework.checkpoint.targets import Place
 from tilework.errors import CheckpointError
@@ -306,12 +308,12 @@ class PartReader:
             CheckpointError: The file ends.
         """
         reach = self._reach(tensor, part, box, target)
-        itemsize = tensor.torch_dtype.itemsize
+        itemsize = tensor.itemsize
         counted = box.volume * itemsize
         if isinstance(target, tuple):
             self._shares_by_core(CoreRead(tensor, part, target, reach, counted), place)
             return
-        runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
+        runs = runs_of(part.box, box, target) if target.dtype is DTYPES[tensor.dtype] else None
         if runs is not None:
             self._shares_by_core(CoreRead(tensor, part, runs, reach, counted), place)
             return
@@ -320,7 +322,7 @@ class PartReader:
             runs = runs_in_place(part.box, box, memory.data_ptr() - start, itemsize)
             read = CoreRead(tensor, part, runs, (start, stop))
             self._shares_by_core(read, place, at_once=True)
-            copy_region(memory.view(tensor.torch_dtype), part, start // itemsize, box, target)
+            copy_region(memory.view(DTYPES[tensor.dtype]), part, start // itemsize, box, target)
             self._tell(counted, reach, start, stop)
 
     def read_unchecked_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
@@ -344,7 +346,7 @@ class PartReader:
             for count, distance in zip(counts, apart, strict=True):
                 last += (count - 1) * distance
         else:
-            first, last = (tensor.torch_dtype.itemsize * each for each in span(part.box, box))
+            first, last = (tensor.itemsize * each for each in span(part.box, box))
             if first == last or box.empty:
                 return 0, 0
         return first // chunk * chunk, min(-(-last // chunk) * chunk, part.nbytes)
@@ -361,10 +363,10 @@ class PartReader:
         if reach[0] == reach[1]:
             return
         if isinstance(target, tuple):
-            counted = box.volume * tensor.torch_dtype.itemsize
+            counted = box.volume * tensor.itemsize
             self._read_by_core(CoreRead(tensor, part, target, reach, counted), checked)
             return
-        runs = runs_of(part.box, box, target) if target.dtype is tensor.torch_dtype else None
+        runs = runs_of(part.box, box, target) if target.dtype is DTYPES[tensor.dtype] else None
         if runs is not None and self._by_core:
             self._read_by_core(CoreRead(tensor, part, runs, reach, target.nbytes), checked)
             return
@@ -372,11 +374,11 @@ class PartReader:
             self.read_some_chunks(tensor, part, reach[0], byte_view(target), checked)
             self.progress(target.nbytes)
             return
-        itemsize = tensor.torch_dtype.itemsize
+        itemsize = tensor.itemsize
         for start, stop in self._bounces(part, *reach):
             memory = self._bounced(stop - start)
             self.read_some_chunks(tensor, part, start, byte_view(memory), checked)
-            copy_region(memory.view(tensor.torch_dtype), part, start // itemsize, box, target)
+            copy_region(memory.view(DTYPES[tensor.dtype]), part, start // itemsize, box, target)
             self._tell(box.volume * itemsize, reach, start, stop)
 
     def _bounces(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -7,15 +7,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tilework.checkpoint.composing import UNCHECKED_BYTES
-from tilework.checkpoint.dtypes import DTYPES, stored
-from tilework.checkpoint.format import INDEX_NAME, Index, Part, SavedFile, SavedTensor, chunk_count
+from tilework.checkpoint.dtype_names import ITEM_BYTES, stored
+from tilework.checkpoint.format import INDEX_NAME, Index, chunk_count
+from tilework.checkpoint.index_file import is_ours
 from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, whole_numbers
+from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
-from tilework.checkpoint.saving import is_ours
-from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage
+from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
+from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage, Storage, is_url
 from tilework.errors import CheckpointError
 from tilework.layout.box import whole_box
 
@@ -63,6 +66,27 @@ def published_index(storage: Storage, names: Iterable[str] | None = None) -> Ind
                 raise CheckpointError(f"{storage.where(name)}: {key!r} is in another file, too")
             tensors[key] = SavedTensor(key, dtype, part.box.sizes, (part,))
     return Index(tensors, files, chunk_bytes=UNCHECKED_BYTES)
+
+
+def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
+    """The places of the tensors of a file, or of a folder, from the headers of the files.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the index is not as it must be.
+    """
+    place, name = place_of(path)
+    storage = with_links(place)
+    return storage, published_index(storage, None if name is None else [name])
+
+
+def place_of(path: AnyPath) -> tuple[Storage, str | None]:
+    """The folder of a file whose name ends with ``.safetensors``, and the name; else a folder."""
+    if not str(path).endswith(".safetensors") or (not is_url(path) and Path(path).is_dir()):
+        return storage_at(path), None
+    if is_url(path):
+        folder, _, name = str(path).rpartition("/")
+        return storage_at(folder), name
+    return storage_at(Path(path).parent), Path(path).name
 
 
 def _listed_files(storage: Storage) -> list[str]:
@@ -130,10 +154,10 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
 
 def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: int) -> Part:
     dtype, shape = listed["dtype"], whole_numbers(listed["shape"])
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"{key!r} has dtype {dtype!r}, which is not known")
     start, stop = whole_numbers(listed["data_offsets"])
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if stop - start != nbytes or not start <= stop <= length - begin:
         raise ValueError(f"{key!r} does not lie in the file as its shape says")
     sums = (0,) * chunk_count(nbytes, UNCHECKED_BYTES)

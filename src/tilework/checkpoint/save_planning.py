@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tilework.checkpoint.dtypes import DTYPES, stored
+from tilework.checkpoint.dtype_names import ITEM_BYTES, stored
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.no_collections import no_collections
 from tilework.layout import Box
@@ -55,7 +55,7 @@ class TensorToSave:
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return DTYPES[self.dtype].itemsize
+        return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:

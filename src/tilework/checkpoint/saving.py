@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 import secrets
 import time
 import zlib
@@ -24,17 +23,16 @@ from tilework.checkpoint.describing import (
     merge,
     settle,
 )
-from tilework.checkpoint.flat_state import FlatState, flatten, state_json
-from tilework.checkpoint.format import (
-    CHUNK_BYTES,
-    INDEX_NAME,
-    PREVIOUS_NAME,
-    Index,
-    Part,
-    SavedFile,
-    SavedTensor,
+from tilework.checkpoint.flat_state import FlatState, state_json
+from tilework.checkpoint.flattening import flatten
+from tilework.checkpoint.format import CHUNK_BYTES, Index
+from tilework.checkpoint.index_file import (
+    DATA_FILE,
+    is_checkpoint,
+    is_ours,
+    read_counting,
+    write_index,
 )
-from tilework.checkpoint.index_file import is_checkpoint, read_counting, write_index
 from tilework.checkpoint.index_text import check_meta
 from tilework.checkpoint.memory import byte_view, crc32, pieces_in_order
 from tilework.checkpoint.objects import Containers
@@ -47,13 +45,13 @@ from tilework.checkpoint.save_planning import (
     check_file_bytes,
     plan_files,
 )
+from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.checkpoint.storage import UNFINISHED, Storage
 from tilework.errors import CheckpointError
 
 #: The names of files of elements: a mark of the save that wrote them, the rank, a number.
 #: How often and how far apart a writer that finds another at its path looks again.
 _ATTEMPTS, _PAUSE_SECONDS = 10, 0.01
-_DATA_FILE = re.compile(r"[0-9a-f]{8}-rank[0-9]{5,}-[0-9]{5,}\.safetensors")
 
 #: Yields the elements of a box in order, as contiguous tensors.
 Source = Callable[[PlacedBox], Iterator[Tensor]]
@@ -239,14 +237,6 @@ def remove_leftovers(storage: Storage) -> list[str]:
     return left
 
 
-def is_ours(name: str) -> bool:
-    """True if saves give files such names; the index is not among them, nor is the lock."""
-    finished = name.removesuffix(UNFINISHED)
-    if finished == INDEX_NAME:
-        return finished != name
-    return finished == PREVIOUS_NAME or _DATA_FILE.fullmatch(finished) is not None
-
-
 # -- writing ---------------------------------------------------------------------------------
 
 
@@ -363,7 +353,7 @@ def _forget_replaced(save: Save, ranks: Ranks) -> None:
     if not save.files:
         return
     token = save.files[0].name.partition("-")[0]
-    replaced = [name for name in save.storage.names() if _DATA_FILE.fullmatch(name)]
+    replaced = [name for name in save.storage.names() if DATA_FILE.fullmatch(name)]
     for name in replaced[ranks.number :: len(ranks.all)]:
         if not name.startswith(token):  # another rank's, which was quick
             save.storage.forget(name)
@@ -402,7 +392,7 @@ def commit_index(storage: Storage, index: Index) -> None:
 
 
 def _files_of_present(storage: Storage) -> set[str]:
-    return {name for name in storage.names() if _DATA_FILE.fullmatch(name)}
+    return {name for name in storage.names() if DATA_FILE.fullmatch(name)}
 
 
 def _check_visible(storage: Storage, index: Index) -> None:

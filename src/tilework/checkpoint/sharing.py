@@ -57,7 +57,7 @@ def _own_chunks(
         for number, part, _ in plan.shared
     }
     for unit in plan.units[rank]:
-        itemsize = wanted[unit.tensor].saved.torch_dtype.itemsize
+        itemsize = wanted[unit.tensor].saved.itemsize
         first, last = unit.start * itemsize // chunk, -(-unit.stop * itemsize // chunk)
         flags = own[unit.tensor, unit.part.file, unit.part.offset]
         flags[first:last] = b"\1" * (last - first)

@@ -88,7 +88,7 @@ class SplitReading:
                         reader.read_split_box(tensor, split.part, need.box, target, place)
                     else:
                         reader.read_unchecked_box(tensor, split.part, need.box, target)
-                    nbytes = need.box.volume * tensor.torch_dtype.itemsize
+                    nbytes = need.box.volume * tensor.itemsize
                     reader.bytes_read += nbytes if counts else 0
                 place += self._chunks(split)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from tilework.errors import CheckpointError
 
 #: How torch says that there is no memory: with a RuntimeError of no class of its own.
@@ -28,13 +26,16 @@ def as_checkpoint_error(error: BaseException) -> CheckpointError | None:
         file = str(error.filename or "")
         where = f"{file}: " if file else ""
         return CheckpointError(f"{where}{error.strerror or error}", file=file)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or _is_without_memory(error):
+    if isinstance(error, MemoryError) or _is_without_memory(error):
         reason = str(error).partition("\n")[0] or "the system gives no more"
         return CheckpointError(f"there is not enough memory: {reason}")
     return None
 
 
 def _is_without_memory(error: BaseException) -> bool:
+    """True of torch's errors: of a class, by the name as torch may not be loaded, or of none."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _NO_MEMORY)
 
 

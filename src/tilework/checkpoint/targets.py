@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilework.checkpoint.format import Part
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.load_planning import Need, Wanted
 from tilework.checkpoint.memory import Runs, runs_of
+from tilework.checkpoint.saved import Part
 from tilework.tiled.tensor import TiledTensor
 
 #: The place of a box's elements: a tensor of its size, or runs in memory as the core takes them.
@@ -44,7 +45,11 @@ class Targets:
     def place(self, number: int, part: Part, need: Need) -> Place:
         """Likewise, or runs of a part's bytes in it where that is possible."""
         saved, local = self._wanted[number].saved, self._tile(number, need.tile)
-        if not self._by_core or local.device.type != "cpu" or local.dtype is not saved.torch_dtype:
+        if (
+            not self._by_core
+            or local.device.type != "cpu"
+            or local.dtype is not DTYPES[saved.dtype]
+        ):
             return self.view(number, need)
         address = local.data_ptr()
         key = id(need), local.stride(), local.dtype, local.is_conj(), local.is_neg()

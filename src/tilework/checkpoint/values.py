@@ -6,11 +6,10 @@ What JSON has is itself. Anything else is an object with the key ``$``, which te
 from __future__ import annotations
 
 import base64
+import importlib
 import math
 import sys
 from typing import Any
-
-import torch
 
 #: Larger integers are no exact numbers in every reader of JSON.
 _EXACT = 1 << 53
@@ -85,9 +84,10 @@ def _of_kind(kind: str, value: Any) -> dict[str, Any]:
 def _encode_rare(value: Any, where: str) -> Any:
     if isinstance(value, complex):
         return _of_kind("complex", [repr(value.real), repr(value.imag)])
-    if isinstance(value, torch.dtype):
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.dtype):
         return _of_kind("dtype", str(value).removeprefix("torch."))
-    if isinstance(value, torch.device):
+    if torch is not None and isinstance(value, torch.device):
         return _of_kind("device", str(value))
     if _is_numpy_scalar(value) and not _is_numpy_scalar(item := value.item()):
         return encode_value(item, where)
@@ -127,7 +127,37 @@ def decode_value(listed: Any) -> Any:
         raise ValueError(f"{value!r:.60} is no value of kind {kind!r}: {error}") from None
 
 
-def _dtype(name: str) -> torch.dtype:
+def value_text(listed: Any) -> str:
+    """The value that :func:`encode_value` made JSON of, as Python writes it. Imports no torch.
+
+    Raises:
+        ValueError: It is JSON of something else.
+
+    Example:
+        >>> value_text([1.5, {"$": "dtype", "v": "bfloat16"}])
+        '[1.5, torch.bfloat16]'
+    """
+    if isinstance(listed, list):
+        return f"[{', '.join(map(value_text, listed))}]"
+    kind, value = (listed.get(KIND), listed.get("v")) if isinstance(listed, dict) else (None, None)
+    if kind == "dtype":
+        return f"torch.{value}"
+    if kind == "device":
+        kind, _, number = str(value).partition(":")
+        return f"device(type={kind!r}{f', index={number}' if number else ''})"
+    if kind == "tuple" and isinstance(value, list):
+        texts = [value_text(each) for each in value]
+        return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+    return repr(decode_value(listed))
+
+
+def _torch() -> Any:
+    """torch, by name: whoever has no values of its kinds does without it."""
+    return importlib.import_module("torch")
+
+
+def _dtype(name: str) -> Any:
+    torch = _torch()
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
@@ -140,6 +170,6 @@ _DECODERS: dict[str, Any] = {
     "bytes": lambda text: base64.b64decode(text, validate=True),
     "complex": lambda parts: complex(float(parts[0]), float(parts[1])),
     "dtype": _dtype,
-    "device": torch.device,
+    "device": lambda text: _torch().device(text),
     "tuple": lambda values: tuple(map(decode_value, values)),
 }

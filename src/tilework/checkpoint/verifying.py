@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from tilework.checkpoint.api import AnyPath, storage_at
-from tilework.checkpoint.dtypes import stored
+from tilework.checkpoint.dtype_names import stored
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
-from tilework.checkpoint.format import Index, Part, SavedTensor
-from tilework.checkpoint.index_file import read_index
+from tilework.checkpoint.format import Index
+from tilework.checkpoint.index_file import read_index, saved_state
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
-from tilework.checkpoint.loading import saved_state
 from tilework.checkpoint.memory import crc32
+from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.reading import BOUNCE_BYTES, PartReader, read_region
 from tilework.checkpoint.save_planning import cut_box
+from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.errors import CheckpointError
@@ -227,8 +228,8 @@ def _content(tensor: SavedTensor) -> list[Any]:
 
 def _different_elements(a: PartReader, x: SavedTensor, b: PartReader, y: SavedTensor) -> str:
     count, most = 0, 0.0
-    for box in cut_box(whole_box(x.shape), x.torch_dtype.itemsize, BOUNCE_BYTES):
-        p, q = (torch.empty(box.sizes, dtype=x.torch_dtype) for _ in range(2))
+    for box in cut_box(whole_box(x.shape), x.itemsize, BOUNCE_BYTES):
+        p, q = (torch.empty(box.sizes, dtype=DTYPES[x.dtype]) for _ in range(2))
         read_region(a, x, box, p)
         read_region(b, y, box, q)
         p, q = (_comparable(each) for each in (p, q))

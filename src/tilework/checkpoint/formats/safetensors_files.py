@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from tilework.checkpoint.api import AnyPath, storage_at
-from tilework.checkpoint.convert.source import IndexedSource, Source
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
-from tilework.checkpoint.format import Index
+from tilework.checkpoint.formats.source import IndexedSource, Source
 from tilework.checkpoint.memory import byte_view
+from tilework.checkpoint.places import AnyPath
 from tilework.checkpoint.safetensors_index import (
     HF_INDEX,
     index_json,
+    place_of,
     plan_file,
     plan_published,
-    published_index,
-    with_links,
+    safetensors_index,
 )
-from tilework.checkpoint.storage import UNFINISHED, Storage, is_url
+from tilework.checkpoint.storage import UNFINISHED
 from tilework.layout.box import whole_box
 
 
@@ -30,27 +27,6 @@ def open_safetensors(path: AnyPath) -> Source:
     storage, index = safetensors_index(path)
     flat = FlatState({(key,): NamedTensor(key) for key in index.tensors}, {(): "dict"})
     return IndexedSource(storage, index, flat, verify=False)
-
-
-def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
-    """The places of the tensors of :func:`open_safetensors`, from the headers of the files.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or the index is not as it must be.
-    """
-    place, name = _place(path)
-    storage = with_links(place)
-    return storage, published_index(storage, None if name is None else [name])
-
-
-def _place(path: AnyPath) -> tuple[Storage, str | None]:
-    """The folder of a file whose name ends with ``.safetensors``, and the name; else a folder."""
-    if not str(path).endswith(".safetensors") or (not is_url(path) and Path(path).is_dir()):
-        return storage_at(path), None
-    if is_url(path):
-        folder, _, name = str(path).rpartition("/")
-        return storage_at(folder), name
-    return storage_at(Path(path).parent), Path(path).name
 
 
 def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
@@ -66,7 +42,7 @@ def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
     Raises:
         CheckpointError: A file cannot be written.
     """
-    storage, name = _place(path)
+    storage, name = place_of(path)
     if name is not None:
         plans = [plan_file(name, source.tensors)]
     else:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.checkpoint.convert.source import Source, mapped_tensors
 from tilework.checkpoint.describing import describe, merge
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, flatten, rebuild
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank
+from tilework.checkpoint.flattening import flatten, rebuild
+from tilework.checkpoint.formats.source import Source, mapped_tensors
 from tilework.checkpoint.storage import calls
 from tilework.errors import CheckpointError
 from tilework.layout import Box

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.checkpoint.convert.dcp_metadata import METADATA, DcpMetadata, read_dcp_metadata
-from tilework.checkpoint.convert.source import MappedTensors, Source, mapped_tensors
-from tilework.checkpoint.convert.torch_file import load_weights_only, state_of
 from tilework.checkpoint.describing import check_dense
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted, flatten
+from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted
+from tilework.checkpoint.flattening import flatten
 from tilework.checkpoint.format import Path as StatePath
+from tilework.checkpoint.formats.dcp_metadata import METADATA, DcpMetadata, read_dcp_metadata
+from tilework.checkpoint.formats.source import MappedTensors, Source, mapped_tensors
+from tilework.checkpoint.formats.torch_file import load_weights_only, state_of
 from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.storage import LocalStorage

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.memory import pieces_in_order
@@ -72,7 +73,7 @@ class IndexedSource(Source):
 
     def region(self, number: int, box: Box) -> Tensor:
         saved = self._saved[number]
-        target = torch.empty(box.sizes, dtype=saved.torch_dtype)
+        target = torch.empty(box.sizes, dtype=DTYPES[saved.dtype])
         read_region(self._reader, saved, box, target)
         return target
 

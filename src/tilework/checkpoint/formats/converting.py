@@ -12,19 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.checkpoint.api import AnyPath, storage_at
-from tilework.checkpoint.convert.dcp_folder import open_dcp, write_dcp
-from tilework.checkpoint.convert.dcp_metadata import METADATA
-from tilework.checkpoint.convert.safetensors_files import open_safetensors, write_safetensors
-from tilework.checkpoint.convert.source import IndexedSource, Source
-from tilework.checkpoint.convert.torch_file import open_torch_file, write_torch_file
 from tilework.checkpoint.describing import MergedState
 from tilework.checkpoint.flat_state import FlatState, NamedTensor
-from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
-from tilework.checkpoint.index_file import is_checkpoint, read_index
-from tilework.checkpoint.loading import saved_state
+from tilework.checkpoint.format import FORMATS, INDEX_NAME, PREVIOUS_NAME
+from tilework.checkpoint.formats.dcp_folder import open_dcp, write_dcp
+from tilework.checkpoint.formats.dcp_metadata import METADATA
+from tilework.checkpoint.formats.safetensors_files import open_safetensors, write_safetensors
+from tilework.checkpoint.formats.source import IndexedSource, Source
+from tilework.checkpoint.formats.torch_file import open_torch_file, write_torch_file
+from tilework.checkpoint.index_file import is_checkpoint, is_ours, read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.checkpoint.no_collections import no_collections
+from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, of_group
 from tilework.checkpoint.safetensors_index import HF_INDEX, is_shard
@@ -34,19 +33,12 @@ from tilework.checkpoint.save_planning import (
     check_file_bytes,
     plan_files,
 )
-from tilework.checkpoint.saving import (
-    Save,
-    SaveOptions,
-    is_ours,
-    remove_leftovers,
-    write_and_commit,
-)
+from tilework.checkpoint.saving import Save, SaveOptions, remove_leftovers, write_and_commit
 from tilework.checkpoint.storage import LOCK_NAME, UNFINISHED, is_url, plain_path
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
-FORMATS = ("tilework", "safetensors", "dcp", "torch")
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 
 

@@ -1,0 +1,107 @@
+"""The checkpoints of one run, as they lie in a folder: ``step-00000100`` and so on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tilework.checkpoint.format import Index
+from tilework.checkpoint.index_file import is_checkpoint, read_index
+from tilework.checkpoint.picture import bytes_of
+from tilework.checkpoint.storage import Storage
+from tilework.checkpoint.values import decode_value
+from tilework.errors import CheckpointError
+from tilework.tiled.terminal import StyledLine, bytes_text
+
+#: Names of their folders: zeros before 8 digits, not before more.
+FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint of a run.
+
+    Attributes:
+        step: Its step.
+        path: Its folder.
+        metrics: The numbers that were saved with it.
+        nbytes: The bytes of the tensors.
+    """
+
+    step: int
+    path: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
+    """The checkpoints in a folder, the oldest first. Local.
+
+    One that was saved and cannot be used is an error.
+    """
+    found = {}
+    for name in storage.names():
+        match = FOLDER.fullmatch(name)
+        checkpoint = None if match is None else _examined(storage, name, int(match[1]))
+        if match is not None and checkpoint is not None:
+            found[int(match[1])] = checkpoint
+    return [found[step] for step in sorted(found)]
+
+
+def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | CheckpointError | None:
+    """The checkpoint in a folder, if all its files are there in full; None: not saved yet."""
+    storage = folder.inner(name)
+    try:
+        if not is_checkpoint(storage.names(), storage):
+            return None
+        index = read_index(storage)
+        for file, saved in index.files.items():
+            reader = storage.open(file)
+            reader.close()
+            if reader.nbytes != saved.nbytes:
+                where = storage.where(file)
+                told = f"{where} has {reader.nbytes} bytes of {saved.nbytes}"
+                return CheckpointError(told, file=where)
+    except CheckpointError as error:
+        return error
+    except OSError as error:
+        where = folder.where(name)
+        return CheckpointError(f"{where} cannot be read: {error}", file=where)
+    nbytes = bytes_of(index.tensors.values())
+    return KeptCheckpoint(step, folder.where(name), _metrics_of(index), nbytes)
+
+
+def _metrics_of(index: Index) -> dict[str, float]:
+    """The numbers that were saved with a checkpoint; what is none does not count."""
+    listed = index.meta.get("metrics")
+    found = {}
+    for name, each in listed.items() if isinstance(listed, dict) else ():
+        with suppress(ValueError, OverflowError):
+            number = decode_value(each)
+            if isinstance(number, int | float):
+                found[name] = float(number)
+    return found
+
+
+def run_lines(kept: Sequence[KeptCheckpoint]) -> Iterator[StyledLine]:
+    """A line for each step, with the size and the metrics, of which the lowest are marked."""
+    yield [(f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} of a run", "bold")]
+    if not kept:
+        return
+    yield []
+    lowest = {
+        name: min(each.metrics[name] for each in kept if name in each.metrics)
+        for name in {name for each in kept for name in each.metrics}
+    }
+    for each in kept:
+        metrics = [
+            f"{name} {value:g}{' (lowest)' if value == lowest[name] else ''}"
+            for name, value in sorted(each.metrics.items())
+        ]
+        notes = [*metrics, "latest"] if each is kept[-1] else metrics
+        size = bytes_text(each.nbytes).rjust(10)
+        yield [(f"step {each.step:>8}  {size}  {', '.join(notes)}".rstrip(), "")]
+    yield []
+    yield [(f"to see one: tilework checkpoint show {kept[-1].path}", "")]

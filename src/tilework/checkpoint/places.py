@@ -1,0 +1,29 @@
+"""Paths of checkpoints, and the storages there."""
+
+from __future__ import annotations
+
+import os
+
+from tilework.checkpoint.storage import LocalStorage, Storage, is_url, plain_path
+from tilework.checkpoint.url_storage import UrlStorage
+
+#: A folder, or a URL of fsspec's.
+AnyPath = str | os.PathLike[str]
+
+
+def storage_at(path: AnyPath) -> Storage:
+    """The storage that a path names: a folder, or a URL.
+
+    Raises:
+        ValueError: The path is empty, as of a variable that is not set; or it is a ``file://`` URL
+            of a host.
+        TypeError: It is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"the path of a checkpoint is a str or a Path, got {type(path).__name__}: it comes "
+            f"second in save(state, path), and first in load(path, into)"
+        )
+    if path == "":
+        raise ValueError("the path is empty: the current folder is '.'")
+    return UrlStorage(str(path)) if is_url(path) else LocalStorage(plain_path(path))

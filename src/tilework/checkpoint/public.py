@@ -1,0 +1,40 @@
+"""The public names of the package, which loads this when the first of them is used."""
+
+from tilework.checkpoint.api import async_save, index_of, load, read, save
+from tilework.checkpoint.asynchronous import PendingSave
+from tilework.checkpoint.composing import PieceOf
+from tilework.checkpoint.formats.converting import ConvertOptions, convert
+from tilework.checkpoint.kept import KeptCheckpoint
+from tilework.checkpoint.loading import LoadReport
+from tilework.checkpoint.manager import CheckpointManager
+from tilework.checkpoint.objects import RandomState
+from tilework.checkpoint.publishing import save_pretrained
+from tilework.checkpoint.saving import SaveOptions
+from tilework.checkpoint.showing import show
+from tilework.checkpoint.stateful import Stateful
+from tilework.checkpoint.verifying import Difference, diff, verify
+from tilework.errors import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "ConvertOptions",
+    "Difference",
+    "KeptCheckpoint",
+    "LoadReport",
+    "PendingSave",
+    "PieceOf",
+    "RandomState",
+    "SaveOptions",
+    "Stateful",
+    "async_save",
+    "convert",
+    "diff",
+    "index_of",
+    "load",
+    "read",
+    "save",
+    "save_pretrained",
+    "show",
+    "verify",
+]

@@ -1,0 +1,70 @@
+"""Files of a checkpoint, and tensors in parts of them. See docs/format.md."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilework.checkpoint.dtype_names import ITEM_BYTES
+from tilework.layout import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor, in row-major order in one file.
+
+    Args:
+        box: The region of the tensor.
+        file: The file's name.
+        offset: The byte of the file at which the elements begin.
+        nbytes: Their length.
+        crc32: The CRC-32 of each chunk of them.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+    crc32: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of a checkpoint.
+
+    Args:
+        name: Its name, unique in the checkpoint.
+        dtype: The index's name of the dtype.
+        shape: The global shape.
+        parts: They cover the shape, each element once.
+        layout: How it was sharded when it was saved, for people; empty if it was not.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    layout: str = ""
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A file of a checkpoint.
+
+    Args:
+        nbytes: Its length.
+        header_crc32: The CRC-32 of the bytes before the first element.
+    """
+
+    nbytes: int
+    header_crc32: int
