@@ -65,6 +65,13 @@ FOUND = {
     "TILEWORK_TRACEBACK": "environment.md",
     "DistributedSampler": "how-to/load-data.md",
     "fullgraph": "how-to/make-a-step-fast.md",
+    "capture step": "how-to/make-a-step-fast.md",
+    "mixed precision": "how-to/data-parallel.md",
+    "gradient clipping": "how-to/data-parallel.md",
+    "save checkpoint": "how-to/checkpoints.md",
+    "huggingface": "how-to/hugging-face.md",
+    "export weights": "how-to/hugging-face.md",
+    "job hangs": "how-to/debug-a-hang.md",
 }
 
 

@@ -78,6 +78,8 @@ BOOSTS = (
     ("how-to/first-steps.md", 8.0),
     ("how-to/launch.md", 6.0),
     ("how-to/notebooks.md", 6.0),
+    ("how-to/checkpoints.md", 7.0),
+    ("how-to/make-a-step-fast.md", 7.0),
     ("how-to/", 4.0),
     ("errors/README.md", 8.0),
     ("errors/", 3.0),
@@ -91,14 +93,14 @@ BOOSTS = (
 #: Words that people look for and the pages do not have; search finds them with the page's title.
 ALIASES = {
     "how-to/first-steps.md": "quickstart, quick start, getting started, install, tutorial",
-    "how-to/debug-a-hang.md": "deadlock, stuck, hanging, timeout",
-    "how-to/make-a-step-fast.md": "torch.compile, Inductor, fullgraph, jit, speed",
-    "how-to/data-parallel.md": "DDP, FSDP, gradient accumulation, no_sync",
+    "how-to/debug-a-hang.md": "deadlock, stuck, job hangs, timeout",
+    "how-to/make-a-step-fast.md": "torch.compile, Inductor, fullgraph, capture step, speed",
+    "how-to/data-parallel.md": "DDP, FSDP, accumulation, gradient clipping, mixed precision",
     "how-to/launch.md": "torchrun, mpirun, srun, slurm",
     "how-to/notebooks.md": "notebook, Jupyter, IPython, Colab",
-    "how-to/checkpoints.md": "resume, save, load, safetensors, DCP, torch.save",
+    "how-to/checkpoints.md": "save checkpoint, resume training, load, safetensors, DCP, torch.save",
     "errors/README.md": "CollectiveMismatchError, PeerLostError, CollectiveTimeoutError",
-    "how-to/hugging-face.md": "transformers, Llama, save_pretrained, from_pretrained, Trainer",
+    "how-to/hugging-face.md": "transformers, huggingface, Llama, save_pretrained, export weights",
 }
 #: The tests' word for how many ranks run a block; Markdown's would take the fence for text.
 _FENCE_OPTIONS = re.compile(r"(?m)^(```python) ranks=\d+$")
