@@ -195,48 +195,43 @@ class Resilient(Generic[T]):
                     return
 
     def _start(self) -> None:
-        if self._kept:
-            return
-        try:
-            self._enter("started")
-            self._begun = self.steps
-        except Exception as error:
-            if not _is_loss(error):
-                raise
-            self._recover(error)
+        if not self._kept:
+            self._guarded(self._enter_first)
+
+    def _enter_first(self) -> None:
+        self._enter("started")
+        self._begun = self.steps
 
     def _advance(self) -> Iterator[tuple[int, T]]:
-        """Train one step, or go back to where all are."""
-        number, finished = self.steps, False
+        """Train one step, or go back to the last step that all ranks have finished."""
+        number = self.steps
+        results: list[T] = []
         stop, wants_growth = "", False
-        try:
-            result = self._step(self.state, number)
-            finished = True
+
+        def train() -> None:
+            nonlocal stop, wants_growth
+            results.append(self._step(self.state, number))
             stop, wants_growth = self._protect(number + 1)
             self.steps = number + 1
             if self._checkpoint is not None and self._checkpoint.should_save(self.steps):
                 self._checkpoint.save(self.steps, self.state)
-        except Exception as error:
-            if not _is_loss(error):
-                raise
-            self._recover(error)
-        if finished and self.steps == number + 1:
-            yield number, result
+
+        self._guarded(train)
+        # A rank that was lost after the copy takes no step away.
+        if results and self.steps == number + 1:
+            yield number, results[0]
         if stop:
             self._stop(stop)
         elif wants_growth:
-            self._grow()
+            self._guarded(self._grow)
+
+    def _guarded(self, act: Callable[[], object]) -> bool:
+        """Run an act of all ranks, and recover if a rank is lost; True if the act has finished."""
+        return _survives(act, self._recover)
 
     def _have_all_ended(self) -> bool:
         """True once all ranks are here; False if some were lost, and steps may be left."""
-        try:
-            barrier()
-        except Exception as error:
-            if not _is_loss(error):
-                raise
-            self._recover(error)
-            return False
-        return True
+        return self._guarded(barrier)
 
     def close(self) -> None:
         """Let go of the copies of the state. Local, idempotent; the state itself stays."""
@@ -374,17 +369,14 @@ class Resilient(Generic[T]):
         if self.stopped:  # others may not know of it: all agree on it anew, after the next step
             self._stopping.keep(self.stopped)
             self.stopped = ""
-        while True:
-            try:
-                group = shrink_group(timeout=self._patience)
-                self._check_size(group)
-                self._enter("lost")
-                break
-            except Exception as again:
-                if not _is_loss(again):
-                    raise
+        while not _survives(self._enter_without_the_lost, lambda another_loss: None):
+            pass
         self._counters.recoveries += 1
         self._counters.recovery_seconds += time.perf_counter() - begun
+
+    def _enter_without_the_lost(self) -> None:
+        self._check_size(shrink_group(timeout=self._patience))
+        self._enter("lost")
 
     def _check_size(self, group: ProcessGroup) -> None:
         if group.size() < self._least:
@@ -395,13 +387,8 @@ class Resilient(Generic[T]):
 
     def _grow(self) -> None:
         before = get_default_group()
-        try:
-            if grow_group() is not before:
-                self._enter("joined")
-        except Exception as error:
-            if not _is_loss(error):
-                raise
-            self._recover(error)
+        if grow_group() is not before:
+            self._enter("joined")
 
     def _note(self, kind: str, group: ProcessGroup, seconds: float) -> None:
         seats = current_world().seats or tuple(range(group.size()))
@@ -428,17 +415,29 @@ class Resilient(Generic[T]):
         """Save a last checkpoint, and end the loop. Collective."""
         begun = time.perf_counter()
         self.stopped = reason
+        if self._guarded(self._save_last):
+            self._note("stopped", get_default_group(), time.perf_counter() - begun)
+
+    def _save_last(self) -> None:
         if self._checkpoint is not None:
-            try:
-                if not self._checkpoint.should_save(self.steps):  # it was then
-                    self._checkpoint.save(self.steps, self.state)
-                self._checkpoint.wait()
-            except Exception as error:
-                if not _is_loss(error):
-                    raise
-                self._recover(error)
-                return
-        self._note("stopped", get_default_group(), time.perf_counter() - begun)
+            if not self._checkpoint.should_save(self.steps):  # else the step has saved it
+                self._checkpoint.save(self.steps, self.state)
+            self._checkpoint.wait()
+
+
+def _survives(act: Callable[[], object], on_loss: Callable[[Exception], object]) -> bool:
+    """Run an act; True if it finishes, False after ``on_loss`` if it raises for a lost rank.
+
+    Other errors pass through.
+    """
+    try:
+        act()
+    except Exception as error:
+        if not _is_loss(error):
+            raise
+        on_loss(error)
+        return False
+    return True
 
 
 def _is_loss(error: BaseException | None) -> bool:
