@@ -12,8 +12,14 @@ import torch
 from tilework.comm.backends.torch_engines import GlooGroup
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
-from tilework.testing.groups.agreement import TimeoutSuite
-from tilework.testing.groups.reductions import AllReduceSuite
+from tilework.testing.groups.agreement import MismatchSuite, TimeoutSuite
+from tilework.testing.groups.aliases import AliasSuite
+from tilework.testing.groups.exchanges import AllToAllSuite
+from tilework.testing.groups.messages import MessageSuite
+from tilework.testing.groups.moves import BroadcastSuite, GatherSuite, ScatterSuite
+from tilework.testing.groups.objects import ObjectSuite
+from tilework.testing.groups.reductions import AllReduceSuite, PrecisionSuite, ReduceSuite
+from tilework.testing.groups.subgroups import SubGroupSuite
 from tilework.testing.groups.works import WorkSuite
 
 T = TypeVar("T")
@@ -28,7 +34,20 @@ def test_no_suite_hides_a_test_of_another() -> None:
 
 
 # First, while this process is small: forking takes longer the more memory there is.
-class TestShmBetweenProcesses(ProcessGroupContract):
+class TestShmBetweenProcesses(
+    BroadcastSuite,
+    GatherSuite,
+    AllReduceSuite,
+    AllToAllSuite,
+    MessageSuite,
+    ObjectSuite,
+    SubGroupSuite,
+    WorkSuite,
+    MismatchSuite,
+    TimeoutSuite,
+):
+    """The suites in which memory, death and time differ between processes and threads."""
+
     # Starting processes is what takes time here; sizes and dtypes are covered between threads,
     # by the same code of the core.
     world_sizes = (3,)
@@ -58,7 +77,22 @@ READING = {
 }
 
 
-class TestShmSingleCopy(ProcessGroupContract):
+class TestShmSingleCopy(
+    BroadcastSuite,
+    GatherSuite,
+    ScatterSuite,
+    AllReduceSuite,
+    ReduceSuite,
+    PrecisionSuite,
+    AllToAllSuite,
+    AliasSuite,
+    MessageSuite,
+    WorkSuite,
+    MismatchSuite,
+    TimeoutSuite,
+):
+    """The suites of data on their way; the others are about what happens before."""
+
     world_sizes = (1, 3)
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64)
     large = 400_001

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,10 +74,21 @@ class GroupSuite(ABC):
                 pytest.skip(f"{self.group_type.__name__} lacks {lack.value}")
 
     def pytest_generate_tests(self, metafunc: Any) -> None:
-        """Pytest's hook: ``n`` runs over the world sizes, ``async_op`` over both forms."""
-        if "n" in metafunc.fixturenames:
+        """Pytest's hook: ``n`` runs over the world sizes, ``async_op`` over both forms.
+
+        A test that takes both meets each size and each form, but not each size in each form:
+        sizes take turns, and begin with one form or the other by the name of the test.
+        """
+        taken = {"n", "async_op"} & {*metafunc.fixturenames}
+        if taken == {"n", "async_op"} and len(self.world_sizes) > 1:
+            first = zlib.crc32(metafunc.function.__name__.encode())
+            turns = [(n, bool((first + turn) % 2)) for turn, n in enumerate(self.world_sizes)]
+            ids = [f"{n}ranks-{'async' if form else 'sync'}" for n, form in turns]
+            metafunc.parametrize(("n", "async_op"), turns, ids=ids)
+            return
+        if "n" in taken:
             metafunc.parametrize("n", self.world_sizes, ids=lambda n: f"{n}ranks")
-        if "async_op" in metafunc.fixturenames:
+        if "async_op" in taken:
             metafunc.parametrize("async_op", [False, True], ids=["sync", "async"])
 
     def cases(self) -> Iterator[Case]:
