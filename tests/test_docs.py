@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import Job, Rank
+from tests.tables import each
 from tests.warm_python import run_warm
 from tilework import cli
 from tilework.checkpoint.command import add_commands
@@ -154,7 +155,7 @@ def test_every_block_says_what_it_is() -> None:
     assert not unclear
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@each("page", PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     assert not [link for link in LINK.findall(text) if not (page.parent / link).exists()]

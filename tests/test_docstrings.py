@@ -13,12 +13,17 @@ import tilework
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def _modules() -> list[str]:
-    found = pkgutil.walk_packages(tilework.__path__, "tilework.")
-    return sorted(module.name for module in found if not module.name.endswith("_core"))
+def _packages() -> dict[str, list[str]]:
+    """The names of all modules, by the package below tilework."""
+    packages: dict[str, list[str]] = {}
+    for module in pkgutil.walk_packages(tilework.__path__, "tilework."):
+        if not module.name.endswith("_core"):
+            packages.setdefault(module.name.split(".")[1], []).append(module.name)
+    return packages
 
 
-@pytest.mark.parametrize("name", _modules())
-def test_examples(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(name), optionflags=_FLAGS)
-    assert results.failed == 0, f"{results.failed} of {results.attempted} examples: see above"
+@pytest.mark.parametrize(("package", "names"), _packages().items(), ids=list(_packages()))
+def test_examples(package: str, names: list[str]) -> None:
+    for name in names:
+        results = doctest.testmod(importlib.import_module(name), optionflags=_FLAGS)
+        assert results.failed == 0, f"{results.failed} examples of {name} fail: see above"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import each
 from tilework import checkpoint
 from tilework.checkpoint.name_patterns import NamePatterns
 from tilework.errors import CheckpointError
@@ -29,7 +30,7 @@ def test_a_pattern_serves_if_any_name_matches() -> None:
     patterns.check()
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "names", "hint"),
     [
         ("modle.weight", ["model.weight", "step"], "did you mean model.weight"),

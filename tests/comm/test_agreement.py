@@ -7,6 +7,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import check_all_raise, errors_of, on
+from tests.tables import each
 from tilework.comm.agreement import agree, agree_equal
 from tilework.errors import DistError
 from tilework.testing import run_ranks
@@ -43,7 +44,7 @@ class OwnError(NotImplementedError, ValueError):
     """Of two kinds."""
 
 
-@pytest.mark.parametrize(
+@each(
     ("error", "others"),
     [
         (ValueError("no"), ValueError),

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.testing import run_ranks
 
 LIMIT = timedelta(seconds=30)
@@ -35,7 +36,7 @@ def on_shm(size: int, program: Callable[[int], Any]) -> list[Any]:
     return run_ranks(size, program, kind="threads", backend="shm", timeout=LIMIT)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+@each("operation", OPERATIONS)
 def test_it_looks_like_the_function(operation: Any) -> None:
     function = inspect.unwrap(operation)
     assert inspect.isfunction(operation)

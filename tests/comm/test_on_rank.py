@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -92,12 +93,12 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("value", SAME)
+@each("value", SAME)
 def test_values_that_are_the_same_pass(value: Any) -> None:
     run_ranks(2, lambda rank: dist.assert_same(value))
 
 
-@pytest.mark.parametrize(
+@each(
     ("first", "second", "message"),
     [
         (torch.ones(2), torch.ones(2).double(), r"value=float32.*value=float64"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.csrc.core_ranks import Rank, run_threads
+from tests.tables import each
 from tilework import _core
 
 
@@ -32,7 +33,7 @@ def faults(calls: list[Callable[[Rank], None]]) -> list[tuple[str, tuple[int, ..
     return [result.args for result in results]
 
 
-@pytest.mark.parametrize(
+@each(
     ("odd", "named"),
     [
         (reduce_of(5), "20 bytes"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.csrc.core_ranks import SLOT_BYTES, Rank, run_threads
+from tests.tables import each, pairs
 from tilework import _core
 
 SIZES = [1, 2, 3, 5]
@@ -26,8 +27,8 @@ def blank(nbytes: int) -> Tensor:
     return torch.full((nbytes,), 255, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("nbytes", PIECES)
+@each("size", SIZES)
+@each("nbytes", PIECES)
 def test_broadcast(size: int, nbytes: int) -> None:
     root = size // 2
 
@@ -48,9 +49,7 @@ def gathered(rank: Rank, kind: str, sizes: list[int], root: int = 0) -> list[Ten
     return outputs
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("nbytes", PIECES)
-@pytest.mark.parametrize("uneven", [False, True])
+@pairs(size=SIZES, nbytes=PIECES, uneven=[False, True])
 def test_all_gather(size: int, nbytes: int, uneven: bool) -> None:
     sizes = [nbytes * (rank if uneven else 1) for rank in range(size)]
     for result in run_threads(size, lambda rank: gathered(rank, "all_gather", sizes)):
@@ -59,8 +58,8 @@ def test_all_gather(size: int, nbytes: int, uneven: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("uneven", [False, True])
+@each("size", SIZES)
+@each("uneven", [False, True])
 def test_gather(size: int, uneven: bool) -> None:
     sizes = [5000 * (rank if uneven else 1) for rank in range(size)]
     root = size - 1
@@ -70,8 +69,8 @@ def test_gather(size: int, uneven: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("uneven", [False, True])
+@each("size", SIZES)
+@each("uneven", [False, True])
 def test_scatter(size: int, uneven: bool) -> None:
     sizes = [5000 * (rank if uneven else 1) for rank in range(size)]
     root = size - 1
@@ -86,8 +85,8 @@ def test_scatter(size: int, uneven: bool) -> None:
         assert torch.equal(result, piece(root, rank, sizes[rank]))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("seed", range(4))
+@each("size", SIZES)
+@each("seed", range(4))
 def test_all_to_all_with_any_sizes(size: int, seed: int) -> None:
     draw = random.Random(seed)
     sizes = [[draw.choice([0, 1, 100, 9000]) for _ in range(size)] for _ in range(size)]
@@ -103,8 +102,8 @@ def test_all_to_all_with_any_sizes(size: int, seed: int) -> None:
             assert torch.equal(result[sender], piece(sender, rank, sizes[sender][rank]))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(4))
+@each("size", [2, 3, 4])
+@each("seed", range(4))
 def test_rounds_at_all_places_of_an_outbox(size: int, seed: int) -> None:
     """From 8 KiB on, data lies elsewhere in its outbox each time; ranks send unequal lengths."""
     slot_bytes = 128 * 1024
@@ -184,7 +183,7 @@ def test_many_operations_share_the_slots_safely() -> None:
     assert len(set(run_threads(3, program))) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "inputs", "outputs"),
     [
         ("all_gather", 1, 1),

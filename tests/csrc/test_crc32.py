@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import zlib
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tables import each
 from tilework import _core
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 16, 127, 128, 129, 255, 1023, 1024, 1025, 4099, 70000])
+@each("nbytes", [0, 1, 7, 16, 127, 128, 129, 255, 1023, 1024, 1025, 4099, 70000])
 def test_lengths_at_which_the_way_changes(nbytes: int) -> None:
     data = bytes(i * 7919 % 251 for i in range(nbytes))
     memory = ctypes.create_string_buffer(data, max(nbytes, 1))

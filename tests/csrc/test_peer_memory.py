@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.csrc.core_ranks import Worker, workers
+from tests.tables import each
 
 pytestmark = pytest.mark.usefixtures("reading_as_tunables_say")
 
@@ -64,7 +65,7 @@ def test_memory_that_no_process_may_read() -> None:
         none_read(ranks, "refused: process_vm_readv of rank ")
 
 
-@pytest.mark.parametrize("kind", READ)
+@each("kind", READ)
 def test_a_refusal_in_the_middle(kind: str) -> None:
     with workers(2, f"read_refused_later:{kind}", tunables=READING) as (_, ranks):
         for rank in ranks:

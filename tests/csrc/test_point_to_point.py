@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.csrc.core_ranks import Rank, groups, run_threads
+from tests.tables import each
 from tilework import _core
 
 
@@ -16,7 +17,7 @@ def message(seed: int, count: int) -> Tensor:
     return torch.randint(0, 1000, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("count", [0, 1, 5000, 300_000])
+@each("count", [0, 1, 5000, 300_000])
 def test_send_and_receive(count: int) -> None:
     def program(rank: Rank) -> Tensor:
         tensor = message(1, count) if rank.rank == 0 else torch.zeros(count, dtype=torch.int64)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.csrc.core_ranks import Rank, run_threads
 from tests.rounding import assert_close
+from tests.tables import each
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 COMPLEX = [torch.complex64, torch.complex128]
@@ -70,23 +71,23 @@ def assert_same_bits(results: list[Tensor], expected: Tensor) -> None:
         assert torch.equal(bits(result), bits(expected))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@each("size", [1, 2, 3, 5])
+@each("dtype", FLOATS)
 def test_sum_of_floats_has_the_bits_of_the_sum_in_rank_order(dtype: torch.dtype, size: int) -> None:
     for count in COUNTS:
         inputs = [draw(dtype, count, seed) for seed in range(size)]
         assert_same_bits(reduced(inputs, "sum"), in_rank_order(operator.add, inputs))
 
 
-@pytest.mark.parametrize("op", ["product", "min", "max"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@each("op", ["product", "min", "max"])
+@each("dtype", FLOATS)
 def test_other_reductions_of_floats(dtype: torch.dtype, op: str) -> None:
     plain = {"product": operator.mul, "min": torch.minimum, "max": torch.maximum}[op]
     inputs = [draw(dtype, 3001, seed) for seed in range(3)]
     assert_same_bits(reduced(inputs, op), in_rank_order(plain, inputs))
 
 
-@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
+@each("dtype", FLOATS + COMPLEX)
 def test_average_divides_the_sum_by_the_ranks(dtype: torch.dtype) -> None:
     inputs = [draw(dtype, 3001, seed) for seed in range(3)]
     total = functools.reduce(operator.add, [wide(t) for t in inputs])
@@ -97,8 +98,8 @@ def test_average_divides_the_sum_by_the_ranks(dtype: torch.dtype) -> None:
     assert_same_bits(reduced(inputs, "avg"), expected)
 
 
-@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
-@pytest.mark.parametrize("size", [2, 3])
+@each("dtype", FLOATS + COMPLEX)
+@each("size", [2, 3])
 def test_each_rank_has_its_own_premultiplier(dtype: torch.dtype, size: int) -> None:
     factors = [0.5, -2.0, 3.0][:size]
     inputs = [draw(dtype, 2000, seed) for seed in range(size)]
@@ -136,8 +137,8 @@ def test_16_bit_floats_are_rounded_once(dtype: torch.dtype) -> None:
     assert reduced(inputs, "sum")[0].item() == 1.0 + step
 
 
-@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
-@pytest.mark.parametrize("op", ["sum", "product"])
+@each("dtype", COMPLEX)
+@each("op", ["sum", "product"])
 def test_complex_numbers(dtype: torch.dtype, op: str) -> None:
     plain = {"sum": operator.add, "product": operator.mul}[op]
     inputs = [draw(dtype, 700, seed) * (1 + seed * 1j) for seed in range(3)]
@@ -146,8 +147,8 @@ def test_complex_numbers(dtype: torch.dtype, op: str) -> None:
     assert_same_bits(results, results[0])
 
 
-@pytest.mark.parametrize("op", INTEGER_OPS)
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@each("op", INTEGER_OPS)
+@each("dtype", INTEGERS)
 def test_integers_wrap(dtype: torch.dtype, op: str) -> None:
     inputs = [draw(dtype, 700, seed) for seed in range(3)]
     columns = zip(*(t.tolist() for t in inputs), strict=True)
@@ -157,7 +158,7 @@ def test_integers_wrap(dtype: torch.dtype, op: str) -> None:
         assert [got % span for got in result.tolist()] == [want % span for want in expected]
 
 
-@pytest.mark.parametrize(
+@each(
     ("op", "plain"),
     [
         *[(op, operator.or_) for op in ("sum", "max", "bor")],
@@ -170,7 +171,7 @@ def test_bools(op: str, plain: Callable[[Tensor, Tensor], Tensor]) -> None:
     assert_same_bits(reduced(inputs, op), functools.reduce(plain, inputs))
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "op"),
     [
         *[(torch.int32, op) for op in ("avg", "premul_sum", "none")],
@@ -178,7 +179,6 @@ def test_bools(op: str, plain: Callable[[Tensor, Tensor], Tensor]) -> None:
         *[(torch.complex64, op) for op in ("min", "max", "band")],
         (torch.bool, "avg"),
     ],
-    ids=str,
 )
 def test_nonsense_is_refused(dtype: torch.dtype, op: str) -> None:
     with pytest.raises(ValueError, match="cannot reduce"):
@@ -192,8 +192,8 @@ def test_whole_and_in_parts_give_the_same_bits(size: int) -> None:
     assert_same_bits(reduced(padded, "sum"), torch.cat([reduced(inputs, "sum")[0]] * 4))
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@each("count", COUNTS)
+@each("size", [1, 2, 4])
 def test_in_place(size: int, count: int) -> None:
     def program(rank: Rank) -> Tensor:
         tensor = torch.full((count,), float(rank.rank))
@@ -204,8 +204,8 @@ def test_in_place(size: int, count: int) -> None:
     assert_same_bits(run_threads(size, program), expected)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@each("count", COUNTS)
+@each("size", [1, 2, 3, 5])
 def test_reduce_fills_the_root_and_leaves_the_others_alone(size: int, count: int) -> None:
     inputs = [draw(torch.float32, count, seed) for seed in range(size)]
     before = [t.clone() for t in inputs]
@@ -222,7 +222,7 @@ def test_reduce_fills_the_root_and_leaves_the_others_alone(size: int, count: int
     assert_same_bits([results[root]], in_rank_order(operator.add, before))
 
 
-@pytest.mark.parametrize("counts", [[7, 7, 7], [0, 2000, 3], [1, 0, 0]], ids=str)
+@each("counts", [[7, 7, 7], [0, 2000, 3], [1, 0, 0]])
 def test_reduce_scatter_takes_uneven_parts(counts: list[int]) -> None:
     size = len(counts)
     inputs = [[draw(torch.bfloat16, n, 10 * r + i) for i, n in enumerate(counts)] for r in range(3)]

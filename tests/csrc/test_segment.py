@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.csrc.core_ranks import NONCE, SLOT_BYTES, Rank, run_threads
+from tests.tables import each
 from tilework import _core
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -51,13 +52,13 @@ def stated_bound(ranks: int, pairs: int = 0) -> int:
     return ranks * (outboxes + control) + tables + pairs * ring + 4 * page
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 32, 64])
+@each("ranks", [2, 3, 4, 8, 16, 32, 64])
 def test_the_segment_is_as_long_as_is_stated(ranks: int) -> None:
     length = _core.segment_bytes(ranks, _core.DEFAULT_SLOT_BYTES)
     assert length <= stated_bound(ranks, pairs=ranks * ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@each("ranks", [2, 8, 64])
 def test_memory_of_a_group_is_bounded(ranks: int) -> None:
     """That holds however long the tensors, and after every kind of collective."""
 
@@ -104,7 +105,7 @@ def test_rounds_use_all_of_an_outbox() -> None:
             end.close()
 
 
-@pytest.mark.parametrize(
+@each(
     ("rank", "size", "nonce", "said"),
     [
         (0, 3, NONCE, "for 2 ranks, not 3"),
@@ -127,13 +128,13 @@ def test_a_rank_can_be_taken_once() -> None:
         group.close()
 
 
-@pytest.mark.parametrize("size", [0, -1, 5000])
+@each("size", [0, -1, 5000])
 def test_impossible_sizes(size: int) -> None:
     with pytest.raises(ValueError, match="size"):
         _core.create_segment(size, SLOT_BYTES, NONCE)
 
 
-@pytest.mark.parametrize("slot_bytes", [0, 100, 4097, 1 << 31])
+@each("slot_bytes", [0, 100, 4097, 1 << 31])
 def test_impossible_slots(slot_bytes: int) -> None:
     with pytest.raises(ValueError, match="slot_bytes"):
         _core.create_segment(2, slot_bytes, NONCE)
@@ -186,8 +187,8 @@ def attempt(rank: Rank, kind: str) -> None:
         rank.run(kind, [], [tensor], root=1, timeout=0.05)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "broadcast", "recv"])
-@pytest.mark.parametrize("seed", range(4))
+@each("kind", ["all_reduce", "all_gather", "broadcast", "recv"])
+@each("seed", range(4))
 def test_garbage_never_crashes_a_reader(seed: int, kind: str) -> None:
     with segment() as fd:
         group = _core.Group(fd, 0, 2, NONCE)
@@ -199,7 +200,7 @@ def test_garbage_never_crashes_a_reader(seed: int, kind: str) -> None:
         group.close()
 
 
-@pytest.mark.parametrize("limit", [0, 1, 5000])
+@each("limit", [0, 1, 5000])
 def test_a_group_counts_the_cores_that_its_control_group_grants(limit: int) -> None:
     def program(rank: Rank) -> int:
         rank.run("barrier")

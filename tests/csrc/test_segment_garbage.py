@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.csrc.core_ranks import NONCE, SLOT_BYTES, Rank
+from tests.tables import each
 from tilework import _core
 
 RANKS = 3
@@ -145,7 +146,7 @@ def in_a_child(seed: int) -> str:
     return "" if code == 0 else f"it ended with {code}: {said}"
 
 
-@pytest.mark.parametrize("part", range(4))
+@each("part", range(4))
 def test_ranks_get_through_garbage(part: int) -> None:
     for seed in range(part, 40, 4):
         assert in_a_child(seed) == "", f"seed {seed}"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.csrc.core_ranks import SLOT_BYTES, Rank, run_threads
+from tests.tables import each
 from tilework import _core
 
 pytestmark = pytest.mark.usefixtures("reading_as_tunables_say")
@@ -163,7 +164,7 @@ def test_uneven_parts_inside_and_outside_the_range() -> None:
     run_threads(len(counts), program, SLOT_BYTES, tunables | APART)
 
 
-@pytest.mark.parametrize("slow", [0, 1, _core.NEVER_BYTES])
+@each("slow", [0, 1, _core.NEVER_BYTES])
 def test_stores_past_the_caches_bring_the_same(slow: int) -> None:
     """Always, from the third slow one on, and never."""
     count = 20_000

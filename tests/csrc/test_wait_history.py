@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tables import each
 from tilework._core import WaitHistory
 
 MICROSECOND, MILLISECOND, SECOND = 1_000, 1_000_000, 1_000_000_000
@@ -48,9 +48,7 @@ def test_short_waits_make_a_rank_patient_again() -> None:
     assert awake_ns(history) == PATIENT
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cores", "crowded"), [(2, 2, False), (4, 2, True), (64, 2, True)]
-)
+@each(("ranks", "cores", "crowded"), [(2, 2, False), (4, 2, True), (64, 2, True)])
 def test_ranks_without_a_core_each_yield_from_the_start(
     ranks: int, cores: int, crowded: bool
 ) -> None:

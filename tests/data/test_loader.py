@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from tests.hypothesis_settings import examples
+from tests.tables import each
 from tilework.data import DataLoader
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -50,7 +51,7 @@ def steps(ranks: int, epochs: int = 1, **options: Any) -> list[list[int]]:
     return [sorted(row for batch in step for row in batch) for step in rows]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@each("ranks", [2, 3, 4])
 def test_steps_have_the_rows_of_one_process(ranks: int) -> None:
     options: dict[str, Any] = {"global_batch_size": 12, "uneven": "keep", "epochs": 2}
     assert steps(ranks, **options) == steps(1, **options)
@@ -112,7 +113,7 @@ def test_an_axis_of_a_mesh_divides() -> None:
     assert run_ranks(4, program) == [even, even, odd, odd]
 
 
-@pytest.mark.parametrize(
+@each(
     ("uneven", "rows"),
     [("pad", [[0, 2, 4], [1, 3, 0]]), ("drop", [[0, 2], [1, 3]]), ("keep", [[0, 2, 4], [1, 3]])],
 )
@@ -160,7 +161,7 @@ def test_workers_draw_differently_on_ranks_and_alike_in_runs() -> None:
     assert len(set(first)) == 8
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "kind", "message"),
     [
         ({"sampler": range(3)}, TypeError, "sampler= cannot be given"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tables import each
 from tilework.data.rows import Division, Uneven, epoch_order
 
 lengths, numbers = st.integers(0, 40), st.integers(1, 9)
@@ -58,7 +59,7 @@ def test_orders_differ_by_epoch_and_seed() -> None:
     assert len(orders) == 4
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0)])
+@each(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_must_be_one_of_the_ranks(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} of {ranks}"):
         Division(rank, ranks)

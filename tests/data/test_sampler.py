@@ -10,13 +10,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.data import DistributedSampler
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9])
-@pytest.mark.parametrize("drop_last", [False, True])
+@each("length", [0, 1, 7, 8, 9])
+@each("drop_last", [False, True])
 def test_rows_are_those_of_torch(length: int, drop_last: bool) -> None:
     for rank in range(4):
         if length == 0:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.dtensor.sharded_values import collectives, cut
 from tests.dtensor.test_from_local import LAYOUTS, raised_by_all
+from tests.tables import each
 from tilework.dtensor import (
     DeviceMesh,
     DTensor,
@@ -87,8 +88,8 @@ def test_gradients_stay_with_the_parts() -> None:
     run_ranks(4, program)
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("more", [1, 2])
+@each("dim", [0, 1, 2])
+@each("more", [1, 2])
 def test_uneven_parts_are_those_of_chunk(dim: int, more: int) -> None:
     size = [3, 3, 3]
     size[dim] = 4 * 3 + more

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tests.dtensor.op_checks import Layout, distributed
+from tests.tables import each
 from tilework.dtensor import DTensor, distribute_tensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
@@ -41,7 +41,7 @@ def _mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2,))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each("way", WAYS)
 def test_no_gradient_stays_none(way: str) -> None:
     placement, move = WAYS[way]
 

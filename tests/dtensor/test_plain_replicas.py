@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.tables import each
 from tilework.dtensor import init_device_mesh, verify
 from tilework.errors import CollectiveMismatchError
 from tilework.parallel import (
@@ -32,7 +33,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each("way", WAYS)
 def test_verify_names_a_plain_parameter_that_one_rank_has_changed(way: str) -> None:
     def program(rank: int) -> str:
         torch.manual_seed(0)

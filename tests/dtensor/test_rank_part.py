@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.dtensor import DTensor, init_device_mesh
 from tilework.dtensor.rank_part import RankPart
 from tilework.errors import CollectiveMismatchError
@@ -82,8 +83,8 @@ ACTS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("trains_layers", [True, False])
+@each("act", ACTS)
+@each("trains_layers", [True, False])
 def test_gradients_are_those_of_the_plain_model(act: str, trains_layers: bool) -> None:
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 

@@ -13,6 +13,7 @@ from tests.dtensor.op_checks import (
     noting_gatherings,
 )
 from tests.dtensor.sharded_values import cut, same
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -138,7 +139,7 @@ def test_a_new_rule_takes_the_place_of_the_old_at_once() -> None:
     assert lies() == (Shard(0),)
 
 
-@pytest.mark.parametrize("text", ["", "a b", "a -> b -> c"])
+@each("text", ["", "a b", "a -> b -> c"])
 def test_what_is_no_line_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         register_rule(torch.ops.own.ordered, text)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import each
 from tilework.dtensor import (
     CommDebugMode,
     Partial,
@@ -55,7 +56,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("left", "right", "expected"), CASES)
+@each(("left", "right", "expected"), CASES)
 def test_a_call_runs_as_the_list_says(left: Any, right: Any, expected: object) -> None:
     def program(rank: int) -> object:
         mesh = init_device_mesh("cpu", (2,))

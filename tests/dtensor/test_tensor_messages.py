@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.dtensor.sharded_values import cut
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     GatherWarning,
@@ -46,7 +47,7 @@ def assert_says(
             assert word in text, text
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda x, mesh: distribute_tensor(X, mesh, Shard(0)),  # type: ignore[arg-type]
@@ -76,7 +77,7 @@ def test_placements_that_are_none() -> None:
     assert_says(lambda x, mesh: distribute_tensor(X, mesh, "S"), "got 'S'")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("order", [0, "0", [0.0], [None]])
+@each("order", [0, "0", [0.0], [None]])
 def test_an_order_that_is_none(order: Any) -> None:
     calls: list[Call] = [
         lambda x, mesh: distribute_tensor(X, mesh, [Shard(0)], order=order),
@@ -111,7 +112,7 @@ def test_a_forgotten_mesh() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda x, mesh: torch.vmap(lambda row: row * 2)(x),
@@ -155,7 +156,7 @@ def test_export() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda x, mesh: x.cuda(),

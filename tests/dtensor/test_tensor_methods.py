@@ -23,6 +23,7 @@ from tests.dtensor.op_checks import (
     partial_tensor,
 )
 from tests.dtensor.sharded_values import cut
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -130,7 +131,7 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     return matrix, torch.tensor(2.5, dtype=torch.float64), torch.tensor([2, 0, 1])
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Partial()], ids=str)
+@each("placement", [Shard(0), Shard(1), Partial()])
 def test_dtensors_are_used_as_plain_tensors_are(placement: Placement) -> None:
     want = {name: _plain(use(*_inputs())) for name, use in USES.items()}
 
@@ -226,7 +227,7 @@ def test_item_of_a_partial_value_is_the_value() -> None:
     run_ranks(4, program)
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()])
+@each("placement", [Shard(0), Shard(1), Replicate(), Partial()])
 def test_arrays_have_the_full_value_and_are_read_only(placement: Placement) -> None:
     """As metrics, plots and solvers outside of torch take them."""
     values = torch.arange(6.0).view(3, 2)

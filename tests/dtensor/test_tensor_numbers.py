@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tables import each
 from tilework.dtensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 
-@pytest.mark.parametrize("function", [float, int, bool, complex])
+@each("function", [float, int, bool, complex])
 def test_parameter_of_one_element_is_a_number(function: Callable[[Any], Any]) -> None:
     def main(rank: int) -> tuple[Any, int, int]:
         mesh = init_device_mesh("cpu", (2,))

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.dtensor.op_checks import noting_gatherings
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import DTensor, distribute_module, distribute_tensor
 from tilework.layout import Shard
 from tilework.mesh import init_device_mesh
@@ -49,7 +50,7 @@ TRACED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", TRACED)
+@each("what", TRACED)
 def test_traces_refuse_dtensors(what: str) -> None:
     def program(rank: int) -> None:
         x = _sharded(torch.ones(4, 3))
@@ -60,7 +61,7 @@ def test_traces_refuse_dtensors(what: str) -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("options", [{}, {"tracing_mode": "fake"}, {"pre_dispatch": True}])
+@each("options", [{}, {"tracing_mode": "fake"}, {"pre_dispatch": True}])
 def test_make_fx_refuses_dtensors(options: dict[str, Any]) -> None:
     """Their values would be constants of the graph."""
 

@@ -21,6 +21,7 @@ import torch
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import SeenError, join
+from tests.tables import pairs
 from tilework.comm import group_plan
 from tilework.errors import CollectiveMismatchError, DistError, PeerLostError
 
@@ -70,10 +71,7 @@ def die_at_making(end: Callable[[], None]) -> None:
     setattr(group_plan, MAKE, lambda *args: end())
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("kind", ["file", "tcp"])
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("when", ["meeting", "making"])
+@pairs(end=ENDS, kind=["file", "tcp"], victim=[0, 1], when=["meeting", "making"])
 def test_an_end_while_the_first_group_is_made(
     when: str, victim: int, kind: str, end: str, tmp_path: Path
 ) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
 import torch
 
 from tests.fuzz.fairness import Fairness
+from tests.tables import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "is_fair"),
     [
         ("torch.add(x[:, :, 0], x, out=x)", False),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.fuzz import given_data
 from tests.fuzz.programs import MESHES, compare, run_programs
+from tests.tables import each
 
 #: Programs of each mesh.
 COUNT = 60
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@each("mesh", MESHES)
 def test_who_sees_whose_writes_is_as_in_torch(mesh: tuple[int, ...]) -> None:
     programs = [given_data.made(number, mesh) for number in range(1000, 1000 + COUNT)]
     outcomes = list(run_programs(programs))
@@ -28,8 +27,8 @@ _LEAF = "v0 = leaf('v0', (4, 6), 1, 'S0')\n"
 _STEP = "descend(v0 * v0)\ntorch.optim.SGD([v0], 0.1, momentum=0.5).step()\n"
 
 
-@pytest.mark.parametrize("layout", ["R", "S0"])
-@pytest.mark.parametrize(
+@each("layout", ["R", "S0"])
+@each(
     "program",
     [
         # Parameters and gradients that are views of one buffer.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.fuzz.programs import Program, is_said
+from tests.tables import each
 
 _LEAF = "v0 = leaf('v0', (4, 4), 1, 'R')\n"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         # Data: of leaves and of what requires no gradient.

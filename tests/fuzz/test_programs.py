@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.fuzz.minimise import minimise
 from tests.fuzz.programs import MESHES, Outcome, Program, compare, expect, made, run_programs
+from tests.tables import each
 
 #: Programs of each mesh.
 COUNT = 50
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@each("mesh", MESHES)
 def test_programs_give_what_plain_tensors_give(mesh: tuple[int, ...]) -> None:
     programs = [program for n in range(COUNT) if expect(program := made(1000 + n, mesh))]
     assert len(programs) > COUNT * 0.9
@@ -31,7 +30,7 @@ def test_what_goes_wrong_is_made_short() -> None:
     assert list(shortest.program.statements) == [lines[0].replace("S0", "R"), lines[3]]
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         "v0 = leaf('v0', (2, 0, 4), 24, 'R')\nv1 = module('v1', 'buffers', v0, 70, 'S0')\n"
@@ -167,7 +166,7 @@ def test_programs_that_went_wrong_once(program: str) -> None:
     compare(program, (2,) * axes)
 
 
-@pytest.mark.parametrize("layout", ["R", "S0", "S1"])  # a copied view, in the last
+@each("layout", ["R", "S0", "S1"])
 def test_views_that_were_left_by_their_base_are_not_written_in_the_graph(layout: str) -> None:
     lines = [f"v0 = leaf('v0', (4, 4), 0, '{layout}')", "v1 = v0 * 2", "v2 = v1.flatten()"]
     program = Program([*lines, "v1.data = v1.detach().clone()", "v2.mul_(3.0)"], (2,))
@@ -177,7 +176,7 @@ def test_views_that_were_left_by_their_base_are_not_written_in_the_graph(layout:
     assert "given other data" in outcome.why
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         "v0[1:].t_()",

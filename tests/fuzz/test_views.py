@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.fuzz import views
 from tests.fuzz.programs import MESHES, compare, run_programs
+from tests.tables import each
 
 #: Programs of each mesh and kind.
 COUNT = 40
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@each("mesh", MESHES)
 def test_views_go_where_torch_derives_them_from(mesh: tuple[int, ...]) -> None:
     programs = [views.made(number, mesh, "writes") for number in range(7000, 7000 + COUNT)]
     bad = [each for each in run_programs(programs) if each.kind != "right"]
@@ -21,8 +20,8 @@ def test_views_go_where_torch_derives_them_from(mesh: tuple[int, ...]) -> None:
 _COMPUTED = "v9 = leaf('v9', (4, 6), 1, {layout})\nv0 = v9 * 2\n"
 
 
-@pytest.mark.parametrize("layout", ["R", "P", "S0", "S1"])
-@pytest.mark.parametrize(
+@each("layout", ["R", "P", "S0", "S1"])
+@each(
     "program",
     [
         # A hook on a view stays where a write is not counted.

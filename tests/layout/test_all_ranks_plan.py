@@ -10,6 +10,7 @@ from hypothesis import given
 from rich.console import Console
 
 from tests.layout.random_tilings import examples, pairs
+from tests.tables import each
 from tilework import layout
 from tilework.layout import (
     AllRanksPlan,
@@ -101,7 +102,7 @@ NEGATIVE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("costs", NEGATIVE)
+@each("costs", NEGATIVE)
 def test_costs_are_not_negative(costs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not negative"):
         CostModel(**costs)

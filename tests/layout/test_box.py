@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.random_tilings import boxes_in, examples, points
+from tests.tables import each
 from tilework.layout import Box
 
 TWO = st.integers(0, 3).flatmap(lambda ndim: st.tuples(*[boxes_in((4,) * ndim)] * 2))
@@ -90,7 +91,7 @@ def test_it_cannot_be_changed() -> None:
         Box((0,), (1,)).sizes = (2,)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
+@each(
     ("offsets", "sizes", "message"),
     [
         ((0,), (1, 2), "1 offsets"),

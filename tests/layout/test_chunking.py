@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.random_tilings import examples
+from tests.tables import each
 from tilework.layout import (
     Box,
     chunk_offsets,
@@ -45,7 +46,7 @@ def test_empty_chunks_lie_past_the_end() -> None:
     assert chunk_sizes(2, 4) == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize(("extent", "n"), [(5, 0), (-1, 2), (5, -3)])
+@each(("extent", "n"), [(5, 0), (-1, 2), (5, -3)])
 def test_what_cannot_be_cut(extent: int, n: int) -> None:
     for function in (chunk_size, chunk_sizes, chunk_offsets):
         with pytest.raises(ValueError, match=f"extent {extent}, {n} chunks"):
@@ -66,7 +67,7 @@ def test_chunks_are_recognised(shape: tuple[int, ...], n: int, data: st.DataObje
     assert [tile.box for tile in chunk_tiling(shape, found, range(n)).tiles] == boxes
 
 
-@pytest.mark.parametrize(
+@each(
     "boxes",
     [
         [],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import example, given
 
 from tests.layout.random_tilings import MOST_RANKS, examples, pairs, points
+from tests.tables import each
 from tilework.layout import (
     Box,
     Collective,
@@ -43,7 +43,7 @@ def on_grid(*placed: Placement) -> Tiling:
     return mesh_tiling((4, 4), GRID, placed)
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "target", "expected"),
     [
         (ROWS, ROWS, Collective("none", (1,))),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.random_tilings import examples
+from tests.tables import pairs
 from tilework.layout import (
     CostModel,
     Partial,
@@ -27,9 +28,7 @@ def local_bytes(placements: list[Placement], lengths: tuple[int, ...], nbytes: i
     return nbytes
 
 
-@pytest.mark.parametrize("length", [2, 4])
-@pytest.mark.parametrize("target", [R, P, Shard(0), Shard(1)])
-@pytest.mark.parametrize("source", [R, P, Shard(0), Shard(1)])
+@pairs(length=[2, 4], target=[R, P, Shard(0), Shard(1)], source=[R, P, Shard(0), Shard(1)])
 def test_along_one_axis_the_estimate_is_the_price_of_the_steps(
     source: Placement, target: Placement, length: int
 ) -> None:

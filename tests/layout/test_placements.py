@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.layout.random_tilings import MESHES, Ints, examples, mesh_tilings, placements, shapes
+from tests.tables import each
 from tilework.layout import Partial, Placement, Replicate, Shard, Tiling, mesh_tiling
 
 
@@ -75,7 +76,7 @@ def test_one_rank_along_a_partial_axis_is_a_whole_value() -> None:
     assert (len(tiling.terms), tiling.reduce_op) == (1, None)
 
 
-@pytest.mark.parametrize(
+@each(
     ("mesh", "placed", "message"),
     [
         ([0, 1], [], "takes 1, got"),
@@ -95,7 +96,7 @@ def test_what_makes_no_tiling(mesh: Any, placed: list[Placement], message: str) 
         mesh_tiling((4, 6), mesh, placed)
 
 
-@pytest.mark.parametrize("order", [[0], [0, 0], [1, 2]])
+@each("order", [[0], [0, 0], [1, 2]])
 def test_an_order_names_each_axis(order: list[int]) -> None:
     with pytest.raises(ValueError, match="each of the mesh's 2 axes once"):
         mesh_tiling((4, 6), [[0, 1], [2, 3]], [Shard(0), Shard(0)], order=order)
@@ -107,7 +108,7 @@ def test_sizes_are_some_and_not_negative(sizes: Ints) -> None:
         Shard(0, sizes=sizes)
 
 
-@pytest.mark.parametrize("dim", [0.7, "1", True, None])
+@each("dim", [0.7, "1", True, None])
 def test_a_dim_is_a_whole_number(dim: Any) -> None:
     assert Shard(np.int64(1)).dim == 1  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=rf"Shard takes a dim, .*got {dim!r}"):

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.random_tilings import examples, layouts
+from tests.tables import each
 from tilework.layout import (
     Box,
     CostModel,
@@ -47,7 +48,7 @@ def kinds(found: Steps) -> list[tuple[str, Ints]]:
 # -- what is well known ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "target", "expected"),
     [
         ([P, P], [R, R], [("all_reduce", (0, 1))]),

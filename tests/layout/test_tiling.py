@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.layout.random_tilings import MOST_RANKS, boxes_in, examples, shapes, tilings
+from tests.tables import each
 from tilework.layout import Box, Partial, Replicate, Shard, Tile, Tiling, mesh_tiling
 from tilework.layout.box_index import FEW_QUERIES, BoxIndex
 
@@ -110,7 +111,7 @@ def test_a_digest_is_the_same_in_every_process() -> None:
     assert int(done.stdout) == here.digest
 
 
-@pytest.mark.parametrize(
+@each(
     ("terms", "op", "message"),
     [
         ((), None, "0 terms"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import each
 from tilework.layout import Partial, Replicate, Shard
 from tilework.layout.torch_callers import refuse_torch_caller
 
@@ -14,8 +15,8 @@ def _asked_by(module: str, source: str, value: object) -> Any:
     return eval(source, {"__name__": module, "value": value})
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Partial()])
-@pytest.mark.parametrize("source", ["value.is_shard()", "f'{value}'", "value.is_partial()"])
+@each("placement", [Shard(0), Replicate(), Partial()])
+@each("source", ["value.is_shard()", "f'{value}'", "value.is_partial()"])
 def test_placements_say_whose_they_are(placement: object, source: str) -> None:
     with pytest.raises(TypeError, match="of tilework's"):
         _asked_by("torch.distributed.tensor._api", source, placement)

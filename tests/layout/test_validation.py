@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.layout.random_tilings import boxes_of, covers, examples, points, shapes, whole
+from tests.tables import each
 from tilework.layout import Box, Tile, Tiling, check_boxes, check_disjoint, find_overlap
 from tilework.layout.box_columns import BoxColumns
 from tilework.layout.cuts import cover_by_cuts
@@ -75,8 +76,8 @@ def test_a_cover_without_some_boxes_is_still_disjoint(
     check_disjoint(keep)
 
 
-@pytest.mark.parametrize("ndim", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(5))
+@each("ndim", [1, 2, 3])
+@each("seed", range(5))
 def test_one_overlap_among_many_boxes(ndim: int, seed: int) -> None:
     """More than are compared each with each, with gaps between them."""
     rng = random.Random(seed)

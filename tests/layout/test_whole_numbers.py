@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tables import each
 from tilework.layout.whole_numbers import whole_number, whole_numbers
 
 
-@pytest.mark.parametrize("number", [3, np.int8(3), torch.tensor(3)])
+@each("number", [3, np.int8(3), torch.tensor(3)])
 def test_whole_numbers(number: Any) -> None:
     assert (whole_number(number, "a dim"), whole_numbers([number], "dims")) == (3, (3,))
 
 
-@pytest.mark.parametrize("number", [3.0, "3", True, None, [3]])
+@each("number", [3.0, "3", True, None, [3]])
 def test_what_is_none(number: Any) -> None:
     with pytest.raises(TypeError, match="a dim; got "):
         whole_number(number, "a dim")
@@ -24,7 +25,7 @@ def test_what_is_none(number: Any) -> None:
         whole_numbers([2, number], "dims")
 
 
-@pytest.mark.parametrize("numbers", [3, "12", None])
+@each("numbers", [3, "12", None])
 def test_what_has_no_numbers(numbers: Any) -> None:
     with pytest.raises(TypeError, match=f"dims; got {numbers!r}"):
         whole_numbers(numbers, "dims")

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tables import each
 from tilework.mesh import MeshSpec
 
 NAMES = ("a", "b", "c", "d")
@@ -62,7 +63,7 @@ def test_values() -> None:
     assert MeshSpec.of(5).ranks == (5,)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "error", "text"),
     [
         (lambda: MeshSpec.of([[0, 1], [1, 2]]), ValueError, r"duplicate values: \[1\]"),
@@ -116,13 +117,13 @@ def test_what_is_left_has_whole_slices_only(data: st.DataObject) -> None:
         assert before == (*here[:axis], kept[here[axis]], *here[axis + 1 :])
 
 
-@pytest.mark.parametrize("shape", [(0,), (-1,), (-1, -2)])
+@each("shape", [(0,), (-1,), (-1, -2)])
 def test_axes_have_ranks(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="1 or more ranks along each axis"):
         MeshSpec.regular(shape)
 
 
-@pytest.mark.parametrize("shape", ["cpu", "2", (2.0,)])
+@each("shape", ["cpu", "2", (2.0,)])
 def test_shapes_are_numbers_of_ranks(shape: Any) -> None:
     with pytest.raises(TypeError, match="the number of ranks along each axis"):
         MeshSpec.regular(shape)

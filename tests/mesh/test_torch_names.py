@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.mesh.torch_names import backends_of_axes
 from tilework.testing import run_ranks
@@ -78,7 +79,7 @@ def test_an_axis_has_a_backend_of_its_own() -> None:
     assert run_ranks(2, program, backend="shm")[0] == ("threads", "shm", "threads")
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "error"),
     [
         ("gloo", TypeError),

@@ -6,13 +6,13 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import tilework.distributed as dist
 from tests.models.hugging_face import NAMES, VOCABULARY, blocks, build, plan
 from tests.rounding import assert_close
+from tests.tables import pairs
 from tilework.dtensor import DTensor
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel import DistributedDataParallel, fully_shard, parallelize_module
@@ -78,9 +78,7 @@ def prepared(model: Any, feature: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("feature", ["plain", "accumulation", "checkpointing", "autocast"])
-@pytest.mark.parametrize("way", list(MESHES))
-@pytest.mark.parametrize("name", NAMES)
+@pairs(feature=["plain", "accumulation", "checkpointing", "autocast"], way=list(MESHES), name=NAMES)
 def test_losses_are_those_of_one_process(name: str, way: str, feature: str) -> None:
     # One process takes each rank's rows as a micro-batch would be: means of means are the same.
     wanted = torch.stack(train(prepared(build(name), feature), feature))

@@ -11,6 +11,7 @@ import pytest
 import torch._C._distributed_c10d as c10d
 
 from tests.store.client_process import process
+from tests.tables import each
 from tilework.errors import DistNetworkError
 from tilework.rendezvous import Settings, detect_environment, handlers, rendezvous
 from tilework.rendezvous.environment import first_host
@@ -258,7 +259,7 @@ def strings(variables: dict[str, object]) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items()}
 
 
-@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA, SLURM], ids=["ompi", "hydra", "slurm"])
+@each("variables", [OPEN_MPI, HYDRA, SLURM])
 def test_launchers_are_detected(variables: dict[str, object]) -> None:
     settings = detect_environment(strings(variables))
     assert settings is not None
@@ -314,7 +315,7 @@ def test_several_slurm_nodes() -> None:
     assert (settings.host, settings.local_world_size, settings.single_host) == ("gpu07", 1, False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("nodes", "host"),
     [
         ("a", "a"),

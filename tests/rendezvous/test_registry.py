@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import each
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.rendezvous import register_rendezvous_handler, registry, rendezvous
 from tilework.store import FileStore, HashStore, Store, StoreServer, TCPStore, UnixStore
@@ -114,7 +115,7 @@ def test_there_is_one_meeting_per_rendezvous(tmp_path: Path) -> None:
     meetings[0][0].close()
 
 
-@pytest.mark.parametrize(
+@each(
     ("url", "arguments", "match"),
     [
         ("tcp://127.0.0.1", {"rank": 0, "world_size": 1}, "expected tcp://host:port"),
@@ -150,7 +151,7 @@ def test_wrong_urls_and_arguments(url: str, arguments: dict[str, Any], match: st
         next(rendezvous(url, **arguments))
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "match"),
     [
         ({"url": 1}, "URL is a str, got int"),

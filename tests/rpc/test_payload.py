@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.faults.forked_ranks import Holdings
 from tests.rpc.joined_ranks import identity, only, together, until
+from tests.tables import each
 from tilework import rpc
 from tilework.rpc.memory import LEAST_BYTES
 from tilework.rpc.message import NO_FILE, Kind, decode, encode
@@ -74,8 +75,8 @@ def values(numel: int, dtype: torch.dtype) -> Tensor:
     return raw.to(torch.uint8).view(dtype) if size else torch.empty(0, dtype=dtype)
 
 
-@pytest.mark.parametrize("numel", [1, 100, 40_000], ids=["small", "apart", "in a file"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("numel", [1, 100, 40_000])
+@each("dtype", DTYPES)
 def test_every_dtype(dtype: torch.dtype, numel: int) -> None:
     sent = values(numel * 8, dtype).view(8, numel)
     got = together(2, only(0, lambda: rpc.rpc_sync("w1", identity, args=(sent,))))[0]

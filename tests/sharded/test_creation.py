@@ -25,6 +25,7 @@ from tests.sharded.ranks_and_specs import (
     on,
     parts_of,
 )
+from tests.tables import each
 from tilework import sharded
 from tilework.sharded import (
     ShardedTensor,
@@ -56,7 +57,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@each("spec", SPECS)
 def test_constants(spec: ShardingSpec) -> None:
     assert torch.equal(whole_of(4, lambda: sharded.zeros(spec, 10, 20)), torch.zeros(10, 20))
     assert torch.equal(whole_of(4, lambda: sharded.ones(spec, 10, 20)), torch.ones(10, 20))
@@ -64,7 +65,7 @@ def test_constants(spec: ShardingSpec) -> None:
     assert torch.equal(found, torch.full((10, 20), 1234, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("value", [3, 2.5, True, 1j])
+@each("value", [3, 2.5, True, 1j])
 def test_full_takes_the_dtype_of_its_value(value: Any) -> None:
     found = whole_of(2, lambda: sharded.full(chunks(0, [0, 1]), [3], value))
     expected = torch.full([3], value)
@@ -72,10 +73,8 @@ def test_full_takes_the_dtype_of_its_value(value: Any) -> None:
     assert found.dtype == expected.dtype
 
 
-@pytest.mark.parametrize(
-    ("ours", "plain"), [(sharded.rand, torch.rand), (sharded.randn, torch.randn)]
-)
-@pytest.mark.parametrize("size", [(8, 2), (64, 64)])
+@each(("ours", "plain"), [(sharded.rand, torch.rand), (sharded.randn, torch.randn)])
+@each("size", [(8, 2), (64, 64)])
 def test_random_numbers_are_those_of_the_ranks_own_generator(
     ours: Any, plain: Any, size: tuple[int, int]
 ) -> None:
@@ -141,7 +140,7 @@ LIKE: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("like", "plain"), LIKE)
+@each(("like", "plain"), LIKE)
 def test_tensors_like_another(like: Any, plain: Any) -> None:
     def program(rank: int) -> None:
         tensor = sharded.rand(chunks(0, [0]), 8, 8, dtype=torch.double)
@@ -168,11 +167,18 @@ def test_constants_like_another() -> None:
 # -- sizes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "expected"),
-    [((10, 20), (10, 20)), ((10,), (10,)), (([10, 20],), (10, 20)), (((10, 20),), (10, 20)),
-     ((torch.Size([3, 4]),), (3, 4)), ((0, 3), (0, 3)), ((0,), (0,))],
-)  # fmt: skip
+    [
+        ((10, 20), (10, 20)),
+        ((10,), (10,)),
+        (([10, 20],), (10, 20)),
+        (((10, 20),), (10, 20)),
+        ((torch.Size([3, 4]),), (3, 4)),
+        ((0, 3), (0, 3)),
+        ((0,), (0,)),
+    ],
+)
 def test_sizes_are_numbers_or_one_sequence(size: Any, expected: tuple[int, ...]) -> None:
     def program(rank: int) -> None:
         made = sharded.empty(chunks(0, [0, 1]), *size)
@@ -183,7 +189,7 @@ def test_sizes_are_numbers_or_one_sequence(size: Any, expected: tuple[int, ...])
     on(2, program)
 
 
-@pytest.mark.parametrize("size", [("foo",), (2.0,), ([2, "x"],), ([2], [3]), (None,), ({2: 3},)])
+@each("size", [("foo",), (2.0,), ([2, "x"],), ([2], [3]), (None,), ({2: 3},)])
 def test_other_sizes_are_refused(size: Any) -> None:
     check_all_raise(
         2,

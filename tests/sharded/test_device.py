@@ -8,10 +8,11 @@ import pickle
 import pytest
 import torch
 
+from tests.tables import each
 from tilework.sharded import RemoteDevice
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "rank", "worker", "device", "shown"),
     [
         ("rank:0/cpu", 0, None, "cpu", "rank:0/cpu"),
@@ -33,17 +34,29 @@ def test_strings(text: str, rank: int | None, worker: str | None, device: str, s
     assert RemoteDevice(shown) == place
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
-    ["", "/cpu", "rank:/cpu", "rank:x/cpu", "rank:-1/cpu", "rank:1/", "rank:1/nowhere", "a:b/cpu",
-     "rank:1:2/cpu", "rank:1/cpu/0", "rank:\u0663/cpu", "worker/cuda:x"],
-)  # fmt: skip
+    [
+        "",
+        "/cpu",
+        "rank:/cpu",
+        "rank:x/cpu",
+        "rank:-1/cpu",
+        "rank:1/",
+        "rank:1/nowhere",
+        "a:b/cpu",
+        "rank:1:2/cpu",
+        "rank:1/cpu/0",
+        "rank:\u0663/cpu",
+        "worker/cuda:x",
+    ],
+)
 def test_other_strings_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="Could not parse remote_device"):
         RemoteDevice(text)
 
 
-@pytest.mark.parametrize("given", [None, 3, b"cpu"])
+@each("given", [None, 3, b"cpu"])
 def test_other_things_are_refused(given: object) -> None:
     with pytest.raises(TypeError, match="a remote device is a string"):
         RemoteDevice(given)  # type: ignore[arg-type]
@@ -61,7 +74,7 @@ def test_equality_and_hash() -> None:
     assert len(same | others) == 5
 
 
-@pytest.mark.parametrize("text", ["rank:0/cuda:1", "worker/cpu", "meta"])
+@each("text", ["rank:0/cuda:1", "worker/cpu", "meta"])
 def test_copies_and_pickles_are_equal(text: str) -> None:
     place = RemoteDevice(text)
     assert pickle.loads(pickle.dumps(place)) == place

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -70,21 +71,36 @@ def tensor(spec: ShardingSpec, *size: int, ranks: int = 4, **properties: Any) ->
 # -- one line ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "size", "properties", "expected"),
     [
-        (ChunkShardingSpec(0, places(0, 1, 2, 3)), (10, 20), {},
-            "float32[10, 20] in 4 chunks along dim 0 on ranks 0-3"),
-        (ChunkShardingSpec(-1, places(1)), (10, 20), {"dtype": torch.bfloat16},
-            "bfloat16[10, 20] in 1 chunk along dim 1 on rank 1"),
-        (ChunkShardingSpec(0, places(3, 0, 1, 0)), (2,), {"requires_grad": True},
-            "float32[2] in 4 chunks along dim 0 on ranks 0-1, 3, requires_grad"),
-        (rows(3, 2, 1), (6, 4), {},
-            "float32[6, 4] in 3 shards on ranks 0-2"),
-        (ChunkShardingSpec(0, ["rank:0/meta", "rank:1/meta"]), (4,), {},
-            "float32[4] in 2 chunks along dim 0 on ranks 0-1 (meta)"),
+        (
+            ChunkShardingSpec(0, places(0, 1, 2, 3)),
+            (10, 20),
+            {},
+            "float32[10, 20] in 4 chunks along dim 0 on ranks 0-3",
+        ),
+        (
+            ChunkShardingSpec(-1, places(1)),
+            (10, 20),
+            {"dtype": torch.bfloat16},
+            "bfloat16[10, 20] in 1 chunk along dim 1 on rank 1",
+        ),
+        (
+            ChunkShardingSpec(0, places(3, 0, 1, 0)),
+            (2,),
+            {"requires_grad": True},
+            "float32[2] in 4 chunks along dim 0 on ranks 0-1, 3, requires_grad",
+        ),
+        (rows(3, 2, 1), (6, 4), {}, "float32[6, 4] in 3 shards on ranks 0-2"),
+        (
+            ChunkShardingSpec(0, ["rank:0/meta", "rank:1/meta"]),
+            (4,),
+            {},
+            "float32[4] in 2 chunks along dim 0 on ranks 0-1 (meta)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_repr_is_one_line(
     spec: ShardingSpec, size: tuple[int, ...], properties: Any, expected: str
 ) -> None:
@@ -288,7 +304,7 @@ def test_show_communicates_nothing(shown: Callable[..., list[str]]) -> None:
     on_rank_0(2, lambda: show(zeros(rows(3, 2), 5, 4)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("shown_thing", "arguments", "error", "message"),
     [
         (ChunkShardingSpec(0, places(0)), {}, ValueError, r"say show\(spec, size="),

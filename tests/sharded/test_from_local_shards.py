@@ -24,6 +24,7 @@ from tests.sharded.ranks_and_specs import (
     quarter,
     specs,
 )
+from tests.tables import each
 from tilework.sharded import (
     ChunkShardingSpec,
     Shard,
@@ -219,7 +220,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@each("what", WRONG)
 def test_one_wrong_rank_raises_on_all(what: str) -> None:
     bring, size, message = WRONG[what]
 
@@ -277,11 +278,11 @@ def test_pinned_and_unpinned_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- from one tensor ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "spec",
     [chunks(0, range(4)), chunks(1, [2, 1, 3, 0]), chunks(1, range(4)), chunks(0, [3, 0, 1, 2])],
 )
-@pytest.mark.parametrize("size", [[20, 10], [21, 11], [23, 16], [44, 16, 8], [3, 2]])
+@each("size", [[20, 10], [21, 11], [23, 16], [44, 16, 8], [3, 2]])
 def test_one_tensor_on_each_rank(spec: ChunkShardingSpec, size: list[int]) -> None:
     def program(rank: int) -> None:
         expected = cut(numbered(size), spec, rank)
@@ -324,7 +325,7 @@ TENSOR_ERRORS: dict[str, tuple[Any, ShardingSpec, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", TENSOR_ERRORS)
+@each("what", TENSOR_ERRORS)
 def test_one_wrong_tensor_raises_on_all(what: str) -> None:
     tensor, spec, message = TENSOR_ERRORS[what]
 
@@ -380,7 +381,7 @@ def test_shards_come_in_the_order_of_the_metadata() -> None:
     on(1, program)
 
 
-@pytest.mark.parametrize(
+@each(
     ("bring", "properties", "message"),
     [
         (lambda r: [], {}, r"Number of local shards \(0\) does not match number of local shards"),
@@ -398,8 +399,8 @@ def test_shards_that_the_metadata_does_not_mean(bring: Any, properties: Any, mes
     )
 
 
-@pytest.mark.parametrize("made_by", [ShardedTensor, ShardedTensorBase])
-@pytest.mark.parametrize(
+@each("made_by", [ShardedTensor, ShardedTensorBase])
+@each(
     ("count", "message"),
     [(0, "must not be empty"), (1, "does not match tensor volume"), (2, "overlap")],
 )
@@ -462,7 +463,7 @@ def test_a_base_of_shards_that_are_not_listed() -> None:
         ShardedTensorBase.from_local_shards_and_global_metadata([shards[0], foreign], parts)
 
 
-@pytest.mark.parametrize("shards", [None, [torch.ones(4)], "shards"])
+@each("shards", [None, [torch.ones(4)], "shards"])
 def test_what_is_no_list_of_shards(shards: Any) -> None:
     def program(rank: int) -> None:
         with pytest.raises(TypeError, match="local shards are a list of Shard"):

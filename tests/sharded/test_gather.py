@@ -22,6 +22,7 @@ from tests.sharded.ranks_and_specs import (
     on,
     specs,
 )
+from tests.tables import each
 from tilework import sharded
 from tilework.sharded import ChunkShardingSpec, ShardingSpec
 from tilework.testing import run_ranks
@@ -40,8 +41,8 @@ SPECS = {
 # -- gather ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("dst", [0, 1])
+@each("spec", SPECS.values())
+@each("dst", [0, 1])
 def test_gather(spec: ShardingSpec, dst: int) -> None:
     whole = numbered([10, 20])
 
@@ -84,7 +85,7 @@ def test_out_may_have_any_strides() -> None:
     on(2, program)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float64, torch.float16, torch.int32])
+@each("out_dtype", [torch.float64, torch.float16, torch.int32])
 def test_dtypes_on_the_way(out_dtype: torch.dtype) -> None:
     whole = numbered([4, 3]) + 0.5
 
@@ -144,7 +145,7 @@ def test_gather_of_metas() -> None:
     on(2, program)
 
 
-@pytest.mark.parametrize("move", ["gather", "full_tensor", "reshard"])
+@each("move", ["gather", "full_tensor", "reshard"])
 def test_some_shards_on_meta(move: str) -> None:
     def program(rank: int) -> None:
         tensor = sharded.ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/meta"]), 4)
@@ -158,7 +159,7 @@ def test_some_shards_on_meta(move: str) -> None:
     check_all_raise(2, program, ValueError, "some shards are on the meta device")
 
 
-@pytest.mark.parametrize(
+@each(
     ("outs", "message"),
     [
         ([None, None, None], r"must be specified on destination rank 1"),
@@ -197,7 +198,7 @@ def test_ranks_that_want_different_things() -> None:
 # -- full_tensor -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@each("spec", SPECS.values())
 def test_full_tensor_and_its_gradient(spec: ShardingSpec) -> None:
     whole, weight = numbered([10, 20]), torch.linspace(-1, 1, 200).reshape(10, 20)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.sharded.ranks_and_specs import quarter
+from tests.tables import each
 from tilework.sharded import (
     RemoteDevice,
     Shard,
@@ -92,7 +93,7 @@ def test_the_placement_is_parsed_once_and_may_be_missing() -> None:
     assert ShardMetadata([10], [0], torch.device("meta")).placement == RemoteDevice("meta")
 
 
-@pytest.mark.parametrize(
+@each(
     ("offsets", "sizes", "message"),
     [
         ([0], [1, 2], "as many entries as the tensor has dims"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import chunks, cut, grid, join, numbered, on, parts_of
+from tests.tables import each
 from tilework.sharded import (
     ShardedTensor,
     ShardingSpec,
@@ -90,8 +91,8 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("target", SPECS)
-@pytest.mark.parametrize("source", SPECS)
+@each("target", SPECS)
+@each("source", SPECS)
 def test_gradients_come_back(source: ShardingSpec, target: ShardingSpec) -> None:
     """Also from and to ranks without shards, which take part all the same."""
     weights = numbered((4, 6))
@@ -133,7 +134,7 @@ def test_a_group_of_some_ranks() -> None:
     assert torch.equal(results[1][0][1], numbered((4, 4)))
 
 
-@pytest.mark.parametrize("size", [(23, 15), (4, 16), (3, 2)])
+@each("size", [(23, 15), (4, 16), (3, 2)])
 def test_local_shard(size: tuple[int, int]) -> None:
     def program(rank: int) -> tuple[Tensor, Tensor]:
         module = Holder(ROWS, *size)

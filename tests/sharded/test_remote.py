@@ -24,6 +24,7 @@ from tests.sharded.ranks_and_specs import (
     on,
     quarter,
 )
+from tests.tables import each
 from tilework import rpc, sharded
 from tilework.sharded import (
     ChunkShardingSpec,
@@ -68,7 +69,7 @@ def check_remote(tensor: ShardedTensor, rank: int) -> None:
             assert found_there.tensor.shape == tuple(found_there.metadata.shard_sizes)
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "size"),
     [
         (chunks(0, range(4)), (10, 20)),
@@ -263,7 +264,7 @@ def test_only_some_ranks_bring_shards() -> None:
     assert all("init_rrefs=True takes all 3 ranks" in str(error) for error in errors[:2])
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "options", "message"),
     [
         (

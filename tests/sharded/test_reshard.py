@@ -25,6 +25,7 @@ from tests.sharded.ranks_and_specs import (
     parts_of,
     specs,
 )
+from tests.tables import each
 from tilework import sharded
 from tilework.sharded import (
     ShardedTensor,
@@ -67,7 +68,7 @@ def test_any_cut_to_any_other(data: hs.DataObject) -> None:
     assert torch.equal(join([part for parts in found for part in parts], size), whole)
 
 
-@pytest.mark.parametrize(
+@each(
     ("first", "second"),
     [
         (chunks(0, range(4)), chunks(1, range(4))),
@@ -79,7 +80,7 @@ def test_any_cut_to_any_other(data: hs.DataObject) -> None:
         (boxes(([0, 0], [10, 3], 0), ([0, 3], [10, 7], 1)), chunks(1, [0, 1, 2, 3] * 4)),
     ],
 )
-@pytest.mark.parametrize("gradient", [False, True])
+@each("gradient", [False, True])
 def test_some_cuts_to_others(first: ShardingSpec, second: ShardingSpec, gradient: bool) -> None:
     whole = numbered([10, 10])
 
@@ -188,7 +189,7 @@ class Refusing(ShardingSpec):
         return chunks(0, [0, 1]).build_metadata(tensor_sizes, tensor_properties)
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "kind", "message"),
     [
         ("columns", ValueError, "Expecting ShardingSpec but got: str"),
@@ -229,8 +230,8 @@ def test_shards_without_placement_cannot_be_moved_to() -> None:
 # -- gradients ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize(
+@each("in_place", [True, False])
+@each(
     ("first", "second"),
     [
         (chunks(0, [0, 1, 2]), chunks(1, [2, 0])),

@@ -12,6 +12,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import boxes, check_all_raise, chunks, cut, grid, numbered, on
+from tests.tables import each
 from tilework import sharded
 from tilework.sharded import (
     ShardedTensor,
@@ -52,8 +53,8 @@ def check_same(made: ShardedTensor, tensor: ShardedTensor) -> None:
         assert not mine.tensor.numel() or mine.tensor.data_ptr() != theirs.tensor.data_ptr()
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("weights_only", [True, False])
+@each("spec", SPECS)
+@each("weights_only", [True, False])
 def test_save_and_load(spec: ShardingSpec, weights_only: bool) -> None:
     def program(rank: int) -> None:
         for gradient in (False, True):
@@ -66,7 +67,7 @@ def test_save_and_load(spec: ShardingSpec, weights_only: bool) -> None:
     on(2, program)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.complex64])
+@each("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.complex64])
 def test_dtypes(dtype: torch.dtype) -> None:
     def program(rank: int) -> None:
         tensor = cut(numbered([5]).to(dtype), chunks(0, [0, 1]), rank)
@@ -75,7 +76,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     on(2, program)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@each("spec", SPECS)
 def test_pickle_and_copies(spec: ShardingSpec) -> None:
     def program(rank: int) -> None:
         tensor = cut(numbered([4, 3]), spec, rank, requires_grad=True)

@@ -24,6 +24,7 @@ from tests.sharded.ranks_and_specs import (
     parts_of,
     specs,
 )
+from tests.tables import each
 from tilework.sharded import (
     PartialCoverError,
     ShardedTensor,
@@ -42,8 +43,8 @@ def joined(results: list[Any], size: tuple[int, ...]) -> Tensor:
 # -- values --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("src_rank", [0, 2])
-@pytest.mark.parametrize(
+@each("src_rank", [0, 2])
+@each(
     ("spec", "size"),
     [
         (ROWS, (12, 12)),
@@ -99,7 +100,7 @@ def test_shards_without_values_need_none_moved() -> None:
     assert on(2, program) == [True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.complex64])
+@each("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.complex64])
 def test_dtypes(dtype: torch.dtype) -> None:
     def program(rank: int) -> Any:
         made = shard_tensor(numbered((5, 2), dtype), chunks(0, [1, 0]))
@@ -221,7 +222,7 @@ WRONG: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", WRONG)
 def test_all_ranks_raise(case: str) -> None:
     program, kind, pattern = WRONG[case]
     check_all_raise(4, program, kind, pattern)
@@ -257,7 +258,7 @@ def test_a_parameter_becomes_sharded() -> None:
     on(4, program)
 
 
-@pytest.mark.parametrize("kind", ["parameter", "frozen parameter", "buffer", "attribute"])
+@each("kind", ["parameter", "frozen parameter", "buffer", "attribute"])
 def test_what_can_be_replaced(kind: str) -> None:
     def program(rank: int) -> None:
         module: Any = nn.Module()
@@ -322,7 +323,7 @@ WRONG_PARAMETERS: dict[str, tuple[Callable[[int], nn.Module], str, type[Exceptio
 }
 
 
-@pytest.mark.parametrize("case", WRONG_PARAMETERS)
+@each("case", WRONG_PARAMETERS)
 def test_parameters_that_raise_on_all_ranks(case: str) -> None:
     make, name, kind, pattern = WRONG_PARAMETERS[case]
     check_all_raise(4, lambda rank: shard_parameter(make(rank), name, ROWS), kind, pattern)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, on
+from tests.tables import each
 from tilework.sharded import (
     ShardedTensor,
     Sharder,
@@ -95,9 +96,7 @@ def test_a_wildcard_stands_for_one_part_of_a_name() -> None:
     on(2, program)
 
 
-@pytest.mark.parametrize(
-    "names", [["embedding.weight"], ["head.weight", "embedding.weight"], ["h*.weight"]]
-)
+@each("names", [["embedding.weight"], ["head.weight", "embedding.weight"], ["h*.weight"]])
 def test_tied_parameters_stay_tied(names: list[str]) -> None:
     def program(rank: int) -> None:
         model = Model()
@@ -320,7 +319,7 @@ class Other(ByHand):
     """Another."""
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", WRONG)
 def test_all_ranks_raise(case: str) -> None:
     make, kind, pattern = WRONG[case]
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as hs
 
 from tests.sharded.ranks_and_specs import boxes, chunks, examples, grid, numbered, on, specs
+from tests.tables import each
 from tilework.sharded import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -80,13 +81,13 @@ def test_names_of_dims_are_not_supported() -> None:
         ChunkShardingSpec("H", ["rank:1/cpu"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dim", [None, 1.5, True, (0,)])
+@each("dim", [None, 1.5, True, (0,)])
 def test_other_dims_are_refused(dim: object) -> None:
     with pytest.raises(ValueError, match="Sharding dim needs to be an integer"):
         ChunkShardingSpec(dim, ["rank:1/cpu"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dim", [2, 3, 4, -3, -4, -5])
+@each("dim", [2, 3, 4, -3, -4, -5])
 def test_dims_that_the_tensor_does_not_have(dim: int) -> None:
     with pytest.raises(ValueError, match=f"Invalid sharding dim: {dim} "):
         built(chunks(dim, [1]), 10, 20)
@@ -232,7 +233,7 @@ def inferred(spec: ShardingSpec, *size: int) -> ShardingSpec:
     return infer_sharding_spec_from_shards_metadata(shards)
 
 
-@pytest.mark.parametrize(
+@each(
     ("spec", "size"),
     [
         (chunks(0, range(4)), (10, 20)),

@@ -13,6 +13,7 @@ from torch import nn
 
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, grid, numbered, on
+from tests.tables import each
 from tilework.sharded import (
     ShardedTensor,
     ShardingSpec,
@@ -68,8 +69,8 @@ def check_equal(a: ShardedTensor, b: ShardedTensor) -> None:
 # -- attributes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("weights_only", [True, False])
+@each("strict", [True, False])
+@each("weights_only", [True, False])
 def test_saved_and_loaded_into_a_module_without(strict: bool, weights_only: bool) -> None:
     def program(rank: int) -> None:
         model = hooked(Outer(ROWS))
@@ -181,8 +182,8 @@ def linear(spec: ShardingSpec | None, value: float = 0) -> Any:
 LAYOUTS = [None, ROWS, COLUMNS, grid([1, 5], [2, 3], [3, 1, 1, 0]), chunks(0, [3])]
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", LAYOUTS)
+@each("target", LAYOUTS)
+@each("source", LAYOUTS)
 def test_values_from_any_layout_to_any(
     source: ShardingSpec | None, target: ShardingSpec | None
 ) -> None:
@@ -267,7 +268,7 @@ WRONG: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", WRONG)
 def test_all_ranks_raise(case: str) -> None:
     make, kind, pattern = WRONG[case]
 

@@ -18,6 +18,7 @@ from tests.sharded.ranks_and_specs import (
     numbered,
     on,
 )
+from tests.tables import each
 from tilework import sharded
 from tilework.sharded import Shard, ShardedTensor, ShardedTensorBase, ShardingSpec, TiledTensor
 
@@ -75,7 +76,7 @@ def test_no_or_several_local_tensors(ranks: list[int]) -> None:
     on(4, program)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@each("spec", SPECS)
 def test_tiles_are_listed_as_the_tiling_lists_them(spec: ShardingSpec) -> None:
     def program(rank: int) -> Any:
         tensor = cut(numbered([4, 6]), spec, rank)
@@ -124,7 +125,7 @@ def test_like_has_other_values_in_the_same_places() -> None:
     on(2, program)
 
 
-@pytest.mark.parametrize("tiles", [[], [torch.ones(2)] * 2, [torch.ones(3)]])
+@each("tiles", [[], [torch.ones(2)] * 2, [torch.ones(3)]])
 def test_like_takes_as_many_tensors_of_the_same_sizes(tiles: list[torch.Tensor]) -> None:
     def program(rank: int) -> None:
         sharded.ones(chunks(0, [0]), 2).like(tiles)

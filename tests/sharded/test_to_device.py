@@ -13,6 +13,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, grid, numbered, on
+from tests.tables import each
 from tilework import sharded
 from tilework.sharded import ChunkShardingSpec, ShardedTensor, ShardingSpec
 from tilework.sharded.to_device import to_current_device
@@ -39,7 +40,7 @@ def check_moved(made: ShardedTensor, old: ShardedTensor, dtype: torch.dtype, dev
         assert device == "meta" or torch.equal(new.tensor.cpu(), tile.cpu().to(dtype))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@each("spec", SPECS)
 def test_every_way_to_say_it(spec: ShardingSpec) -> None:
     def program(rank: int) -> None:
         st = cut(numbered([4, 3]), spec, rank)
@@ -115,7 +116,7 @@ def test_another_group() -> None:
     on(2, program)
 
 
-@pytest.mark.parametrize("way", ["to", "cpu", "cuda"])
+@each("way", ["to", "cpu", "cuda"])
 def test_other_memory_formats(way: str) -> None:
     def program(rank: int) -> None:
         st = sharded.ones(chunks(0, [0]), 4)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework import sharded
 from tilework.errors import DistError
 from tilework.parallel import DistributedDataParallel
@@ -55,7 +56,7 @@ def seeded(draw: Callable[[], Tensor], seed: int) -> list[Tensor]:
     return [draw(), draw()]
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@each("draw", DRAWS.values())
 def test_a_rank_draws_as_a_process_does(draw: Callable[[], Tensor]) -> None:
     def program(rank: int) -> list[Tensor]:
         return seeded(draw, rank)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import each
 from tilework.testing import run_ranks
 
 
@@ -13,7 +14,7 @@ def nothing(rank: int) -> None:
     pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "error", "message"),
     [
         ((0, nothing), ValueError, "at least one rank, got 0"),

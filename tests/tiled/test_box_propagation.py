@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from torch import Tensor
 
 import tilework.tiled.rules  # noqa: F401  # fills the operator table
 from tests.layout.random_tilings import covers, examples
+from tests.tables import each
 from tilework.layout import Box, Tile, Tiling, check_boxes
 from tilework.tiled.box_propagation import (
     LocalOp,
@@ -276,7 +276,7 @@ def test_the_ranges_of_a_tile() -> None:
     assert [(x.shape, x.local_shape) for x in ranges.outputs] == [((12,), (9,))]
 
 
-@pytest.mark.parametrize(
+@each(
     ("box", "start", "length", "expected"),
     [
         (Box((2,), (3,)), 0, 9, (2, 3)),

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from tests.tables import each
 from tilework.tiled.local_optimizer import ELEMENTWISE, check_elementwise, is_per_element
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("known", sorted(ELEMENTWISE, key=repr))
+@each("known", sorted(ELEMENTWISE, key=repr))
 def test_known_optimizers_pass_the_trial(known: type[Optimizer]) -> None:
     subclass = type(known.__name__, (known,), {})  # which is not known itself
     check_elementwise(subclass, (), {"lr": 0.1}, CPU)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from tests.tables import each
 from tilework.tiled.module_plan import (
     check_is_module,
     close_names,
@@ -16,7 +17,7 @@ from tilework.tiled.module_plan import (
 NAMES = ["", "up", "layers", "layers.0", "layers.0.up", "layers.1.up", "layers.10.up"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "expected"),
     [
         ("", [""]),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tilework.dtensor  # registers the rules of both kinds
+from tests.tables import each
 from tilework.tiled import op_table
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_rules import Arg, LocalCall
@@ -76,9 +77,7 @@ def test_the_entry_of_a_function_has_the_facts_of_its_name() -> None:
     assert entry.dtensor_rule is not entry_of("batch_norm").dtensor_rule
 
 
-@pytest.mark.parametrize(
-    ("name", "draws"), [("bernoulli", True), ("rrelu", True), ("add", False), ("no_such", False)]
-)
+@each(("name", "draws"), [("bernoulli", True), ("rrelu", True), ("add", False), ("no_such", False)])
 def test_which_operators_draw_random_numbers(name: str, draws: bool) -> None:
     assert entry_of(name).draws is draws
 

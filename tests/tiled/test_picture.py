@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tables import each
 from tilework.layout import Box
 from tilework.tiled.picture import Line, PictureSize, draw
 
@@ -181,7 +182,7 @@ def test_a_scalar() -> None:
     ]
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)])
+@each("shape", [(0,), (0, 4), (4, 0)])
 def test_a_tensor_without_elements_has_no_picture(shape: tuple[int, ...]) -> None:
     assert lines_of(shape, [Box((0,) * len(shape), shape)]) == []
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.dtensor import distribute_module, init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
 from tilework.sharded import ChunkShardingSpec, shard_parameter
@@ -77,7 +78,7 @@ def test_a_mark_ends_with_the_model() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["parallelize_module", "distribute_module", "shard_parameter"])
+@each("how", ["parallelize_module", "distribute_module", "shard_parameter"])
 def test_optimizers_made_before_sharding_raise_on_all_ranks(how: str) -> None:
     def program(rank: int) -> str:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

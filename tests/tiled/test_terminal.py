@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.tables import each
 from tilework.tiled.terminal import (
     StyledLine,
     bytes_text,
@@ -18,7 +19,7 @@ from tilework.tiled.terminal import (
 ROWS = [["who", "shards", "bytes", "share"], ["0", "[2]", "8 B", "100.0%"]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("width", "titles"),
     [(40, "who  shards  bytes   share"), (20, "who  shards  bytes"), (12, "who  bytes")],
 )
@@ -28,9 +29,7 @@ def test_columns_that_are_too_wide_are_left_out(width: int, titles: str) -> None
     assert len({len(line) for line in lines}) == 1
 
 
-@pytest.mark.parametrize(
-    ("n", "text"), [(0, "0 B"), (1000, "1000 B"), (1536, "1.5 KiB"), (3 * 2**40, "3 TiB")]
-)
+@each(("n", "text"), [(0, "0 B"), (1000, "1000 B"), (1536, "1.5 KiB"), (3 * 2**40, "3 TiB")])
 def test_bytes(n: int, text: str) -> None:
     assert bytes_text(n) == text
 

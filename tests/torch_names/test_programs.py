@@ -10,13 +10,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import tilework.distributed as distributed
 import tilework.dtensor as dtensor
 import tilework.parallel as parallel
+from tests.tables import each
 from tilework.distributed import functional as functional_collectives
 from tilework.distributed import nn as dist_nn
 from tilework.mesh import DeviceMesh as OurMesh
@@ -265,8 +265,6 @@ PROGRAMS: list[tuple[Callable[[int], Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("program", "expected"), PROGRAMS, ids=lambda each: getattr(each, "__name__", "")
-)
+@each(("program", "expected"), PROGRAMS)
 def test_a_program_gives_what_torch_gives(program: Callable[[int], Any], expected: Any) -> None:
     assert run_ranks(2, program)[0] == expected

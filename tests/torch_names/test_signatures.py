@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.tables import each
 from tests.torch_names import page
 from tests.torch_names.compare import differences, row_of
 from tilework.from_torch import DIFFERENCES, LEFT_OUT, MODULES, LeftOut
@@ -29,7 +30,7 @@ def test_every_row_of_the_list_is_needed(found: list[tuple[str, str]]) -> None:
     assert not [row.names for row in DIFFERENCES if id(row) not in used]
 
 
-@pytest.mark.parametrize("row", LEFT_OUT, ids=lambda row: row.names[0])
+@each("row", LEFT_OUT)
 def test_what_is_left_out_raises_by_name(row: LeftOut) -> None:
     for name in row.names:
         assert not hasattr(__import__(row.package, fromlist=["_"]), name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.comm.backends import memory_hold
 from tilework.comm.backends.engine_protocol import Operation
 from tilework.comm.backends.memory_hold import HeldMemory, find_layout, fits_storage
@@ -96,7 +97,7 @@ def test_memory_that_is_not_torch_s_is_left_alone() -> None:
     held.release()
 
 
-@pytest.mark.parametrize(
+@each(
     "make",
     [
         lambda: torch.ones(4),
@@ -142,8 +143,8 @@ def started(rank: int, tensors: list[Tensor]) -> list[dist.Work]:
     return [work for work in works if work is not None]
 
 
-@pytest.mark.parametrize("change", [grown, emptied, shared, replaced])
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("change", [grown, emptied, shared, replaced])
+@each("backend", BACKENDS)
 def test_operations_under_way(backend: str, change: Callable[[Tensor], None]) -> None:
     def program(rank: int) -> list[list[float]]:
         store = dist.get_default_store()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.comm.backends import shm
 from tilework.comm.groups import init_process_group
 from tilework.testing import run_ranks
@@ -60,9 +61,7 @@ def knock(store: dist.Store, hello: bytes) -> list[int]:
             return []
 
 
-@pytest.mark.parametrize(
-    "hello", [b"x", b"\x00" * 20, b"\xff" * 4096], ids=["short", "wrong nonce", "long"]
-)
+@each("hello", [b"x", b"\x00" * 20, b"\xff" * 4096])
 def test_a_stranger_at_the_socket_is_handed_nothing(hello: bytes) -> None:
     store = dist.HashStore()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.comm.elastic.model import Model, in_turn
+from tests.tables import each
 from tilework.comm.elastic.consensus import answers, confirm, decide
 from tilework.comm.elastic.party import drive
 
@@ -93,7 +94,7 @@ def test_every_pair_of_faults_among_three_ranks(what: str) -> None:
             Model(3).run(with_events([(first, what, victims[0]), (second, "kill", victims[1])]))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_random_interleavings_with_random_faults(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(250):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -27,7 +28,7 @@ def lose_rank(rank: int, victim: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("victim", range(3))
+@each("victim", range(3))
 def test_ranks_are_numbered_anew_and_the_group_works(victim: int) -> None:
     def program(rank: int) -> object:
         if lose_rank(rank, victim):

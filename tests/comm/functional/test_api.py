@@ -20,6 +20,7 @@ from torch.autograd import forward_ad as _forward_ad
 
 import tilework.distributed as dist
 from tests.rounding import assert_close
+from tests.tables import each
 from tests.user_functions import Squared
 from tilework.comm.functional import running
 from tilework.distributed import functional
@@ -72,8 +73,8 @@ def plain(result: Tensor | list[Tensor]) -> list[Tensor]:
     return [wait_tensor(y) for y in (result if isinstance(result, list) else [result])]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", EVERY)
+@each("backend", BACKENDS)
+@each("name", EVERY)
 @pytest.mark.usefixtures("both")
 def test_inputs_stay_and_results_are_ones_own(backend: str, name: str) -> None:
     def body(rank: int) -> None:
@@ -91,7 +92,7 @@ def test_inputs_stay_and_results_are_ones_own(backend: str, name: str) -> None:
     run_ranks(2, body, backend=backend, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@each("name", EVERY)
 @pytest.mark.usefixtures("both")
 def test_results_may_be_written_where_autograd_watches(name: str) -> None:
     def body(rank: int) -> None:
@@ -105,7 +106,7 @@ def test_results_may_be_written_where_autograd_watches(name: str) -> None:
     run_ranks(2, body, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@each("name", EVERY)
 @pytest.mark.usefixtures("later")
 def test_inputs_may_change_once_a_call_has_returned(name: str) -> None:
     """Copied, or read, before: never while others still come."""
@@ -141,7 +142,7 @@ def test_nothing_is_recorded_without_grad() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("op", ["bor", "band", "bxor"])
+@each("op", ["bor", "band", "bxor"])
 def test_bits(op: str) -> None:
     def body(rank: int) -> int:
         return int(functional.all_reduce(torch.tensor(1 + 2 * rank), op))
@@ -256,7 +257,7 @@ def sent_as_object(y: Tensor) -> Any:
     return objects[0]
 
 
-@pytest.mark.parametrize("name", USES)
+@each("name", USES)
 @pytest.mark.usefixtures("later")
 def test_every_use_waits(name: str) -> None:
     """Rank 0 uses the result before rank 1 has even come."""
@@ -284,7 +285,7 @@ CUT |= {"asarray", "numpy", "deepcopy", "pickle", "save", "dlpack", "storage", "
 CUT |= {name for name in USES if name.startswith("in-place")}
 
 
-@pytest.mark.parametrize("name", sorted(USES.keys() - CUT))
+@each("name", sorted(USES.keys() - CUT))
 @pytest.mark.usefixtures("later")
 def test_gradients_pass_through_every_use(name: str) -> None:
     def body(rank: int) -> None:
@@ -426,7 +427,7 @@ def test_backward_twice_with_a_retained_graph() -> None:
     assert run_ranks(2, body) == [[24.0]] * 2
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("reentrant", [False, True])
 @pytest.mark.usefixtures("both")
 def test_checkpointing_communicates_again(reentrant: bool) -> None:
     def body(rank: int) -> list[float]:
@@ -486,8 +487,8 @@ def test_func_grad_of_grad() -> None:
 ELEMENTWISE = ("all_reduce", "reduce", "broadcast", "permute_tensor", "reduce_from_group")
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.parametrize("dim", [0, 1])
+@each("name", ELEMENTWISE)
+@each("dim", [0, 1])
 def test_vmap_of_what_is_elementwise(name: str, dim: int) -> None:
     def body(rank: int) -> None:
         x = torch.arange(6.0).view(3, 2) + rank
@@ -651,7 +652,7 @@ MISUSE: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISUSE)
+@each("name", MISUSE)
 def test_misuse_is_told_and_harms_nothing(name: str) -> None:
     error, words, call = MISUSE[name]
 

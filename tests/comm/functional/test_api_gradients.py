@@ -19,6 +19,7 @@ from tests.comm.functional import reference as model
 from tests.comm.functional.reference import Case, Tensors, cases
 from tests.hypothesis_settings import examples
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.comm.functional import running
 from tilework.testing import run_ranks
 
@@ -158,7 +159,7 @@ NUMERIC = (
 )
 
 
-@pytest.mark.parametrize("case", NUMERIC, ids=repr)
+@each("case", NUMERIC)
 def test_gradients_are_those_of_finite_differences(case: Case) -> None:
     """Of the joint function of all ranks: no formula of ours on either side."""
     generator = torch.Generator().manual_seed(3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import each
 from tilework.distributed import functional
 from tilework.distributed.nn import functional as nn_functional
 from tilework.mesh import DeviceMesh, init_device_mesh
@@ -24,7 +25,7 @@ WAYS: list[Callable[[DeviceMesh], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each("way", WAYS)
 def test_a_group_is_named_by_a_mesh_or_by_ranks(way: Callable[[DeviceMesh], Any]) -> None:
     def program(rank: int) -> float:
         group = way(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
@@ -35,7 +36,7 @@ def test_a_group_is_named_by_a_mesh_or_by_ranks(way: Callable[[DeviceMesh], Any]
     assert run_ranks(4, program) == [1.0, 1.0, 5.0, 5.0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each("way", WAYS)
 def test_a_group_is_named_likewise_in_compiled_functions(way: Callable[[DeviceMesh], Any]) -> None:
     def program(rank: int) -> None:
         group = way(init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")))

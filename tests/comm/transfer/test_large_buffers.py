@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tables import each
 from tilework.comm.transfer import large_buffers as module
 from tilework.comm.transfer.large_buffers import KEPT_BYTES, LARGE_BYTES, empty_tensor
 
@@ -42,7 +43,7 @@ def test_a_tensor_like_any_other() -> None:
     assert bool((tensor.grad == 1).all())
 
 
-@pytest.mark.parametrize("sizes", [(), (0,), (3, 0, LARGE_BYTES), (7,)])
+@each("sizes", [(), (0,), (3, 0, LARGE_BYTES), (7,)])
 def test_small_ones_are_torchs_own(sizes: tuple[int, ...]) -> None:
     tensor = empty_tensor(sizes, torch.float32, CPU)
     assert tensor.shape == sizes

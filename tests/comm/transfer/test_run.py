@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilework.distributed as dist
 from tests.comm.transfer.reference import same
+from tests.tables import each
 from tilework.comm import collectives
 from tilework.comm.transfer import run, run_plan
 from tilework.errors import CollectiveMismatchError
@@ -292,7 +293,7 @@ def test_ranks_of_a_plan_are_global() -> None:
 # -- terms ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@each("placement", [Replicate(), Shard(0), Shard(1)])
 def test_terms_of_16_bits_are_added_in_float32(placement: Placement) -> None:
     """Adding 1 to 256 in bfloat16 changes nothing; adding 1 three times in float32 does."""
     source, target = (tiling(SHAPE, p, ranks=(0, 1, 2, 3)) for p in (Partial(), placement))
@@ -334,7 +335,7 @@ def test_a_reduction_that_the_dtype_lacks_is_refused() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
+@each(
     ("op", "other"),
     [("sum", 0), ("product", 1), ("max", -(2**31)), ("min", 2**31 - 1), ("band", -1), ("bor", 0)],
 )
@@ -536,7 +537,7 @@ WRONG: dict[str, tuple[Callable[[int], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each("name", WRONG)
 def test_wrong_arguments_of_one_rank_raise_on_all(name: str) -> None:
     call, words = WRONG[name]
 
@@ -549,7 +550,7 @@ def test_wrong_arguments_of_one_rank_raise_on_all(name: str) -> None:
     run_ranks(2, program, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each("name", WRONG)
 def test_wrong_arguments_of_all_ranks(name: str) -> None:
     call, words = WRONG[name]
 

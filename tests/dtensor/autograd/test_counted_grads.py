@@ -13,6 +13,7 @@ from torch.autograd import grad
 
 from tests.dtensor.op_checks import Layout, distributed
 from tests.rounding import assert_close
+from tests.tables import each
 from tests.user_functions import Squared
 from tilework.dtensor import DTensor, Partial, Placement, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
@@ -138,8 +139,8 @@ def seen(way: Callable[[Any, Any], Any], x: Any, u: Any) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+@each("way", WAYS)
+@each("shape", [(2,), (3,), (2, 2)])
 def test_they_are_those_of_plain_tensors(
     way: Callable[[Any, Any], Any], shape: tuple[int, ...]
 ) -> None:

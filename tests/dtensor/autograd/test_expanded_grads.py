@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from tests.dtensor.op_checks import check_op, count_op
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -27,7 +27,7 @@ def test_the_rows_are_summed_where_they_are() -> None:
     assert not any("gather" in name for name in seen.backward)
 
 
-@pytest.mark.parametrize("rows", [6, 1, 0])
+@each("rows", [6, 1, 0])
 def test_gradients_are_those_of_plain_tensors(rows: int) -> None:
     check_op(prefixed, CLS, X[:rows], meshes=[(2,), (2, 2)], partial=())
     check_op(
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_plain_tensors(rows: int) -> None:
     )
 
 
-@pytest.mark.parametrize("look", ["hook", "retain_grad", "autograd.grad", "inputs", "twice"])
+@each("look", ["hook", "retain_grad", "autograd.grad", "inputs", "twice"])
 def test_a_gradient_that_somebody_looks_at_has_all_its_rows(look: str) -> None:
     def gradient(cls: Any, x: Any) -> Any:
         rows = cls.expand(x.shape[0], -1, -1)

@@ -16,6 +16,7 @@ from tests.dtensor.op_checks import (
 )
 from tests.dtensor.sharded_values import collectives, cut, full, same, spread
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -62,8 +63,8 @@ CUTS: list[dict[str, list[Placement]]] = [
 ]
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("rows", [Shard(0), Replicate()])
+@each("cuts", CUTS)
+@each("rows", [Shard(0), Replicate()])
 def test_gradients_lie_as_their_tensors(cuts: Any, rows: Placement) -> None:
     wanted = plain_grads(BLOCK, X, 2)
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,6 +19,7 @@ from tests.dtensor.op_checks import (
 )
 from tests.fuzz.language import values
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
@@ -151,7 +151,7 @@ def _layouts(shapes: list[tuple[int, ...]]) -> list[list[Layout]]:
     return [*found[:: max(1, len(found) // 8)], partial]
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@each("name", OPERATORS)
 def test_they_are_those_of_plain_tensors(name: str) -> None:
     operator, shapes = OPERATORS[name]
     inputs = [values(shape, number) for number, shape in enumerate(shapes)]
@@ -187,7 +187,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@each("name", VIEWS)
 def test_views_of_a_leaf_that_was_written_to_keep_their_graph_on_each_rank(name: str) -> None:
     def run(leaf: Tensor) -> list[Tensor | None]:
         view = VIEWS[name](leaf)
@@ -221,8 +221,8 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@each("name", WRITTEN)
+@each("shape", [(4,), (2, 2)])
 def test_writes_to_views_keep_the_graph_on_each_rank(name: str, shape: tuple[int, ...]) -> None:
     def run(leaf: Tensor) -> list[Tensor | None]:
         x = leaf * 1

@@ -12,6 +12,7 @@ import torch
 from tests.dtensor.op_checks import Layout, distributed, skipping_without_derivatives
 from tests.fuzz import programs
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import DTensor, Partial, Shard, init_device_mesh
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
@@ -73,8 +74,8 @@ def compare(found: list[Any], expected: list[Any]) -> None:
         assert_close(got.full_tensor(), want, msg=partial(_numbered, number))
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@each("name", REDUCTIONS)
+@each("shape", [(2,), (2, 2)])
 def test_the_gradient_of_a_reduction_is_that_of_its_value(
     name: str, shape: tuple[int, ...]
 ) -> None:
@@ -92,7 +93,7 @@ def test_the_gradient_of_a_reduction_is_that_of_its_value(
     run_ranks(2 ** len(shape), program)
 
 
-@pytest.mark.parametrize("op", OPS)
+@each("op", OPS)
 def test_the_gradient_of_a_partial_tensor_is_that_of_its_value(op: str) -> None:
     expected = seen_gradients(WHOLE.clone().requires_grad_(), lambda x: x.clone().view(-1))
 
@@ -162,7 +163,7 @@ def written(x: Any, write: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
-@pytest.mark.parametrize("name", WRITES)
+@each("name", WRITES)
 def test_writes_to_partial_tensors(name: str) -> None:
     """In place, with and without gradients, whatever the reduction."""
     cases = [
@@ -191,7 +192,7 @@ def test_writes_to_partial_tensors(name: str) -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         "v0 = leaf('v0', (5, 3), 43, 'PM')\nv1 = v0.chunk(2, 0)[0]\n"

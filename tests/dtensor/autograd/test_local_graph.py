@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.programs import compare
 from tests.rounding import assert_close
+from tests.tables import each, pairs
 from tests.user_functions import Squared
 from tilework.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
@@ -21,7 +22,7 @@ from tilework.testing import run_ranks
 _GIVEN = "v0 = leaf('v0', (4,), 1, 'R')\nv1 = data((3, 4), 2, 'S1')\n"
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         "v1 = recomputed(lambda a: a.sin(), v0, reentrant=True)\nv1.masked_fill_(v1 > 0.3, 2.0)",
@@ -31,12 +32,12 @@ _GIVEN = "v0 = leaf('v0', (4,), 1, 'R')\nv1 = data((3, 4), 2, 'S1')\n"
         "v1 = own(v0)\nv1.detach_()",
     ],
 )
-@pytest.mark.parametrize("lies", ["S0", "P"])
+@each("lies", ["S0", "P"])
 def test_a_result_that_was_written_to_is_taken_as_it_is_now(program: str, lies: str) -> None:
     compare(f"v0 = leaf('v0', (3, 4), 1, '{lies}')\n{program}\nv2 = own(own(v1))\nv3 = v2 * v1")
 
 
-@pytest.mark.parametrize(
+@each(
     "write",
     [
         "v1[0] = v0",
@@ -47,7 +48,7 @@ def test_a_result_that_was_written_to_is_taken_as_it_is_now(program: str, lies: 
         "v1[:0].addcmul_(v0, v0)",
     ],
 )
-@pytest.mark.parametrize("call", ["own(v1)", "recomputed(lambda a: a.sin(), v1, reentrant=True)"])
+@each("call", ["own(v1)", "recomputed(lambda a: a.sin(), v1, reentrant=True)"])
 def test_a_base_that_a_view_has_brought_into_the_graph(write: str, call: str) -> None:
     compare(f"{_GIVEN}{write}\nv2 = {call}")
 
@@ -97,8 +98,8 @@ _WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", [*_WRITES, "an optimizer", "the result"])
+@each("dim", [0, 1])
+@each("name", [*_WRITES, "an optimizer", "the result"])
 def test_what_a_function_has_saved_must_not_be_written_to(name: str, dim: int) -> None:
     def program(rank: int) -> None:
         x: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(dim)])
@@ -132,8 +133,8 @@ def test_what_is_written_to_data_or_before_a_function_does_not_count(dim: int) -
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P", "PA", "PM"])
-@pytest.mark.parametrize("made", ["v0 * 1", "leaf('v1', (4, 4), 2, 'S0')"])
+@each("placement", ["R", "S0", "S1", "P", "PA", "PM"])
+@each("made", ["v0 * 1", "leaf('v1', (4, 4), 2, 'S0')"])
 def test_what_is_computed_of_data_of_inference_mode_alone_is_in_no_graph(
     placement: str, made: str
 ) -> None:
@@ -154,8 +155,8 @@ def test_a_hook_in_inference_mode() -> None:
     )
 
 
-@pytest.mark.parametrize("first", ["own(v0)", "recomputed(lambda a: a.sin(), v0, reentrant=True)"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("first", ["own(v0)", "recomputed(lambda a: a.sin(), v0, reentrant=True)"])
+@each("reentrant", [False, True])
 def test_a_result_goes_into_a_checkpoint(first: str, reentrant: bool) -> None:
     compare(
         f"v0 = leaf('v0', (3, 4), 1, 'S0')\nv1 = {first}\n"
@@ -174,7 +175,7 @@ _USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", _USES)
+@each("use", _USES)
 def test_a_result_that_is_used_twice_has_one_backward(use: str) -> None:
     values = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -230,9 +231,7 @@ _TWICE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("result", _RESULTS)
-@pytest.mark.parametrize("use", _TWICE)
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+@pairs(result=_RESULTS, use=_TWICE, shape=[(2,), (3,), (2, 2)])
 def test_a_result_that_is_a_view_keeps_its_gradient(
     result: str, use: str, shape: tuple[int, ...]
 ) -> None:
@@ -281,11 +280,8 @@ def test_a_function_that_writes_to_what_was_computed_is_told_what_to_do() -> Non
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["own(v0)", "own(v0) * v0", "recomputed(lambda a: a.sin(), v0, reentrant=True)"],
-)
-@pytest.mark.parametrize("lies", ["R", "S0", "P"])
+@each("call", ["own(v0)", "own(v0) * v0", "recomputed(lambda a: a.sin(), v0, reentrant=True)"])
+@each("lies", ["R", "S0", "P"])
 def test_a_leaf_that_is_frozen_after_a_function_took_it(call: str, lies: str) -> None:
     compare(f"v0 = leaf('v0', (4, 6), 10, '{lies}')\nv1 = {call}\nv0.requires_grad_(False)")
 
@@ -294,11 +290,11 @@ def test_a_function_takes_what_an_operator_without_a_derivative_made() -> None:
     compare("v0 = leaf('v0', (2, 3), 9, 'S0')\nv1 = v0.heaviside(v0)\nv2 = own(v1)")
 
 
-@pytest.mark.parametrize("call", ["own(v2)", "recomputed(lambda a: a.sin(), v2, reentrant=True)"])
-@pytest.mark.parametrize(
-    "write", ["v1[0, -2] *= -1.5", "v1[1:].copy_(v1[:1])", "v1.mul_(2.0)", "v3.add_(1.0)"]
+@pairs(
+    call=["own(v2)", "recomputed(lambda a: a.sin(), v2, reentrant=True)"],
+    write=["v1[0, -2] *= -1.5", "v1[1:].copy_(v1[:1])", "v1.mul_(2.0)", "v3.add_(1.0)"],
+    lies=["R", "S0", "S1", "P"],
 )
-@pytest.mark.parametrize("lies", ["R", "S0", "S1", "P"])
 def test_a_view_that_a_function_took_and_a_write_to_another(
     call: str, write: str, lies: str
 ) -> None:
@@ -308,10 +304,12 @@ def test_a_view_that_a_function_took_and_a_write_to_another(
     )
 
 
-@pytest.mark.parametrize("take", ["v2 = own(v1)", "v2 = own(v1)\nv3 = own(v2) * v1"])
-@pytest.mark.parametrize("write", ["v0.copy_(v9)", "v0[1:].mul_(v9[1:])", "v0.mul_(v9)"])
-@pytest.mark.parametrize("lies", ["R", "S0", "S1", "P"])
-@pytest.mark.parametrize("mesh", [(1,), (2,)])
+@pairs(
+    take=["v2 = own(v1)", "v2 = own(v1)\nv3 = own(v2) * v1"],
+    write=["v0.copy_(v9)", "v0[1:].mul_(v9[1:])", "v0.mul_(v9)"],
+    lies=["R", "S0", "S1", "P"],
+    mesh=[(1,), (2,)],
+)
 def test_a_function_takes_a_view_whose_base_has_entered_the_graph(
     take: str, write: str, lies: str, mesh: tuple[int, ...]
 ) -> None:
@@ -363,8 +361,8 @@ def _with_hooks(x: Any, y: Any) -> None:
     (a + b * c).sum().backward()
 
 
-@pytest.mark.parametrize("program", [_without_one, _one_by_one, _twice, _with_hooks])
-@pytest.mark.parametrize("dim", [0, 1, None])
+@each("program", [_without_one, _one_by_one, _twice, _with_hooks])
+@each("dim", [0, 1, None])
 def test_the_results_of_a_function_are_passed_back_at_once(
     program: Callable[[Any, Any], None], dim: int | None
 ) -> None:
@@ -384,9 +382,11 @@ def test_the_results_of_a_function_are_passed_back_at_once(
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("write", ["v1.sub_(2.0)", "v1[0].zero_()", "v1.view(-1)[1:].mul_(2.0)"])
-@pytest.mark.parametrize("view", ["v1[:1]", "v1.mT", "v1.unfold(1, 2, 2)", "v1.detach()"])
-@pytest.mark.parametrize("lies", ["R", "S0", "S1", "P"])
+@pairs(
+    write=["v1.sub_(2.0)", "v1[0].zero_()", "v1.view(-1)[1:].mul_(2.0)"],
+    view=["v1[:1]", "v1.mT", "v1.unfold(1, 2, 2)", "v1.detach()"],
+    lies=["R", "S0", "S1", "P"],
+)
 def test_what_a_checkpoint_took_must_not_be_written_to_by_another_view(
     write: str, view: str, lies: str
 ) -> None:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tests.fuzz.language import Run
 from tests.fuzz.programs import Program, compare, expect, run_programs
+from tests.tables import each, pairs
 from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         # A leaf: as many elements on each rank, and others.
@@ -51,12 +52,12 @@ from tilework.testing import run_ranks
         "with torch.no_grad(): v0.detach_()\nv5 = v0 * 2",
         "v0 = data((4, 4), 1, 'S0')\nwith torch.inference_mode(): v0.data = v0.data.t()",
     ],
-)  # fmt: skip
+)
 def test_gradients_of_uses_before_and_afterwards_add_up(program: str) -> None:
     compare(program)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["v0.add_(1.0)", "v0[0].add_(1.0)", "torch._foreach_add_([v0], 1.0)", "v0.tril_()", "v0.t_()"],
 )
@@ -113,23 +114,19 @@ def test_data_of_another_shape_are_not_used_beside_those_before() -> None:
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+@pairs(
+    data=[
         "v0.data = v0.data * 2",
         "v0.data = v0.data.clone()",
         "v0.data = v0.data.t()",
     ],
-)
-@pytest.mark.parametrize(
-    "views",
-    [
+    views=[
         "v1 = v0.detach().as_strided([3, 2], [1, 2])",
         "v1 = v0.detach()[1:3]\nv2 = v1[0]",
         "v1 = v0.data\nv2 = v1[:, 1]",
     ],
+    placement=["R", "S0", "S1"],
 )
-@pytest.mark.parametrize("placement", ["R", "S0", "S1"])
 def test_views_made_before_show_the_memory_of_then(placement: str, views: str, data: str) -> None:
     compare(
         f"v0 = leaf('v0', (4, 4), 22, '{placement}')\n{views}\n{data}\nv1.detach().mul_(0.25)\n"
@@ -140,7 +137,7 @@ def test_views_made_before_show_the_memory_of_then(placement: str, views: str, d
 _BEYOND = "given other data|given data|of another layout"
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "make", "text"),
     [
         # A view; and what was computed, in another layout.
@@ -173,8 +170,8 @@ def test_data_beyond_the_limit_are_refused_on_all_ranks(layout: str, make: str, 
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("data", ["v0.data * 2", "v0.data.clone()"])
-@pytest.mark.parametrize("view", ["v0[1]", "v0.flatten()"])
+@each("data", ["v0.data * 2", "v0.data.clone()"])
+@each("view", ["v0[1]", "v0.flatten()"])
 def test_views_of_a_leaf_go_on_after_steps_on_new_data(view: str, data: str) -> None:
     compare(
         f"v0 = leaf('v0', (4, 4), 1, 'S1')\nv1 = {view}\nv0.data = {data}\nv2 = v1 * 2\n"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.rounding import assert_close
+from tests.tables import pairs
 from tilework.dtensor import (
     DTensor,
     Placement,
@@ -45,9 +45,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 IN_LOWER_PRECISION = ("matmul", "linear", "einsum", "attention")
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CALLS)
+@pairs(
+    placement=[Replicate(), Shard(0), Shard(1)], dtype=[torch.float32, torch.bfloat16], name=CALLS
+)
 def test_dtypes_and_values_are_those_of_plain_tensors(
     name: str, dtype: torch.dtype, placement: Placement
 ) -> None:

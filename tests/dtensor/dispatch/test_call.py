@@ -16,6 +16,7 @@ from tests.dtensor.op_checks import (
     noting_gatherings,
 )
 from tests.dtensor.sharded_values import cut, same
+from tests.tables import each
 from tilework.dtensor import (
     Partial,
     Placement,
@@ -174,7 +175,7 @@ def test_zeros_of_either_sign_are_different_numbers() -> None:
 INF = float("inf")
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda x: x.sum() / 0,
@@ -191,7 +192,7 @@ INF = float("inf")
         lambda x: torch.autograd.grad((x.requires_grad_() * INF).sum(), x)[0],
     ],
 )
-@pytest.mark.parametrize("placement", [Partial(), Partial("avg"), Shard(0), Shard(1), Replicate()])
+@each("placement", [Partial(), Partial("avg"), Shard(0), Shard(1), Replicate()])
 def test_infinity_times_a_part_of_a_sum_is_no_part_of_it(
     call: Callable[[Any], Any], placement: Placement
 ) -> None:

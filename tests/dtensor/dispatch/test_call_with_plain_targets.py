@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.dtensor.op_checks import check_op
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     GatherWarning,
@@ -50,7 +51,7 @@ def operands(name: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
-@pytest.mark.parametrize("name", IN_PLACE)
+@each("name", IN_PLACE)
 def test_augmented_assignment_writes_to_the_plain_tensor(name: str) -> None:
     """Else what shares its memory would not see what was written."""
     assign = IN_PLACE[name]
@@ -73,7 +74,7 @@ def test_augmented_assignment_writes_to_the_plain_tensor(name: str) -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("name", REFLECTED)
+@each("name", REFLECTED)
 def test_operators_take_plain_tensors_and_numbers_on_either_side(name: str) -> None:
     call = REFLECTED[name]
     left, right = operands(name)
@@ -121,7 +122,7 @@ PLACES: dict[str, Placement] = {
 
 
 @pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
-@pytest.mark.parametrize("name", TARGETS)
+@each("name", TARGETS)
 def test_values_are_written_to_a_plain_tensor(name: str) -> None:
     values = torch.tensor([[2.0, 1.0], [0.5, 3.0]])
     expected = torch.full((2, 2), 3.0)
@@ -140,7 +141,7 @@ def test_values_are_written_to_a_plain_tensor(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
-@pytest.mark.parametrize("places", PLACES)
+@each("places", PLACES)
 def test_what_is_written_to_a_plain_tensor_has_its_gradient(places: str) -> None:
     """As the outputs of experts are added up in a new tensor."""
 
@@ -198,7 +199,7 @@ def test_a_write_to_a_plain_tensor_is_warned_of_and_strictly_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
-@pytest.mark.parametrize("name", ["copy_", "index_put_", "setitem", "setitem with a mask", "out="])
+@each("name", ["copy_", "index_put_", "setitem", "setitem with a mask", "out="])
 def test_plain_tensors_that_are_written_may_hold_anything_before(name: str) -> None:
     """As torch.empty gives them."""
 
@@ -269,7 +270,7 @@ def test_numbers_in_dtensors_are_written_to_plain_tensors() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0])
+@each("norm_type", [2.0, 1.0, float("inf"), 3.0])
 def test_gradients_of_plain_and_distributed_parameters_are_clipped_together(
     norm_type: float,
 ) -> None:

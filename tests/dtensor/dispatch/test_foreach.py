@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.dtensor.sharded_values import cut, full
 from tests.fuzz.programs import compare
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -115,8 +116,8 @@ def test_a_number_gets_the_gradient_of_all_ranks(number: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["addcdiv", "addcmul"])
-@pytest.mark.parametrize("number", [0.25, [0.25, 4.0], torch.tensor([0.25, 4.0])])
+@each("name", ["addcdiv", "addcmul"])
+@each("number", [0.25, [0.25, 4.0], torch.tensor([0.25, 4.0])])
 def test_the_numbers_of_products_come_last(name: str, number: Any) -> None:
     others = [one + 1 for one in WHOLE]
     wanted = getattr(torch, f"_foreach_{name}")(WHOLE, WHOLE, others, number)
@@ -138,7 +139,7 @@ def test_the_numbers_of_products_come_last(name: str, number: Any) -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("name", ["_foreach_add_", "_foreach_mul", "_foreach_div_"])
+@each("name", ["_foreach_add_", "_foreach_mul", "_foreach_div_"])
 def test_a_tensor_with_dims_is_no_number(name: str) -> None:
     compare(
         "v0 = data((0, 4), 1, 'S0')\nv1 = data((0,), 2, 'R')\n"

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.programs import compare
+from tests.tables import each
 from tilework.dtensor import distribute_tensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
 
 
-@pytest.mark.parametrize(
+@each(
     "write",
     [
         lambda x: x.add_(1),
@@ -28,7 +29,7 @@ from tilework.testing import run_ranks
         lambda x: x.index_add_(0, torch.tensor([0]), torch.ones(1, 4)),
     ],
 )
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@each("placement", [Shard(0), Shard(1), Replicate()])
 def test_what_repeats_is_written_by_no_rank(
     write: Callable[[Tensor], object], placement: Placement
 ) -> None:
@@ -57,7 +58,7 @@ def test_what_repeats_takes_one_number_and_values_by_index_as_in_torch() -> None
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "refused"),
     [
         (lambda x, i: torch.max(x, 0, out=(x[1], i)), True),
@@ -66,9 +67,8 @@ def test_what_repeats_takes_one_number_and_values_by_index_as_in_torch() -> None
         (lambda x, i: torch.cumsum(x[:2], 0, out=x[1:]), True),
         (lambda x, i: torch.cumsum(x[1:], 0, out=x[1:]), False),
     ],
-    ids=["max", "mode", "gather", "cumsum of others", "cumsum"],
 )
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@each("placement", [Shard(0), Shard(1), Replicate()])
 def test_out_may_not_be_read_where_torch_reads_after_it_writes(
     call: Callable[[Any, Any], object], refused: bool, placement: Placement
 ) -> None:
@@ -112,8 +112,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("is_leaf", [True, False])
-@pytest.mark.parametrize("name", list(WRITES))
+@each("is_leaf", [True, False])
+@each("name", list(WRITES))
 def test_views_made_without_gradients_are_written_without_them(name: str, is_leaf: bool) -> None:
     """Else the gradient of what they show would lack the change, in silence."""
 
@@ -143,7 +143,7 @@ def test_a_triangle_is_zeroed_where_elements_repeat() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "write",
     [
         "torch.exp(v1, out=v1)",
@@ -153,12 +153,12 @@ def test_a_triangle_is_zeroed_where_elements_repeat() -> None:
         "v1.mul_(v1)",
     ],
 )
-@pytest.mark.parametrize("lies", ["R", "S0", "S1"])
+@each("lies", ["R", "S0", "S1"])
 def test_windows_that_are_read_and_written_are_so_in_torchs_order(write: str, lies: str) -> None:
     compare(f"v0 = data((7, 2), 3, '{lies}')\nv1 = v0.unfold(0, 2, 1)\nv2 = v1 * 0.5\n{write}")
 
 
-@pytest.mark.parametrize(
+@each(
     "write",
     [
         "v0.fill_(v0[1])",
@@ -167,7 +167,7 @@ def test_windows_that_are_read_and_written_are_so_in_torchs_order(write: str, li
         "v0.index_fill_(0, torch.tensor([0, 2]), v0[1])",
     ],
 )
-@pytest.mark.parametrize("lies", ["R", "S0", "PA"])
+@each("lies", ["R", "S0", "PA"])
 def test_a_number_of_a_tensor_is_filled_into_it(write: str, lies: str) -> None:
     compare(f"v0 = data((4,), 3, '{lies}')\n{write}\nv1 = v0 * 2")
 

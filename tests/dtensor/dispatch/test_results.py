@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.fuzz.programs import compare
+from tests.tables import each, pairs
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         # Without elements: what it is a view of is written to, where it begins.
@@ -53,9 +54,8 @@ def test_composed_results_are_no_views_of_what_only_they_know(program: str) -> N
     compare(program)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+@pairs(
+    call=[
         "functional.dropout(v1, 0.5, training=False)",
         "functional.alpha_dropout(v1, 0.5, training=False)",
         "v1.contiguous()",
@@ -65,11 +65,9 @@ def test_composed_results_are_no_views_of_what_only_they_know(program: str) -> N
         "v1.positive()",
         "v1.conj_physical()",
     ],
+    made=["torch.einsum('ij,ij->i', v0, v0)", "(v0 * 2).view(-1)", "torch.mm(v0, v0.t())[0]"],
+    lies=["S0", "S1", "P"],
 )
-@pytest.mark.parametrize(
-    "made", ["torch.einsum('ij,ij->i', v0, v0)", "(v0 * 2).view(-1)", "torch.mm(v0, v0.t())[0]"]
-)
-@pytest.mark.parametrize("lies", ["S0", "S1", "P"])
 def test_what_gives_its_input_without_gradients_leaves_that_in_the_graph(
     call: str, made: str, lies: str
 ) -> None:
@@ -116,8 +114,8 @@ def test_out_with_elements_that_is_resized_warns_once_for_all_ranks() -> None:
     assert [one.filename for one in warned] == [__file__]
 
 
-@pytest.mark.parametrize("placement", ["R", "S0", "S1", "P"])
-@pytest.mark.parametrize(
+@each("placement", ["R", "S0", "S1", "P"])
+@each(
     "write",
     [
         *("v1[v3] = v2.sum()", "v1[0] = v2[0]", "v1[:, 1] = v2.sum()", "v1[1:] = v2.sum()"),

@@ -12,6 +12,7 @@ import torch.utils.dlpack
 from torch import nn
 
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.comm.world import current_world
 from tilework.dtensor import (
     DTensor,
@@ -50,7 +51,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
+@each("placement", [Replicate(), Shard(0), Shard(1), Partial()])
 def test_parts_of_numbers_that_are_set_are_written_to(placement: Placement) -> None:
     whole = torch.arange(4.0).view(2, 2)
 
@@ -73,7 +74,7 @@ def test_parts_of_numbers_that_are_set_are_written_to(placement: Placement) -> N
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+@each("placement", [Replicate(), Shard(0), Shard(1)])
 def test_the_base_of_a_view_is_the_tensor_that_is_none(placement: Placement) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -88,7 +89,7 @@ def test_the_base_of_a_view_is_the_tensor_that_is_none(placement: Placement) -> 
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+@each("placement", [Replicate(), Shard(0), Shard(1)])
 def test_views_made_before_data_of_inference_mode_are_none(placement: Placement) -> None:
     def answers(x: Any) -> list[bool]:
         before = x.diagonal()
@@ -107,7 +108,7 @@ def test_views_made_before_data_of_inference_mode_are_none(placement: Placement)
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")
-@pytest.mark.parametrize("name", QUESTIONS | OTHERS)
+@each("name", QUESTIONS | OTHERS)
 def test_questions_communicate_nothing(name: str) -> None:
     ask = (QUESTIONS | OTHERS)[name]
 
@@ -134,7 +135,7 @@ def test_questions_communicate_nothing(name: str) -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
+@each(
     "convert",
     [
         lambda m: m.to(torch.float64),
@@ -199,7 +200,7 @@ def _asarray_copies(x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         *(_asarray_writes, _asarray_copies, lambda x: torch.asarray(x, dtype=torch.float64)),

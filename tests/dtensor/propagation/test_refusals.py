@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.dtensor.op_checks import noting_gatherings
 from tests.dtensor.sharded_values import cut
+from tests.tables import each, pairs
 from tilework.dtensor import (
     Partial,
     Placement,
@@ -72,8 +73,8 @@ def _ran(operator: Any, layouts: tuple[Placement, Placement]) -> list[Any]:
     return list(run_ranks(2, program, return_exceptions=True))
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", REFUSED)
+@each("layouts", LAYOUTS)
+@each("name", REFUSED)
 def test_dtypes_are_refused_on_ranks_without_elements(
     name: str, layouts: tuple[Placement, Placement]
 ) -> None:
@@ -84,7 +85,7 @@ def test_dtypes_are_refused_on_ranks_without_elements(
     assert len({str(error) for error in errors}) == 1  # none waits for another
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda x: torch.addmm(torch.ones(1, 3).int(), x.int()[:, :0], x.int()[:0, :3], beta=0.5),
@@ -105,8 +106,8 @@ def test_also_on_ranks_without_rows_of_what_is_empty(call: Callable[[Any], Any])
     run_ranks(3, program)
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", TAKEN)
+@each("layouts", LAYOUTS)
+@each("name", TAKEN)
 def test_no_others_are(name: str, layouts: tuple[Placement, Placement]) -> None:
     expected = TAKEN[name](A, B)
     for result in _ran(TAKEN[name], layouts):
@@ -150,8 +151,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("placement", [Shard(0), Partial()])
+@each("name", CALLS)
+@each("placement", [Shard(0), Partial()])
 def test_nothing_is_gathered_to_refuse_a_call(name: str, placement: Placement) -> None:
     call = CALLS[name]
     with pytest.raises((RuntimeError, IndexError)) as expected:
@@ -178,9 +179,8 @@ def test_the_words_are_torchs() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+@pairs(
+    call=[
         lambda x: torch.combinations(x),
         lambda x: torch.linalg.vector_norm(x.double(), dim=0, dtype=torch.float32),
         lambda x: F.group_norm(x.view(1, -1, 3), 2, torch.ones(1)),
@@ -191,9 +191,9 @@ def test_the_words_are_torchs() -> None:
         lambda x: torch.take(x, torch.tensor([1], dtype=torch.int32)),
         lambda x: torch.ops.aten.roll(x, 2),
     ],
+    placement=[Shard(0), Shard(1)],
+    times=[1, 200],
 )
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1)])
-@pytest.mark.parametrize("times", [1, 200])
 def test_what_other_code_computes_is_refused_in_torchs_words(
     call: Callable[[Any], Any], placement: Placement, times: int
 ) -> None:

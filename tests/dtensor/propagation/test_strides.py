@@ -8,7 +8,6 @@ import itertools
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from tests.tables import each
 from tilework.dtensor import (
     GatherWarning,
     Replicate,
@@ -90,7 +90,7 @@ def test_elementwise_strides_are_torch_s(tensors: list[Tensor]) -> None:
         assert elementwise_strides(tuple(result.shape), its) == result.stride()
 
 
-@pytest.mark.parametrize(
+@each(
     "operator",
     [
         torch.linalg.inv,
@@ -102,17 +102,6 @@ def test_elementwise_strides_are_torch_s(tensors: list[Tensor]) -> None:
         torch.t_copy,
         lambda x: torch.svd(x)[2],
         lambda x: torch.fft.irfft2(x[:, :0], s=(2, 3)),
-    ],
-    ids=[
-        "inv",
-        "cholesky",
-        "qr",
-        "fft",
-        "transpose_copy",
-        "diagonal_copy",
-        "t_copy",
-        "svd",
-        "irfft2",
     ],
 )
 def test_results_that_lie_otherwise_than_in_rows(operator: Callable[[Tensor], Tensor]) -> None:
@@ -129,7 +118,7 @@ def test_results_that_lie_otherwise_than_in_rows(operator: Callable[[Tensor], Te
 QUERIES = torch.arange(4.0 * 6 * 2 * 4).sin().reshape(4, 6, 2, 4)
 
 
-@pytest.mark.parametrize(
+@each(
     "operator",
     [
         lambda x: F.scaled_dot_product_attention(x, x, x),
@@ -145,7 +134,7 @@ QUERIES = torch.arange(4.0 * 6 * 2 * 4).sin().reshape(4, 6, 2, 4)
         lambda x: torch.nanquantile(x, 0.2, 1, keepdim=True),
     ],
 )
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)])
+@each("placement", [Replicate(), Shard(0), Shard(1), Shard(2)])
 def test_of_attention_and_quantiles(
     operator: Callable[[Tensor], Tensor], placement: Placement
 ) -> None:
@@ -162,8 +151,8 @@ def test_of_attention_and_quantiles(
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("batch_first", [False, True])
+@each("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@each("batch_first", [False, True])
 def test_of_recurrent_layers(kind: type[nn.Module], batch_first: bool) -> None:
     layer: nn.Module = kind(
         3, 4, num_layers=2, dropout=0.5, batch_first=batch_first, bidirectional=True
@@ -188,7 +177,7 @@ def test_of_recurrent_layers(kind: type[nn.Module], batch_first: bool) -> None:
 _IMAGES = torch.randn(2, 6, 4, 8)
 
 
-@pytest.mark.parametrize(
+@each(
     "view",
     [
         lambda x: x.transpose(2, 3),
@@ -199,7 +188,7 @@ _IMAGES = torch.randn(2, 6, 4, 8)
         lambda x: x.contiguous(memory_format=torch.channels_last),
     ],
 )
-@pytest.mark.parametrize(("n", "placement"), [(1, Shard(1)), (2, Replicate()), (2, Shard(1))])
+@each(("n", "placement"), [(1, Shard(1)), (2, Replicate()), (2, Shard(1))])
 def test_of_cropping_and_of_complex_angles(
     view: Callable[[Tensor], Tensor], n: int, placement: Placement
 ) -> None:
@@ -226,10 +215,8 @@ def test_of_cropping_and_of_complex_angles(
     run_ranks(n, program)
 
 
-@pytest.mark.parametrize("call", [lambda x: x.type_as(X64), F.logsigmoid, F.softplus])
-@pytest.mark.parametrize(
-    "lies", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.t()[1:], lambda x: x[:, None, :]]
-)
+@each("call", [lambda x: x.type_as(X64), F.logsigmoid, F.softplus])
+@each("lies", [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.t()[1:], lambda x: x[:, None, :]])
 def test_of_what_lies_otherwise_than_in_rows(
     call: Callable[[Tensor], Tensor], lies: Callable[[Tensor], Tensor]
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tilework.distributed as dist
+from tests.tables import each
 from tilework.dtensor import Replicate, Shard, init_device_mesh
 from tilework.errors import DistError
 from tilework.parallel import (
@@ -157,8 +158,8 @@ ALONE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("with_grad", [True, False])
-@pytest.mark.parametrize("what", ALONE)
+@each("with_grad", [True, False])
+@each("what", ALONE)
 def test_one_rank_that_changes_a_module_before_plain_operators(what: str, with_grad: bool) -> None:
     def program(rank: int) -> Any:
         mesh = init_device_mesh("cpu", (2,))

@@ -9,6 +9,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.dtensor.sharded_values import cut
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -33,7 +34,7 @@ def _all_raise(program: Any, shape: tuple[int, ...], match: str) -> None:
     run_ranks(torch.Size(shape).numel(), attempt)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "placements"),
     [
         ((2, 2), [Shard(0), Replicate()]),

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.sharded_values import full
 from tests.dtensor.test_from_local import raised_by_all
+from tests.tables import each
 from tilework.comm.agreement import agree
 from tilework.dtensor import (
     DTensor,
@@ -311,14 +312,14 @@ def test_ranks_that_are_threads_draw_alike_however_they_hurry() -> None:
         group = x.device_mesh.axes_group((0,))
         for _ in range(60):
             drawn = [torch.poisson(x), torch.multinomial(x, 3), F.rrelu(-x, training=True)]
-            for each in drawn:
-                assert isinstance(each, DTensor)
-                assert len(set(agree(lambda t=each: content_hash(t.full_tensor()), group))) == 1  # type: ignore[misc]
+            for numbers in drawn:
+                assert isinstance(numbers, DTensor)
+                assert len(set(agree(lambda t=numbers: content_hash(t.full_tensor()), group))) == 1  # type: ignore[misc]
 
     run_ranks(4, program)
 
 
-@pytest.mark.parametrize(
+@each(
     "draw",
     [
         *(lambda x, bad=bad: x.exponential_(bad) for bad in (-1.0, math.nan)),

@@ -63,9 +63,6 @@ def name_of(value: object) -> str:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 
-every_case = pytest.mark.parametrize(("dtype", "distribution"), list(cases()), ids=name_of)
-
-
 def drawn(
     count: int, dtype: torch.dtype, distribution: Distribution, key: Key = KEY, start: int = 0
 ) -> Tensor:
@@ -118,27 +115,26 @@ def test_words_lie_where_the_mapping_says() -> None:
 
 @pytest.mark.parametrize("level", _core.LEVELS if _core else [])
 @pytest.mark.parametrize("start", [0, FAR])
-@every_case
-def test_every_level_gives_the_bits_of_the_reference(
-    level: str, start: int, dtype: torch.dtype, distribution: Distribution
-) -> None:
+def test_every_level_gives_the_bits_of_the_reference(level: str, start: int) -> None:
     count = 10_007
-    target = torch.empty(count, dtype=dtype)
-    recipe = philox._recipe(distribution, dtype)
-    _core.fill_random(
-        target.data_ptr(),
-        _core.DTYPES[name_of(dtype)],
-        _core.DISTRIBUTIONS[recipe.name],
-        KEY.seed,
-        KEY.stream,
-        (1 << 60,),
-        (start,),
-        (count,),
-        recipe.a,
-        recipe.b,
-        _core.LEVELS[level],
-    )
-    assert torch.equal(bits(target), bits(by_reference(count, dtype, distribution, start)))
+    for dtype, distribution in cases():
+        target = torch.empty(count, dtype=dtype)
+        recipe = philox._recipe(distribution, dtype)
+        _core.fill_random(
+            target.data_ptr(),
+            _core.DTYPES[name_of(dtype)],
+            _core.DISTRIBUTIONS[recipe.name],
+            KEY.seed,
+            KEY.stream,
+            (1 << 60,),
+            (start,),
+            (count,),
+            recipe.a,
+            recipe.b,
+            _core.LEVELS[level],
+        )
+        expected = by_reference(count, dtype, distribution, start)
+        assert torch.equal(bits(target), bits(expected)), (dtype, distribution)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +148,17 @@ def test_the_far_tail_agrees(dtype: torch.dtype, index: int, number: float) -> N
     assert torch.equal(numbers, by_reference(64, dtype, Normal(), index - 10))
 
 
-@every_case
-def test_without_the_core_the_bits_are_the_same(
-    dtype: torch.dtype, distribution: Distribution, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_core = fill(torch.empty(7, 30, dtype=dtype), KEY, distribution, (9, 40), (2, 5))
+def test_without_the_core_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawn_numbers() -> list[Tensor]:
+        return [
+            fill(torch.empty(7, 30, dtype=dtype), KEY, distribution, (9, 40), (2, 5))
+            for dtype, distribution in cases()
+        ]
+
+    with_core = drawn_numbers()
     monkeypatch.setattr(philox, "_core", None)
-    without = fill(torch.empty(7, 30, dtype=dtype), KEY, distribution, (9, 40), (2, 5))
-    assert torch.equal(bits(with_core), bits(without))
+    for case, one, other in zip(cases(), with_core, drawn_numbers(), strict=True):
+        assert torch.equal(bits(one), bits(other)), case
 
 
 # ---- parts of a whole
@@ -188,13 +187,13 @@ def test_any_part_is_that_of_the_whole(
 
 
 @pytest.mark.parametrize("width", [1, 7, 23, 24, 63])
-@every_case
-def test_narrow_parts(width: int, dtype: torch.dtype, distribution: Distribution) -> None:
-    """What is drawn element by element, and just not."""
-    whole = fill(torch.empty(50, 150, dtype=dtype), KEY, distribution)
-    part = torch.empty(49, width, dtype=dtype)
-    fill(part, KEY, distribution, (50, 150), (1, 80))
-    assert torch.equal(bits(part), bits(whole[1:, 80 : 80 + width]))
+def test_narrow_parts(width: int) -> None:
+    """Widths that are drawn element by element, and widths just above."""
+    for dtype, distribution in cases():
+        whole = fill(torch.empty(50, 150, dtype=dtype), KEY, distribution)
+        part = torch.empty(49, width, dtype=dtype)
+        fill(part, KEY, distribution, (50, 150), (1, 80))
+        assert torch.equal(bits(part), bits(whole[1:, 80 : 80 + width])), (dtype, distribution)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

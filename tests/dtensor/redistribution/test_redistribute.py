@@ -18,6 +18,7 @@ from tests.dtensor import op_checks
 from tests.dtensor.sharded_values import collectives, same
 from tests.layout.random_tilings import examples, layouts
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.comm.functional.async_tensor import AsyncTensor
 from tilework.dtensor import (
     DTensor,
@@ -128,7 +129,7 @@ def everywhere(lengths: Ints, program: Callable[[DeviceMesh], Any]) -> list[Any]
 # -- every pair ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("lengths", "shape", "choices"), MESHES, ids=IDS)
+@each(("lengths", "shape", "choices"), MESHES)
 def test_every_pair_of_layouts(lengths: Ints, shape: Ints, choices: list[list[Placement]]) -> None:
     """Parts, values and gradients."""
 
@@ -154,7 +155,7 @@ def test_every_pair_of_layouts(lengths: Ints, shape: Ints, choices: list[list[Pl
     everywhere(lengths, program)
 
 
-@pytest.mark.parametrize(("lengths", "shape", "choices"), MESHES, ids=IDS)
+@each(("lengths", "shape", "choices"), MESHES)
 def test_gradients_of_gradients(lengths: Ints, shape: Ints, choices: list[list[Placement]]) -> None:
     def loss(value: Tensor, weights: Tensor) -> Tensor:
         return (value * value * weights).sum()
@@ -215,7 +216,7 @@ DTYPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES)
 def test_every_dtype(dtype: torch.dtype) -> None:
     def program(mesh: DeviceMesh) -> None:
         choices: list[Placement] = [Shard(0), Shard(1), R, P]
@@ -289,7 +290,7 @@ def counted(mesh: DeviceMesh, source: DTensorSpec, target: DTensorSpec) -> list[
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "target", "expected"),
     [
         ([P, P], [R, R], ["all_reduce"]),
@@ -335,8 +336,8 @@ def test_what_is_printed_is_what_is_run() -> None:
     everywhere((2, 2), program)
 
 
-@pytest.mark.parametrize("before", [Shard(0), Partial(), Partial("max"), Replicate()])
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (None, torch.bfloat16)])
+@each("before", [Shard(0), Partial(), Partial("max"), Replicate()])
+@each("dtypes", [(torch.bfloat16, None), (None, torch.bfloat16)])
 def test_dtypes_of_a_move_and_of_its_gradient(before: Placement, dtypes: Any) -> None:
     forward, backward = dtypes
     values = torch.tensor([[1.0, 1 + 2**-10, 3.0], [4.0, -5.0, 6.0]], dtype=torch.float32)
@@ -462,7 +463,7 @@ def test_meta_tensors_move_nothing() -> None:
 # -- what is wrong -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("ours", "theirs"),
     [
         ((Shard(0), R), (Shard(0), Shard(1))),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from tests.tables import each
 from tilework.dtensor import DTensor, distribute_tensor, init_device_mesh
 from tilework.layout import Placement, Replicate, Shard
 from tilework.testing import run_ranks
@@ -20,8 +20,8 @@ def values() -> tuple[Tensor, Tensor]:
     return torch.arange(12.0).view(4, 3), -torch.ones(2, 2)
 
 
-@pytest.mark.parametrize("placements", LAYOUTS)
-@pytest.mark.parametrize("plain_source", [True, False])
+@each("placements", LAYOUTS)
+@each("plain_source", [True, False])
 def test_gradients_of_a_scatter(placements: list[Placement], plain_source: bool) -> None:
     """Against indexing: torch's own gradient of the input is not the derivative."""
     x, source = values()
@@ -47,7 +47,7 @@ def test_gradients_of_a_scatter(placements: list[Placement], plain_source: bool)
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("placements", LAYOUTS)
+@each("placements", LAYOUTS)
 def test_a_copy_is_written_where_it_is_asked_for(placements: list[Placement]) -> None:
     x, _ = values()
 
@@ -62,8 +62,8 @@ def test_a_copy_is_written_where_it_is_asked_for(placements: list[Placement]) ->
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("placements", LAYOUTS)
-@pytest.mark.parametrize(
+@each("placements", LAYOUTS)
+@each(
     "scatter",
     [
         lambda x, s: torch.as_strided_scatter(x[:1].expand(3, 3), s, (2, 2), (1, 2), 1),

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tests.dtensor.op_checks import Layout, check_op, count_op, distributed
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import DTensor, distribute_tensor, init_device_mesh, manual_seed
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.testing import run_ranks
@@ -42,7 +43,7 @@ def attend(**kwargs: Any) -> Any:
     return fn
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"is_causal": True}, {"scale": 0.3}])
+@each("kwargs", [{}, {"is_causal": True}, {"scale": 0.3}])
 def test_attention_of_parts(kwargs: dict[str, Any]) -> None:
     check_op(attend(**kwargs), *heads(), meshes=MESHES, most=6, gathers=False)
 
@@ -62,7 +63,7 @@ def test_more_queries_than_keys() -> None:
     check_op(attend(is_causal=True), *heads(length=7, keys=3), meshes=MESHES, most=2, gathers=False)
 
 
-@pytest.mark.parametrize("shape", [(5, 6), (4, 1, 6), (2, 1, 5, 6), (2, 4, 5, 6)])
+@each("shape", [(5, 6), (4, 1, 6), (2, 1, 5, 6), (2, 4, 5, 6)])
 def test_masks_are_broadcast(shape: tuple[int, ...]) -> None:
     check_op(attend(), *heads(), drawn(*shape), meshes=MESHES, most=2, gathers=False)
     check_op(attend(), *heads(), drawn(*shape) > -1, meshes=MESHES, most=2, gathers=False)
@@ -127,7 +128,7 @@ PADDED = torch.zeros(3, 6, dtype=torch.bool)
 PADDED[1, 4:] = True
 
 
-@pytest.mark.parametrize(
+@each(
     "kwargs",
     [
         {},

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.dtensor.op_checks import check_op, count_op
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Replicate,
@@ -40,7 +41,7 @@ def test_one_reduction_in_each_direction() -> None:
     assert seen.forward == seen.backward == []
 
 
-@pytest.mark.parametrize("rows", [6, 3, 1])
+@each("rows", [6, 3, 1])
 def test_values_and_gradients(rows: int) -> None:
     check_op(normed, X[:rows], W, B, meshes=[(2,), (3,), (2, 2)], most=14, gathers=False)
     check_op(lambda x: normed(x, None, None), X[:rows], meshes=[(2,)], most=6)
@@ -73,8 +74,8 @@ def test_an_empty_batch_changes_no_statistics() -> None:
     assert run_ranks(2, program) == [([0, 0, 0], [1, 1, 1], grads)] * 2
 
 
-@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
-@pytest.mark.parametrize("graded", [0, 1])
+@each("norm", [F.batch_norm, F.instance_norm])
+@each("graded", [0, 1])
 def test_statistics_have_no_gradients(norm: Callable[..., Tensor], graded: int) -> None:
     x, statistics = torch.rand(2, 4, 3), [torch.zeros(4), torch.ones(4)]
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.tables import each
 from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.layout import Placement
 from tilework.testing import run_ranks
@@ -23,7 +24,7 @@ def randn(*shape: int, seed: int = 7) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@each("dims", [1, 2, 3])
 def test_convolution(dims: int) -> None:
     convolve = getattr(F, f"conv{dims}d")
     x, bias = randn(3, 4, *(6, 4, 3)[:dims]), randn(6)
@@ -44,7 +45,7 @@ def test_groups(groups: int) -> None:
     )
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@each("dims", [1, 2, 3])
 def test_transposed_convolution(dims: int) -> None:
     convolve = getattr(F, f"conv_transpose{dims}d")
     x, weight, bias = randn(2, 4, *(3, 4, 2)[:dims]), randn(4, 3, *(3, 2, 2)[:dims]), randn(3)
@@ -118,7 +119,7 @@ POOLS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", POOLS)
+@each("name", POOLS)
 def test_pooling_and_resampling(name: str) -> None:
     check_op(POOLS[name], randn(4, 4, 4, 6), meshes=[(3,), (2, 2)], most=4, gathers=False)
 
@@ -129,7 +130,7 @@ def test_shuffling_pixels() -> None:
     check_op(lambda x: F.channel_shuffle(x, 2), randn(2, 4, 3, 2), **FEW)
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 2, 4), (2, 0, 2, 4), (2, 4, 0, 4)])
+@each("shape", [(0, 4, 2, 4), (2, 0, 2, 4), (2, 4, 0, 4)])
 def test_shuffling_no_pixels(shape: tuple[int, ...]) -> None:
     """torch gives some of them other shapes than it gives pixels."""
     check_op(lambda x: F.pixel_unshuffle(x, 2), torch.zeros(shape), **FEW)
@@ -158,8 +159,8 @@ def test_more_ranks_than_channels() -> None:
     )
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
-@pytest.mark.parametrize(
+@each("placement", [Shard(0), Shard(1), Replicate()])
+@each(
     ("convolve", "shape", "weight"),
     [
         (F.conv1d, (3, 4), (1, 1, 1)),

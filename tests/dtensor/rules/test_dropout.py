@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.sharded_values import full
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from tilework.dtensor.random.generator import manual_seed
 from tilework.mesh import init_device_mesh
@@ -62,7 +63,7 @@ DROPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", DROPS)
+@each("name", DROPS)
 def test_the_layout_does_not_matter(name: str) -> None:
     found = [dropped(DROPS[name], *layout) for layout in LAYOUTS]
     for one in found[1:]:

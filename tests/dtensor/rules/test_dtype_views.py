@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.dtensor.views.test_copied_views import Make, check
+from tests.tables import each
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (3, 4), (2, 2), (4, 6)])
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float64, torch.complex64])
+@each("shape", [(2, 4), (3, 4), (2, 2), (4, 6)])
+@each("dtype", [torch.int16, torch.float64, torch.complex64])
 def test_contiguous_copies_of_what_is_transposed(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:

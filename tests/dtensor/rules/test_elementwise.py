@@ -18,6 +18,7 @@ from tests.dtensor.op_checks import (
     partial_tensor,
 )
 from tests.dtensor.sharded_values import full, same
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -215,7 +216,7 @@ def test_nothing_is_sent() -> None:
 GRID = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+@each("op", ["sum", "avg", "max", "min", "product"])
 def test_a_number_is_added_to_a_partial_value_once(op: str) -> None:
     """pytorch#163193: and not once on each rank; the other operators with a number likewise."""
 
@@ -288,7 +289,7 @@ IDENTITIES = (
 )
 
 
-@pytest.mark.parametrize("name", IDENTITIES)
+@each("name", IDENTITIES)
 def test_a_tensor_of_real_numbers_is_returned_itself_however_it_lies(name: str) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.tables import each
 from tilework.dtensor import Replicate, Shard, distribute_tensor
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -27,8 +28,8 @@ def indices(*shape: int) -> Tensor:
     return torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (), (0,)])
-@pytest.mark.parametrize("padding", [None, 2, -1])
+@each("shape", [(3, 5), (), (0,)])
+@each("padding", [None, 2, -1])
 def test_embedding(shape: tuple[int, ...], padding: int | None) -> None:
     check_op(
         lambda i, w: F.embedding(i, w, padding),
@@ -85,8 +86,8 @@ def test_an_index_that_no_rank_has() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("padding", [None, 2])
+@each("mode", ["sum", "mean", "max"])
+@each("padding", [None, 2])
 def test_embedding_bag(mode: str, padding: int | None) -> None:
     check_op(
         lambda i, w: F.embedding_bag(i, w, mode=mode, padding_idx=padding),

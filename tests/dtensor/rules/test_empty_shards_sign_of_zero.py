@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.tables import each
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -29,8 +29,8 @@ _READS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("name", _READS)
+@each("ranks", [2, 3, 5])
+@each("name", _READS)
 def test_sign_of_zero_is_kept(name: str, ranks: int) -> None:
     values = torch.tensor([-0.0, 1.0, 2.0, 0.0])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.tables import each
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -23,7 +24,7 @@ _SAVING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", _SAVING)
+@each("name", _SAVING)
 def test_all_ranks_refuse_the_backward_pass(name: str) -> None:
     def program(rank: int) -> None:
         whole = torch.arange(12.0).view(4, 3)

@@ -10,6 +10,7 @@ import torch
 
 from tests.dtensor.op_checks import check_op, count_op
 from tests.fuzz.programs import compare
+from tests.tables import pairs
 from tilework.dtensor import Partial, Replicate
 
 A = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
@@ -43,9 +44,11 @@ def test_their_values_and_gradients(op: str) -> None:
     check_op(lambda x: getattr(x, op)(1), A, meshes=[(2,)], partial=(op,))
 
 
-@pytest.mark.parametrize("call", ["torch.maximum(v0, v1)", "torch.maximum(v1, v0)", "v0.max(v1)"])
-@pytest.mark.parametrize("lies", ["PM", "R", "S0", "P"])
-@pytest.mark.parametrize("mesh", [(2,), (3,)])
+@pairs(
+    call=["torch.maximum(v0, v1)", "torch.maximum(v1, v0)", "v0.max(v1)"],
+    lies=["PM", "R", "S0", "P"],
+    mesh=[(2,), (3,)],
+)
 def test_equal_values_share_the_gradient(call: str, lies: str, mesh: tuple[int, ...]) -> None:
     compare(
         f"v0 = leaf('v0', (4, 2), 5, 'PM')\nv1 = leaf('v1', (4, 2), 5, '{lies}')\nv2 = {call}", mesh

@@ -9,6 +9,7 @@ import torch
 
 from tests.fuzz.language import Run
 from tests.fuzz.programs import compare
+from tests.tables import each
 from tilework.dtensor import (
     Partial,
     Placement,
@@ -20,7 +21,7 @@ from tilework.dtensor import (
 from tilework.testing import run_ranks
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         # Written to afterwards, though a Function has made it where no gradients are recorded.
@@ -39,8 +40,8 @@ def test_tensors_whose_dims_changed_are_no_views_of_others(program: str) -> None
     compare(program)
 
 
-@pytest.mark.parametrize("change", ["t_()", "swapaxes_(0, 0)", "unsqueeze_(0).squeeze_(0).t_()"])
-@pytest.mark.parametrize(
+@each("change", ["t_()", "swapaxes_(0, 0)", "unsqueeze_(0).squeeze_(0).t_()"])
+@each(
     "ask",
     [
         "v3 = gradient(v2 * v2, v1)",
@@ -68,7 +69,7 @@ def test_a_leaf_whose_dims_changed_before_it_became_one_has_hooks() -> None:
     )
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()])
+@each("placement", [Replicate(), Shard(0), Shard(1), Partial()])
 def test_elements_that_resizing_adds_are_the_same_on_all_ranks(placement: Placement) -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -88,7 +89,7 @@ def test_a_leaf_that_has_views_is_copied_and_saved() -> None:
     compare("v0 = leaf('v0', (4, 4), 62, 'S0')\nv1 = v0[1]\nv2 = copied(v0)\nv3 = pickled(v0)")
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "change"),
     [
         ("v1 = v0", "with torch.no_grad(): v1.t_()"),
@@ -98,7 +99,7 @@ def test_a_leaf_that_has_views_is_copied_and_saved() -> None:
         ("v1 = v0 * 2", "with torch.no_grad(): torch.sum(v0, 0, out=v1)"),
     ],
 )
-@pytest.mark.parametrize("placement", ["R", "S0", "P"])
+@each("placement", ["R", "S0", "P"])
 def test_dims_that_the_graph_would_not_follow_are_not_changed(
     make: str, change: str, placement: str
 ) -> None:

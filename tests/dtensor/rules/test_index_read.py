@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.dtensor.op_checks import check_op, torch_computes
+from tests.tables import each
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -53,7 +54,7 @@ READS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
+@each("name", READS)
 def test_indices_that_are_dtensors(name: str) -> None:
     """``plain[index]`` with an index that lies on a mesh, and every other mixture."""
     check_op(READS[name], TABLE, INDEX, meshes=[(2,)], plain=True, most=12, partial=())

@@ -21,6 +21,7 @@ from tests.dtensor.op_checks import (
     count_op,
 )
 from tests.fuzz.programs import compare
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Partial,
@@ -76,14 +77,14 @@ INDICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", INDICES)
+@each("name", INDICES)
 def test_indexing(name: str) -> None:
     index = INDICES[name]
     mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
     check_op(lambda x: x[index], A, meshes=[mesh], most=3, gathers=False)
 
 
-@pytest.mark.parametrize("name", INDICES)
+@each("name", INDICES)
 def test_writing(name: str) -> None:
     index = INDICES[name]
     mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
@@ -236,14 +237,14 @@ def _set(x: Tensor, index: Any, value: Any) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("name", READING | WRITING)
+@each("name", READING | WRITING)
 def test_operators(name: str) -> None:
     fn, args = (READING | WRITING)[name]
     mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
     check_op(fn, *args, meshes=[mesh], most=3, gathers=False)
 
 
-@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+@each("reduce", ["prod", "mean", "amax", "amin"])
 @pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
 def test_index_reduce(reduce: str) -> None:
     check_op(
@@ -271,7 +272,7 @@ def test_several_axes_on_the_written_dim() -> None:
 # -- what moves ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("fn", "placements"),
     [
         (lambda x: x[:, COLUMNS], (Shard(0),)),
@@ -335,7 +336,7 @@ def test_index_put_writes_where_torch_does() -> None:
     check_op(put, GRID, rows, columns, torch.randn(3), most=16)
 
 
-@pytest.mark.parametrize(
+@each(
     "write",
     [
         lambda x: x.index_add_(0, torch.tensor([1, 2]), torch.tensor(2.0)),
@@ -369,7 +370,7 @@ def test_what_torch_refuses_is_refused(write: Callable[[Any], Any]) -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize(
+@each(
     "call",
     [
         lambda x: x[torch.tensor([0, 1]), torch.tensor([1, -1, 0])],
@@ -385,7 +386,7 @@ def test_what_torch_refuses_is_refused(write: Callable[[Any], Any]) -> None:
         lambda x: torch.as_strided_scatter(x, torch.ones(1), (2,), (1,)),
     ],
 )
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+@each("placement", [Shard(0), Shard(1), Replicate()])
 def test_shapes_and_masks_are_refused_in_torchs_words(
     call: Callable[[Any], Any], placement: Placement
 ) -> None:
@@ -400,8 +401,8 @@ def test_shapes_and_masks_are_refused_in_torchs_words(
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("rows", [4, 40_000])
-@pytest.mark.parametrize(
+@each("rows", [4, 40_000])
+@each(
     ("index", "value"),
     [
         (PAIR, torch.ones(2, 2, dtype=torch.float64)),
@@ -428,7 +429,7 @@ def test_values_of_other_dtypes_are_refused_in_torchs_words(
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("index", [True, torch.tensor(1), slice(1, 3), torch.arange(4) > 1])
+@each("index", [True, torch.tensor(1), slice(1, 3), torch.arange(4) > 1])
 def test_values_of_other_dtypes_are_cast_where_torch_does(index: Any) -> None:
     check_op(lambda x: _set(x, index, torch.tensor(1.5).double()), A, meshes=[(2,)], most=4)
 
@@ -437,8 +438,8 @@ def test_a_number_is_copied_to_one_place() -> None:
     check_op(lambda x: x.clone().index_copy_(0, torch.tensor([1]), torch.tensor(2.0)), LINE, most=6)
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 4), (4,), ()])
-@pytest.mark.parametrize("name", ["scatter", "scatter_add"])
+@each("shape", [(0, 4), (3, 4), (4,), ()])
+@each("name", ["scatter", "scatter_add"])
 def test_what_no_element_of_is_scattered_is_in_the_graph(name: str, shape: tuple[int, ...]) -> None:
     def body(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -453,8 +454,8 @@ def test_what_no_element_of_is_scattered_is_in_the_graph(name: str, shape: tuple
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("lies", ["R", "S0", "S1"])
-@pytest.mark.parametrize("target", ["v1", "v1[:, :0]"])
+@each("lies", ["R", "S0", "S1"])
+@each("target", ["v1", "v1[:, :0]"])
 def test_what_no_element_of_is_scattered_is_a_write(target: str, lies: str) -> None:
     compare(
         f"v0 = leaf('v0', (4, 6), 1, '{lies}')\nv1 = v0.narrow(1, 3, 2)\nv2 = v1[:]\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.dtensor.views.test_copied_views import BOX, Make, check
+from tests.tables import each
 from tilework.dtensor import Partial, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -25,7 +25,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_the_result_is_the_tensor_itself_where_torchs_is(name: str) -> None:
     def program(make: Make) -> list[Any]:
         x = make(BOX[0]).t()
@@ -36,7 +36,7 @@ def test_the_result_is_the_tensor_itself_where_torchs_is(name: str) -> None:
     check(program)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if "another" not in name])
+@each("name", [name for name in CALLS if "another" not in name])
 def test_partial_values_stay_partial(name: str) -> None:
     def program(rank: int) -> None:
         x: Tensor = distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Partial()])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.tables import each
 from tilework.layout import Replicate, Shard
 
 L = torch.linalg
@@ -109,7 +110,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[Tensor]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:stft with return_complex:UserWarning")
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_batches_are_cut(name: str) -> None:
     fn, tensors = CALLS[name]
     check_op(fn, *tensors, meshes=[(2, 2)], most=3, gathers=False)

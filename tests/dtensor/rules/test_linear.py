@@ -17,6 +17,7 @@ from tests.dtensor.op_checks import (
     count_op,
     noting_gatherings,
 )
+from tests.tables import each
 from tilework.dtensor import (
     Partial,
     Placement,
@@ -40,7 +41,7 @@ def products(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [drawn(*shape) for shape in shapes]
 
 
-@pytest.mark.parametrize(
+@each(
     "shapes",
     [
         [(5,), (5,)],
@@ -102,13 +103,13 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@each("name", PRODUCTS)
 def test_products_are_those_of_plain_tensors(name: str) -> None:
     fn, shapes = PRODUCTS[name]
     check_op(fn, *products(*shapes), meshes=MESHES, most=2, gathers=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("equation", "shapes"),
     [
         ("ij,jk->ik", [(3, 4), (4, 5)]),
@@ -222,7 +223,7 @@ def test_axes_that_cut_a_sum_in_different_orders() -> None:
     assert len(found.forward) == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("fn", "shapes"),
     [
         (lambda a, b: torch.einsum("ij,jk->ik", a, b), [(4, 6), (3, 5)]),
@@ -255,8 +256,8 @@ def test_dims_in_a_tensor() -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no such product")
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("ends", [[2, 2, 5, 8], [0, 8, 8, 8]])
+@each("columns", [False, True])
+@each("ends", [[2, 2, 5, 8], [0, 8, 8, 8]])
 def test_products_of_groups_of_rows(columns: bool, ends: list[int]) -> None:
     """As of experts: cut along rows, experts, what is summed, columns."""
     grouped: Callable[..., Tensor] = torch._grouped_mm
@@ -302,7 +303,7 @@ def test_matrices_whose_dims_are_cut_in_unlike_orders_multiply() -> None:
     check_op(torch.mm, x, y, meshes=((2, 2),), layouts=layouts, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dims", [([1], [0]), ([0], [1]), ([0, 1], [1, 0])])
+@each("dims", [([1], [0]), ([0], [1]), ([0, 1], [1, 0])])
 def test_contracted_dims_of_size_one_are_broadcast(dims: tuple[list[int], list[int]]) -> None:
     """Each rank needs them, also where its shard of the other tensor is empty."""
     for a, b in [((3, 1), (5, 3)), ((3, 5), (1, 3)), ((1, 3), (3, 5)), ((1, 1), (4, 2))]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.dtensor.op_checks import check_op, count_op
+from tests.tables import each
 from tilework.dtensor import Replicate, Shard, distribute_tensor
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -95,7 +96,7 @@ OF_INPUT = {"bce", "bce_logits", "soft_margin", "multi_margin"}
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@pytest.mark.parametrize("name", POINTWISE)
+@each("name", POINTWISE)
 def test_loss(name: str) -> None:
     loss, (x, *others) = POINTWISE[name]
     for reduction in REDUCTIONS:
@@ -136,8 +137,8 @@ def test_shapes_that_differ_are_refused_though_parts_agree() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 5, 2)])
+@each("reduction", REDUCTIONS)
+@each("shape", [(5,), (4, 5), (3, 5, 2)])
 def test_nll_loss(shape: tuple[int, ...], reduction: str) -> None:
     at = 0 if len(shape) == 1 else 1
     x, t = randn(*shape).requires_grad_(), classes(*shape[:at], *shape[at + 1 :])
@@ -152,8 +153,8 @@ def test_nll_loss(shape: tuple[int, ...], reduction: str) -> None:
         )
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 5, 2)])
+@each("reduction", REDUCTIONS)
+@each("shape", [(5,), (4, 5), (3, 5, 2)])
 def test_cross_entropy(shape: tuple[int, ...], reduction: str) -> None:
     at = 0 if len(shape) == 1 else 1
     x, t = randn(*shape).requires_grad_(), classes(*shape[:at], *shape[at + 1 :])

@@ -17,6 +17,7 @@ from tests.dtensor.op_checks import (
 )
 from tests.dtensor.sharded_values import cut, full, spread
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import (
     Replicate,
     Shard,
@@ -32,7 +33,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=dtype)
 
 
-@pytest.mark.parametrize("shape", [(5, 2, 6), (1, 3, 2), (0, 2, 3)])
+@each("shape", [(5, 2, 6), (1, 3, 2), (0, 2, 3)])
 def test_layer_norm(shape: tuple[int, ...]) -> None:
     weight, bias = randn(*shape[1:]), randn(*shape[1:]) + 1
     check_op(lambda x: F.layer_norm(x, shape[2:]), randn(*shape), **FEW)
@@ -43,7 +44,7 @@ def test_layer_norm(shape: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@each("dim", [0, 1, 2, -1])
 def test_norms_of_weights(dim: int) -> None:
     shape = (3, 4, 2)
     norms = randn(*[size if at == dim else 1 for at, size in enumerate(shape)]).abs() + 1
@@ -75,7 +76,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@each("groups", [1, 2, 4])
 def test_group_norm(groups: int) -> None:
     weight, bias = randn(8), randn(8) + 1
     check_op(
@@ -182,7 +183,7 @@ WITHOUT_EPSILON: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", WITHOUT_EPSILON)
+@each("name", WITHOUT_EPSILON)
 def test_a_rank_without_rows_adds_nothing_to_the_gradient_of_weights(name: str) -> None:
     """What stands there for a row must have a deviation: none times infinity would be NaN."""
     x, w = torch.randn(2, 3, 4), torch.randn(4, requires_grad=True)

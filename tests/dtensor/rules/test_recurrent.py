@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.dtensor.op_checks import Layouts, check_op, count_op
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import distribute_tensor, init_device_mesh, manual_seed
 from tilework.layout import Replicate, Shard
 from tilework.testing import run_ranks
@@ -56,8 +57,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("name", LAYERS)
+@each("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@each("name", LAYERS)
 def test_layers_over_a_cut_batch(kind: Any, name: str) -> None:
     kwargs = LAYERS[name]
     fn, parameters = called(kind(3, 4, dtype=torch.float64, **kwargs))
@@ -90,7 +91,7 @@ def test_any_layout_of_inputs_and_weights() -> None:
     check_op(fn, drawn(5, 4, 3), drawn(1, 4, 4), *parameters, meshes=[(2,)], most=4, gathers=False)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@each("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells(kind: Any) -> None:
     fn, parameters = called(kind(3, 4, dtype=torch.float64))
     check_op(

@@ -17,6 +17,7 @@ from tests.dtensor.op_checks import (
     torch_computes,
 )
 from tests.dtensor.rules.test_elementwise import check, together
+from tests.tables import each
 from tilework.dtensor import (
     Partial,
     Replicate,
@@ -47,7 +48,7 @@ def over_dims(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-@pytest.mark.parametrize("shape", [A.shape, (2, 1, 3), (0, 3)])
+@each("shape", [A.shape, (2, 1, 3), (0, 3)])
 def test_sums(shape: Sequence[int]) -> None:
     names = ("sum", "nansum", "mean", "nanmean")
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -136,7 +137,7 @@ def test_extrema_of_nan() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
-@pytest.mark.parametrize("tensor", [A, A[:1], TIES])
+@each("tensor", [A, A[:1], TIES])
 def test_spread(tensor: Tensor) -> None:
     check(
         together(
@@ -193,7 +194,7 @@ def test_norms_of_matrices() -> None:
     )
 
 
-@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (3, 0)])
+@each("shape", [(0, 0), (0, 3), (3, 0)])
 def test_norms_of_matrices_without_elements(shape: tuple[int, int]) -> None:
     x = torch.zeros(shape)
     for order in ("fro", 1, math.inf):
@@ -265,8 +266,8 @@ def test_rows_along_a_dim(dim: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["quantile", "nanquantile"])
-@pytest.mark.parametrize("level", [1.5, torch.tensor([0.5, 1.5])])
+@each("name", ["quantile", "nanquantile"])
+@each("level", [1.5, torch.tensor([0.5, 1.5])])
 def test_levels_are_looked_at_by_ranks_without_a_part(name: str, level: Any) -> None:
     def program(rank: int) -> None:
         x = distribute_tensor(torch.ones(1, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
@@ -336,9 +337,7 @@ def test_one_answer() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "tensor", [TIES, TIES.to(torch.uint8), torch.zeros(0, 1, 3), CUBE[0, 0, 0]]
-)
+@each("tensor", [TIES, TIES.to(torch.uint8), torch.zeros(0, 1, 3), CUBE[0, 0, 0]])
 def test_one_answer_for_each_element(tensor: Tensor) -> None:
     """() stands for no dims here, unlike in other reductions."""
     check(
@@ -385,7 +384,7 @@ def test_the_rest_stays_cut() -> None:
     assert set(seen.placements) == {(Shard(0),)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "count"),
     [
         (lambda x: x.sum(0), 0),

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.dtensor.op_checks import check_op, torch_computes
+from tests.tables import each
 
 INTEGER_NANSUMS = torch_computes(lambda: torch.ones(2).nansum(dtype=torch.int64))
 FRACTIONS = torch.tensor([[-1.5, 0.5, 1.25], [2.5, -3.75, 4.5], [0.5, 0.5, 1.75]])
 
 
-@pytest.mark.parametrize(
+@each(
     "fn",
     [
         *(
@@ -34,13 +35,13 @@ FRACTIONS = torch.tensor([[-1.5, 0.5, 1.25], [2.5, -3.75, 4.5], [0.5, 0.5, 1.75]
         lambda x: torch.softmax(x, 0, dtype=torch.float64),
     ],
 )
-@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+@each("op", ["sum", "avg", "max", "min", "product"])
 def test_fractions_are_cast_once_reduced(fn: Callable[[Tensor], Tensor], op: str) -> None:
     check_op(fn, FRACTIONS, partial=[op], meshes=[(2,)], grads=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
-@pytest.mark.parametrize(
+@each("dtype", [torch.uint8, torch.int8, torch.int16])
+@each(
     "fn",
     [
         lambda x: x.sum(),

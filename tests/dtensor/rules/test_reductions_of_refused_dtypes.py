@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.tables import each
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -37,8 +38,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore::tilework.dtensor.GatherWarning")
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", REFUSED)
+@each("dim", [0, 1])
+@each("name", REFUSED)
 def test_dtypes_that_torch_refuses_are_refused(name: str, dim: int) -> None:
     call, value = REFUSED[name]
     with pytest.raises((RuntimeError, TypeError)):

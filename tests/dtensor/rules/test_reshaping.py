@@ -23,6 +23,7 @@ from tests.dtensor.op_checks import (
 from tests.dtensor.sharded_values import cut, full, same
 from tests.fuzz.programs import compare
 from tests.hypothesis_settings import examples
+from tests.tables import each
 from tilework.dtensor import (
     DTensor,
     Placement,
@@ -144,7 +145,7 @@ MOVING: dict[str, Case] = {
 CASES = RESHAPING | JOINING | TAKING_APART | MOVING
 
 
-@pytest.mark.parametrize("name", CASES)
+@each("name", CASES)
 def test_it_is_what_plain_torch_gives(name: str) -> None:
     fn, args = CASES[name]
     mesh = MESHES[sum(map(ord, name)) % len(MESHES)]
@@ -206,7 +207,7 @@ def test_two_axes_on_a_dim_that_is_split() -> None:
 # -- what moves ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "fn",
     [
         lambda x: x[1:5],
@@ -270,7 +271,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@each("name", VIEWS)
 def test_views_share_memory(name: str) -> None:
     """What is written to a view reaches the tensor and other views of it, and the other way."""
     view = VIEWS[name]
@@ -379,7 +380,7 @@ def test_slices_are_initialised_in_place() -> None:
     run_ranks(4, program)
 
 
-@pytest.mark.parametrize("widths", [(-1, -1), (-2, 1), (0, -2)])
-@pytest.mark.parametrize("lies", ["R", "S0", "P"])
+@each("widths", [(-1, -1), (-2, 1), (0, -2)])
+@each("lies", ["R", "S0", "P"])
 def test_no_more_is_cropped_than_there_is(widths: tuple[int, int], lies: str) -> None:
     compare(f"v0 = data((1,), 1, '{lies}')\nrefused: functional.pad(v0, {widths})")

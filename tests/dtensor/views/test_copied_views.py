@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.dtensor.op_checks import Layout, distributed
 from tests.fuzz import programs
 from tests.rounding import assert_close
+from tests.tables import each
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
@@ -65,7 +66,7 @@ BOX = torch.arange(24.0).view(2, 3, 4)
 SQUARE = torch.arange(16.0).view(4, 4)
 
 
-@pytest.mark.parametrize("name", ["contiguous", "ravel", "flatten", "clone"])
+@each("name", ["contiguous", "ravel", "flatten", "clone"])
 def test_what_is_not_contiguous_is_copied(name: str) -> None:
     def program(make: Make) -> list[Any]:
         base = make(BOX)
@@ -342,7 +343,7 @@ def _plain(tensor: Any) -> Any:
     return _full(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         # A view of a view that one rank copies by itself.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.rounding import assert_close
+from tests.tables import each
 from tests.user_functions import Squared
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
@@ -98,8 +99,8 @@ def by_a_view(x: Tensor) -> Tensor:
 def by_its_local_tensor(x: Tensor) -> Tensor:
     a = x * 2
     b = tripled(a)
-    for each in (a, a[:2]):
-        (each.to_local() if isinstance(each, DTensor) else each).mul_(5)
+    for part in (a, a[:2]):
+        (part.to_local() if isinstance(part, DTensor) else part).mul_(5)
     return b + a + tripled(a)
 
 
@@ -118,14 +119,14 @@ def looked_at(x: Tensor) -> Tensor:
     return tripled(b) + tripled(a)
 
 
-@pytest.mark.parametrize(
+@each(
     "program",
     [
         *(multiplied, multiplied_twice, detached, transposed, in_a_list, of_a_view),
         *(by_a_view, by_its_local_tensor, by_the_base, looked_at),
     ],
 )
-@pytest.mark.parametrize("dim", [0, 1])
+@each("dim", [0, 1])
 def test_writes_after_a_function_took_it(program: Callable[[Tensor], Tensor], dim: int) -> None:
     wanted = _grad(program, X.clone().requires_grad_())
 
@@ -233,7 +234,7 @@ WRITES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = 
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "write"),
     [
         *((squared, write) for write in WRITES),
@@ -241,7 +242,7 @@ WRITES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Any]]] = 
         *((again, write) for write, (taken, _) in WRITES.items() if taken(X) is X),
     ],
 )
-@pytest.mark.parametrize("dim", [0, 1])
+@each("dim", [0, 1])
 def test_what_a_function_saved_may_not_be_written_to(
     function: Callable[[Tensor], Tensor], write: str, dim: int
 ) -> None:
@@ -265,9 +266,7 @@ def test_what_a_function_saved_may_not_be_written_to(
         run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize(
-    "write", [None, lambda x: x.add_(1), lambda x: x[0].zero_(), without_graph]
-)
+@each("write", [None, lambda x: x.add_(1), lambda x: x[0].zero_(), without_graph])
 def test_what_a_function_saved_of_its_result(write: Callable[[Tensor], Any] | None) -> None:
     def program(x: Tensor) -> Any:
         result = exponential(x * 1)
@@ -288,9 +287,7 @@ def test_what_a_function_saved_of_its_result(write: Callable[[Tensor], Any] | No
         assert_close(got, wanted)
 
 
-@pytest.mark.parametrize(
-    "write", [lambda x: x.data.add_(1), lambda x: x.data[0].zero_(), lambda x: x.clone().add_(1)]
-)
+@each("write", [lambda x: x.data.add_(1), lambda x: x.data[0].zero_(), lambda x: x.clone().add_(1)])
 def test_writes_that_torch_does_not_count_are_not_refused(write: Callable[[Tensor], Any]) -> None:
     def program(x: Tensor) -> Tensor:
         whole = x * 1

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as hs
@@ -26,6 +25,7 @@ from tests.sharded.ops.op_checks import (
     values,
 )
 from tests.sharded.ranks_and_specs import boxes, check_all_raise, chunks, examples, grid, on, specs
+from tests.tables import each
 from tilework.sharded import ShardedTensor, ones
 from tilework.sharded.registry import find_handler
 from tilework.tiled.op_names import canonical_name
@@ -82,7 +82,7 @@ def _operands(name: str, dtype: torch.dtype) -> list[list[Tensor]]:
     return [tensors[:count] for count in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bool], ids=str)
+@each("dtype", [torch.float64, torch.int32, torch.bool])
 def test_every_operator_gives_the_same_as_on_a_plain_tensor(dtype: torch.dtype) -> None:
     spec = CUTS["grid"]
     tried: set[str] = set()
@@ -191,20 +191,30 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("compute", _DIFFERENTIABLE.values(), ids=_DIFFERENTIABLE.keys())
+@each("compute", _DIFFERENTIABLE.values())
 def test_values_and_gradients(compute: Callable[..., Any]) -> None:
     x, y = values(*SIZE).requires_grad_(), values(*SIZE, seed=1).requires_grad_()
     check_cuts(compute, [x, y])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64,
-    torch.uint8, torch.int64, torch.bool], ids=str)  # fmt: skip
+@each(
+    "dtype",
+    [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.complex64,
+        torch.uint8,
+        torch.int64,
+        torch.bool,
+    ],
+)
 def test_dtypes(dtype: torch.dtype) -> None:
     x = values(*SIZE).abs().to(dtype)
     on(RANKS, lambda rank: check_same(rank, lambda x: (x * 2, x == x, x + x), [x], CUTS["rows"]))
 
 
-@pytest.mark.parametrize("size", [(), (0,), (3, 0)], ids=str)
+@each("size", [(), (0,), (3, 0)])
 def test_tensors_of_one_element_and_of_none(size: tuple[int, ...]) -> None:
     spec = chunks(0, [1, 2]) if size else boxes(((), (), 1))
     x = values(*size).requires_grad_()
@@ -290,16 +300,19 @@ def test_random_operators_run_on_each_tile() -> None:
     on(1, program)
 
 
-@pytest.mark.parametrize("compute", [
-    lambda x: torch.add(x, torch.ones(5, 4)),
-    lambda x: torch.ones(5, 4) + x,
-    lambda x: x.mul_(torch.ones(1)),
-    lambda x: torch.where(x > 0),
-    lambda x: x.apply_(abs),
-    lambda x: torch.histc(x),
-    lambda x: x.cross(x),
-])  # fmt: skip
-@pytest.mark.parametrize("ranks", [1, 3])
+@each(
+    "compute",
+    [
+        lambda x: torch.add(x, torch.ones(5, 4)),
+        lambda x: torch.ones(5, 4) + x,
+        lambda x: x.mul_(torch.ones(1)),
+        lambda x: torch.where(x > 0),
+        lambda x: x.apply_(abs),
+        lambda x: torch.histc(x),
+        lambda x: x.cross(x),
+    ],
+)
+@each("ranks", [1, 3])
 def test_what_is_not_elementwise_raises(compute: Callable[..., Any], ranks: int) -> None:
     check_all_raise(
         ranks,

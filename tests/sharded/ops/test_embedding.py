@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tests.sharded.ops.op_checks import CUTS, RANKS, close, shards_of, values
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, examples, on, specs
+from tests.tables import each
 from tilework.sharded import ShardedTensor, ShardingSpec
 from tilework.sharded.ops import embedding as embedding_module
 from tilework.sharded.ops import exchange as exchanging
@@ -71,8 +72,8 @@ def check_look_up(
     close(tensor.grad.full_tensor(), whole.grad)
 
 
-@pytest.mark.parametrize("look_up", LOOK_UPS.values(), ids=LOOK_UPS.keys())
-@pytest.mark.parametrize("spec", CUTS.values(), ids=CUTS.keys())
+@each("look_up", LOOK_UPS.values())
+@each("spec", CUTS.values())
 def test_look_ups(spec: ShardingSpec, look_up: Callable[[Tensor, Any], Tensor]) -> None:
     on(RANKS, lambda rank: check_look_up(rank, look_up, values(5, 4), spec, IDS))
 
@@ -136,7 +137,7 @@ _BAD: dict[str, tuple[Callable[[int, Any], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("compute", "kind", "pattern"), _BAD.values(), ids=_BAD.keys())
+@each(("compute", "kind", "pattern"), _BAD.values())
 def test_what_is_wrong_on_one_rank_raises_on_all(
     compute: Callable[[int, Any], Any], kind: type[Exception], pattern: str
 ) -> None:

@@ -13,6 +13,7 @@ from torch.nn import init
 
 from tests.sharded.ops.op_checks import CUTS, RANKS, SIZE, close, shards_of, values
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, on
+from tests.tables import each
 from tilework.sharded import ShardedTensor, full, ones, zeros
 
 SPEC = CUTS["all on rank 1"]
@@ -88,11 +89,24 @@ def test_second_derivatives() -> None:
     on(RANKS, program)
 
 
-@pytest.mark.parametrize("compute", [lambda x: x.item(), lambda x: x.tolist(), lambda x: float(x),
-    lambda x: x.numpy(), lambda x: 1.0 in x, lambda x: x.storage(), lambda x: x.data_ptr(),
-    lambda x: x.untyped_storage(), lambda x: x.register_hook(print), lambda x: x.resize_(3),
-    lambda x: x.new_zeros(3), lambda x: x.__setattr__("data", torch.ones(4)),
-    lambda x: x.__setattr__("grad", torch.ones(4))])  # fmt: skip
+@each(
+    "compute",
+    [
+        lambda x: x.item(),
+        lambda x: x.tolist(),
+        lambda x: float(x),
+        lambda x: x.numpy(),
+        lambda x: 1.0 in x,
+        lambda x: x.storage(),
+        lambda x: x.data_ptr(),
+        lambda x: x.untyped_storage(),
+        lambda x: x.register_hook(print),
+        lambda x: x.resize_(3),
+        lambda x: x.new_zeros(3),
+        lambda x: x.__setattr__("data", torch.ones(4)),
+        lambda x: x.__setattr__("grad", torch.ones(4)),
+    ],
+)
 def test_what_no_rank_can_answer_alone_raises(compute: Callable[[Any], Any]) -> None:
     for size in ((4,), (1,)):
         check_all_raise(
@@ -163,7 +177,7 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("make", _OPTIMIZERS.values(), ids=_OPTIMIZERS.keys())
+@each("make", _OPTIMIZERS.values())
 def test_torchs_optimizers_train_as_unsharded(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> None:

@@ -16,6 +16,7 @@ import tilework.distributed as dist
 from tests.rounding import assert_close
 from tests.sharded.ops.op_checks import CUTS, RANKS, close, shards_of, values
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, cut, examples, grid, on, specs
+from tests.tables import each
 from tilework.sharded import ShardedTensor, ShardingSpec
 from tilework.sharded.ops import exchange as exchanging
 from tilework.sharded.ops import linear as linear_module
@@ -106,7 +107,7 @@ _PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("multiply", _PRODUCTS.values(), ids=_PRODUCTS.keys())
+@each("multiply", _PRODUCTS.values())
 def test_other_products(multiply: Callable[[Any, Any], Any]) -> None:
     def program(rank: int) -> None:
         for spec in CUTS.values():
@@ -128,7 +129,7 @@ def test_vectors() -> None:
     on(RANKS, program)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_dtypes(dtype: torch.dtype) -> None:
     weight, x = values(4, 8, dtype=dtype), values(3, 8, dtype=dtype, seed=1)
 
@@ -244,7 +245,7 @@ _BAD: dict[str, tuple[Callable[[int, Any], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("compute", "kind", "pattern"), _BAD.values(), ids=_BAD.keys())
+@each(("compute", "kind", "pattern"), _BAD.values())
 def test_what_is_wrong_on_one_rank_raises_on_all(
     compute: Callable[[int, Any], Any], kind: type[Exception], pattern: str
 ) -> None:

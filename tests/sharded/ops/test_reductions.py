@@ -28,6 +28,7 @@ from tests.sharded.ops.op_checks import (
     values,
 )
 from tests.sharded.ranks_and_specs import boxes, check_all_raise, chunks, examples, grid, on, specs
+from tests.tables import each
 from tilework import sharded
 from tilework.sharded import ShardedTensor, empty, ones
 
@@ -76,13 +77,13 @@ _ALL: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("compute", _ALL.values(), ids=_ALL.keys())
+@each("compute", _ALL.values())
 def test_over_all_elements(compute: Callable[[Any], Any]) -> None:
     check_cuts(compute, [values(*SIZE).requires_grad_()])
 
 
-@pytest.mark.parametrize("compute", _ALL.values(), ids=_ALL.keys())
-@pytest.mark.parametrize("size", [(0, 3), (1, 1)])
+@each("compute", _ALL.values())
+@each("size", [(0, 3), (1, 1)])
 def test_of_no_elements_and_of_one(size: tuple[int, int], compute: Callable[[Any], Any]) -> None:
     """Also the errors are the same: of no elements there is no maximum."""
     whole = values(*size)
@@ -138,8 +139,8 @@ _ALONG: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("compute", _ALONG.values(), ids=_ALONG.keys())
+@each("dim", [0, 1])
+@each("compute", _ALONG.values())
 def test_along_a_dim_that_is_not_cut(compute: Callable[[Any, int], Any], dim: int) -> None:
     whole = values(*SIZE).requires_grad_()
     whole.data.add_(torch.arange(20.0).view(SIZE) / 100)  # sorting has one answer
@@ -155,7 +156,7 @@ def test_along_a_dim_that_is_not_cut(compute: Callable[[Any, int], Any], dim: in
     on(RANKS, program)
 
 
-@pytest.mark.parametrize("compute", _ALONG.values(), ids=_ALONG.keys())
+@each("compute", _ALONG.values())
 def test_along_a_cut_dim_raises_and_says_what_to_do(compute: Callable[[Any, int], Any]) -> None:
     whole = values(*SIZE)
     for name, spec in CUTS.items():
@@ -252,8 +253,9 @@ def test_ranks_outside_the_group_cannot_know_the_value() -> None:
     assert on(2, program) == [4, None]
 
 
-@pytest.mark.parametrize("compute", [lambda x: x.median(), torch.std_mean, torch.aminmax,
-    lambda x: torch.norm(x, "nuc")])  # fmt: skip
+@each(
+    "compute", [lambda x: x.median(), torch.std_mean, torch.aminmax, lambda x: torch.norm(x, "nuc")]
+)
 def test_other_reductions_raise(compute: Callable[[Any], Any]) -> None:
     check_all_raise(
         2,

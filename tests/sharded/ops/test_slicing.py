@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 
 from tests.sharded.ops.op_checks import CUTS, RANKS, SIZE, check_cuts, check_same, shards_of, values
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, examples, grid, on, specs
+from tests.tables import each
 from tilework.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor
 
 _ANY_CUT: dict[str, Callable[[Any], Any]] = {
@@ -51,7 +51,7 @@ _ANY_CUT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("compute", _ANY_CUT.values(), ids=_ANY_CUT.keys())
+@each("compute", _ANY_CUT.values())
 def test_views(compute: Callable[[Any], Any]) -> None:
     if compute is _ANY_CUT["split rows"]:
         on(RANKS, lambda rank: check_same(rank, compute, [values(*SIZE)], CUTS["rows"]))
@@ -69,7 +69,7 @@ _BY_ROWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("compute", _BY_ROWS.values(), ids=_BY_ROWS.keys())
+@each("compute", _BY_ROWS.values())
 def test_views_of_whole_rows(compute: Callable[[Any], Any]) -> None:
     def program(rank: int) -> None:
         for name in ("rows", "empty rows", "all on rank 1"):
@@ -143,14 +143,24 @@ def test_specs_of_results() -> None:
     on(RANKS, program)
 
 
-@pytest.mark.parametrize("compute", [
-    lambda x: x[::2], lambda x: x[torch.tensor([0])], lambda x: x[[0, 1]], lambda x: x[x > 0],
-    lambda x: x.view(torch.int32), lambda x: x.view(dtype=torch.int32),
-    lambda x: x.flatten(), lambda x: x.expand(5, 4).roll(1),
-    lambda x: torch.cat([x, x]), lambda x: torch.cat([x, torch.ones(5, 4)]),
-    lambda x: x.as_strided((2,), (1,)), lambda x: x.__setitem__(0, torch.ones(4)),
-    lambda x: x.__setitem__(0, torch.tensor(1.0, requires_grad=True)),
-])  # fmt: skip
+@each(
+    "compute",
+    [
+        lambda x: x[::2],
+        lambda x: x[torch.tensor([0])],
+        lambda x: x[[0, 1]],
+        lambda x: x[x > 0],
+        lambda x: x.view(torch.int32),
+        lambda x: x.view(dtype=torch.int32),
+        lambda x: x.flatten(),
+        lambda x: x.expand(5, 4).roll(1),
+        lambda x: torch.cat([x, x]),
+        lambda x: torch.cat([x, torch.ones(5, 4)]),
+        lambda x: x.as_strided((2,), (1,)),
+        lambda x: x.__setitem__(0, torch.ones(4)),
+        lambda x: x.__setitem__(0, torch.tensor(1.0, requires_grad=True)),
+    ],
+)
 def test_what_no_layout_can_say_raises(compute: Callable[[Any], Any]) -> None:
     check_all_raise(
         2,
@@ -160,8 +170,16 @@ def test_what_no_layout_can_say_raises(compute: Callable[[Any], Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("compute", [lambda x: x[5], lambda x: x[0, 0, 0], lambda x: x.select(2, 0),
-    lambda x: x.unsqueeze(4), lambda x: x.transpose(0, 2)])  # fmt: skip
+@each(
+    "compute",
+    [
+        lambda x: x[5],
+        lambda x: x[0, 0, 0],
+        lambda x: x.select(2, 0),
+        lambda x: x.unsqueeze(4),
+        lambda x: x.transpose(0, 2),
+    ],
+)
 def test_indices_out_of_range(compute: Callable[[Any], Any]) -> None:
     def program(rank: int) -> ShardedTensor:
         result: ShardedTensor = compute(shards_of(values(*SIZE), chunks(0, [1]), rank))
