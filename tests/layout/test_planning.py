@@ -268,7 +268,7 @@ def test_a_plan_tells_its_part_in_words() -> None:
         "all_to_all: rank 1's part\n"
         "  sends 6 elements to rank 0: [3:6, 0:2]\n"
         "  receives 6 elements from rank 0: [0:3, 2:4]\n"
-        "  copies 6 elements of its own"
+        "  copies 6 local elements"
     )
     first, second = (mesh_tiling((40, 40), list(range(40)), [Shard(dim)]) for dim in (0, 1))
     assert "  receives from 29 more ranks" in str(plan(first, second, 3))

@@ -92,7 +92,7 @@ def test_a_remote_value(kind: Kind) -> None:
         assert rref.owner_name() == "w1"
         assert rref.to_here().tolist() == [2.0, 2.0]
         until(rref.confirmed_by_owner)
-        with pytest.raises(RuntimeError, match="has its value on 'w1', not here"):
+        with pytest.raises(RuntimeError, match="is on 'w1', not here"):
             rref.local_value()
 
     together(2, only(0, act), kind)

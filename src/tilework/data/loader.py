@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class DataLoader(TorchDataLoader[T_co]):
-    """torch's DataLoader, in which each rank has batches of its own rows.
+    """torch's DataLoader, in which each rank has batches of a part of the rows.
 
     Making it is collective over the ranks that share the rows, and blocks, as they compare their
     arguments; iterating is local. Each full iteration is an epoch; the next has the next order. The
@@ -33,7 +33,7 @@ class DataLoader(TorchDataLoader[T_co]):
         dataset: With a length, or iterable. Of an iterable dataset each rank reads the full stream
             (in each worker, that worker's) and keeps every n-th row.
         batch_size: Rows in a batch of this rank.
-        shuffle: Whether each epoch has an order of its own; not for iterable datasets.
+        shuffle: Whether each epoch has another order; not for iterable datasets.
         global_batch_size: Rows in a step of all ranks, instead of ``batch_size``.
         seed: Of the order and of workers; the same on each rank.
         uneven: Where rows do not divide evenly: see :class:`DistributedSampler`. With ``"keep"``
@@ -106,7 +106,7 @@ class DataLoader(TorchDataLoader[T_co]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration has, from its start."""
+        """Choose the epoch of the next iteration, from the start of it."""
         self._epoch, self._resume_at, self._taken_before, self._batches = epoch, 0, 0, 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -134,7 +134,7 @@ class DataLoader(TorchDataLoader[T_co]):
         return cast(int, self.batch_size) * self._division.ranks
 
     def state_dict(self) -> dict[str, int]:
-        """The place of the loop: its epoch, and the rows of it that the ranks have taken.
+        """The place of the loop: the epoch, and the rows of the epoch that the ranks have taken.
 
         Local, and alike on ranks that are at the same step. A batch counts once it was returned.
         """
@@ -198,12 +198,12 @@ def _check(
     for name in ("sampler", "batch_sampler"):
         if options.get(name) is not None:
             raise TypeError(
-                f"{name}= cannot be given: the loader takes each rank's rows by a sampler of its "
-                "own. Give shuffle=, seed= and uneven=, or use torch's DataLoader with "
+                f"{name}= cannot be given: a sampler of the loader chooses each rank's "
+                "rows. Give shuffle=, seed= and uneven=, or use torch's DataLoader with "
                 "tilework.data.DistributedSampler"
             )
     if streams and shuffle:
-        raise ValueError("an iterable dataset gives its own order: shuffle it there")
+        raise ValueError("an iterable dataset has an order already: shuffle it there")
     for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")

@@ -18,7 +18,7 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
 
     Args:
         length: The number of rows.
-        shuffle: Whether each epoch has an order of its own; else it is that of the dataset.
+        shuffle: Whether each epoch has another order; else all have that of the dataset.
         seed: Of the order.
         epoch: Added to the seed, as torch's DistributedSampler does: both give the same order.
 
@@ -33,7 +33,7 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Division:
-    """A division of rows among ranks: each takes every ``ranks``-th, from its own number on.
+    """A division of rows among ranks: rank r takes every ``ranks``-th row, beginning with row r.
 
     So if each rank takes ``b`` rows at a time, the ranks together take the next ``b * ranks`` rows
     of the order, whatever their number: batches are those of one process.

@@ -1,4 +1,4 @@
-"""The sampler that gives each rank its rows."""
+"""The sampler that divides rows among ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DistributedSampler(Sampler[int]):
         dataset: Anything that has a length, the same on each rank.
         num_replicas: The number of ranks that share the rows; None: those of ``mesh`` or ``group``.
         rank: This rank's number among them; together with ``num_replicas``.
-        shuffle: Whether each epoch has an order of its own; the order is torch's.
+        shuffle: Whether each epoch has another order; the order is torch's.
         seed: Of the order; the same on each rank.
         drop_last: Torch's name for ``uneven="drop"``.
         uneven: Where the rows do not divide evenly: ``"pad"`` repeats the first ones, so that all
@@ -119,14 +119,14 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, which gives the order; torch's habit at the start of each epoch.
 
-        The epoch that was resumed goes on with its rest.
+        An epoch that was resumed goes on with the rows that are left.
         """
         if epoch != self.epoch:
             self._start = self._taken = 0
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the number of its rows that all ranks together have taken. Local.
+        """The epoch, and the number of rows of it that all ranks together have taken. Local.
 
         A row counts once the sampler has handed it out. torch's DataLoader asks for rows before
         they are used if it has workers; :class:`tilework.data.DataLoader` counts those used.
@@ -146,8 +146,8 @@ class DistributedSampler(Sampler[int]):
 
         Args:
             epoch: The epoch.
-            taken: The number of rows of its order that all ranks together have taken already; the
-                ranks may have been more or fewer then.
+            taken: The number of rows of the epoch that all ranks together have taken already; there
+                may have been more ranks or fewer then.
 
         Raises:
             ValueError: The epoch has not as many rows.

@@ -10,7 +10,7 @@ Two planners stand on this, because two questions are asked:
   anywhere, has nothing else, and a mesh needs it where no sequence of collectives is cheap.
 - :func:`redistribution_steps` goes from one layout on a mesh to another. It searches for the
   cheapest sequence of collectives along the mesh's axes, which is found without looking at boxes,
-  runs without packing, and can be differentiated and printed step by step. One kind of its steps
+  runs without packing, and can be differentiated and printed step by step. One kind of step
   is a plan.
 
 Both take their prices from :class:`CostModel`, and so does the choice of layouts for operators.

@@ -19,8 +19,8 @@ class BoxIndex:
 
     There are about sqrt(n) blocks of sqrt(n) boxes, made by sorting in one dim after another and
     cutting evenly (S. Leutenegger, M. Lopez, J. Edgington, *STR*, ICDE 1997). Making them takes
-    O(n log n), a query O(sqrt(n)) and its result, unless boxes are long in every dim. The
-    first few queries look at all boxes, which is cheaper where no more follow.
+    O(n log n), a query O(sqrt(n)) and the size of the result, unless boxes are long in every
+    dim. The first few queries look at all boxes, which is cheaper where no more follow.
 
     Args:
         boxes: Of one number of dims; empty ones are never found.

@@ -40,7 +40,7 @@ class Collective:
     """The rank that has everything before (broadcast, scatter) or afterwards (gather)."""
 
 
-#: The group of each rank, with its root.
+#: The group of each rank, with the root.
 Groups = dict[int, tuple[Ints, int | None]]
 
 
@@ -97,7 +97,7 @@ class _Ends:
         return _only_tile(self.target, rank)
 
     def copy(self, rank: int) -> int:
-        """The number of the copy of its tile that a rank holds before."""
+        """The number of the copy of a tile that a rank holds before."""
         s = self.has(rank)
         return 0 if s is None else self.source.tiles[s].owners.index(rank)
 

@@ -71,8 +71,8 @@ class CostModel:
 
         Args:
             nbytes: Sent or received by the busiest rank, whichever is more.
-            messages: The number of messages whose latency it takes.
-            between_hosts: True if some of its ranks are on different hosts.
+            messages: The number of messages whose latency counts.
+            between_hosts: True if some of the ranks are on different hosts.
         """
         if between_hosts:
             return messages * self.network_latency + nbytes * self.network_seconds_per_byte

@@ -13,7 +13,7 @@ from tilework.layout.whole_numbers import whole_number, whole_numbers
 
 _OURS = (
     "a placement of tilework's: torch.distributed's functions take those of "
-    "torch.distributed.tensor, and x.to_torch() makes a DTensor with its placements one of theirs"
+    "torch.distributed.tensor, and x.to_torch() makes a DTensor of theirs, with their placements"
 )
 
 
@@ -231,7 +231,7 @@ def check_placements(
         )
     ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
     if len(ops) > 1:
-        raise ValueError(f"a tensor has one reduction, its Partial placements have {sorted(ops)}")
+        raise ValueError(f"a tensor has one reduction, the Partial placements have {sorted(ops)}")
     if order is not None and sorted(order_in(order)) != list(range(len(lengths))):
         raise ValueError(
             f"order names each of the mesh's {len(lengths)} axes once, got {list(order)}"

@@ -54,16 +54,15 @@ class Plan:
             by_peer: dict[int, list[Piece]] = {}
             for piece in pieces:
                 by_peer.setdefault(piece.dst if verb == "sends" else piece.src, []).append(piece)
-            for peer, its in list(by_peer.items())[:_MOST_PEERS]:
-                elements = sum(piece.box.volume for piece in its)
-                more = f" and {len(its) - 1} more boxes" if len(its) > 1 else ""
-                lines.append(
-                    f"  {verb} {elements:,} elements {preposition} rank {peer}: {its[0].box}{more}"
-                )
+            for peer, shared in list(by_peer.items())[:_MOST_PEERS]:
+                elements = sum(piece.box.volume for piece in shared)
+                more = f" and {len(shared) - 1} more boxes" if len(shared) > 1 else ""
+                box = f"{shared[0].box}{more}"
+                lines.append(f"  {verb} {elements:,} elements {preposition} rank {peer}: {box}")
             if len(by_peer) > _MOST_PEERS:
                 lines.append(f"  {verb} {preposition} {len(by_peer) - _MOST_PEERS} more ranks")
         kept = sum(piece.box.volume for piece in self.keeps)
-        return "\n".join([*lines, f"  copies {kept:,} elements of its own"])
+        return "\n".join([*lines, f"  copies {kept:,} local elements"])
 
     def bytes_sent(self, itemsize: int) -> int:
         """The bytes that go to others, with ``itemsize`` bytes per element."""
@@ -79,12 +78,12 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
 
     Every rank plans for itself, nothing is communicated, and all plans fit together. A rank is sent
     only what it lacks, and of the owners of a box one sends it: one on the receiver's host
-    if there is one, and each its share.
+    if there is one, and each a share.
 
     The terms of a partial source meet where they go to, to be reduced there in order
     (``reduces``). Of a partial target the first term gets the value, and the others the identity
     element of the reduction (``fills``); with "avg" all terms get the value. But if both are
-    partial, with as many terms and the same reduction, each term is moved on its own and
+    partial, with as many terms and the same reduction, terms are moved apart and
     nothing is reduced.
 
     Args:

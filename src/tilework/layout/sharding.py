@@ -155,7 +155,7 @@ def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
 
 
 def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
-    """For each combination of coordinates along ``axes``, its number among those along ``others``.
+    """The number of each combination of coordinates along ``axes`` among those along ``others``.
 
     Combinations are numbered from 0 on; the last axis runs fastest. The others are among the axes.
 
@@ -220,14 +220,14 @@ def _normal_sizes(
 
 
 def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
-    """The layout with these splits of its dims, in normal form: equal layouts are equal values.
+    """The layout with these splits of dims, in normal form: equal layouts are equal values.
 
     Dims are not negative, sizes are None where an axis splits as ``torch.chunk`` does, and the
     order is None where it is that of the axes.
 
     Args:
         layout: Any layout.
-        splits: Its own (:func:`splits_of`).
+        splits: The splits of the layout (:func:`splits_of`).
     """
     placements = list(layout.placements)
     for dim, of_dim in enumerate(splits):

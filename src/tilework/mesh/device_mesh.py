@@ -126,7 +126,7 @@ class DeviceMesh(TorchMeshNames):
         self.specs: dict[Any, Any] = {}
         #: Likewise: shardings of calls on them, by signature.
         self.op_shardings: dict[Any, Any] = {}
-        #: Likewise: what its ranks have done together.
+        #: Likewise: the calls that the mesh's ranks have made together.
         self.history: Any = None
         #: torch's mesh of the same ranks, where there is one.
         self._torch: Any = None
@@ -134,7 +134,7 @@ class DeviceMesh(TorchMeshNames):
         self._torch_parts: dict[MeshSpec, Any] = {}
         #: That which flatten() made it of.
         self._flat_of: DeviceMesh | None = None
-        #: The seats of its ranks, which they keep when ranks are numbered anew.
+        #: The seats of the mesh's ranks, which stay when ranks get other numbers.
         self._seats = _seats_of(spec.ranks)
         #: True if this rank is in the mesh.
         self.here = self._coordinate is not None
@@ -206,7 +206,7 @@ class DeviceMesh(TorchMeshNames):
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """The group along an axis through this rank; the axis may be left out if there is but one.
 
-        Its ranks are numbered in ascending order of global ranks, whatever the axis's order.
+        The group numbers ranks in ascending order of global ranks, whatever the axis's order.
 
         Raises:
             RuntimeError: This rank is not in the mesh, or the axis must be given.
@@ -264,7 +264,7 @@ class DeviceMesh(TorchMeshNames):
             known = ", ".join(self.mesh_dim_names or ()) or "none: give some as mesh_dim_names"
             raise TypeError(
                 f"mesh[…] takes names of axes, which are here {known}; got {names!r}. size(), "
-                f"get_group() and get_local_rank() take an axis by its number, too"
+                f"get_group() and get_local_rank() also take the number of an axis"
             )
         wanted = tuple(wanted)
         if wanted == self.mesh_dim_names:
@@ -365,14 +365,14 @@ class DeviceMesh(TorchMeshNames):
         mesh_dim_names: Iterable[str],
         backend_override: Any = None,
     ) -> DeviceMesh:
-        """The same ranks with one axis replaced by several, a mesh of its own.
+        """A new mesh of the same ranks, with one axis replaced by several.
 
         Collective over the ranks of this mesh (on each rank, its own part); blocks. The other axes
         share their groups.
 
         Args:
             dim: The axis, by number or name.
-            mesh_sizes: The lengths of the axes in its place; their product is its length.
+            mesh_sizes: The lengths of the new axes; the product is the length of the old axis.
             mesh_dim_names: Their names.
             backend_override: The backend of their groups, as for :class:`DeviceMesh`.
 
@@ -430,13 +430,13 @@ class DeviceMesh(TorchMeshNames):
         return parts[0]._root[names]
 
     def shrink(self, axis: int | str = 0) -> DeviceMesh:
-        """The mesh of its ranks that are left, once the default group has shrunk or grown.
+        """The mesh of the ranks that are left, once the default group has shrunk or grown.
 
-        Collective over all ranks of the default group, with groups of its own; blocks. In a mesh of
+        Collective over all ranks of the default group; makes new groups; blocks. In a mesh of
         one axis the ranks that were lost are left out. In a mesh of several a slice across ``axis``
-        goes as a whole if one of its ranks was lost, so that the other axes keep their lengths:
+        goes as a whole if it has lost a rank, so that the other axes keep their lengths:
         of ``dp=3 tp=2`` without rank 3 the first and the last row are left. Ranks of such a slice
-        that live are outside the new mesh. A rank that was started again is in its old place.
+        that live are outside the new mesh. A rank that was started again is in the place of before.
 
         Tensors on the old mesh, whose groups are closed, are to be laid out anew.
 
@@ -467,7 +467,7 @@ class DeviceMesh(TorchMeshNames):
         if self._root is not self:
             raise RuntimeError(
                 f"the mesh {self.spec} is a part of {self._root.spec}: let that shrink, and take "
-                f"its part again"
+                f"the part again"
             )
         now = {seat: rank for rank, seat in enumerate(_seats_of(range(get_world_size())))}
         here = dict(zip(self.spec.ranks, self._seats, strict=True))
@@ -539,7 +539,7 @@ class DeviceMesh(TorchMeshNames):
                 ``torch.distributed.init_process_group("tilework")``.
 
         Raises:
-            TypeError: It is no such mesh, or its groups are on backends of torch's own.
+            TypeError: It is no such mesh, or the groups are on torch's own backends.
             ValueError: tilework's ranks are numbered otherwise than torch's.
         """
         if isinstance(mesh, DeviceMesh):
@@ -568,9 +568,9 @@ class DeviceMesh(TorchMeshNames):
     def to_torch(self) -> Any:
         """torch.distributed's mesh of the same ranks.
 
-        That which it came from, if it did, or its part; else one with new groups, which is made
-        once: collective over *all* ranks of torch's default group; blocks. So is that of a mesh
-        that :meth:`flatten` made, or of axes in another order.
+        If this mesh came from a mesh of torch's, that mesh or the part of it. Else a mesh with new
+        groups, which is made once: collective over *all* ranks of torch's default group; blocks.
+        A mesh that :meth:`flatten` made, or with axes in another order, needs new groups, too.
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
@@ -638,7 +638,7 @@ class DeviceMesh(TorchMeshNames):
         return f"DeviceMesh({self.device_type!r}, {self.spec.nested()}{names})"
 
     def __copy__(self) -> DeviceMesh:
-        return self  # its groups have one owner
+        return self  # the groups have one owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
         return self

@@ -191,7 +191,7 @@ class MeshSpec:
         """The same ranks with an axis replaced by several, and the number of the first of them.
 
         Raises:
-            ValueError: The product of the sizes is not its length, or the names do not fit.
+            ValueError: The product of the sizes is not the axis's length, or the names do not fit.
             KeyError: There is no axis of that name.
 
         Example:

@@ -57,7 +57,7 @@ def torch_part(mesh: Any, names: tuple[str, ...] | None) -> Any:
 
 
 def flattened_in_torch(mesh: Any, name: str) -> Any:
-    """The mesh of torch's with another's axes as one; None if its root has an axis of that name.
+    """The mesh of torch's with all axes as one; None if the root has an axis of that name.
 
     Collective over all ranks of torch's default group the first time.
     """

@@ -1,7 +1,7 @@
 """The launcher's word, in the job's store, on the ranks whose processes have ended.
 
-Where rank 0 serves that store, the launcher has one of its own for this: rank 0 may be the one that
-has ended, and what listens at its port may be torch's.
+Where rank 0 serves that store, the launcher has a second store for this: rank 0 may be the rank
+that has ended, and a server of torch's may listen at the port.
 
 Without torch: the launcher writes it.
 """
@@ -18,7 +18,7 @@ from tilework.store import PrefixStore, Store, UnixStore
 
 #: Where the launcher tells it, unless in the job's store.
 ENDS_VARIABLE = "TILEWORK_ENDED_RANKS"
-#: The launcher is on this host, and lives as long as its ranks.
+#: The launcher is on this host, and lives as long as the ranks.
 _TIMEOUT = timedelta(seconds=5)
 
 _KEY = "tilework/ended-ranks"
@@ -38,7 +38,7 @@ class EndedRanks:
 
     @classmethod
     def at_launcher(cls, rank: int, size: int) -> EndedRanks | None:
-        """Those that the launcher of this process tells at a place of its own.
+        """The ended ranks that the launcher of this process tells of at a place for this purpose.
 
         None if there is no such place, or if this process was started as another rank.
         """

@@ -1,4 +1,4 @@
-"""The launcher of this process and its rank: `tilework run`, torchrun, mpirun, srun, or none."""
+"""The launcher of this process, and the rank: `tilework run`, torchrun, mpirun, srun, or none."""
 
 from __future__ import annotations
 

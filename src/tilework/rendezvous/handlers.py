@@ -42,9 +42,9 @@ _ADVICE: Final = {
 _FIRST_PORT: Final = 15000
 _PORTS: Final = 15000
 
-#: Servers that this process, as rank 0, holds until it ends. A job may form its group, destroy it
-#: and form it again; a rank that is early at the second meeting must not find the first one's
-#: server just about to go. By process, since a forked child has none of them.
+#: Servers that this process, as rank 0, holds until it ends. A job may form a group, destroy it and
+#: form it again; a rank that is early at the second meeting must not find the server of the first
+#: meeting just before it closes. By process, since a forked child has none of them.
 _held: dict[tuple[int, str, bytes | None], StoreServer] = {}
 
 #: Processes that have said that they are alone: this one, or that which it was forked from.
@@ -297,7 +297,7 @@ def _torchrun_store(host: str, port: int, timeout: timedelta) -> Store:
             f"could not connect to torchrun's store at {host}:{port} within "
             f"{timeout.total_seconds():g} s ({error}). Check that torchrun is still running."
         ) from error
-    # torchrun keeps its store over restarts of the ranks: what was set before must not count.
+    # torchrun keeps the store over restarts of the ranks: keys of before must not count.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"tilework/{run}/{attempt}", TorchStoreAdapter(store, timeout))

@@ -1,4 +1,4 @@
-"""The processes that multiprocessing has started from one process: its kin, ranks perhaps.
+"""The processes that multiprocessing has started from one process, which may be ranks.
 
 Nothing shows the rank of such a process. But where there are as many of them as ranks, each is one:
 then any that has ended, and has not said who it is, is a rank that will never come.
@@ -21,7 +21,7 @@ from tilework.rendezvous.siblings import children
 _GONE_SECONDS, _DOUBT_SECONDS = 0.6, 1.2
 #: Looking takes at most this share of the time.
 _SHARE = 0.02
-#: What multiprocessing gives to a fresh interpreter; a forked one has its parent's command line.
+#: The argument of a fresh interpreter of multiprocessing; a fork has the parent's command line.
 _FRESH = b"--multiprocessing-fork\0"
 #: The process that multiprocessing lets fork others.
 _FORK_SERVER = b"multiprocessing.forkserver"
@@ -143,7 +143,7 @@ def _is_launched() -> bool:
 
 
 def _process(pid: int) -> _Process:
-    """A process by its start time and number; 0 for that of one that has ended."""
+    """A process by start time and number; the time is 0 for a process that has ended."""
     return start_time(pid) or 0, pid
 
 

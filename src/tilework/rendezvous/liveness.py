@@ -1,10 +1,10 @@
 """The knowledge which ranks have ended: processes, or threads where ranks are threads.
 
-A rank writes its identity into the group's ledger when the group is made. Others ask the system
-about it: the start time tells a process from a later one with its number, and a memory file that
-it keeps open, until it ends or becomes another program (exec), tells the program from a later one
-in the same process. A rank in another place (host, container) cannot be asked for; it is neither
-known to live nor to have ended.
+A rank writes an identity into the group's ledger when the group is made. Others ask the system
+about it: the start time tells a process from a later one with the same number. A memory file that
+the process keeps open until it ends or becomes another program (exec) tells the program from a
+later one in the same process. A rank in another place (host, container) cannot be asked for: it
+is neither known to live nor to have ended.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _own_mark = _Mark()
 
 
 def _mark() -> str:
-    """A descriptor that exec closes, and its file; "-" where there are none."""
+    """A descriptor that exec closes, and the file of it; "-" where there are none."""
     with _own_mark.lock, contextlib.suppress(OSError):
         if _own_mark.descriptor < 0 and sys.platform == "linux":
             _own_mark.descriptor = os.memfd_create("tilework-program", os.MFD_CLOEXEC)
@@ -106,7 +106,7 @@ class Status(NamedTuple):
     #: The program's, as far as 15 letters go.
     name: str
     start_time: int
-    #: False where it has ended, and its parent has not asked how.
+    #: False where it has ended, and the parent has not asked how.
     is_alive: bool
 
 

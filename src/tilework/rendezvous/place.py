@@ -1,4 +1,4 @@
-"""A URL's rank and world size: from its query, from arguments, checked."""
+"""A URL's rank and world size: from the query and from arguments, checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Place:
 
 
 def split_url(url: str) -> SplitResult:
-    """``url`` in its parts. Raises TypeError or ValueError."""
+    """The parts of ``url``. Raises TypeError or ValueError."""
     if not isinstance(url, str):
         raise TypeError(f"a rendezvous URL is a str, got {type(url).__name__}: {url!r}")
     try:
@@ -72,7 +72,7 @@ def query_of(url: str) -> dict[str, str]:
 
 
 def merge(url: str, place: Place) -> str:
-    """``url`` with ``place`` in its query. Raises ValueError where both say something else."""
+    """``url`` with ``place`` in the query. Raises ValueError if both disagree."""
     query = query_of(url)
     for name in ("rank", "world_size"):
         value = getattr(place, name)

@@ -79,7 +79,7 @@ def rendezvous(
       a person set it (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). Rank 0's process serves until
       it ends, unless the launcher serves. Where nothing is set, this process is rank 0 of 1, and
       says so once on stderr.
-    - ``tcp://host:port``: rank 0 serves there until it closes its store.
+    - ``tcp://host:port``: rank 0 serves there until it closes the store.
     - ``unix:@name`` or ``unix:/path``: the same on one host, over a Unix socket.
     - ``file:///path``: a :class:`~tilework.store.FileStore`; a new path for each job.
     - what :func:`register_rendezvous_handler` added.

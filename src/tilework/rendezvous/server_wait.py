@@ -60,7 +60,7 @@ class ServerWait:
 
     def _lost(self, which: str, ranks: Collection[int], reason: str) -> PeerLostError:
         return PeerLostError(
-            f"rank {self._rank}: lost {which} before the job's ranks met: its process ended before "
+            f"rank {self._rank}: lost {which} before the job's ranks met: it ended before "
             f"it said who it is, or served the store {self._where} ({reason})",
             ranks=sorted(ranks),
         )

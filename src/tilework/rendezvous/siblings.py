@@ -1,8 +1,8 @@
 """The ranks that were started beside this one: processes with the same parent, and a rank each.
 
-A launcher that says nothing of ranks' ends, or a script, has started them; so has a shell. Each has
-its rank in its environment, where the system shows it from the first moment on. So a rank that ends
-before it has told anybody that it is there is missed by those that have seen it.
+A shell, a script, or a launcher that does not report the ends of ranks has started the processes.
+Each has the rank in the environment, where the system shows it from the start. So the ranks that
+have seen a process notice when it ends, even before that rank has talked to anybody.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from tilework.rendezvous.environment import Settings, detect_environment
 from tilework.rendezvous.liveness import start_time
 
-#: Seconds for which no process of a rank must be there: another one may take its place.
+#: Seconds without any process of a rank before it counts as ended: another may take the place.
 _GONE_SECONDS = 0.6
 #: Looking takes at most this share of the time.
 _SHARE = 0.02
@@ -24,9 +24,9 @@ _MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT", "TILEWORK_STORE", "TORCHELASTIC_
 
 
 class Siblings:
-    """The processes of one job beside this one, as far as its environment tells.
+    """The other processes of this job, as far as the environment tells.
 
-    There are none where its environment names no rank, as where ranks are threads.
+    There are none where the environment names no rank, as where ranks are threads.
     """
 
     def __init__(self) -> None:
@@ -35,22 +35,22 @@ class Siblings:
         self._mine = _settings(environment)
         several = self._mine is not None and self._mine.world_size > 1
         self._job = _job(self._mine, environment) if self._mine is not None and several else None
-        #: By process and start time: its rank; None if it is none of this job's.
+        #: The rank by process and start time; None for a process of another job.
         self._ranks: dict[tuple[int, int], int | None] = {}
         self._seen: set[int] = set()
-        #: By rank that was seen: since when none of its processes has been there.
+        #: By rank that was seen: the time since when no process of that rank has been there.
         self._gone: dict[int, float] = {}
         self._next_look = 0.0
         self.look()
 
     @staticmethod
     def of(rank: int, size: int) -> Siblings | None:
-        """Those of a rank in this process; None if its environment names another."""
+        """The siblings of a rank in this process; None if the environment names another rank."""
         known = _at_import if _at_import.is_of(rank, size) else Siblings()
         return known if known.is_of(rank, size) else None
 
     def is_of(self, rank: int, size: int) -> bool:
-        """True if this process is that rank, says its environment."""
+        """True if the environment says that this process is that rank."""
         mine = self._mine and (self._mine.rank, self._mine.world_size)
         return self._process == os.getpid() and mine == (rank, size)
 

@@ -6,7 +6,7 @@
     total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
     rpc.shutdown()
 
-The names are torch.distributed.rpc's. A worker is named by its name, its rank or its WorkerInfo.
+The names are torch.distributed.rpc's. A name, a rank or a WorkerInfo stands for a worker.
 See docs/how-to/rpc.md.
 """
 

@@ -37,7 +37,7 @@ from tilework.rpc.workers import Directory, To
 
 _log = logging.getLogger(__name__)
 
-#: Seconds in which messages of a rank that is gone are still read, before its calls fail.
+#: Seconds in which messages of a rank that is gone are still read, before calls to it fail.
 _GRACE_SECONDS: Final = 0.1
 
 
@@ -156,7 +156,7 @@ class Agent:
         }
 
     def _issue(self, call: Call, job: tuple[Any, ...], new: Ref | None = None) -> int:
-        """Send a call; ``new`` is the reference among its arguments that it makes."""
+        """Send a call; ``new`` is the reference among the arguments that the call makes."""
         to = call.to.id
         payload, refs = self.sender.pack(job, to, new)
         number, wake = self._calls.add(call)
@@ -172,7 +172,7 @@ class Agent:
     # -- receiving: on the pool's threads ----------------------------------------------------
 
     def _next_task(self) -> Task | None:
-        """The next task that may take its time; quick messages are handled meanwhile."""
+        """The next task that may take long; quick messages are handled meanwhile."""
         while not self._stopped:
             task = self._handle(self._transport.receive())
             if task is not None:
@@ -242,9 +242,9 @@ class Agent:
         return contents
 
     def _outcome(self, call: Call, received: Received) -> Any:
-        """The result of a call that ended, or its exception."""
+        """The result of a call that ended, or the exception."""
         if received.lacks_memory and not self._probes[received.message.sender].readable():
-            raise call.lost()  # it answered and died before its memory was opened here
+            raise call.lost()  # it answered and died before this rank opened the memory
         result = received.load()
         if received.message.kind == Kind.ERROR:
             raise result.rebuild(self.workers.find(received.message.sender))
@@ -289,7 +289,7 @@ class Agent:
             self._answer(message, lambda: result)
 
     def _answer(self, message: Message, outcome: Callable[[], Any]) -> None:
-        """Answer a call with the result of ``outcome``, or its exception."""
+        """Answer a call with the result of ``outcome``, or the exception."""
         to, number = message.sender, message.number
         try:
             kind, (payload, refs) = Kind.RESULT, self.sender.pack(outcome(), to)
@@ -299,7 +299,7 @@ class Agent:
         if message.kind == Kind.INNER_CALL:
             self._answering.end()
 
-    # -- watching: on a thread of its own ------------------------------------------------------
+    # -- watching: on a separate thread --------------------------------------------------------
 
     def _watch(self) -> None:
         """End calls that are late or whose worker is gone; report dropped references."""
@@ -379,7 +379,7 @@ class Agent:
 
 
 def _arrive(key: Key, rank: int, obj: Any) -> Later:
-    """Contribute to a gathering; runs on its root."""
+    """Contribute to a gathering; runs on the root."""
     return current_agent().gatherings.arrive(key, rank, obj)
 
 

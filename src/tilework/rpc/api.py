@@ -37,7 +37,7 @@ def init_rpc(
         backend: Accepted for torch's sake; there is one.
         rank: This worker's number; -1: as the default group, the URL or the environment says.
         world_size: How many workers there are; None: likewise.
-        rpc_backend_options: Time-outs and more. Its ``rpc_timeout`` limits this call too.
+        rpc_backend_options: Time-outs and more. ``rpc_timeout`` limits this call too.
 
     Raises:
         RuntimeError: This rank has joined already.
@@ -110,17 +110,17 @@ def rpc_sync(
 ) -> T:
     """Call ``func(*args, **kwargs)`` on worker ``to``, and return what it returned. Blocks.
 
-    The function travels by its name, so all ranks must be able to import it. Arguments and
+    The function travels by name, so all ranks must be able to import it. Arguments and
     results are copied: as they are at the call, tensors without the history of their gradients.
 
     Args:
-        to: A worker's name, its rank, or its WorkerInfo; this rank's own, too.
-        func: What to call; may be marked with ``functions.async_execution``.
-        args, kwargs: Its arguments.
+        to: A worker by name, rank, or WorkerInfo; may be this rank.
+        func: The function to call; may be marked with ``functions.async_execution``.
+        args, kwargs: The arguments of the call.
         timeout: Seconds or a timedelta; 0 means no limit.
 
     Raises:
-        Exception: The one that ``func`` raised, with its traceback there in the message.
+        Exception: The error of ``func``, with the traceback of the other rank in the message.
         RemoteError: If that cannot be rebuilt here.
         RpcTimeoutError: There was no answer in time. The function may be running still.
         PeerLostError: The worker died or left; noticed within a second.
@@ -144,7 +144,7 @@ def rpc_async(
 ) -> torch.futures.Future[T]:
     """As :func:`rpc_sync`, but return a future at once.
 
-    Its ``wait()`` returns or raises as rpc_sync does. Its callbacks run on threads of their own
+    ``wait()`` of the future returns or raises as rpc_sync does. Callbacks run on separate threads
     and may block.
 
     Example:
@@ -223,7 +223,7 @@ def get_rpc_timeout() -> float:
 def all_gather(
     obj: T, worker_names: Collection[str] | None = None, timeout: Timeout = UNSET_RPC_TIMEOUT
 ) -> dict[str, T]:
-    """Every worker's ``obj``, by its name. Collective over the workers; blocks.
+    """Every worker's ``obj``, by the worker's name. Collective over the workers; blocks.
 
     Args:
         obj: Anything that pickles.

@@ -18,7 +18,7 @@ from tilework.rpc.futures import RpcFuture
 from tilework.rpc.in_flight import InFlight
 from tilework.rpc.workers import WorkerInfo
 
-#: The end of a call: returns its result, or raises.
+#: The end of a call: returns the result, or raises.
 Outcome = Callable[[], Any]
 Task = Callable[[], None]
 
@@ -84,7 +84,7 @@ class BlockingCall(Call):
         self._ended.release()
 
     def wait(self) -> Any:
-        """Block until it has ended; return its result or raise."""
+        """Block until the call has ended; return the result or raise."""
         self._ended.acquire()
         outcome, self._outcome = self._outcome, None  # which knows the call
         assert outcome is not None
@@ -143,7 +143,7 @@ class Calls:
         self.work = InFlight()
 
     def add(self, call: Call) -> tuple[int, bool]:
-        """Its number, and True if the thread that watches deadlines must be woken for it."""
+        """The call's number, and True if the thread that watches deadlines must be woken."""
         if not call.inner:
             self.work.begin()
         with self._lock:

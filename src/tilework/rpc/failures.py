@@ -67,7 +67,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _unpickled(data: bytes | None) -> Exception | None:
-    """The exception; None where its class cannot be built that way."""
+    """The exception; None where the class cannot be built that way."""
     try:
         error = None if data is None else pickle.loads(data)
     except Exception:

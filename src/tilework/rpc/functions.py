@@ -11,7 +11,7 @@ _MARK: Final = "_tilework_rpc_async"
 
 
 def async_execution(fn: _Function) -> _Function:
-    """Mark ``fn`` as one that returns a ``torch.futures.Future`` of its result.
+    """Mark ``fn`` as a function that returns a ``torch.futures.Future`` of the result.
 
     The caller gets the future's value when it is there, and no thread waits for that meanwhile.
     With ``@staticmethod`` or ``@classmethod``, those come first (above).

@@ -18,7 +18,7 @@ class RpcFuture(torch.futures.Future[T]):
         self._ready = threading.Event()
 
     def wait(self) -> T:
-        """Block until it is complete; return its value, or raise its exception."""
+        """Block until the future is complete; return the value, or raise the exception."""
         self._ready.wait()
         return super().wait()
 

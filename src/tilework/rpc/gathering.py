@@ -9,12 +9,12 @@ from typing import Any
 from tilework.errors import PeerLostError
 from tilework.rpc.futures import Later, RpcFuture
 
-#: A gathering: its purpose, the ranks, and its number among those alike.
+#: A gathering: the purpose, the ranks, and a number among gatherings of the same kind.
 Key = tuple[str, tuple[int, ...], int]
 
 
 class _Round:
-    """A gathering, on its root."""
+    """A gathering, on the root."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}

@@ -2,7 +2,7 @@
 
 Connections are encrypted and authenticated by CURVE, where each end has a key pair and knows the
 other's public key. All pairs follow from one secret of the job's, so that nothing but a
-random number needs to be exchanged, and a stranger in the middle can put no key of its own there.
+random number needs to be exchanged, and a stranger in the middle can put in no other key.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def agree_on_keys(store: Store, size: int) -> Keys:
     """
     if not store.authenticated:
         raise DistBackendError(
-            f"RPC runs what its callers send, and {store!r} does not prove who takes part. Start "
+            f"RPC runs what callers send, and {store!r} does not prove who takes part. Start "
             f"the program with `tilework run`, or set TILEWORK_SECRET to the same random hex "
             f"string on every rank"
         )

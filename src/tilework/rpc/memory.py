@@ -1,10 +1,11 @@
 """Large buffers between processes of one host: written once, then mapped by who gets them.
 
-A sender writes them into a memory file without a name (memfd), and sends its number. The receiver
-opens it as ``/proc/<pid>/fd/<number>`` and maps it. Files are used again, because getting memory
-from the kernel costs more than the copy: a receiver that has dropped its mapping gives the file
-back. There is a limit to that, beyond which the sender lets go of a file as soon as it is mapped.
-Nothing remains of a file when the processes that have it are gone, however they ended.
+A sender writes them into a memory file without a name (memfd), and sends the number of the file.
+The receiver opens it as ``/proc/<pid>/fd/<number>`` and maps it. Files are used again, because
+getting memory from the kernel costs more than the copy: a receiver that has dropped the mapping
+gives the file back. There is a limit to that, beyond which the sender lets go of a file as soon as
+it is mapped. Nothing remains of a file when the processes that have it are gone, however they
+ended.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class SharedBufferPool:
         """Copy ``parts`` to a file for ``rank``.
 
         Returns:
-            Its number, and True if ``rank`` has to return it; None if there is no room.
+            The number of the file, and True if ``rank`` has to return it; None if there is no room.
         """
         size = offsets[-1] + parts[-1].nbytes
         with self._lock:
@@ -245,7 +246,7 @@ def place(sizes: Sequence[int]) -> list[int]:
 
 
 def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
-    """Write to the file ``fd``, or a new one; its number, None if that cannot be done."""
+    """Write to the file ``fd``, or to a new file; the number of it, None if that cannot be done."""
     if not hasattr(os, "memfd_create"):
         return None
     try:

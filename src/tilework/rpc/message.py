@@ -5,7 +5,7 @@
                    the parts that stand here
     more frames    the parts that stand apart, cut into frames of at most MAX_FRAME_BYTES
 
-The first part is a pickle, the others are its buffers.
+The first part is a pickle, the others are the buffers of the pickle.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Kind(IntEnum):
     INNER_CALL = 2
     RESULT = 3
     ERROR = 4
-    #: About a reference: one more here (its owner is asked); yes; this many less here.
+    #: About a reference: one more here (sent to the owner); yes; this many less here.
     ADD = 5
     ADDED = 6
     DROP = 7
-    #: A reference arrived, and need not be held for this rank any longer. The number of its pin.
+    #: A reference arrived, and need not be held for this rank any longer. The number of the pin.
     HOLDS = 8
-    #: A memory file was opened, and may be closed. Its number.
+    #: A memory file was opened, and may be closed. The number of the file.
     TAKEN = 9
-    #: A memory file is not mapped any more, and may be used again. Its number.
+    #: A memory file is not mapped any more, and may be used again. The number of the file.
     RETURNED = 10
-    #: The first message to a rank: 1 if the sender can open its memory files.
+    #: The first message to a rank: 1 if the sender can open the memory files of that rank.
     HELLO = 11
     #: To oneself: stop receiving.
     STOP = 12
@@ -84,7 +84,7 @@ class Ref(NamedTuple):
 
 #: The owner itself sends it, and has counted it.
 COUNTED: Final = 0
-#: Its owner, who gets this, makes it: it is where the result of the call goes.
+#: The owner, which receives this, makes the reference: the result of the call goes there.
 NEW: Final = 1
 FIRST_PIN: Final = 2
 
@@ -138,7 +138,7 @@ def encode(  # noqa: PLR0913
     Args:
         kind, sender, number: See :class:`Kind`.
         refs: References in the pickle.
-        parts: The pickle and its buffers.
+        parts: The pickle and the buffers.
         file: The memory file that some of the parts are in.
         places: Each part's offset there, or negative; as many as parts, or none.
     """

@@ -1,7 +1,7 @@
 """Objects as bytes: pickle, with the memory of tensors and arrays apart from it.
 
-A tensor on the CPU is a few numbers in the pickle, and one buffer of exactly its elements; what
-else its storage holds does not travel. Like torch's, a tensor that arrives has no history: it is
+A tensor on the CPU is a few numbers in the pickle, and one buffer of exactly the elements; the
+rest of the storage does not travel. Like torch's, a tensor that arrives has no history: it is
 a leaf, which requires grad if the sender's did. References (RRef) are apart as well, since the
 receiver must count them whether or not it reads the pickle.
 """
@@ -98,7 +98,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _nth_ref(number: int) -> RRef[Any]:
     """Stands in a pickle for the message's RRef of that number."""
-    raise pickle.UnpicklingError("a reference that came without its message")
+    raise pickle.UnpicklingError("a reference that came without the message")
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -114,7 +114,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _reduce_tensor(tensor: Tensor) -> Any:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if not plain.is_contiguous():
-        plain = plain.clone()  # its elements alone, in their order where they have no gaps
+        plain = plain.clone()  # the elements alone, in their order where they have no gaps
     size, buffer = plain.nbytes, None
     if size:
         memory = (ctypes.c_char * size).from_address(plain.data_ptr())

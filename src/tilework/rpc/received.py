@@ -16,7 +16,7 @@ from tilework.rpc.rref import RRef
 class Received:
     """A message whose references are counted and whose memory file is mapped.
 
-    Reading the pickle may run code that takes its time, or fails; dropping it loses nothing.
+    Reading the pickle may run code that takes long, or fails; dropping it loses nothing.
     """
 
     message: Message
@@ -26,7 +26,7 @@ class Received:
 
     @property
     def lacks_memory(self) -> bool:
-        """True if its memory file could not be opened."""
+        """True if the memory file could not be opened."""
         return isinstance(self.file, OSError)
 
     def load(self) -> Any:

@@ -1,9 +1,9 @@
 """Reference counts across ranks: a value lives exactly as long as a reference to it.
 
 The owner of a value counts the references of each rank, as they are reported to it. Where
-the owner itself sends one, it counts it as it sends. Where another rank does, that one holds
-its own (a *pin*) until the receiver says that it HOLDS one; and the receiver says so only after the
-owner, asked to ADD one, has answered. So at every moment somebody counted holds it.
+the owner itself sends one, it counts it as it sends. Where another rank does, that rank holds
+a reference (a *pin*) until the receiver says that it HOLDS one; and the receiver says so only
+after the owner, asked to ADD one, has answered. So at every moment somebody counted holds it.
 
 Messages between two ranks arrive in order, which is what makes counting sums enough: a rank that
 drops all it has says how many that were, and those that are on their way to it remain.
@@ -40,7 +40,7 @@ class _Watch(weakref.ref[Held]):
 
 
 class References:
-    """All references of one rank. Its methods never wait for others.
+    """All references of one rank. No method waits for other ranks.
 
     Args:
         rank: This rank.
@@ -60,7 +60,7 @@ class References:
         self._counts: dict[RefId, int] = {}
         #: Entries that must live until the rank which they are for HOLDS them.
         self._pinned: dict[int, tuple[int, Held]] = {}
-        #: By the number of our ADD: the sender of the reference, its pin, our entry.
+        #: By the number of our ADD: the sender of the reference, the pin there, our entry.
         self._asked: dict[int, tuple[int, int, Held]] = {}
         self._questions = itertools.count()
         self._lost: set[int] = set()

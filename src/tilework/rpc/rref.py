@@ -22,7 +22,7 @@ class RRef(Generic[T]):
     ``RRef(value)`` makes this rank the owner of ``value``; :func:`remote` makes another one the
     owner of what a function returns there. As an argument or a result of a call, alone or inside
     other objects, a reference becomes one on the other rank. The owner keeps the value until no
-    rank has a reference any more: the last one is dropped, or its rank has died or shut down.
+    rank has a reference any more: the last one is dropped, or that rank has died or shut down.
 
     Args:
         value: What to refer to.
@@ -100,7 +100,7 @@ class RRef(Generic[T]):
         return value
 
     def local_value(self) -> T:
-        """The value itself, on its owner. Blocks until it is there.
+        """The value itself, on the owner. Blocks until the value exists.
 
         Raises:
             RuntimeError: This rank is not the owner.
@@ -108,7 +108,7 @@ class RRef(Generic[T]):
         """
         if not isinstance(self._entry, Owned):
             raise RuntimeError(
-                f"{self!r} has its value on {self.owner_name()!r}, not here: call local_value() "
+                f"the value of {self!r} is on {self.owner_name()!r}, not here: call local_value() "
                 f"there, or to_here() for a copy"
             )
         value: T = self._entry.get()

@@ -1,8 +1,8 @@
 """Messages between ranks over ZeroMQ, and notice of ranks that are gone.
 
 Each rank has one socket that it receives on, and one per other rank that it sends on, connected
-when first used. All are CURVE sockets: the receiving one asks for each connection whether its key
-is of the job (ZAP), before it takes anything from it. Answers travel like questions.
+when first used. All are CURVE sockets: the receiving one asks for each connection whether the key
+is of the job (ZAP), before it reads anything from the connection. Answers travel like questions.
 
 A kernel closes the connections of a process that ends, however it ends. So the sending sockets
 are watched, and nobody reconnects.
@@ -125,7 +125,7 @@ class Transport:
     # -- sending ---------------------------------------------------------------------------
 
     def contact(self, rank: int) -> None:
-        """Connect to ``rank`` unless that was done, so that its end is noticed."""
+        """Connect to ``rank`` unless that was done, so that the end of the rank is noticed."""
         peer = self._peers[rank]
         if peer.socket is None:
             with peer.lock:

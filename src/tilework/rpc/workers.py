@@ -24,12 +24,12 @@ class WorkerInfo:
     """
 
     name: str
-    """What its init_rpc called it; unique."""
+    """The name that the worker gave to init_rpc; unique."""
     id: int
-    """Its rank."""
+    """The worker's rank."""
 
 
-#: A worker, as a call addresses it: its name, its rank or its WorkerInfo.
+#: A worker, as a call addresses it: by name, rank or WorkerInfo.
 To = str | int | WorkerInfo
 
 

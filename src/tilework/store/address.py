@@ -16,7 +16,7 @@ from typing import Final
 
 from tilework.errors import DistNetworkError
 
-#: Bytes that the kernel keeps of a Unix socket's name, its terminator aside.
+#: Bytes that the kernel keeps of a Unix socket's name, without the terminator.
 _MAX_UNIX_BYTES: Final = 107
 _BACKLOG: Final = 4096
 
@@ -286,7 +286,7 @@ def _listen_advice(error: OSError) -> str:
         errno.EADDRNOTAVAIL: "It is not an address of this machine: rank 0 must run on that host, "
         "and the host name must mean an address that this machine has.",
         errno.EACCES: "Ports below 1024 and foreign directories need privileges: use another.",
-        errno.EMFILE: "This process may open no more files: raise its limit (ulimit -n).",
+        errno.EMFILE: "This process may open no more files: raise the limit (ulimit -n).",
         errno.ENOENT: "The directory of the path does not exist: make it first.",
     }
     return advice.get(error.errno or 0, "Use another address.")

@@ -1,6 +1,6 @@
 """The time by which a store's server has to answer, over all requests of one task.
 
-A request by itself is given its own time and a little more, since the server has other clients.
+A single request has the time-out of the request and a little more, as the server has other clients.
 Where a task makes one request after the other, a server that has been stopped would use up that
 time with each; so the task says how long all of it may take.
 """
@@ -18,12 +18,12 @@ from tilework.store import checks
 
 #: Seconds by which an answer, "time is up" say, may be late: the server has other clients.
 GRACE_SECONDS: Final = 5.0
-#: The same for all requests of a task: a share of its time, but so many seconds at least.
+#: The same for all requests of a task: a share of the task's time, and these seconds at least.
 _GRACE_SHARE, _LEAST_GRACE_SECONDS = 0.5, 1.0
-#: Seconds that a request is given though its task's time is up: the server may well be there.
+#: Seconds for a request after the task's time is up: the server may well be there.
 _LAST_SECONDS: Final = 0.1
 
-#: When the task of this context has to have its answers (time.monotonic()).
+#: When the task of this context must have all answers (time.monotonic()).
 _end: ContextVar[float | None] = ContextVar("tilework_answer_limit", default=None)
 
 

@@ -1,7 +1,7 @@
 """The attendance at a store: how many came to it, and who of them has ended without closing it.
 
-Where each rank makes one store, a rank is missed as soon as its process ends, though nobody
-knows its number yet: once all others have said who they are, it is the one that has not.
+Where each rank makes one store, a rank counts as missing as soon as the process ends, even before
+anybody knows the rank's number: once all others have said who they are, one number is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Attendance(NamedTuple):
     expected: int
     #: How many were made so far.
     came: int
-    #: Those of them whose process ended, or became another program, before it closed its store.
+    #: Ranks whose process ended, or became another program, before it closed the store.
     lost: frozenset[str]
     #: Why whoever serves the store has given up and is about to end it; "" while it has not.
     given_up: str = ""

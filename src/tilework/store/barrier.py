@@ -34,8 +34,8 @@ def store_based_barrier(
 ) -> None:
     """Block until ``rendezvous_count`` ranks have called this with the same name and store.
 
-    Collective over those ranks. A name serves for one barrier per store. Each rank leaves its
-    number behind, so that who gives up can say who is missing; the last one to come wakes all.
+    Collective over those ranks. A name serves for one barrier per store. Each rank leaves a
+    number behind, so that a rank that gives up can name the missing ranks. The last rank wakes all.
 
     Args:
         rank: This rank's number, unique among the callers.

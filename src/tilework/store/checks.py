@@ -12,7 +12,7 @@ from tilework.errors import DistStoreError, QueueEmptyError, StoreTimeoutError
 #: The longest key, in bytes of UTF-8.
 MAX_KEY_BYTES: Final = 64 << 10
 #: The longest value, and the longest expected and desired of ``compare_set`` together. A little
-#: below the largest message, so that one value with its key always fits into one.
+#: below the largest message, so that a key and a value always fit into one message.
 MAX_VALUE_BYTES: Final = (64 << 20) - (128 << 10)
 #: A value at an integer key fits into 64 signed bits, as in every other c10d store.
 MAX_INTEGER: Final = (1 << 63) - 1
@@ -40,7 +40,7 @@ def key_bytes(key: str) -> bytes:
 
 
 def keys_bytes(keys: Sequence[str]) -> list[bytes]:
-    """Each of ``keys`` as UTF-8; a lone str is refused, it would mean its letters."""
+    """Each of ``keys`` as UTF-8. A lone str is refused: it would mean a key for each letter."""
     if isinstance(keys, str | bytes):
         raise TypeError(f"expected a sequence of keys, got one {type(keys).__name__}: {keys!r}")
     return [key_bytes(key) for key in keys]
@@ -159,5 +159,5 @@ def empty_error(where: str, key: str) -> QueueEmptyError:
 
 
 def closed_error(where: str) -> DistStoreError:
-    """The error for a store that is used after its close()."""
+    """The error for a store that is used after close()."""
     return DistStoreError(f"{where} is closed: make a new one to go on")

@@ -57,7 +57,7 @@ class RemoteStore(Store):
             self._ask(Code.MULTI_SET, *fields)
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return its value."""
+        """Wait until ``key`` exists, then return the value."""
         return self.multi_get([key], timeout)[0]
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
@@ -165,7 +165,7 @@ class RemoteStore(Store):
         ]
 
     def _hold(self, will: bytes, until_closed: bool = False) -> Callable[[], None]:
-        """Leave a will, on a connection of its own; the returned function revokes it.
+        """Leave a will on a separate connection; the returned function revokes it.
 
         Closing the store revokes it too where it counts only ``until_closed``.
         """

@@ -57,7 +57,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return its value."""
+        """Wait until ``key`` exists, then return the value."""
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
@@ -148,7 +148,7 @@ class Store(ABC):
         self.wait([f"{key}/all"], timeout)
 
     def clone(self: AnyStore) -> AnyStore:
-        """The store itself: its methods may be called by several threads at once."""
+        """The store itself: several threads may call methods of it at once."""
         return self
 
     def has_extended_api(self) -> bool:
@@ -160,8 +160,8 @@ class Store(ABC):
     ) -> Callable[[], None] | None:
         """Have ``value`` appended to ``key`` when this process ends, or becomes another program.
 
-        However that comes about: a connection of its own is kept for it, which the server sees
-        close. Call what is returned to revoke the will. None where nobody could carry it out.
+        The cause does not matter: a separate connection is kept open, and the server sees it close.
+        Call the returned function to revoke the will. None where nobody could carry it out.
 
         Args:
             greeting: A key and a value that is appended to it now: whoever reads it may rely on

@@ -87,7 +87,7 @@ class FileStore(Store):
         self._change(lambda table: records)
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return its value."""
+        """Wait until ``key`` exists, then return the value."""
         name = checks.key_bytes(key)
         return self._when_present([name], timeout, lambda table: table.values[name])
 

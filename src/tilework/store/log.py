@@ -1,4 +1,4 @@
-"""The file under a :class:`FileStore`: locking, reading its tail, appending, repair.
+"""The file under a :class:`FileStore`: locking, reading the tail, appending, repair.
 
 Writers take an exclusive ``flock``, read what others wrote, drop a torn last record, and append.
 Readers take no lock: a record counts once all of it is there with a good checksum. ``flock``
@@ -45,7 +45,7 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class Log:
-    """An open file, and the table and queues that its records make."""
+    """An open file, and the table and queues that the records make."""
 
     def __init__(self, path: str, world_size: int, wait_seconds: float) -> None:
         self.path = path
@@ -136,7 +136,7 @@ class Log:
                 self._drop_fd()
 
     def after_fork_in_child(self) -> None:
-        """Take an open file of one's own: the parent's would share its locks."""
+        """Open the file again: the parent's descriptor would share the parent's locks."""
         self.mutex = threading.RLock()
         self._counted, self.number = False, 0
         inherited, self._fd = self._fd, -1
@@ -160,14 +160,14 @@ class Log:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
                 raise DistStoreError(
-                    f"{self} could not be opened: {error.strerror}. Its path must be a file, or a "
+                    f"{self} could not be opened: {error.strerror}. The path must be a file, or a "
                     "new name, in a directory that every rank can read and write."
                 ) from error
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
                 self._drop_fd()
                 raise DistStoreError(
                     f"{self} could not be opened: it is not a plain file (a pipe, or a device). "
-                    "Its path must be a file or a new name."
+                    "The path must be a file or a new name."
                 )
             with self.writing(wait_seconds):
                 # The last user of an earlier store may have removed the file since it was opened.
@@ -198,7 +198,7 @@ class Log:
 
     @contextlib.contextmanager
     def _flock(self, how: int, wait_seconds: float) -> Iterator[None]:
-        # Polled, since a blocking flock has no time-out and its holder may have been stopped.
+        # Polled, since a blocking flock has no time-out and the holder may have been stopped.
         deadline, pause = Deadline(wait_seconds), 0.0002
         while True:
             try:
@@ -237,7 +237,7 @@ class Log:
             if len(data) - at < wanted:
                 data, at = os.pread(self._fd, max(wanted, _CHUNK), self._offset), 0
                 if len(data) < wanted:
-                    return  # A torn record was just cut off by its repairer.
+                    return  # Another process has just cut off a torn record.
             wanted = record_bytes(data[at : at + HEADER_BYTES])
             if len(data) - at >= wanted:
                 self._apply(unpack(data[at : at + wanted]))

@@ -20,8 +20,8 @@ T = TypeVar("T")
 class HashStore(Store):
     """A dictionary that the threads of one process share.
 
-    For ranks that are threads, and for tests. A forked child gets a copy of its own, which
-    nobody else sees. ``close`` makes every waiting thread raise at once.
+    For ranks that are threads, and for tests. A forked child gets a copy that nobody
+    else sees. ``close`` makes every waiting thread raise at once.
 
     Example:
         >>> import threading
@@ -50,7 +50,7 @@ class HashStore(Store):
         self._locked(lambda table: table.set(name, data))
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return its value."""
+        """Wait until ``key`` exists, then return the value."""
         name = checks.key_bytes(key)
         return self._when_present([name], timeout, lambda: self._table.values[name])
 

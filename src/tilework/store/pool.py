@@ -21,8 +21,8 @@ from tilework.store.fork import watch_forks
 from tilework.store.late_notice import KeyWait, LateNotice
 from tilework.store.wire import Code, GarbageError, Message
 
-#: Seconds to put up with a peer that accepts and hangs up, as a proxy does before its server
-#: is up.
+#: Seconds to put up with a peer that accepts and hangs up, as a proxy does before the server
+#: behind it is up.
 _HANG_UP_SECONDS: Final = 10.0
 #: Pauses between attempts to connect, first and longest.
 _FIRST_PAUSE: Final = 0.01
@@ -62,7 +62,7 @@ class Channel:
         self._inbox = wire.Inbox()
 
     def ask(self, request: bytes, wait_seconds: float, lines: KeyWait | None = None) -> Message:
-        """Send one message and wait for its answer; print ``lines`` meanwhile.
+        """Send one message and wait for the answer; print ``lines`` meanwhile.
 
         Raises TimeoutError, GarbageError or _HungUpError; the channel is then of no more use.
         """
@@ -149,7 +149,7 @@ def _check_welcome(answer: Message, have_secret: bool, expected: bytes | None) -
 class Pool:
     """Connections to one server: as many as threads wait at once, reused.
 
-    A forked child drops what it inherited and makes its own.
+    A forked child drops the inherited connections and opens new ones.
     """
 
     def __init__(self, where: Address, secret: bytes | None) -> None:
@@ -321,7 +321,7 @@ class Pool:
         if isinstance(error, TimeoutError):
             return StoreTimeoutError(
                 f"Timeout: {server} did not answer within {patience:.3g} s. "
-                "Check that its process is not stopped or overloaded."
+                "Check that the server's process is not stopped or overloaded."
             )
         if isinstance(error, GarbageError):
             return DistNetworkError(

@@ -13,9 +13,9 @@ from tilework.store.contract import Data, Store
 class PrefixStore(Store):
     """``store``, with every key prefixed by ``prefix`` and a slash.
 
-    So several groups share one store without their keys meeting. The view has a time-out of its
-    own, at first the store's. Closing it closes the view only. ``num_keys`` counts the whole
-    store's keys. Error messages name the keys with their prefix.
+    So several groups can share a store, and their keys do not collide. The view has a separate
+    time-out, which begins as the store's. Closing the view leaves the store open. ``num_keys``
+    counts all keys of the store. Error messages name the keys with their prefix.
 
     Example:
         >>> from tilework.store import HashStore
@@ -51,7 +51,7 @@ class PrefixStore(Store):
         self._open_store().multi_set(self._full_all(keys), values)
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return its value."""
+        """Wait until ``key`` exists, then return the value."""
         return self._open_store().get(self._full(key), self._own(timeout))
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:

@@ -71,7 +71,7 @@ class Queues:
         self._takers.setdefault(key, {})[taker] = None
 
     def unpark(self, key: bytes, taker: Taker) -> None:
-        """Forget ``taker``; harmless if it got its value."""
+        """Forget ``taker``; harmless if the taker has a value already."""
         takers = self._takers.get(key, {})
         takers.pop(taker, None)
         if not takers:

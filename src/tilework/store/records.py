@@ -8,7 +8,7 @@
     payload = kind:u8 key_size:u32 key value
 
 The header's own checksum tells a torn record from a damaged one. Only the last record can be
-torn (its writer was killed, or is still writing): then the header is good, or shorter than 12
+torn (the writer was killed, or is still writing): then the header is good, or shorter than 12
 bytes, and the payload ends beyond the file. Anything else that does not add up is damage.
 """
 

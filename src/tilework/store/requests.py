@@ -1,7 +1,7 @@
 """The server's handlers of requests: each answers, or parks the request and answers later.
 
-A request that breaks its own format raises GarbageError, which closes its connection; one that
-is refused (add to what is no integer) raises DistStoreError, which is sent back.
+A malformed request raises GarbageError, which closes the connection. A request that is refused
+(add to a value that is no integer) raises DistStoreError, which is sent back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Client(Protocol):
 
 
 class StoreState:
-    """The contents of one store: its table and queues, and the workers that joined."""
+    """The contents of one store: the table, the queues, and the workers that joined."""
 
     def __init__(self) -> None:
         self.table = Table()

@@ -25,7 +25,7 @@ if sys.platform != "win32":
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that a new connection may take over its greeting.
+#: Seconds that a new connection may take over the greeting.
 _GREETING_SECONDS: Final = 30.0
 #: Seconds without accepting when the process is out of file descriptors.
 _ACCEPT_PAUSE_SECONDS: Final = 0.2
@@ -39,7 +39,7 @@ _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 
 class Service:
-    """A store and its clients. Everything runs in the loop's thread."""
+    """A store and the clients of it. Everything runs in the loop's thread."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def _descriptor_limit() -> int:
 
 
 class Connection:
-    """A client: its bytes in and out, its greeting, and the request that it waits for."""
+    """A client: bytes in and out, the greeting, and the request that waits for an answer."""
 
     def __init__(self, service: Service, sock: socket.socket, why_not: str) -> None:
         self.sock = sock

@@ -2,7 +2,7 @@
 
 :class:`HashStore`, :class:`FileStore` and the server behind :class:`TCPStore` hold one each, so
 the meaning of every operation is written once. Calls come from one thread at a time: each
-owner sees to that in its own way.
+owner sees to that.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Table:
                 waiter.ready()
 
     def _seat(self, waiter: Waiter) -> bool:
-        """Park ``waiter`` on its next missing key; False if nothing is missing."""
+        """Park ``waiter`` on the next missing key; False if nothing is missing."""
         keys, values = waiter.keys, self.values
         while waiter.at < len(keys) and keys[waiter.at] in values:
             waiter.at += 1

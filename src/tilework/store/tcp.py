@@ -38,7 +38,7 @@ class TCPStore(RemoteStore):
 
     Args:
         host: Name or address of the server's machine.
-        port: Its port; on the master, 0 picks a free one (see :attr:`port`).
+        port: The server's port; on the master, 0 picks a free port (see :attr:`port`).
         world_size: How many stores will be made, the master's included, where known.
         is_master: Whether this process serves. It does until this store is closed.
         timeout: How long blocking methods wait; also for the server and the workers to come.

@@ -48,7 +48,7 @@ class TorchStoreAdapter(Store):
         timeout: timedelta | None = None,
         authenticated: bool = False,
     ) -> None:
-        # Any: torch's stubs lack some of its methods.
+        # Any: torch's stubs lack some methods of stores.
         self._store = cast(Any, store)
         super().__init__(self._store.timeout if timeout is None else timeout)
         self._authenticated = authenticated
@@ -67,7 +67,7 @@ class TorchStoreAdapter(Store):
         self._call("set", key, checks.data_bytes(value))
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
-        """Wait until ``key`` exists, then return its value."""
+        """Wait until ``key`` exists, then return the value."""
         self.wait([key], timeout)
         return bytes(self._call("get", key))
 
@@ -203,7 +203,7 @@ def connect_to_torch(host: str, port: int, timeout: timedelta) -> c10d.Store:
     try:
         return c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except torch_dist.DistNetworkError as error:
-        # Its first line: a C++ stack follows.
+        # The first line: a C++ stack follows.
         raise DistNetworkError(str(error).splitlines()[0]) from error
 
 
@@ -295,7 +295,7 @@ def as_torch_store(store: Store) -> c10d.Store:
         return store.torch_store
     if not isinstance(store, Store):
         raise TypeError(f"as_torch_store needs a tilework store, got {type(store).__name__}")
-    # C++ keeps its own half of the object only, and without the other half fails at the next
-    # call ("not implemented"). So the Python half hangs on the store.
+    # C++ keeps only the C++ half of the object, and the next call fails without the other half
+    # ("not implemented"). So the store keeps the Python half alive.
     view: c10d.Store = vars(store).setdefault("_seen_by_torch", _StoreForTorch(store))
     return view

@@ -1,4 +1,4 @@
-"""The protocol between a store's server and its clients.
+"""The protocol between the server and the clients of a store.
 
 A connection carries messages, in turn: the client sends one and waits for the answer; anything
 beyond that is garbage, and either side closes the connection on garbage. Integers are
@@ -20,8 +20,8 @@ It begins with a greeting, in messages of at most MAX_GREETING_BYTES::
 So each side proves that it knows the secret, and the secret never travels. What follows is
 neither encrypted nor signed: a stranger on the path could read or alter it. Then requests
 (:class:`Code` lists their fields) until the client closes. A number is 8 bytes, signed; a
-time is a number of milliseconds. A request that waits is kept by the server until its keys are
-there or its time is up. Nothing here is ever unpickled or evaluated.
+time is a number of milliseconds. The server keeps a request that waits until the keys exist
+or the time is up. Nothing here is ever unpickled or evaluated.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def decode_fields(body: bytes, at: int = 0) -> list[bytes]:
         at = start + int(_FIELD.unpack_from(body, at)[0])
         fields.append(body[start:at])
     if at != end:
-        raise GarbageError("a field is longer than its message")
+        raise GarbageError("a field is longer than the message")
     return fields
 
 
