@@ -44,7 +44,7 @@ PRONOUNS = {
     "torch_backend": (7, 3),
 }
 #: Lines of prose above 100 columns in Markdown; tables, code and targets of links aside.
-LONG_LINES_OF_PROSE = 1663
+LONG_LINES_OF_PROSE = 1620
 #: A count may lie this far below a limit, so that branches that both lower it do not collide.
 SLACK = 30
 ITS = re.compile(r"\bits\b", re.IGNORECASE)

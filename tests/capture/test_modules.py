@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,14 @@ from tilework.dtensor import (
     init_device_mesh,
 )
 from tilework.errors import CaptureError
-from tilework.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tilework.parallel import (
+    ColwiseParallel,
+    DistributedDataParallel,
+    FSDPModule,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+)
 from tilework.testing import run_ranks
 
 
@@ -118,39 +126,163 @@ def test_modes_have_programs_of_their_own() -> None:
     on_one_rank(program)
 
 
-def test_a_second_backward_pass_and_a_written_parameter_raise() -> None:
+def test_graphs_that_stay_and_those_that_do_not() -> None:
     def program(model: Any, compiled: Any, batch: Callable[[], Tensor]) -> None:
         for _ in range(3):
+            model.zero_grad()
             loss = compiled(batch()).sum()
             loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="was called twice"):
+        first = model[0].weight.grad.clone()
+        loss.backward()
+        assert nearly(first * 2, model[0].weight.grad)
+        with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()
         loss = compiled(batch()).sum()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
-        with pytest.raises(RuntimeError, match="written to after the forward pass"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        with pytest.raises(RuntimeError, match="create_graph=True needs the gradient of a grad"):
+            compiled(batch()).sum().backward(create_graph=True)
 
     on_one_rank(program)
 
 
-def test_hooks_on_gradients_are_refused() -> None:
+def test_hooks_of_gradients_run_once_in_each_backward_pass() -> None:
     def program(model: Any, compiled: Any, batch: Callable[[], Tensor]) -> None:
-        model[0].weight.register_hook(lambda grad: grad * 2)
-        compiled(batch())
-        with pytest.raises(CaptureError, match="tensor with hooks, which would run twice"):
-            compiled(batch())
-        model[0].weight.grad = None
-        partly: Any = torch.compile(model, backend="aot_eager")
-        partly(batch())
-        x = batch()
-        with pytest.warns(UserWarning, match="runs Sequential as it is"):
-            found = partly(x)
-        found.sum().backward()
-        grad = copy.copy(model[0].weight.grad)
-        model[0].weight.grad = None
-        model(x).sum().backward()
-        assert same_bits(model[0].weight.grad, grad)
+        seen = []
+        weight, bias = model[0].weight, model[0].bias
+        weight.register_hook(lambda grad: grad * 2)
+        bias.register_post_accumulate_grad_hook(lambda found: seen.append(copy.copy(found.grad)))
+        for _ in range(4):
+            x, grads = batch(), []
+            for run in (model, compiled):
+                model.zero_grad()
+                run(x).sum().backward()
+                grads.append((copy.copy(weight.grad), copy.copy(bias.grad)))
+            for mine, other in zip(*grads, strict=True):
+                assert same_bits(mine, other)
+            assert same_bits(seen[-1], grads[-1][1])
+        assert len(seen) == 8
 
     on_one_rank(program)
+
+
+def in_units(ranks: int) -> tuple[Any, Callable[[], Tensor]]:
+    mesh = init_device_mesh("cpu", (ranks,))
+    model = nn.Sequential(*[fully_shard(made(), mesh=mesh) for _ in range(2)], nn.Linear(8, 3))
+    return fully_shard(model, mesh=mesh), lambda: torch.randn(4, 8)
+
+
+def in_units_and_layers(ranks: int) -> tuple[Any, Callable[[], Tensor]]:
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = nn.Sequential(fully_shard(block, mesh=mesh["dp"]), nn.Linear(8, 3))
+    return fully_shard(model, mesh=mesh["dp"]), _alike_along(mesh)
+
+
+def replicas(ranks: int) -> tuple[Any, Callable[[], Tensor]]:
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 3))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return DistributedDataParallel(model, device_mesh=mesh["dp"]), _alike_along(mesh)
+
+
+def _alike_along(mesh: Any) -> Callable[[], Tensor]:
+    """Makes batches that only ranks of different replicas have apart."""
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
+    return lambda: torch.randn(4, 8, generator=generator)
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize(
+    ("make", "ranks"), [(in_units, 1), (in_units, 2), (in_units_and_layers, 4), (replicas, 4)]
+)
+def test_modules_that_reduce_their_gradients(make: Any, ranks: int, is_in_place: bool) -> None:
+    run_ranks(ranks, _train_reducing, make, ranks, is_in_place)
+
+
+def _train_reducing(rank: int, make: Any, ranks: int, is_in_place: bool) -> None:
+    twins = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model, batch = make(ranks)
+        run = model
+        if is_compiled and is_in_place:
+            model.compile(backend="aot_eager", fullgraph=True)
+        elif is_compiled:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        twins.append((run, model, torch.optim.AdamW(model.parameters(), lr=0.01)))
+    generator = current_world().generator
+    assert generator is not None
+    for number in range(7):
+        batches, state, losses = [batch() for _ in range(3)], generator.get_state(), []
+        for run, model, optimizer in twins:
+            generator.set_state(state)
+            optimizer.zero_grad()
+            if number == 5 and isinstance(model, FSDPModule):
+                model.set_gradient_divide_factor(3.0)
+            for at, x in enumerate(batches):
+                is_last = at == 2
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(is_last)
+                with nullcontext() if is_last or not is_reducer(model) else model.no_sync():
+                    loss = run(x).square().mean()
+                    loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+        # Eager reduces the sum over the batches, a program the gradients of each.
+        assert nearly(*losses), f"loss of step {number}"
+        parameters = [model.named_parameters() for _, model, _ in twins]
+        for (name, mine), (_, other) in zip(*parameters, strict=True):
+            assert nearly(mine.grad, other.grad), f"gradient of {name} in step {number}"
+
+
+def is_reducer(model: nn.Module) -> bool:
+    return isinstance(model, DistributedDataParallel)
+
+
+def test_a_module_within_one_that_is_sharded_runs_as_it_is() -> None:
+    def program(rank: int) -> None:
+        model, batch = in_units(1)
+        x, block = batch(), model[0]
+        for fullgraph in (False, True):
+            model[0] = torch.compile(block, backend="aot_eager", fullgraph=fullgraph)
+            if fullgraph:
+                with pytest.raises(CaptureError, match="compile the outermost module"):
+                    model(x)
+            else:
+                with pytest.warns(UserWarning, match="compile the outermost module"):
+                    model(x).sum().backward()
+
+    run_ranks(1, program)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo reads of full parameters
+def test_blocks_that_are_compiled_before_they_are_sharded() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        twins = []
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            blocks: list[Any] = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+            if is_compiled:
+                blocks = [torch.compile(block, backend="aot_eager") for block in blocks]
+            model = nn.Sequential(*[fully_shard(block, mesh=mesh) for block in blocks])
+            twins.append(fully_shard(model, mesh=mesh))
+        for _ in range(4):
+            x = torch.randn(4, 8)
+            for twin in twins:
+                twin.zero_grad()
+                twin(x).sum().backward()
+            parameters = zip(*[twin.parameters() for twin in twins], strict=True)
+            for mine, other in parameters:
+                assert same_bits(mine.grad, other.grad)
+                with torch.no_grad():
+                    mine.sub_(mine.grad)
+                    other.sub_(other.grad)
+
+    run_ranks(2, program)

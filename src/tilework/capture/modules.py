@@ -8,11 +8,12 @@ calls run the first program, and autograd runs the second when the program comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tilework.capture.agreement import agree_on
@@ -27,6 +28,38 @@ from tilework.comm.recording import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
+from tilework.parallel.data_parallel.ddp import DistributedDataParallel
+from tilework.parallel.fully_sharded.module import units_of
+from tilework.parallel.fully_sharded.unit import as_program, is_in_forward
+
+
+def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """A function or module that runs recorded programs; see :class:`CompiledFunction`.
+
+    ``DistributedDataParallel`` stays as it is around the program of the module in it: the hooks of
+    the parameters reduce what the backward program gives.
+    """
+    owner = _module_of(function)
+    if not isinstance(owner, DistributedDataParallel):
+        return CompiledFunction(function, backend)
+    inner: Any = owner.module
+    compiled = CompiledFunction(inner._call_impl, backend)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = inner._compiled_call_impl
+        inner._compiled_call_impl = compiled
+        try:
+            return function(*args, **kwargs)
+        finally:
+            inner._compiled_call_impl = before
+
+    return call
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    """The module that a function is, or is a method of."""
+    owner = getattr(function, "__self__", function)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 class CompiledFunction:
@@ -52,6 +85,11 @@ class CompiledFunction:
         if current_recorder() is not None:
             return self._function(*args, **kwargs)
         if not self._is_warm:
+            if is_in_forward():
+                raise CaptureError(
+                    "a module is compiled within a module that fully_shard has sharded: compile "
+                    "the outermost module, which includes the others"
+                )
             result = self._function(*args, **kwargs)
             self._is_warm = self._without_grad.is_warm = True
             self._is_step = torch.is_grad_enabled() and not _any_requires_grad(result)
@@ -65,9 +103,10 @@ class CompiledFunction:
             if inputs is not None:
                 return each.run(inputs, leaves)
         if sum(map(len, self._passes.values())) >= MOST_PROGRAMS:
+            differs = known[-1].forward.what_changed() if known else "shapes, layouts or flags"
             raise CaptureError(
                 f"a compiled function would be recorded for the {MOST_PROGRAMS + 1}th time, since "
-                f"calls differ in shapes, layouts or flags: pad to a few sizes"
+                f"calls differ ({differs}): pad to a few sizes"
             )
         passes, result = _record(self._function, leaves, args, kwargs)
         if passes is not None:
@@ -88,10 +127,12 @@ class _Joint(Call):
             raise CaptureError(f"no result of {self.name} requires a gradient: use no_grad()")
         grads = [unrecorded(_some_grad)(out) for out in outs]
         recorder.begin_backward(len(self.leaves), grads)
-        # The graph stays: this call's own backward pass is yet to come.
-        found = torch.autograd.grad(outs, needed, grads, retain_graph=True, allow_unused=True)
-        recorder.needed = needed
-        return result, list(found)
+        with _without_hooks(needed):
+            # The graph stays: this call's own backward pass is yet to come.
+            found = torch.autograd.grad(outs, needed, grads, retain_graph=True, allow_unused=True)
+        used = [i for i, grad in enumerate(found) if grad is not None]
+        recorder.needed = [needed[i] for i in used]
+        return result, [found[i] for i in used]
 
 
 def _needing_grad(places: Places, leaves: Sequence[Any]) -> list[Tensor]:
@@ -99,13 +140,22 @@ def _needing_grad(places: Places, leaves: Sequence[Any]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for tensor in (*[tensor for place, tensor in places.slots if place.how != "grad"], *leaves):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            found.setdefault(id(tensor), tensor)
-            if getattr(plain(tensor), "_backward_hooks", None):
-                raise CaptureError(
-                    "a compiled function needs gradients of a tensor with hooks, which would run "
-                    "twice: leave the function uncompiled"
-                )
+            found.setdefault(id(plain(tensor)), tensor)
     return list(found.values())
+
+
+@contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Leave out the hooks of tensors' gradients: autograd calls them with what a program gives."""
+    found = [plain(tensor)._backward_hooks for tensor in tensors]
+    kept = [(hooks, dict(hooks)) for hooks in found if hooks]
+    for hooks, _ in kept:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def _any_requires_grad(result: Any) -> bool:
@@ -126,7 +176,9 @@ def _record(
     name = getattr(function, "__name__", type(function).__name__)
     needed: list[Tensor] = []
     call = _Joint(function, name, leaves, args, kwargs)
-    record, (result, _) = record_call(call, check=True, needed=needed)
+    owner = _module_of(function)
+    with as_program([] if owner is None else units_of(owner, True)):
+        record, (result, _) = record_call(call, check=True, needed=needed)
     return None if record is None else _Passes(record, len(leaves), needed, result), result
 
 
@@ -141,7 +193,7 @@ class _Passes:
     """
 
     def __init__(self, joint: Record, count: int, needed: Sequence[Tensor], result: Any) -> None:
-        self.backend = "python"
+        self.backend, self.name = "python", joint.name
         graph = joint.graph
         self._tree = tree_flatten(result)[1]
         leaves = tree_leaves(result)
@@ -233,28 +285,25 @@ class _Apply(torch.autograd.Function):
         plain_ones = [x for x, flag in zip(results, flags, strict=True) if not flag]
         ctx.mark_non_differentiable(*plain_ones)
         ctx.passes, ctx.flags = passes, flags
-        ctx.kept = [(each, each._version) for each in saved]
+        ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
+        ctx.save_for_backward(*[each for each in saved if isinstance(each, Tensor)])
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if ctx.kept is None:
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward() of a compiled function's result was called twice: its tensors are "
-                "gone after the first time. Call the function again, or leave it uncompiled"
+                f"create_graph=True needs the gradient of a gradient of {ctx.passes.name}, which "
+                f"is compiled: a program has no graph. Leave the function uncompiled"
             )
-        kept, ctx.kept = ctx.kept, None
-        if any(each._version != version for each, version in kept):
-            raise RuntimeError(
-                "a tensor that the backward pass of a compiled function needs was written to "
-                "after the forward pass: step the optimizer after backward()"
-            )
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if each is None else each for each in ctx.others]
         wanted = [grad for grad, flag in zip(grads, ctx.flags, strict=True) if flag]
-        return None, None, *ctx.passes.run_backward([each for each, _ in kept], wanted)
+        return None, None, *ctx.passes.run_backward(saved, wanted)
 
 
 def value_in(leaf: Any) -> Value | None:
-    """The value in a leaf of a record's result; None for one that is no tensor."""
+    """The value in a leaf of a record's result; None if the leaf is no tensor."""
     if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
         return leaf[1]  # type: ignore[no-any-return]
     return leaf if isinstance(leaf, Value) else None
@@ -283,13 +332,14 @@ def _sources(
     needed: Sequence[Tensor], joint: Record, count: int
 ) -> list[Callable[[Sequence[Any]], Tensor]]:
     """By tensor that needs a gradient, a function that gives the local tensor in a later call."""
-    arguments = {id(each.tensor): each.path for each in joint.graph.inputs if each.is_argument}
+    paths = {id(each.tensor): each for each in joint.graph.inputs}
 
     def source(tensor: Any) -> Callable[[Sequence[Any]], Tensor]:
         local = plain(tensor)
-        argument = arguments.get(id(local))
-        if argument is not None:
-            return argument.of  # type: ignore[no-any-return]
-        return lambda _: plain(tensor)
+        found = paths.get(id(local))
+        if found is None:
+            return lambda _: local
+        path = found.path
+        return path.of if found.is_argument else lambda _: path.get()
 
     return [source(each) for each in needed]

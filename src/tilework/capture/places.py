@@ -235,6 +235,8 @@ class Places:
             found, text, is_users = self._todo.pop()
             if id(found) in seen or (isinstance(found, _LEAVES) and not _is_searched(found)):
                 continue
+            if type(found).__module__.startswith("tilework.capture."):  # other programs
+                continue
             seen.add(id(found))
             self._kept.append(found)
             if isinstance(found, Optimizer):
@@ -495,6 +497,10 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[Place, Any]
     for name, value in list(module.__dict__.items()):
         if name not in _OF_EVERY_MODULE:
             yield Place(module.__dict__, "item", name, f"{dot}{name}"), value
+    if (unit := module.__dict__.get("_fsdp_state")) is not None:  # of fully_shard
+        for name in ("divide_factor", "sums", "hook"):
+            value = getattr(unit.reduction, name)
+            yield Place(unit.reduction, "attribute", name, f"{dot}{name} of fully_shard"), value
     own: Any = type(module)
     if is_users_class(own):
         yield Place(module, "attribute", "__class__", f"{dot}__class__"), own

@@ -80,9 +80,9 @@ def _chosen(
         if not (has_some or _are_given(args, kwargs)):
             return compiled(*args, **kwargs)
         if recorded is None:
-            from tilework.capture.modules import CompiledFunction
+            from tilework.capture.modules import compiled_function
 
-            recorded = CompiledFunction(model, backend)
+            recorded = compiled_function(model, backend)
         try:
             return recorded(*args, **kwargs)
         except CaptureError as error:
@@ -100,10 +100,12 @@ def _chosen(
 
 
 def _computes_with_dtensors(module: nn.Module) -> bool:
-    """True if a module has DTensors, but for those that are gathered before they are used."""
-    if any(hasattr(each, "unshard") for each in module.modules()):  # of fully_shard
-        return False
-    return any(isinstance(each, DTensorBase) for each in module.parameters())
+    """True if attribute access finds DTensors in a module."""
+    return any(
+        isinstance(getattr(each, name), DTensorBase)
+        for each in module.modules()
+        for name in each._parameters
+    )
 
 
 def _are_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor, nn
 
 from tilework.parallel.fully_sharded.unit import Unit
@@ -26,7 +27,18 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward with full parameters. Collective over the mesh; blocks."""
+        run = self.__dict__.get("_compiled_run", self._run)
+        return run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdp_state.run(super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what :meth:`__call__` does, with the collectives; arguments as of torch.compile.
+
+        Local; the first calls compile. Of nested modules compile the outermost alone.
+        """
+        self.__dict__["_compiled_run"] = torch.compile(self._run, *args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's parameters now. Collective over the mesh.

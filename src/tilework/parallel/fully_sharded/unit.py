@@ -20,8 +20,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -149,6 +149,30 @@ class _Running(threading.local):
 
 
 _running = _Running()
+
+
+def is_in_forward() -> bool:
+    """True within the forward pass of a module that fully_shard has sharded, in this thread."""
+    return _running.run is not None
+
+
+@contextmanager
+def as_program(units: Sequence[Unit]) -> Iterator[None]:
+    """Have units gather and reduce everything in each pass, as a program does. Collective.
+
+    Args:
+        units: The units of the function that is recorded.
+    """
+    settings = [(unit.reduction, replace(unit.reduction)) for unit in units]
+    for unit in units:
+        unit.reduce_deferred()
+        unit.reshard()
+        unit.reduction.is_due = unit.reduction.reduces_replicas = True
+    try:
+        yield
+    finally:
+        for now, before in settings:
+            now.is_due, now.reduces_replicas = before.is_due, before.reduces_replicas
 
 
 class Unit:
