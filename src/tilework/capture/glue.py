@@ -6,9 +6,10 @@ the record rests on: some 40 ns each, where a loop over descriptions takes four 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -19,6 +20,9 @@ from tilework.capture.places import Place, layout_of
 from tilework.capture.sizes import SizedSpec, has_size
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 class Held(NamedTuple):
@@ -87,7 +91,8 @@ class _Source:
 def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
     """The function before a program: from the leaves of the arguments to the inputs.
 
-    It gives None if something is not as it was, which may still do.
+    It gives None if something is not as it was, which may still do. Layouts of inputs that stay
+    the same tensors are left to :func:`layouts_hold`.
     """
     source = _Source()
     checks = [f"{source.read(place)} is {source.name(thing)}" for place, thing in held.way]
@@ -114,9 +119,6 @@ def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
         checks.append(f"{source.read(path)} is {tensor}")
         if each.is_local:
             checks.append(f"{source.name(path.owner)}._spec is {source.name(each.layout)}")
-        checks.append(f"{'' if each.tensor.requires_grad else 'not '}{tensor}.requires_grad")
-        layout = source.name(each.tensor.dtype), source.name(each.tensor.stride())
-        checks.append(f"{tensor}.dtype is {layout[0]} and {tensor}.stride() == {layout[1]}")
     source.lines.append("try:")
     condition = " and ".join(f"({check})" for check in checks) or "True"
     source.lines.append(f"    if {condition}:")
@@ -125,6 +127,22 @@ def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
     source.lines.append("    pass")
     source.lines.append("return None")
     return source.function("enter", "leaves")
+
+
+def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that tells whether tensors have the layouts that they have now.
+
+    It may say no where they have, under other modes of torch. Dynamo's guards take 0.07 µs a
+    tensor, reads by Python 0.4.
+    """
+    if _TensorGuards is None:
+        known = list(map(layout_of, tensors))
+        return lambda *now: list(map(layout_of, now)) == known
+    sizes = [list(each.shape) for each in tensors]
+    strides = [list(each.stride()) for each in tensors]
+    guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 def write_leave(

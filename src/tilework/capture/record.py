@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilework.capture.agreement import Digests
-from tilework.capture.glue import Held, write_enter, write_leave
+from tilework.capture.glue import Held, layouts_hold, write_enter, write_leave
 from tilework.capture.graph import Graph, Value
 from tilework.capture.inductor import Compiled
 from tilework.capture.number import Number
@@ -84,6 +84,11 @@ class Record:
         self._changed = ""
         self._index = {value.number: i for i, value in enumerate(self.code.kept)}
         self._enter = write_enter(graph, held)
+        #: The inputs that are the same tensors in each call; and a check of their layouts.
+        self._same: list[Tensor] = [
+            each.tensor for each in graph.inputs if not (each.is_argument or each.may_change)
+        ]
+        self._layouts_hold: Callable[..., bool] = lambda *_: False
         self._leave = write_leave(graph, tree, self.index_of)
         #: The key of the call, and the layouts of inputs that may be other tensors. Of a program of
         #: several sizes: with sizes in it.
@@ -208,9 +213,10 @@ class Record:
     def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
         """The inputs of a call; None where the record does not hold any more."""
         inputs = self._enter(leaves)
-        if inputs is None:
+        if inputs is None or not self._layouts_hold(*self._same):
             if not self.is_current():
                 return None
+            self._layouts_hold = layouts_hold(self._same)
             inputs, self._inputs = self._inputs, []
             for i, each in enumerate(self.graph.inputs):
                 if each.is_argument:
