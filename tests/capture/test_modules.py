@@ -16,6 +16,7 @@ from tests.capture.test_inductor import LIMIT, has_compiler
 from tests.capture.twins import nearly, same_bits
 from tilework.comm.world import current_world
 from tilework.dtensor import (
+    DTensor,
     Replicate,
     Shard,
     distribute_module,
@@ -107,6 +108,25 @@ def on_one_rank(program: Callable[[Any, Any, Callable[[], Tensor]], None]) -> No
         program(model, compiled, batch)
 
     run_ranks(1, run)
+
+
+def test_functions_of_plain_tensors_that_make_dtensors() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+
+        def function(x: Tensor) -> Tensor:
+            return DTensor.from_local(x, mesh, [Shard(0)]).sin().full_tensor() * 2
+
+        compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
+        for _ in range(4):
+            x = torch.randn(2, 3, requires_grad=True)
+            for run in (function, compiled):
+                run(x).sum().backward()
+            assert same_bits(compiled(x), function(x))
+            assert x.grad is not None
+            assert same_bits(x.grad, torch.autograd.grad(function(x).sum(), x)[0] * 2)
+
+    run_ranks(2, program)
 
 
 def test_modes_have_programs_of_their_own() -> None:

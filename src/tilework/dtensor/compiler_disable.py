@@ -78,7 +78,12 @@ def _chosen(
             is_known = True
             has_some = isinstance(module, nn.Module) and _computes_with_dtensors(module)
         if not (has_some or _are_given(args, kwargs)):
-            return compiled(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except RuntimeError as error:
+                if not (fullgraph and _REASON in str(error)):
+                    raise
+                has_some = True  # Dynamo has come to a DTensor; without breaks it has run nothing
         if recorded is None:
             from tilework.capture.modules import compiled_function
 
