@@ -12,17 +12,22 @@ is a plain model whose gradients are flattened, reduced by one ``all_reduce``, a
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import os
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from plotting import Chart, add_plot_option, chart, draw
+import torch.distributed.tensor as torch_tensor
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -51,6 +56,8 @@ Times = dict[str, dict[str, float]]
 class Block(nn.Module):
     """A layer of a GPT, of four heads."""
 
+    attend = staticmethod(partial(F.scaled_dot_product_attention, is_causal=True))
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -60,10 +67,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, 4, -1)).unbind(-3)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attend(q, k, v)
         x = x + self.mix(mixed.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
         return out
+
+
+class PlainBlock(Block):
+    """A layer whose attention is products and a softmax: torch's DTensors take no other on CPUs."""
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        return scores.softmax(-1) @ v
 
 
 def small_block() -> nn.Module:
@@ -213,6 +229,49 @@ def work(rank: int, ranks: int, compiles: bool) -> tuple[Times, Times, dict[str,
     return times, seconds, small_costs()
 
 
+def compiling(rank: int, ranks: int, folder: str) -> dict[str, float]:
+    """Seconds until a block with DTensors is compiled, forward and backward, with empty caches."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", ranks)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    block, whole = PlainBlock(64), torch.randn(2 * ranks, 32, 64)
+    theirs = torch.distributed.init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (ranks,))
+    seconds: dict[str, float] = {}
+
+    def take(name: str, make: Callable[[], Step], warm: int) -> None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{len(seconds)}"
+        step = make()
+        for _ in range(warm):
+            step()
+        dist.barrier()
+        begun = time.perf_counter()
+        step()
+        seconds[name] = time.perf_counter() - begun
+
+    def torchs() -> Step:
+        model = torch_tensor.distribute_module(copy.deepcopy(block), theirs)
+        x = torch_tensor.distribute_tensor(whole, theirs, [torch_tensor.Shard(0)])
+        return step_of(torch.compile(model), x, False)  # type: ignore[arg-type]
+
+    def own() -> tuple[nn.Module, Tensor]:
+        model = distribute_module(copy.deepcopy(block), mesh)
+        return model, distribute_tensor(whole, mesh, [Shard(0)])
+
+    for number in ("", " again"):
+        take(f"torch{number}", torchs, 0)
+        take(
+            f"capture, Inductor{number}",
+            lambda: capture(step_of(*own(), False), backend="inductor"),
+            1,
+        )
+        torch.compiler.reset()
+    torch.distributed.destroy_process_group()
+    return seconds
+
+
 def slowest(every: list[dict[str, float]]) -> dict[str, float]:
     return {name: max(each[name] for each in every) for name in every[0]}
 
@@ -251,6 +310,10 @@ def main() -> None:
         show(console, f"{ranks} ranks: the second call, s", seconds, 2)
         for name, value in costs.items():
             console.print(f"{name}: {value:.1f} µs")
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_ranks(ranks, compiling, ranks, folder, kind="processes", timeout=LIMIT)
+        for name, value in slowest(found).items():
+            console.print(f"compiling, {name}: {value:.1f} s")
         written[str(ranks)] = {"steps": times, "second call": seconds, "costs": costs}
     draw(options.plot, *charts)
     if options.json:
