@@ -23,11 +23,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from plotting import Chart, add_plot_option, chart, draw
 import torch.distributed.tensor as torch_tensor
+from plotting import Chart, add_plot_option, chart, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ LIMIT = timedelta(minutes=10)
 #: Seconds of a turn, and the number of turns of each contestant.
 TURN_SECONDS, TURNS = 0.05, 15
 
+torch_distributed: Any = torch.distributed
 Step = Callable[[], object]
 #: Microseconds of a step, by case and contestant.
 Times = dict[str, dict[str, float]]
@@ -79,7 +80,8 @@ class PlainBlock(Block):
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        return scores.softmax(-1) @ v
+        mixed: Tensor = scores.softmax(-1) @ v
+        return mixed
 
 
 def small_block() -> nn.Module:
@@ -233,11 +235,11 @@ def compiling(rank: int, ranks: int, folder: str) -> dict[str, float]:
     """Seconds until a block with DTensors is compiled, forward and backward, with empty caches."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = torch.distributed.FileStore(f"{folder}/store", ranks)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    store = torch_distributed.FileStore(f"{folder}/store", ranks)
+    torch_distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     torch.manual_seed(0)
     block, whole = PlainBlock(64), torch.randn(2 * ranks, 32, 64)
-    theirs = torch.distributed.init_device_mesh("cpu", (ranks,))
+    theirs = torch_distributed.init_device_mesh("cpu", (ranks,))
     mesh = init_device_mesh("cpu", (ranks,))
     seconds: dict[str, float] = {}
 
@@ -260,15 +262,19 @@ def compiling(rank: int, ranks: int, folder: str) -> dict[str, float]:
         model = distribute_module(copy.deepcopy(block), mesh)
         return model, distribute_tensor(whole, mesh, [Shard(0)])
 
-    for number in ("", " again"):
-        take(f"torch{number}", torchs, 0)
-        take(
-            f"capture, Inductor{number}",
-            lambda: capture(step_of(*own(), False), backend="inductor"),
-            1,
-        )
-        torch.compiler.reset()
-    torch.distributed.destroy_process_group()
+    def small() -> Step:
+        def function() -> Tensor:
+            return torch.ones(9).sin().sum()
+
+        return cast(Step, torch.compile(function))
+
+    def captured() -> Step:
+        return capture(step_of(*own(), False), backend="inductor")
+
+    take("a first small function", small, 0)  # imports the compiler
+    take("captured", captured, 1)
+    take("torch.compile of torch's DTensors", torchs, 0)
+    torch_distributed.destroy_process_group()
     return seconds
 
 

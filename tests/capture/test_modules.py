@@ -115,7 +115,9 @@ def test_functions_of_plain_tensors_that_make_dtensors() -> None:
         mesh = init_device_mesh("cpu", (2,))
 
         def function(x: Tensor) -> Tensor:
-            return DTensor.from_local(x, mesh, [Shard(0)]).sin().full_tensor() * 2
+            sharded: Any = DTensor.from_local(x, mesh, [Shard(0)])
+            found: Tensor = sharded.sin().full_tensor() * 2
+            return found
 
         compiled: Any = torch.compile(function, backend="aot_eager", fullgraph=True)
         for _ in range(4):
