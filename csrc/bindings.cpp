@@ -234,6 +234,7 @@ void bind_arena(nb::module_& m) {
 
 /// For tests: the clock is the caller's.
 void bind_wait_history(nb::module_& m) {
+  m.def("worked_within", &worked_within, "from_"_a, "to"_a, "works_since"_a, "waits_since"_a);
   nb::class_<WaitHistory>(m, "WaitHistory")
       .def(nb::init<>())
       .def(

@@ -103,6 +103,7 @@ WaitOptions Group::wait_options(double timeout, SignalCheck signals, Pace pace) 
 WaitOptions Group::own_wait_options(double timeout, SignalCheck signals) const {
   WaitOptions options = wait_options(timeout, signals, pace());
   options.history = &engine_->context.history;
+  if (options.pace.crowded) options.mates = &engine_->context;
   return options;
 }
 

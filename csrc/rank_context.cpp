@@ -53,6 +53,18 @@ int RankContext::cores() {
   return count;
 }
 
+int64_t RankContext::worked_ns(int64_t from, int64_t to) const {
+  const uint32_t here = segment.control(rank).core.load(std::memory_order_relaxed);
+  int64_t total = 0;
+  for (int peer = 0; peer < size; ++peer) {
+    const RankControl& control = segment.control(peer);
+    if (peer == rank || control.core.load(std::memory_order_relaxed) != here) continue;
+    total += worked_within(from, to, control.works_since.load(std::memory_order_relaxed),
+                           control.waits_since.load(std::memory_order_relaxed));
+  }
+  return total;
+}
+
 /// Move this thread to a core with at least two ranks fewer, if it is time to; true if it moved. Of the
 /// ranks on a core the last one leaves it. The thread may run wherever it might before: only the
 /// kernel's choice is made anew. The kernel itself is slow to part three ranks on one core from one on

@@ -24,7 +24,7 @@ struct Abort {
 /// "rank 2 died; rank 3 left the group": of the ranks in `gone`, those in `died` died.
 Fault peer_lost_fault(const std::vector<int>& died, const std::vector<int>& gone);
 
-struct RankContext {
+struct RankContext final : CoreMates {
   RankContext(int fd, int rank, int size, const std::string& nonce);
 
   /// The abort of the group, none if there was none.
@@ -52,6 +52,14 @@ struct RankContext {
     std::atomic<uint32_t>& told = segment.control(rank).core;
     if (told.load(std::memory_order_relaxed) != here) told.store(here, std::memory_order_relaxed);
   }
+
+  void tell_wait(int64_t now) override {
+    segment.control(rank).waits_since.store(now, std::memory_order_relaxed);
+  }
+  void tell_work(int64_t now) override {
+    segment.control(rank).works_since.store(now, std::memory_order_relaxed);
+  }
+  int64_t worked_ns(int64_t from, int64_t to) const override;
 
   /// True if a rank of [first, last) that `awaited` accepts was last seen on `core`, on which this
   /// thread runs. Tells the others so. The last rank of a core that has stayed fuller than

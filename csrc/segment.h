@@ -28,7 +28,7 @@
 
 namespace tilework {
 
-constexpr uint32_t kAbi = 11;
+constexpr uint32_t kAbi = 12;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kMaxNonce = 64;
 constexpr size_t kMaxReportBytes = 2000;
@@ -80,10 +80,11 @@ struct FailureReport {
 
 /// 128-byte alignment: x86 prefetches cache lines in pairs.
 struct alignas(4096) RankControl {
-  alignas(128) std::atomic<uint32_t> core;  // where it last waited, plus 1; 0: unknown
-  EventCount round_event;                   // a round is complete
-  alignas(128) EventCount message_event;    // a channel moved
-  alignas(128) std::atomic<int32_t> pid;    // 0 until the rank has joined
+  alignas(128) std::atomic<uint32_t> core;        // where it last waited, plus 1; 0: unknown
+  EventCount round_event;                         // a round is complete
+  std::atomic<int64_t> waits_since, works_since;  // where ranks share cores; see CoreMates
+  alignas(128) EventCount message_event;          // a channel moved
+  alignas(128) std::atomic<int32_t> pid;          // 0 until the rank has joined
   std::atomic<uint32_t> departed;
   std::atomic<uint32_t> held;  // 1 once the rank holds its lock; see Liveness
   std::atomic<uint64_t> pid_namespace;

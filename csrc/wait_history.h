@@ -45,6 +45,15 @@ inline Pace background_pace_for(int threads, int cores) {
   return {500, 500, 500, false};
 }
 
+/// The part of [from, to) in which a rank had work to do that last went on at `works_since`, and waited at
+/// `waits_since`: before that, if it still works.
+constexpr int64_t worked_within(int64_t from, int64_t to, int64_t works_since,
+                                int64_t waits_since) {
+  const int64_t begin = std::max(from, works_since);
+  const int64_t end = waits_since < works_since ? to : std::min(to, waits_since);
+  return end > begin ? end - begin : 0;
+}
+
 /// The share of long waits among the recent ones. Several threads may use it; that one of them is not
 /// counted does no harm.
 class WaitHistory {
@@ -61,12 +70,15 @@ class WaitHistory {
     return now < sleep_until_.load(std::memory_order_relaxed);
   }
 
-  /// Learn from a yield that ended at `now` and took `ns`. A peer that answers at all does so in
+  /// True of a yield after which no peer answered for as long as another program has a core.
+  static constexpr bool is_costly(int64_t ns) { return ns >= 500 * kMicrosecond; }
+
+  /// Learn from a yield that ended at `now` and took `ns`, without what ranks of this core worked. A peer that answers at all does so in
   /// microseconds; a program that computes keeps the core for a time slice, since the kernel holds it
   /// against whoever yields. If that happens again soon, sleep serves better for a while; then yields
   /// are tried again, the later the more often they were in vain.
   void record_yield(int64_t now, int64_t ns) {
-    if (ns >= kCostlyYield) {
+    if (is_costly(ns)) {
       const int64_t retry = retry_ns_.load(std::memory_order_relaxed);
       const int64_t soon = retry > kRetry ? 2 * retry : kRareYields * ns;
       const int64_t last = costly_at_.exchange(now, std::memory_order_relaxed);
@@ -116,7 +128,6 @@ class WaitHistory {
   static constexpr uint32_t kOne = 1u << 24;
   static constexpr uint32_t kMemory = 64;  // waits
   static constexpr uint32_t kRare = kOne / 16;
-  static constexpr int64_t kCostlyYield = 500 * kMicrosecond;
   static constexpr int64_t kRareYields = 8;  // a program that takes less of the time is let pass
   static constexpr int kVainWaits = 4;
   static constexpr int kLooks = 32;

@@ -36,6 +36,20 @@ class Interlude {
   ~Interlude() = default;
 };
 
+/// The ranks on this one's core. Each tells when it waits and when it goes on, so that a yield to a rank
+/// that has work to do is not taken for one to another program.
+class CoreMates {
+ public:
+  /// This rank waits from `now` on, or goes on.
+  virtual void tell_wait(int64_t now) = 0;
+  virtual void tell_work(int64_t now) = 0;
+  /// The part of [from, to) in which the others had work to do, as far as it is known: the last piece of each.
+  virtual int64_t worked_ns(int64_t from, int64_t to) const = 0;
+
+ protected:
+  ~CoreMates() = default;
+};
+
 /// The bounds of a wait, and its check for signals.
 struct WaitOptions {
   Pace pace;
@@ -43,6 +57,7 @@ struct WaitOptions {
   double seconds = -1;                     // as the caller gave them; negative: no bound
   bool (*interrupted)(int64_t) = nullptr;  // signal handlers, long waits; null off Python's threads
   Interlude* interlude = nullptr;
+  CoreMates* mates = nullptr;  // where ranks share cores; null: nobody is told
 
   /// The end of all waits that this bounds. They begin with the first one that asks: short ones need
   /// no clock.
@@ -90,10 +105,12 @@ class Polling {
   explicit Polling(const WaitOptions& options)
       : pace_(options.pace),
         history_(options.history),
+        mates_(options.mates),
         start_(now_ns()),
         now_(start_),
         avoids_yields_(history_ && history_->avoids_yields(start_)) {
     options.deadline();
+    if (mates_) mates_->tell_wait(start_);
   }
 
   /// A yield if an awaited peer shares this core, or it is time for one; else some polls. True if
@@ -118,11 +135,13 @@ class Polling {
     if (done && !yields) return true;  // the usual case; no look at the clock
     const int64_t before = now_;
     now_ = now_ns();
-    if (yields && history_) history_->record_yield(now_, now_ - before);
+    if (yields && history_) history_->record_yield(now_, lost_to_others(before));
     if (!shared && now_ - before > kLostCore) lost_ns_ += now_ - before;
     return done;
   }
 
+  /// The time of the last look at the clock.
+  int64_t now() const { return now_; }
   bool over() const { return sleeps_ || now_ - start_ >= awake_ns(); }
   /// True if the wait took all the time that its pace allows before sleep.
   bool was_long() const { return !sleeps_; }
@@ -131,6 +150,13 @@ class Polling {
 
  private:
   static constexpr int64_t kLostCore = 100 * kMicrosecond;  // no burst of polls takes so long
+
+  /// How long a yield that began at `before` gave the core to what is no rank.
+  int64_t lost_to_others(int64_t before) const {
+    const int64_t ns = now_ - before;
+    if (!mates_ || !WaitHistory::is_costly(ns)) return ns;
+    return ns - std::min(ns, mates_->worked_ns(before, now_));
+  }
 
   int64_t awake_ns() const {
     return avoids_yields_ && pace_.crowded ? pace_.short_ns : pace_.awake_ns;
@@ -153,6 +179,7 @@ class Polling {
 
   const Pace& pace_;
   WaitHistory* const history_;
+  CoreMates* const mates_;
   const int64_t start_;
   int64_t now_;
   const bool avoids_yields_;
@@ -187,6 +214,7 @@ bool spin(const WaitOptions& options, Ready&& ready, SharesCore&& shares_core) {
   while (!done && !polling.over());
   if (options.history && (done || polling.was_long()))
     options.history->record(polling.waited_ns(), options.pace);
+  if (done && options.mates) options.mates->tell_work(polling.now());
   return done;
 }
 
@@ -216,7 +244,10 @@ void wait_until(EventCount& event, std::atomic<uint64_t>& sleeps, const WaitOpti
   const int64_t begun = now_ns();
   for (;;) {
     EventWaiter waiter(event, sleeps);
-    if (ready()) return;
+    if (ready()) {
+      if (options.mates) options.mates->tell_work(now_ns());
+      return;
+    }
     if (std::optional<Fault> fault = find_fault(liveness_timer.due())) {
       if (ready()) return;
       throw *fault;

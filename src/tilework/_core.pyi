@@ -102,6 +102,8 @@ class FileReader:
         """
 
 def segment_bytes(size: int, slot_bytes: int) -> int: ...
+def worked_within(from_: int, to: int, works_since: int, waits_since: int) -> int:
+    """The part of a time in which a rank had work to do (csrc/wait_history.h)."""
 
 class WaitHistory:
     """What a rank learns from its waits (csrc/wait_history.h): pure, times are the caller's."""

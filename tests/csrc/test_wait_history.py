@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tables import each
-from tilework._core import WaitHistory
+from tilework._core import WaitHistory, worked_within
 
 MICROSECOND, MILLISECOND, SECOND = 1_000, 1_000_000, 1_000_000_000
 #: Longer than a time slice of 4 ms, which an awaited peer may have lost.
@@ -116,3 +116,23 @@ def test_of_many_waits_that_share_a_core_few_look_at_the_spread_of_ranks() -> No
     history = WaitHistory()
     looks = sum(history.should_look() for _ in range(1_000))
     assert 10 <= looks <= 100
+
+
+@each(
+    ("works_since", "waits_since", "worked"),
+    [
+        (0, 0, 0),  # it never waited, nor worked
+        (20, 10, 80),  # it still works, since the yield
+        (-50, -60, 100),  # and since before
+        (20, 70, 50),  # it worked and waits
+        (-50, 30, 30),
+        (20, 500, 80),
+        (-50, -20, 0),  # it waits since before the yield: another program had the core
+        (200, 100, 0),  # it went on after the yield
+        (-(2**63), 2**63 - 1, 100),  # garbage is no more than the whole
+    ],
+)
+def test_the_time_of_a_yield_in_which_a_peer_had_work_to_do(
+    works_since: int, waits_since: int, worked: int
+) -> None:
+    assert worked_within(0, 100, works_since, waits_since) == worked
