@@ -1,12 +1,14 @@
-"""tilework's collectives on one host against Gloo's and Open MPI's, and against memory's limit.
+"""tilework's collectives on one host against Gloo's and MPIs', and against memory's limit.
 
     python benchmarks/collectives.py            # 2 and 4 ranks, less than five minutes
     python benchmarks/collectives.py --quick    # a rough look, about a minute
     python benchmarks/collectives.py --ranks 2 --operations all_reduce --json out.json
     python benchmarks/collectives.py --ranks 2 4 8 16 --operations all_reduce barrier
+    python benchmarks/collectives.py --mpi envs/openmpi envs/mpich envs/impi
 
 The same processes run all peers by turns, so that whatever else the machine does at the time
-slows all of them; only the ratios mean much. A call's time is the median of runs of ten
+slows all of them; only the ratios mean much. A process can load one MPI: with several, each is
+measured beside tilework in processes of its own. A call's time is the median of runs of ten
 calls on the slowest rank.
 """
 
@@ -18,11 +20,14 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +42,12 @@ from drawing import (
 )
 from figures import (
     ASYNC_OPERATIONS,
+    BEST_MPI,
     GLOO,
     ITEM_BYTES,
     KIB,
     MIB,
+    MPIS,
     OPEN_MPI,
     OPERATIONS,
     SIZES,
@@ -49,7 +56,9 @@ from figures import (
     Plan,
     cell_of,
     compare,
+    join,
     to_json,
+    with_best_mpi,
 )
 from measuring import work
 from plotting import add_plot_option, draw
@@ -63,27 +72,77 @@ ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; 
 print(MPI.Get_library_version())"
 
 
-def open_mpi() -> tuple[str, str]:
-    """(its version, ""), or ("", why it cannot be measured and what to do)."""
-    if shutil.which("mpirun") is None:
-        return "", "there is no mpirun: apt install openmpi-bin libopenmpi-dev; pip install mpi4py"
-    asked = [[sys.executable, "-c", ASK_MPI], ["mpirun", "--version"]]
-    done = [subprocess.run(c, capture_output=True, text=True, timeout=60) for c in asked]
-    if done[0].returncode:
-        return "", "mpi4py cannot be imported: apt install libopenmpi-dev; pip install mpi4py"
-    if not all("Open MPI" in answer.stdout for answer in done):
-        return "", "mpirun and mpi4py are not both Open MPI's: apt install openmpi-bin"
-    return done[0].stdout.split(",")[0].removeprefix("Open MPI ").strip(), ""
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI, and what starts ranks that use it."""
+
+    name: str
+    version: str
+    python: str
+    mpirun: str
+
+    def command(self, ranks: int, script: Sequence[str]) -> list[str]:
+        """What starts ranks on cores of its own choice, also more than there are."""
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        allowances = ["--oversubscribe", *root] if self.name == OPEN_MPI else []
+        return [self.mpirun, *allowances, "-n", str(ranks), self.python, *script]
 
 
-def measure(ranks: int, plan: Plan, console: Console) -> tuple[list[Cell], list[Cell]]:
-    """Start the ranks and wait for them: the table's cells, and those of the segment."""
+def find_mpi(folder: Path | None) -> Mpi | str:
+    """The MPI of a virtual environment, or of this Python; else why there is none, and what to do.
+
+    Args:
+        folder: An environment of this version of Python with mpi4py and one of the wheels openmpi,
+            mpich and impi-rt; None for what is on the path.
+    """
+    mpirun = shutil.which("mpirun", path=folder and f"{folder}/bin")
+    python = f"{folder}/bin/python" if folder else sys.executable
+    if mpirun is None:
+        return f"no mpirun on {folder or 'the path'}: apt install openmpi-bin, or name environments"
+    command = [python, "-c", ASK_MPI]
+    asked = subprocess.run(
+        command, env=environment(folder), capture_output=True, text=True, timeout=60
+    )
+    for name, said in MPIS.items():
+        if asked.stdout.startswith(said):
+            found = re.search(r"\d+(\.\d+)+", asked.stdout)
+            return Mpi(name, found.group() if found else "unknown", python, mpirun)
+    return f"{python} finds no mpi4py with an MPI: pip install mpi4py. {asked.stderr[-200:]}"
+
+
+def environment(folder: Path | None) -> dict[str, str]:
+    """For a Python of an environment, which is to find what this one finds."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if folder:
+        known = [str(Path(tilework.__file__).parents[1]), sysconfig.get_path("purelib")]
+        variables["PYTHONPATH"] = os.pathsep.join(known)
+        variables["PATH"] = os.pathsep.join([f"{folder}/bin", os.environ.get("PATH", os.defpath)])
+    return variables
+
+
+def measure_all(
+    ranks: int, plan: Plan, mpis: Mapping[Path | None, Mpi], console: Console
+) -> tuple[list[Cell], list[Cell]]:
+    """The cells of the table and of the segment: each MPI beside tilework, the first beside all."""
+    runs: list[tuple[list[Cell], list[Cell]]] = []
+    for folder, mpi in mpis.items() or [(None, None)]:
+        peers = (TILEWORK, *(() if runs else (GLOO,)), *((mpi.name,) if mpi else ()))
+        runs.append(measure(ranks, replace(plan, peers=peers), folder, mpi, console))
+    return [join(cells) for cells in zip(*(cells for cells, _ in runs), strict=True)], runs[0][1]
+
+
+def measure(
+    ranks: int, plan: Plan, folder: Path | None, mpi: Mpi | None, console: Console
+) -> tuple[list[Cell], list[Cell]]:
+    """Start the ranks and wait for them: the cells, and those of the segment."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+        place = Path(name)
+        (place / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+        script = [__file__, "--worker", name]
+        ours = [sys.executable, "-m", "tilework.cli", "run", "-n", str(ranks), *script]
         with neighbours(plan.neighbours):
-            run(command(ranks, plan, folder), folder, console)
-        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+            run(mpi.command(ranks, script) if mpi else ours, environment(folder), place, console)
+        found = [json.loads((place / f"{rank}.json").read_text()) for rank in range(ranks)]
     sections = {"cases": plan.cases(ranks), "segment": plan.segment_cases(ranks)}
     cells, segment = (
         [cell_of(case, ranks, [rank[name][i] for rank in found]) for i, case in enumerate(cases)]
@@ -105,19 +164,11 @@ def neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def command(ranks: int, plan: Plan, folder: Path) -> list[str]:
-    """What starts the ranks: mpirun with its own choice of cores, or tilework's launcher."""
-    script = [__file__, "--worker", str(folder)]
-    if OPEN_MPI not in plan.peers:
-        return [sys.executable, "-m", "tilework.cli", "run", "-n", str(ranks), *script]
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return ["mpirun", "--oversubscribe", *root, "-n", str(ranks), sys.executable, *script]
-
-
-def run(command: Sequence[str], folder: Path, console: Console) -> None:
+def run(
+    command: Sequence[str], variables: Mapping[str, str], folder: Path, console: Console
+) -> None:
     """Run it to its end, saying on a terminal how far it is; exits with it if it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment)
+    process = subprocess.Popen(command, env=variables)
     progress = folder / "progress"
     try:
         with console.status("starting the ranks") as status:
@@ -197,14 +248,24 @@ def show(cells: Sequence[Cell], segment: Sequence[Cell], plan: Plan, console: Co
     if segment:
         console.print(segment_table(segment))
     lines = [*limit_lines(cells)]
-    for peer in plan.peers[1:]:
-        lines += comparison_lines(cells, peer)
+    lines += all_comparisons(cells, plan)
     if plan.neighbours:
         lines.append("in the mean:")
-        for peer in plan.peers[1:]:
-            lines += comparison_lines([cell.by_means() for cell in cells], peer)
+        lines += all_comparisons([cell.by_means() for cell in cells], plan)
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def all_comparisons(cells: Sequence[Cell], plan: Plan) -> list[str]:
+    """With each peer; and where several MPIs were measured, with the best of them in each cell."""
+    lines = [line for peer in plan.peers[1:] for line in comparison_lines(cells, peer)]
+    if len([peer for peer in plan.peers if peer in MPIS]) > 1:
+        best = [with_best_mpi(cell) for cell in cells]
+        for operation in dict.fromkeys(cell.case.operation for cell in cells):
+            chosen = [cell for cell in best if cell.case.operation == operation]
+            lines += [f"{operation}: {line}" for line in comparison_lines(chosen, BEST_MPI)]
+        lines += comparison_lines(best, BEST_MPI)
+    return lines
 
 
 def report(cells: Sequence[Cell], segment: Sequence[Cell], plan: Plan) -> dict[str, Any]:
@@ -234,6 +295,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--neighbours", type=int, default=0, metavar="N", help="beside N processes that compute"
     )
+    parser.add_argument(
+        "--mpi",
+        type=Path,
+        nargs="+",
+        metavar="FOLDER",
+        help="environments with mpi4py and an MPI's wheel (else the mpirun on the path)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, too")
     add_plot_option(parser)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # this is one of the ranks
@@ -250,28 +318,30 @@ def main() -> None:
     options = parse_options()
     if options.worker:
         return work(options.worker)
-    version, lacking = open_mpi()
-    peers = (TILEWORK, GLOO, *([OPEN_MPI] if version else []))
+    asked = {folder: find_mpi(folder) for folder in options.mpi or [None]}
+    mpis = {folder: mpi for folder, mpi in asked.items() if isinstance(mpi, Mpi)}
+    peers = (TILEWORK, GLOO, *(mpi.name for mpi in mpis.values()))
     plan = Plan(
         *(peers, usable_cores(), tuple(options.operations), tuple(options.dtypes)),
         neighbours=options.neighbours,
     )
     if options.sizes:
-        plan = dataclasses.replace(plan, sizes=tuple(options.sizes))
+        plan = replace(plan, sizes=tuple(options.sizes))
     if options.quick:
         left_out = () if options.sizes else (4 * KIB, 16 * MIB)
         sizes = tuple(size for size in plan.sizes if size not in left_out)
-        plan = dataclasses.replace(plan, sizes=sizes, rounds=3, seconds=0.02)
+        plan = replace(plan, sizes=sizes, rounds=3, seconds=0.02)
     console = Console()
-    console.width = max(console.width, 132)  # a table in a file is not squeezed
-    about = machine() | ({OPEN_MPI: version} if version else {})
+    # A table in a file is not squeezed.
+    console.width = max(console.width, 100 + 32 * max(1, len(mpis)))
+    about = machine() | {mpi.name: mpi.version for mpi in mpis.values()}
     before = stolen()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False)
-    if lacking:
-        console.print(f"[bold yellow]Open MPI is skipped:[/] {lacking}")
+    for lacking in (why for why in asked.values() if isinstance(why, str)):
+        console.print(f"[bold yellow]An MPI is skipped:[/] {lacking}")
     cells, segment = [], []
     for ranks in options.ranks:
-        more, more_segment = measure(ranks, plan, Console(stderr=True))
+        more, more_segment = measure_all(ranks, plan, mpis, Console(stderr=True))
         cells += more
         segment += more_segment
     show(cells, segment, plan, console)

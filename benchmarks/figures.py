@@ -33,6 +33,10 @@ _OF_A_PAIR = ("send_recv", "exchange", "batch")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 #: The first is compared with all others.
 TILEWORK, GLOO, OPEN_MPI = "tilework", "Gloo", "Open MPI"
+#: Implementations of MPI, by what each calls itself.
+MPIS = {OPEN_MPI: "Open MPI", "MPICH": "MPICH", "Intel MPI": "Intel(R) MPI"}
+#: In each cell the quickest of them.
+BEST_MPI = "best MPI"
 #: What is measured beside the peers where memory's limit is asked for.
 COPY, ADD = "copy", "add"
 SEGMENT = "in the segment"
@@ -190,6 +194,39 @@ def cell_of(case: Case, ranks: int, by_rank: Sequence[Mapping[str, Any]]) -> Cel
     return replace(medians, means=means.seconds, spreads=spreads)
 
 
+def join(runs: Sequence[Cell]) -> Cell:
+    """One cell of a case's, each of which has tilework beside other peers.
+
+    Ratios stay as they were measured, beside the first run's time of tilework.
+    """
+    joined = runs[0]
+    for run in runs[1:]:
+        kept = {name for name in run.seconds if name not in joined.seconds}
+        joined = replace(
+            joined,
+            seconds={**joined.seconds, **_beside(joined.seconds, run.seconds, kept)},
+            means={**joined.means, **_beside(joined.means, run.means, kept)},
+            spreads={**joined.spreads, **{n: s for n, s in run.spreads.items() if n in kept}},
+        )
+    return joined
+
+
+def _beside(first: Times, other: Times, names: set[str]) -> Times:
+    ours, again = first.get(TILEWORK), other.get(TILEWORK)
+    factor = ours / again if ours and again else 1.0
+    return {name: t and t * factor for name, t in other.items() if name in names}
+
+
+def with_best_mpi(cell: Cell) -> Cell:
+    """The cell with tilework and the quickest MPI alone."""
+    return replace(cell, seconds=_best(cell.seconds), means=_best(cell.means), spreads={})
+
+
+def _best(times: Times) -> Times:
+    known = [t for name, t in times.items() if name in MPIS and t is not None]
+    return {TILEWORK: times.get(TILEWORK), BEST_MPI: min(known, default=None)}
+
+
 def limit_seconds(operation: str, copy: float, add: float) -> float:
     """What memory's work of an operation on two ranks takes.
 
@@ -214,7 +251,7 @@ def compare(cells: Sequence[Cell], peer: str) -> dict[str, Any]:
         "up to 64 KiB": lambda cell: cell.case.bytes <= 64 * KIB,
         "above 64 KiB": lambda cell: cell.case.bytes > 64 * KIB,
     }
-    if peer == OPEN_MPI:
+    if peer != GLOO:
         wanted["from 4 KiB"] = lambda cell: cell.case.bytes >= 4 * KIB
     for ranks in sorted({cell.ranks for cell in cells}):
         wanted[f"{ranks} ranks"] = lambda cell, ranks=ranks: cell.ranks == ranks  # type: ignore[misc]

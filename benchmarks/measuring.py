@@ -32,13 +32,18 @@ Calls = Mapping[str, Call | None]
 def work(folder: Path) -> None:
     """Measure the plan in ``folder`` as one of its ranks, and write the times there."""
     try:
-        # mpirun's names, else those of tilework run.
-        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
-        ranks = int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ["WORLD_SIZE"])
+        # The names of Open MPI, of MPICH and Intel MPI, of tilework run.
+        rank = first_of("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
+        ranks = first_of("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
         measure(Measurement(rank, ranks, folder))
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # MPI's own end would wait for ranks that wait for this one
+
+
+def first_of(*names: str) -> int:
+    """The first of these variables of the environment that there is."""
+    return int(next(value for name in names if (value := os.environ.get(name))))
 
 
 def measure(measurement: Measurement) -> None:
@@ -48,7 +53,7 @@ def measure(measurement: Measurement) -> None:
     cases = [m.by_turns(m.peers_calls(case)) for case in m.told(m.plan.cases(m.ranks))]
     segment = [m.by_turns(m.segment_calls(c)) for c in m.told(m.plan.segment_cases(m.ranks))]
     m.write(f"{m.rank}.json", json.dumps({"cases": cases, "segment": segment}))
-    for peer in reversed(m.peers):
+    for peer in reversed(m.peers.values()):
         peer.close()
 
 
@@ -58,19 +63,19 @@ class Measurement:
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
         self.rank, self.ranks, self.folder = rank, ranks, folder
         self.plan = Plan.from_json(json.loads((folder / "plan.json").read_text()))
-        self.peers = [p(rank, ranks, folder) for p in PEERS if p.name in self.plan.peers]
+        self.peers = {name: PEERS[name](rank, ranks, folder) for name in self.plan.peers}
 
     def peers_calls(self, case: Case) -> Calls:
         """What the peers do, checked once; and what memory alone does."""
         work = Workload(case, self.rank, self.ranks)
         calls: dict[str, Call | None] = {}
-        for peer in self.peers:
+        for name, peer in self.peers.items():
             work.fill()
-            calls[peer.name] = call = peer.prepare(work)
+            calls[name] = call = peer.prepare(work)
             if call:
                 work.fill()
                 call()
-                work.check(peer.name)
+                work.check(name)
         return {**calls, **self.memory_calls(case)}
 
     def segment_calls(self, case: Case) -> Calls:
@@ -81,7 +86,7 @@ class Measurement:
         for name, empty in makers.items():
             work = Workload(case, self.rank, self.ranks, empty)
             work.fill()
-            calls[name] = call = self.peers[0].prepare(work)
+            calls[name] = call = self.peers[TILEWORK].prepare(work)
             assert call is not None
             call()
             work.check(name)

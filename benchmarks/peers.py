@@ -1,11 +1,12 @@
 """What the benchmarks measure: implementations of collectives, behind one small interface.
 
-To add one: subclass :class:`Peer`, and add it to ``PEERS``.
+To add another: subclass :class:`Peer`, and add the class to ``PEERS``.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed
-from figures import GLOO, OPEN_MPI, TILEWORK, Case, parts
+from figures import GLOO, MPIS, TILEWORK, Case, parts
 from torch import Tensor
 
 import tilework.distributed
@@ -91,8 +92,6 @@ class Peer(ABC):
         folder: A folder that all ranks see, to meet in.
     """
 
-    name: ClassVar[str]
-
     @abstractmethod
     def __init__(self, rank: int, ranks: int, folder: Path) -> None: ...
 
@@ -100,7 +99,8 @@ class Peer(ABC):
     def prepare(self, work: Workload) -> Call | None:
         """A call that does ``work`` once; None where the peer lacks the operation or the dtype.
 
-        send_recv is there and back, between ranks 0 and 1.
+        send_recv is there and back, between ranks 0 and 1. broadcast has another root in each call,
+        from rank 0 on: a root that need not wait for the others cannot run ahead of them.
         """
 
     @abstractmethod
@@ -143,13 +143,14 @@ class TorchLike(Peer):
         older = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
         gather = getattr(dist, "all_gather_single", older[0])
         scatter = getattr(dist, "reduce_scatter_single", older[1])
+        roots = itertools.cycle(range(work.ranks))
         halves: tuple[Call, Call] = (
             lambda: dist.send(source, other),
             lambda: dist.recv(target, other),
         )
         calls: dict[str, Call] = {
             "all_reduce": lambda: dist.all_reduce(target),
-            "broadcast": lambda: dist.broadcast(target, 0),
+            "broadcast": lambda: dist.broadcast(target, next(roots)),
             "all_gather": lambda: gather(target, source),
             "reduce_scatter": lambda: scatter(target, source),
             "all_to_all": lambda: dist.all_to_all_single(target, source),
@@ -172,7 +173,6 @@ class TorchLike(Peer):
 class Tilework(TorchLike):
     """tilework over shared memory."""
 
-    name = TILEWORK
     dist: ClassVar[Any] = tilework.distributed
     backend = "shm"
 
@@ -180,7 +180,6 @@ class Tilework(TorchLike):
 class Gloo(TorchLike):
     """torch's own engine for CPUs, over loopback."""
 
-    name = GLOO
     dist: ClassVar[Any] = torch.distributed
     backend = "gloo"
 
@@ -196,20 +195,18 @@ class Gloo(TorchLike):
             if "scalar type" not in str(error):
                 raise
             return None  # an older torch's Gloo lacks dtypes
-        return call
+        return super().prepare(work)  # from root 0 on again
 
 
-class OpenMPI(Peer):
-    """Open MPI through mpi4py's upper-case methods, on NumPy's views of the tensors.
+class Mpi(Peer):
+    """An MPI through mpi4py's upper-case methods, on NumPy's views of the tensors.
 
     The ranks must have been started by mpirun. MPI has no bfloat16: it moves it as uint16, and
     cannot reduce it.
     """
 
-    name = OPEN_MPI
-
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        # Open MPI takes locks if it is told that several threads may call it.
+        # MPIs take locks if they are told that several threads may call them.
         importlib.import_module("mpi4py").rc.thread_level = "funneled"
         self.mpi: Any = importlib.import_module("mpi4py.MPI")
         self.comm = self.mpi.COMM_WORLD
@@ -219,6 +216,7 @@ class OpenMPI(Peer):
     def prepare(self, work: Workload) -> Call | None:
         comm, other = self.comm, 1 - work.rank
         source, target = as_numpy(work.source), as_numpy(work.target)
+        roots = itertools.cycle(range(work.ranks))
         halves: tuple[Call, Call] = (
             lambda: comm.Send(source, other),
             lambda: comm.Recv(target, other),
@@ -229,7 +227,7 @@ class OpenMPI(Peer):
 
         calls: dict[str, Call] = {
             "all_reduce": lambda: comm.Allreduce(self.mpi.IN_PLACE, target),
-            "broadcast": lambda: comm.Bcast(target, 0),
+            "broadcast": lambda: comm.Bcast(target, next(roots)),
             "all_gather": lambda: comm.Allgather(source, target),
             "reduce_scatter": lambda: comm.Reduce_scatter_block(source, target),
             "all_to_all": lambda: comm.Alltoall(source, target),
@@ -253,4 +251,4 @@ def as_numpy(tensor: Tensor) -> Any:
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-PEERS: tuple[type[Peer], ...] = (Tilework, Gloo, OpenMPI)
+PEERS: dict[str, type[Peer]] = {TILEWORK: Tilework, GLOO: Gloo, **dict.fromkeys(MPIS, Mpi)}

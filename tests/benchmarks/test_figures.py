@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.figures import (
     ADD,
+    BEST_MPI,
     COPY,
     GLOO,
     LARGEST,
@@ -24,10 +25,12 @@ from benchmarks.figures import (
     combine,
     compare,
     geometric_mean,
+    join,
     limit_seconds,
     scaled,
     size_text,
     spread,
+    with_best_mpi,
 )
 
 PLAN = Plan((TILEWORK, GLOO, OPEN_MPI), cores=2)
@@ -90,6 +93,23 @@ def test_comparison() -> None:
         "2 ranks": 2.0,
     }
     assert result["tilework_slower"] == {"all_reduce 8 B float32 on 2 ranks": 0.5}
+
+
+def test_joined_runs_keep_their_ratios() -> None:
+    case = Case("barrier", "-", 0)
+    runs = [
+        Cell(case, 2, {TILEWORK: 2.0, GLOO: 8.0, OPEN_MPI: 6.0}),
+        Cell(case, 2, {TILEWORK: 4.0, "MPICH": 6.0, "Intel MPI": None}),
+    ]
+    joined = join(runs)
+    assert joined.seconds == {
+        TILEWORK: 2.0,
+        GLOO: 8.0,
+        OPEN_MPI: 6.0,
+        "MPICH": 3.0,
+        "Intel MPI": None,
+    }
+    assert with_best_mpi(joined).seconds == {TILEWORK: 2.0, BEST_MPI: 3.0}
 
 
 @given(st.lists(st.floats(0.01, 100.0), min_size=1))
