@@ -37,7 +37,7 @@ class ReadReduction {
     while (done < length) {
       const size_t bytes = std::min(block_, length - done);
       if (!fetch(reading, done, bytes)) break;
-      reduce_blocks(x_, to + done, nullptr, bytes);
+      reduce_blocks(x_, to + done, bytes);
       done += bytes;
     }
     // After a peer gave up the result is worth nothing, nor is what outboxes would make of it.

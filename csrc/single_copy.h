@@ -13,9 +13,8 @@
 
 namespace tilework {
 
-/// Reduce `bytes` bytes at sources() into `to`, and also into `copy_to` unless that is null,
-/// block by block so that the copy reads from the first-level cache.
-void reduce_blocks(Exchange& x, char* to, char* copy_to, size_t bytes);
+/// Reduce `bytes` bytes at sources() into `to`, block by block.
+void reduce_blocks(Exchange& x, char* to, size_t bytes);
 
 /// A long all_reduce or reduce through the outboxes. `output` is null on ranks that do not want it.
 void reduce_chunked(Exchange& x, const Buffer& input, char* output);
