@@ -44,7 +44,7 @@ class PeerMemory {
   /// Find out whose memory can be read, once; nothing happens before all peers have joined.
   void try_peers();
   /// True if the memory of every peer can be read, as far as is known.
-  bool readable() const { return state_.load(std::memory_order_relaxed) == State::kReadable; }
+  bool readable() const { return state_.load(std::memory_order_acquire) == State::kReadable; }
   /// True if, besides, all ranks are threads of this process.
   bool all_local() const { return readable() && all_local_; }
   /// Bytes read so far.
