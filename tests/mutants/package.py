@@ -118,8 +118,8 @@ COMPARISONS = [
     fault(
         "DTensor: plain tensors are not verified",
         "dtensor/dispatch/call_key.py",
-        "        seeds.append(content_digest(arg))\n",
-        "        seeds.append(0)\n",
+        "    seeds.append(content_digest(arg))\n",
+        "    seeds.append(0)\n",
         "tests/dtensor/test_verify.py",
     ),
     fault(
