@@ -34,13 +34,13 @@ PRONOUNS = {
     "launch": (106, 40),
     "layout": (32, 42),
     "mesh": (5, 16),
-    "parallel": (184, 100),
+    "parallel": (34, 45),
     "rendezvous": (0, 10),
     "rpc": (2, 32),
     "sharded": (125, 75),
     "store": (6, 38),
     "testing": (27, 16),
-    "tiled": (110, 42),
+    "tiled": (33, 21),
     "torch_backend": (7, 3),
 }
 #: A count may lie this far below a limit, so that branches that both lower it do not collide.

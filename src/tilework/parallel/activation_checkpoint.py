@@ -1,7 +1,7 @@
-"""Activation checkpoints of modules: backward computes again what forward does not keep.
+"""Activation checkpoints of modules: backward recomputes the activations that forward did not keep.
 
-A module is changed in place and keeps its name: keys of state dicts, names of parameters and
-``isinstance`` are as they were.
+A module is changed in place and keeps the name in the model: keys of state dicts, names of
+parameters and ``isinstance`` do not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CheckpointImpl(enum.Enum):
 
 
 class CheckpointWrapper(nn.Module):
-    """The class of a module whose activations are computed again, beside that which it has.
+    """The class that a module whose activations are recomputed has besides its own class.
 
     Made by :func:`checkpoint_wrapper`.
     """
@@ -32,9 +32,10 @@ class CheckpointWrapper(nn.Module):
     _checkpoint: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the call of the very class of a module compute again: all that others add is within.
+        """Recompute in the outermost ``__call__``: everything that other classes add lies within.
 
-        So hooks, and what gathers parameters, run again with forward, in whatever order classes
+        Hooks, and the gathering of parameters, therefore run again with forward, in whatever order
+        the classes were made.
         were made.
         """
         super().__init_subclass__(**kwargs)
@@ -53,7 +54,7 @@ class CheckpointWrapper(nn.Module):
 
 
 class _Settings:
-    """A call of torch's checkpoint function, or of another one."""
+    """The settings of a call of torch's checkpoint function, or of another."""
 
     def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
         self._function, self._settings = function, settings
@@ -68,25 +69,25 @@ def checkpoint_wrapper(
     checkpoint_fn: Callable[..., Any] | None = None,
     **checkpoint_fn_kwargs: Any,
 ) -> nn.Module:
-    """Have a module compute its activations again in backward, in place of keeping them. Local.
+    """Make a module recompute activations in backward instead of keeping them. Local.
 
-    torch's wrapper of this name puts another module around it, and a prefix before all names; here
-    the module itself changes its class. Its hooks run with it, each time. A module that does so
-    already stays as it is. Shard a module by ``fully_shard`` after this, or before.
+    torch's wrapper of this name puts another module around the module, and a prefix before all
+    names; here the module changes class. Hooks run with the module each time. A module that
+    recomputes already stays as it is. Shard a module by ``fully_shard`` before or after this.
 
     Args:
         module: Changed in place.
         checkpoint_impl: The kind of torch's checkpoint; reentrant ones take no keyword arguments
             of tensors.
-        checkpoint_fn: Called in place of torch's, with the module's call, its arguments and the
-            settings.
+        checkpoint_fn: Called instead of torch's function, with the module's call, the arguments and
+            the settings.
         checkpoint_fn_kwargs: Settings, such as ``preserve_rng_state=False`` or ``context_fn``.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError: It is no module.
+        TypeError: ``module`` is not a module.
 
     Example:
         >>> import torch
@@ -114,16 +115,16 @@ def apply_activation_checkpointing(
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] | None = None,
 ) -> None:
-    """Have modules of a model compute their activations again, by :func:`checkpoint_wrapper`.
+    """Make modules of a model recompute their activations, by :func:`checkpoint_wrapper`.
 
-    Local. Of modules within each other that are chosen all are.
+    Local. Chosen modules within chosen modules are changed, too.
 
     Args:
         model: Changed in place.
         modules: The classes of modules, such as ``{Block}``, or a pattern of their names, such as
             ``"layers.*"``; None: as ``check_fn`` says.
-        checkpoint_wrapper_fn: Called with each module; what it returns takes the place of that.
-        check_fn: Chooses a module, too.
+        checkpoint_wrapper_fn: Called with each module; the result replaces the module.
+        check_fn: Returns True for further modules to choose.
 
     Raises:
         ValueError: No module is chosen.

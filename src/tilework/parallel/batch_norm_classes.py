@@ -1,8 +1,9 @@
-"""Classes that batch normalisations change to, and back, when a module is converted.
+"""Classes for batch normalisations that are converted to synchronised ones, and back.
 
-A layer stays the object that it is, with its parameters, hooks, attributes and parametrizations: it
-gets another class. A subclass of ``nn.BatchNorm2d`` gets one that inherits from it and from
-SyncBatchNorm, so that its ``super().forward(x)`` synchronises, and what it does besides stays.
+Converting a layer changes only the class of the object: parameters, hooks, attributes and
+parametrizations stay. A layer of a subclass of ``nn.BatchNorm2d`` gets a class that inherits from
+this subclass and from SyncBatchNorm. There ``super().forward(x)`` synchronises, and everything else
+that the subclass does stays.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-#: The attributes of made classes: the class of the layer before, and the synchronised one.
+#: The attributes of made classes: the layer's former class, and the synchronised class.
 _BEFORE, _SYNCHRONISED = "_class_before", "_synchronised_class"
 
 
@@ -29,12 +30,12 @@ class AnyDimBatchNorm(_BatchNorm):
 
 
 def synchronise(layer: Any, synchronised: Any, group: Any) -> None:
-    """Give a batch normalisation its synchronised class; leave other modules alone. Local.
+    """Give a batch normalisation the synchronised class; leave other modules alone. Local.
 
     Args:
         layer: Any module.
         synchronised: ``SyncBatchNorm``.
-        group: Its ``process_group``.
+        group: The ``process_group`` of SyncBatchNorm.
 
     Raises:
         TypeError: The layer's class has a forward of its own that does not call
@@ -47,7 +48,7 @@ def synchronise(layer: Any, synchronised: Any, group: Any) -> None:
 
 
 def desynchronise(layer: Any, synchronised: Any) -> None:
-    """Give a synchronised layer the class that it had, or :class:`AnyDimBatchNorm`. Local."""
+    """Give a synchronised layer back the former class, or :class:`AnyDimBatchNorm`. Local."""
     if isinstance(layer, synchronised):
         made: Any = _with_base(
             type(layer), layer, lambda base: vars(base).get(_BEFORE, AnyDimBatchNorm)
@@ -81,7 +82,7 @@ def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> Non
 
 
 def _with_base(kind: Any, layer: nn.Module, change: Any) -> Any:
-    """The changed class; of a parametrized layer the class beneath torch's is changed."""
+    """The changed class; a parametrized layer keeps torch's class on top."""
     if not is_parametrized(layer):
         return change(kind)
     own = {name: value for name, value in vars(kind).items() if name not in _AUTOMATIC}
@@ -93,7 +94,7 @@ _AUTOMATIC = ("__dict__", "__weakref__")
 
 @cache
 def _class_of(kind: Any, synchronised: Any) -> Any:
-    """The class of a synchronised layer that was of this class."""
+    """The class to give to a layer of class ``kind``."""
     if kind in _KNOWN:
         return synchronised
     own: dict[str, Any] = {"__module__": kind.__module__, _BEFORE: kind}
@@ -105,7 +106,7 @@ def _class_of(kind: Any, synchronised: Any) -> Any:
 
 
 def _reduced(layer: Any, protocol: Any) -> Any:
-    """The layer for pickle, which finds the class before by its name, and not a made one."""
+    """The layer for pickle, with the former class: pickle cannot find made classes by name."""
     kind = type(layer)
     if is_parametrized(layer):
         return object.__reduce_ex__(layer, protocol)  # torch's refusal

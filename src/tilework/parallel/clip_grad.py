@@ -25,26 +25,26 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """The norm of all gradients together, which are scaled down so that it is ``max_norm`` at most.
+    """Scale all gradients down together if their norm is above ``max_norm``; returns the norm.
 
-    As torch's function of this name, which serves where all gradients are plain, or DTensors on one
-    mesh; here they may be some of each, DTensors of torch's, and on ``DeviceMesh(…)`` of different
+    torch's function of this name serves where all gradients are plain, or DTensors on one mesh.
+    Here plain tensors, DTensors, and torch's DTensors may be mixed, also on meshes of different
     ranks. Collective over the ranks of all meshes of DTensors; blocks.
 
     Args:
         parameters: The parameters; those without a gradient are left out. The same on all ranks.
-        max_norm: The largest norm that is left as it is.
+        max_norm: The largest norm that stays unchanged.
         norm_type: The p of the p-norm; ``inf`` for the largest element.
         error_if_nonfinite: Raise if the norm is infinite or not a number.
 
     Returns:
-        The norm before clipping: a plain tensor, the same on all ranks of the meshes. Ranks outside
-        them get that of nothing, 0.
+        The norm before clipping: a plain tensor, the same on all ranks of the meshes. On ranks
+        outside of all meshes without gradients, 0.
 
     Raises:
-        RuntimeError: ``error_if_nonfinite``, and the norm is infinite or not a number; or this rank
-            has gradients to scale, and others that it does not know count with them.
-        ValueError: Parameters lie on other meshes on other ranks.
+        RuntimeError: The norm is infinite or not a number, with ``error_if_nonfinite``; or this
+            rank has gradients to scale, but does not know others that are part of the norm.
+        ValueError: Ranks pass parameters on different meshes.
 
     Example:
         >>> import torch
@@ -102,10 +102,10 @@ def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
 def _norms_of_ranks(
     by_mesh: Mapping[Any, list[Tensor]], ranks: Sequence[int], norm_type: float
 ) -> list[Tensor]:
-    """The norms of all meshes, also of those that this rank is outside. Collective over ``ranks``.
+    """The norms of all meshes, even if this rank is outside. Collective over ``ranks``.
 
     Raises:
-        ValueError: Parameters lie on other meshes on other ranks; on all ranks.
+        ValueError: Ranks pass parameters on different meshes; on all ranks.
         RuntimeError: This rank is in none of the meshes.
     """
     if get_rank() not in ranks:
@@ -150,15 +150,15 @@ class _Groups:
         return self.known[key]
 
     def forget_groups(self) -> None:
-        """Forget groups of ranks that have other numbers now."""
+        """Forget all groups, as ranks have new numbers."""
         self.known.clear()
 
 
 def _check_here(by_mesh: Mapping[Any, list[Tensor]]) -> None:
-    """Raise if this rank has gradients that count with those of meshes which it is outside.
+    """Raise if this rank has gradients to clip together with a mesh that it is outside of.
 
     Raises:
-        RuntimeError: It has.
+        RuntimeError: This rank has such gradients.
     """
     outside = [mesh for mesh in by_mesh if not _is_here(mesh)]
     if outside and any(grads and _is_here(mesh) for mesh, grads in by_mesh.items()):
@@ -174,12 +174,12 @@ def _outside(mesh: Any) -> str:
 
 
 def _mesh_of(tensor: Tensor) -> Any:
-    """The mesh of a DTensor, torch's too; None of another tensor."""
+    """The mesh of a DTensor, also of torch's; None for another tensor."""
     return cast(Any, tensor).device_mesh if _is_distributed(tensor) else None
 
 
 def _is_here(mesh: Any) -> bool:
-    """True unless this rank is outside a mesh."""
+    """True if this rank is in the mesh."""
     return mesh is None or mesh.get_coordinate() is not None
 
 

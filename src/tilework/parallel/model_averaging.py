@@ -1,7 +1,7 @@
-"""Averages of parameters, now and then, in place of averages of gradients in each step.
+"""Averages of parameters, every few steps, instead of averages of gradients in each step.
 
-With :func:`~tilework.parallel.comm_hooks.post_localSGD_hook`, ranks take steps of their own, or
-with their neighbours, and meet every ``period`` steps.
+With :func:`~tilework.parallel.comm_hooks.post_localSGD_hook`, ranks step alone or with their
+neighbours, and average every ``period`` steps.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PeriodicModelAverager:
 
     Args:
         period: The number of steps from one average to the next.
-        warmup_steps: The number of steps before the first, in which gradients are averaged.
+        warmup_steps: The number of steps before the first average, in which gradients are averaged.
         process_group: The group; None: the default group.
 
     Raises:
@@ -118,7 +118,7 @@ class PeriodicModelAverager:
         self.step = 0
 
     def average_parameters(self, params: Params) -> None:
-        """Count a step; average, if it is one that does. Collective then.
+        """Count a step, and average if it is due. Collective if it is.
 
         Args:
             params: As for the function of this name.
@@ -179,7 +179,7 @@ class HierarchicalModelAverager:
             self.groups[period] = made
 
     def average_parameters(self, params: Params) -> None:
-        """Count a step; average within the largest group whose period ends. Collective then."""
+        """Count a step; average in the largest group whose period ends. Collective if one does."""
         if self.step >= self.warmup_steps:
             past = self.step - self.warmup_steps
             due = [group for period, group in self.groups.items() if past % period == 0]
@@ -203,7 +203,7 @@ def _check_levels(levels: Mapping[int, int], ranks: int) -> None:
 
 
 class PostLocalSGDOptimizer(Optimizer):
-    """An optimizer whose steps are followed by an averager's.
+    """An optimizer with an averager after each step.
 
     Args:
         optim: Steps on this rank's parameters.
@@ -237,7 +237,7 @@ class PostLocalSGDOptimizer(Optimizer):
         return repr(self.optim)
 
     def step(self, closure: Any = None) -> Any:
-        """Step, then average if it is time. Collective then."""
+        """Step, then average if it is due. Collective if it is."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss

@@ -1,10 +1,10 @@
 """The count of passes of a wrapped module, which its collectives carry in their headers.
 
-Data parallelism averages what each rank computed in *the same* step. A rank that skips a backward
-pass, or does two, would pair its gradients with those of another step of the others, until the end.
-So a wrapped module counts its forward passes, its backward passes, and how often its parameters
-have changed between these; the digest of the counts goes into the header of each collective, as
-shapes do, and ranks that differ all raise, each with its own counts::
+Data parallelism averages the gradients that each rank computed in *the same* step. A rank that
+skips a backward pass, or does two, would pair gradients of different steps from then on. Therefore
+a wrapped module counts its forward passes, its backward passes, and how often parameters have
+changed between these. The digest of the counts goes into the header of each collective, as shapes
+do. Ranks that differ all raise, each with the counts::
 
     passes = Passes("DistributedDataParallel", names)
     passes.begin_forward()            # a forward pass whose collectives, or backward, will meet
@@ -12,9 +12,9 @@ shapes do, and ranks that differ all raise, each with its own counts::
     with passes.carried():            # around every collective of the module
         all_reduce(bucket, group=group)
 
-Backends without headers (torch's engines) do not compare digests: let an all_reduce that the module
-makes anyway take the largest of :attr:`Passes.digest` and of its negative, and call
-:func:`compare_passes` where they differ.
+Backends without headers (torch's engines) do not compare digests. For these, let an all_reduce that
+the module makes anyway take the maximum of :attr:`Passes.digest` and of the negative digest, and
+call :func:`compare_passes` where the two differ.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tilework.dtensor.provenance.mode import mode
 from tilework.errors import CollectiveMismatchError
 
 _version = attrgetter("_version")
-#: Parameters are compared in the first passes, then each so many, and each so many later.
+#: Parameters are compared in the first passes, then at two larger intervals.
 _FIRST, _SOON, _OFTEN, _LATER = 4, 4, 64, 16
 
 
 class Passes:
-    """Counts of one wrapped module on one rank; equal on all ranks that do alike.
+    """Counts of one wrapped module on one rank; equal on all ranks that run the same program.
 
     Args:
         kind: The name of the wrapper, for errors.
@@ -75,10 +75,10 @@ class Passes:
         self._digest: int | None = None
 
     def begin_forward(self) -> None:
-        """Count a forward pass whose collectives, or whose backward pass, meet others. Local.
+        """Count a forward pass that communicates, or whose backward pass does. Local.
 
-        Not those that communicate nothing, which a rank may make alone: within ``no_sync()``, or
-        without gradients where nothing is gathered.
+        Passes without communication do not count, as a rank may make them alone: within
+        ``no_sync()``, or without gradients where nothing is gathered.
         """
         self.forwards += 1
         self._digest = None
@@ -87,10 +87,11 @@ class Passes:
         """Count a backward pass that communicates. Local; 0.1 µs for each tensor.
 
         Args:
-            tensors: The module's trained parameters, or the tensors that optimizers step. That some
-                were written to since the last pass counts as one change; and so does another
-                sequence than in the last pass: pass the same object while the tensors are the same.
-            kept: True if gradients of synchronised passes before are there, for this one to add to.
+            tensors: The module's trained parameters, or the tensors that optimizers step. Writes
+                since the last pass count as one change. So does another sequence object than in the
+                last
+                pass: pass the same object while the tensors are the same.
+            kept: True if this pass adds to gradients of earlier synchronised passes.
         """
         versions = sum(map(_version, tensors))
         if self._tensors is not None:
@@ -111,15 +112,15 @@ class Passes:
         return digest
 
     def carried(self) -> carrying:
-        """A context in which this thread's collectives carry the digest, and errors tell counts.
+        """A context in which this thread's collectives carry the digest and errors name counts.
 
         Raises:
-            CollectiveMismatchError: By collectives within it, where other ranks have other counts.
+            CollectiveMismatchError: A collective within met other counts on other ranks.
         """
         return carrying(self.digest, self)
 
     def is_due(self) -> bool:
-        """True if this backward pass is one that compares parameters."""
+        """True if this backward pass compares parameters."""
         return is_due(self.backwards)
 
     def __str__(self) -> str:
@@ -131,10 +132,10 @@ class Passes:
 
 
 def is_due(number: int) -> bool:
-    """True if the pass or step of this number is one that compares parameters.
+    """True if the pass or step of this number compares parameters.
 
-    The first four, every fourth up to the 64th and every 16th later in the sampled mode of
-    comparison, which is the default; all in the full one.
+    In the sampled mode of comparison, the default: the first four, every fourth up to the 64th,
+    and every 16th later. In the full mode all.
     """
     how = mode()
     if how != "sampled":

@@ -22,7 +22,7 @@ from tilework.tiled.module_plan import check_is_module
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose statistics are those of all ranks' rows together.
+    """Batch normalisation with statistics over the rows of all ranks.
 
     Outputs, gradients and running statistics are those of ``nn.BatchNorm`` over the whole batch;
     ranks may have different numbers of rows, or none. In training, forward and backward are each
@@ -35,8 +35,8 @@ class SyncBatchNorm(_BatchNorm):
         affine: True: channels have a weight and a bias.
         track_running_stats: True: evaluation uses running statistics.
         process_group: The ranks; None: the default group at the time of the call.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
         bias: False: channels have no bias.
 
     Example:
@@ -80,7 +80,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """The normalised input, of its shape and dtype. Collective in training."""
+        """The normalised input, in the same shape and dtype. Collective in training."""
         self._check_input_dim(input)
         uses_batch = self.training or self.running_mean is None
         if not uses_batch:
@@ -120,7 +120,8 @@ class SyncBatchNorm(_BatchNorm):
         total = counts.sum()
         means = every[:, :channels]
         mean = (means * counts).sum(0) / total.clamp_min(1)
-        # Chan, Golub, LeVeque: the squares around one mean, from those around each rank's own.
+        # Chan, Golub, LeVeque: the squares around the common mean, from the squares around each
+        # rank's mean.
         apart = ((means - mean).square() * counts).sum(0)
         var = (every[:, channels:-2].sum(0) + apart) / total.clamp_min(1)
         return mean, var, int(total)
@@ -168,10 +169,10 @@ class SyncBatchNorm(_BatchNorm):
     ) -> nn.Module:
         """Make every batch normalisation in a module a SyncBatchNorm, in place. Local.
 
-        Layers stay the objects that they are, with parameters, statistics, settings, hooks and
-        parametrizations; lazy ones stay lazy. A subclass goes on to do what it does around its
-        ``super().forward(x)``, which synchronises. Wrap the module in DistributedDataParallel
-        after it, or before.
+        Layers stay the same objects, with parameters, statistics, settings, hooks and
+        parametrizations; lazy layers stay lazy. A subclass still does everything that it adds
+        around ``super().forward(x)``, which synchronises. Wrap the module in
+        DistributedDataParallel before or after this call.
 
         Args:
             module: Changed in place, and returned.
@@ -192,8 +193,8 @@ class SyncBatchNorm(_BatchNorm):
     def revert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
         """Make every SyncBatchNorm in a module a plain batch normalisation, in place. Local.
 
-        The opposite of :meth:`convert_sync_batchnorm`: subclasses are what they were, others take
-        inputs of any number of dims.
+        The opposite of :meth:`convert_sync_batchnorm`: subclasses become what they were, other
+        layers accept inputs with any number of dims.
         """
         check_is_module(module, "revert_sync_batchnorm")
         for layer in module.modules():
@@ -202,7 +203,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _dense_as_torch(out: Tensor) -> Tensor:
-    """A result in the order of torch's: channels last where it is, else contiguous."""
+    """A result in torch's memory format: channels last where torch's is, else contiguous."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(out.dim())
     if last is not None and out.is_contiguous(memory_format=last):
         return out

@@ -1,7 +1,7 @@
-"""ZeroRedundancyOptimizer: each rank keeps the optimizer states of its share of the parameters.
+"""ZeroRedundancyOptimizer: each rank keeps the states of a share of the parameters.
 
 S. Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, SC
-2020 (stage 1). Parameters and gradients are replicated, as DistributedDataParallel has them; a rank
+2020 (stage 1). Parameters and gradients are replicated, as DistributedDataParallel has them. A rank
 steps on the parameters that it owns, and sends them to the others.
 """
 
@@ -35,24 +35,25 @@ _ADVICE = (
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """An optimizer whose states are spread over the ranks; parameters stay replicated.
 
-    Parameters are dealt out by size, so that ranks own nearly equally many elements. A step is
-    collective over the group, and blocks: each rank steps on its own, then all send theirs.
+    Parameters are dealt out by size: ranks own nearly equally many elements. A step is collective
+    over the group, and blocks: each rank steps on the parameters that it owns, then all ranks
+    exchange them.
 
-    Within ``Join([ddp, optimizer])`` a rank that has run out of inputs goes on to step on what it
-    owns: each iteration of the others must step once.
+    Within ``Join([ddp, optimizer])`` a rank that has run out of inputs still steps on the
+    parameters that it owns. Each iteration of the other ranks must step once.
 
     Args:
         params: The parameters or parameter groups, the same on all ranks.
-        optimizer_class: The optimizer that steps on a rank's own.
+        optimizer_class: The class of the optimizer that steps on a rank's own parameters.
         process_group: The group; None: the default group.
         parameters_as_bucket_view: Accepted for torch's sake: parameters stay where they are.
-        overlap_with_ddp: Steps are taken bucket by bucket within backward, by the hook of
+        overlap_with_ddp: Backward steps bucket by bucket, by the hook of
             :func:`~tilework.parallel.comm_hooks.hook_with_zero_step`; :meth:`step` does nothing.
         defaults: The optimizer's settings.
 
     Raises:
         ValueError: There are no parameters.
-        TypeError: ``optimizer_class`` is no class of optimizers.
+        TypeError: ``optimizer_class`` is not a subclass of Optimizer.
 
     Example:
         >>> import torch
@@ -90,7 +91,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._saved: list[tuple[dict[int, Any], dict[int, Any]]] | None = None
         self.optim: Optimizer | None = None
         self._is_constructed = False
-        # Groups have all of the optimizer's settings, as its own state dicts do.
+        # Groups have all settings, as in the state dicts of the optimizer itself.
         every = optimizer_class([nn.Parameter(torch.empty(0))], **defaults).defaults
         super().__init__(params, every)
         self._is_constructed = True
@@ -114,7 +115,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
 
     def _deal(self) -> None:
-        """Give each parameter without an owner to the rank that owns least; make the local part."""
+        """Give parameters without an owner to the least loaded rank; make the local optimizer."""
         new = [p for group in self.param_groups for p in group["params"] if p not in self._owner]
         for parameter in sorted(new, key=lambda p: -p.numel()):  # stable: the same on every rank
             rank = min(range(len(self._loads)), key=self._loads.__getitem__)
@@ -123,7 +124,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         own = [self._own_part(group) for group in self.param_groups]
         self._by_bucket.clear()
         before = None if self.optim is None else self.optim.state
-        # An optimizer refuses to have no parameters, which a rank may well have.
+        # An optimizer refuses an empty list of parameters, but a rank may own none.
         filled = [group for group in own if group["params"]]
         self.optim = self._class(filled, **self._defaults) if filled else None
         if before is not None and self.optim is not None:
@@ -134,25 +135,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {**group, "params": [p for p in group["params"] if self._owner[p] == rank]}
 
     def owner_of(self, parameter: nn.Parameter) -> int:
-        """The global rank that has a parameter's states. Local."""
+        """The global rank that keeps a parameter's states. Local."""
         return self.process_group.global_ranks[self._owner[parameter]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, and deal them out. Local; the same on all ranks."""
+        """Add parameters, and deal them out to ranks. Local; call it with the same on all ranks."""
         super().add_param_group(param_group)
         if self._is_constructed:
             self._deal()
 
     def step(self, closure: Any = None, **keywords: Any) -> Any:
-        """Step on this rank's parameters, and take the others' from their owners. Collective.
+        """Step on this rank's parameters, and receive the others from their owners. Collective.
 
         Args:
             closure: Computes the loss again, on every rank.
             keywords: For the optimizer's own ``step``; the same on all ranks.
 
         Raises:
-            CollectiveMismatchError: Ranks have other parameters; on every rank. Looked at in the
-                first four steps, in every fourth up to the 64th, and in every 16th later.
+            CollectiveMismatchError: Ranks have different parameters; on every rank. Ranks compare
+                them in the first four steps, in every fourth up to the 64th, and in every 16th
+                later.
         """
         if self.overlap_with_ddp:
             warnings.warn(
@@ -183,7 +185,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._exchange()
 
     def _copy_settings(self, back: bool = False) -> None:
-        """Let the local optimizer have the settings that schedulers have changed; or the reverse.
+        """Copy settings that schedulers have changed to the local optimizer; or ``back``.
 
         A rank that owns nothing of a group keeps that group's settings as they are.
         """
@@ -198,7 +200,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return [at for at, g in enumerate(self.param_groups) if self._own_part(g)["params"]]
 
     def _compare(self) -> None:
-        """Raise if parameters have parted: each rank would send parts of another model."""
+        """Raise if ranks hold different parameters: they would mix different models."""
         every = (p for group in self.param_groups for p in group["params"])
         named = [
             (f"parameter {number}", local)
@@ -266,7 +268,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Step on the parameters of a bucket that is reduced, and exchange them. Collective.
 
         Args:
-            bucket: Its buffer holds the averages. The same on all ranks.
+            bucket: The bucket, whose buffer holds the averages. The same on all ranks.
         """
         known = self._by_bucket.get(bucket.index())
         parameters = bucket.parameters()
@@ -281,7 +283,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- states ------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Send all states to one rank, where :meth:`state_dict` then has them. Collective; blocks.
+        """Send all states to one rank, so that :meth:`state_dict` works there. Collective; blocks.
 
         Args:
             to: The global rank.
@@ -313,7 +315,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 "every rank first, then state_dict() on that rank"
             )
         numbers = iter(range(len(self._owner)))
-        # What a step adds to a group, only its owners know.
+        # Only ranks that own parameters of a group know the settings that a step adds to it.
         known = {at: each for _, part in reversed(self._saved) for at, each in part.items()}
         groups = [
             {**group, **known.get(at, {}), "params": [next(numbers) for _ in group["params"]]}
@@ -323,10 +325,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states of all parameters; each rank keeps those of its own. Local.
+        """Load states of all parameters; each rank keeps the states that it owns. Local.
 
         Args:
-            state_dict: Of this class, or of the plain optimizer, the same on all ranks.
+            state_dict: From this class or from the plain optimizer, the same on all ranks.
         """
         every = [p for group in self.param_groups for p in group["params"]]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -345,7 +347,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All of a parameter group but its parameters."""
+    """All settings of a parameter group, without the parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -391,11 +393,11 @@ class _BucketStep:
             self.optim.state = whole.optim.state  # one state for all buckets
 
     def is_of_others(self, parameters: Sequence[Tensor]) -> bool:
-        """True if the bucket has other parameters now."""
+        """True if the bucket has other parameters than before."""
         return [*map(id, parameters)] != [*map(id, self._parameters)]
 
     def step(self, grads: Sequence[Tensor]) -> None:
-        """Step with these gradients; the parameters' own are left as they are. Local."""
+        """Step with these gradients, and leave the parameters' ``grad`` as it is. Local."""
         if self.optim is None:
             return
         for own, at in zip(self.optim.param_groups, self._filled, strict=True):

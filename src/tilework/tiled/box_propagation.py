@@ -1,4 +1,4 @@
-"""Factor maps evaluated on boxes: whether an operator is local to tiles, and its results' boxes.
+"""Factor maps evaluated on boxes: whether an operator is local to tiles, and the results' boxes.
 
 An operator is local to tiles if each tile of a result is computed from one tile of each input: no
 sharded factor is unshardable, or missing in a result. Pure values: no tensors, no communication.
@@ -17,12 +17,12 @@ from tilework.tiled.factors import Dim, Factor, FactorMap, volume
 
 #: The start and the size of a part.
 Range = tuple[int, int]
-#: The parts of factors that a tile has; of factors that are missing it has all.
+#: The parts of factors that a tile has; it has all of a factor that is missing here.
 Ranges = dict[Factor, Range]
 
 
 class Obstacle(Enum):
-    """Reasons for which an operator is not local to tiles."""
+    """Reasons why an operator is not local to tiles."""
 
     UNSHARDABLE = "the dim is sharded, and each tile needs all of it"
     REDUCED = "the dim is sharded, and reduced"
@@ -37,8 +37,8 @@ class NotLocal:
 
     Args:
         obstacle: The reason.
-        input: The number of the input that it is about.
-        dim: The first of its dims that is in the way; None if there is no single one.
+        input: The number of the input that causes it.
+        dim: The first dim that causes it; None if there is no single dim.
     """
 
     obstacle: Obstacle
@@ -51,9 +51,9 @@ class LocalOp:
     """An operator runs tile by tile.
 
     Args:
-        map: Its factor map.
-        inputs: The tilings of its inputs.
-        tiles: For each tile the ranges of the factors of which it has only a part.
+        map: The factor map of the operator.
+        inputs: The tilings of the inputs.
+        tiles: For each tile the ranges of factors that are divided.
     """
 
     map: FactorMap
@@ -65,7 +65,7 @@ class LocalOp:
 
         Args:
             output: The number of the result.
-            shape: Its global shape; None: as its factors say, 1 for a dim without any.
+            shape: The global shape; None: as the factors say, 1 for a dim without factors.
 
         Example:
             >>> from tilework.layout import Tile
@@ -83,7 +83,7 @@ class LocalOp:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The global shape of a tensor, and that of one of its tiles."""
+    """The global shape of a tensor, and the shape of a tile."""
 
     shape: Ints
     local_shape: Ints
@@ -108,14 +108,14 @@ class TileRanges:
 
     @property
     def outputs(self) -> list[TileShape]:
-        """The shapes of each output, as its factors say."""
+        """The shapes of each output, as the factors say."""
         ranges = self.op.tiles[self.tile]
         shapes = [(dims, shape_of(dims)) for dims in self.op.map.outputs]
         return [TileShape(shape, _box(dims, shape, ranges).sizes) for dims, shape in shapes]
 
     @property
     def has_empty_shards(self) -> bool:
-        """True if some tile of an input has no elements."""
+        """True if any tile of an input has no elements."""
         return any(tile.box.empty for tiling in self.op.inputs for tile in tiling.tiles)
 
     def local_range(self, factor: Factor) -> Range:
@@ -127,12 +127,12 @@ class TileRanges:
         return math.prod([self.local_range(factor)[1] for factor in dim])
 
     def is_sharded(self, factor: Factor) -> bool:
-        """True if some tile has only a part of a factor."""
+        """True if any tile has only a part of a factor."""
         return any(factor in ranges for ranges in self.op.tiles)
 
 
 def shape_of(dims: Sequence[Dim]) -> Ints:
-    """The sizes of dims that run over these factors; 1 for a dim without any."""
+    """The sizes of dims that run over these factors; 1 for a dim without factors."""
     return tuple([volume(dim) for dim in dims])
 
 
@@ -140,7 +140,7 @@ def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges) -> Box:
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, factors in enumerate(dims):
         for at, factor in enumerate(factors):
-            if factor in ranges:  # the outermost that is not of size 1
+            if factor in ranges:  # the outermost factor that is not of size 1
                 start, size = ranges[factor]
                 inner = volume(factors[at + 1 :])
                 offsets[dim], sizes[dim] = start * inner, size * inner
@@ -150,12 +150,12 @@ def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges) -> Box:
 def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | NotLocal:
     """The evaluation of an operator's factor map on tilings.
 
-    Tiles with one number are computed together, so all inputs must have as many, each on the same
-    ranks as those of the first input, and all the same part of a factor.
+    Tiles with the same number are computed together: each input must have as many tiles as the
+    first, on the same ranks, and with the same parts of factors.
 
     Args:
         mapped: The factor map.
-        inputs: The tiling of each input, none of them partial.
+        inputs: The tiling of each input, none partial.
     """
     ranges: list[list[Ranges]] = []
     for number, tiling in enumerate(inputs):
@@ -182,9 +182,9 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
 
 
 def _covers(local: LocalOp) -> bool:
-    """True if the tiles' results are all of the results.
+    """True if the tiles' results cover the results.
 
-    Rows of one input and columns of another give but the diagonal blocks of a product.
+    Rows of one input and columns of another give only the diagonal blocks of a product.
     """
     return all(
         sum([box.volume for box in local.boxes(number)]) == math.prod(shape_of(dims))
@@ -195,7 +195,7 @@ def _covers(local: LocalOp) -> bool:
 def _restrict(
     tiles: list[Ranges], mapped: FactorMap, number: int, tiling: Tiling, dim: int
 ) -> Obstacle | None:
-    """Note the ranges of factors that tiles have along a dim; the obstacle if that cannot be."""
+    """Note the ranges of factors that tiles have along a dim; returns an obstacle or None."""
     extent, factors = tiling.shape[dim], mapped.inputs[number][dim]
     if factors and volume(factors) != extent:
         return Obstacle.MISMATCHED
@@ -214,15 +214,15 @@ def _restrict(
             return obstacle
         if start % inner or size % inner:
             return Obstacle.UNALIGNED
-        if ranges.get(factors[at], (0, 1))[1]:  # else the tile is empty for another dim's sake
+        if ranges.get(factors[at], (0, 1))[1]:  # else the tile is empty because of another dim
             ranges[factors[at]] = start // inner, size // inner
     return None
 
 
 def _squeezed_into(mapped: FactorMap, tiling: Tiling) -> Dim:
-    """The factors of a dim of size 1 that a rearrangement drops, for tiles that have nothing of it.
+    """The factors of a dim of size 1 that a rearrangement drops, for empty tiles.
 
-    Their results must be empty: they have nothing of the first factor of the result.
+    Their results must be empty, too: these tiles get nothing of the result's first factor.
     """
     results = [math.prod(shape_of(dims)) for dims in mapped.outputs]
     if not mapped.rearranges or results != [math.prod(tiling.shape)]:
@@ -245,7 +245,7 @@ def _obstacle(mapped: FactorMap, factor: Factor) -> Obstacle | None:
 
 
 def _merged(of_inputs: Sequence[Ranges]) -> Ranges:
-    """The ranges of one tile, from those of each input."""
+    """The ranges of one tile, from the ranges of each input."""
     merged: Ranges = {}
     for ranges in of_inputs:
         merged.update(ranges)
@@ -253,7 +253,7 @@ def _merged(of_inputs: Sequence[Ranges]) -> Ranges:
 
 
 def _fits(dims: Sequence[Dim], tiling: Tiling, tiles: Sequence[Ranges]) -> bool:
-    """True if an input's tiles are the parts that these ranges make of it."""
+    """True if an input's tiles are exactly the parts given by these ranges."""
     return all(
         _box(dims, tiling.shape, ranges) == tile.box
         for ranges, tile in zip(tiles, tiling.tiles, strict=True)

@@ -14,11 +14,11 @@ class Factor:
     Compared by identity. A mesh axis may shard one factor, or none.
 
     Args:
-        size: The number of elements that it runs over.
+        size: The number of elements of the loop.
         name: For messages.
         unshardable: Whether each rank needs all of it.
-        reduce_op: The reduction of the ranks' results if it is sharded and an output lacks it;
-            None if there is none.
+        reduce_op: The reduction of the ranks' results if the factor is sharded and an output lacks
+            it; None: there is no reduction.
     """
 
     __slots__ = ("name", "reduce_op", "size", "unshardable")
@@ -38,8 +38,8 @@ class Factor:
         return f"{self.name or 'factor'}={self.size}{'!' if self.unshardable else ''}"
 
 
-#: The factors that a dim runs over, the outermost first. None at all for a dim that is broadcast,
-#: and for one that is never sharded.
+#: The factors that a dim runs over, the outermost first. Empty for a dim that is broadcast or never
+#: sharded.
 Dim = tuple[Factor, ...]
 #: The factors of each dim of a tensor.
 DimFactors = tuple[Dim, ...]
@@ -50,15 +50,16 @@ class FactorMap:
     """The factors of all tensors of a call.
 
     Args:
-        inputs: For each tensor among the arguments, in their order, the factors of its dims.
-        outputs: For each tensor of the result, likewise.
-        linear: Sets of inputs (their numbers) in which the operator is linear, all of a set
-            together: if these are partial sums and the others are not, the result is one.
-        rearranges: Whether it only moves, repeats or drops elements: then any Partial passes.
-        addends: Inputs that are added to what is summed over factors that no output has: where
-            such a factor is sharded, one rank adds them.
-        extremum: "max" or "min" if it takes the greatest or the least of elements, of whichever
-            inputs: then inputs that are partial in that reduction may stay so.
+        inputs: For each tensor among the arguments, in order, the factors of the dims.
+        outputs: The same for each tensor of the result.
+        linear: Sets of inputs (their numbers) in which the operator is linear, jointly within a
+            set: if all of a set are partial sums, and the others are not, the result is one, too.
+        rearranges: Whether the operator only moves, repeats or drops elements: then any Partial
+            passes.
+        addends: Inputs that are added to a sum over factors that no output has: where such a
+            factor is sharded, only one rank adds them.
+        extremum: "max" or "min" if results are the greatest or the least elements of all inputs:
+            then inputs that are partial in that reduction may stay partial.
     """
 
     inputs: tuple[DimFactors, ...]
@@ -87,14 +88,14 @@ def factors_of(shape: Sequence[int], names: str = "") -> list[Factor]:
 
 
 def dim_factors(dims: Sequence[Factor | Dim | None]) -> DimFactors:
-    """The factors of each dim, from single factors, tuples of them, and None for dims without."""
+    """The factors of each dim, from single factors, tuples of them, and None for no factors."""
     return tuple(
         () if dim is None else (dim,) if isinstance(dim, Factor) else tuple(dim) for dim in dims
     )
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFactors]]:
-    """The factors of the shape that shapes are broadcast to, and those of the dims of each.
+    """The factors of the shape that shapes are broadcast to, and the factors of each shape's dims.
 
     Example:
         >>> factors, (a, b) = broadcast([(4, 1), (3,)])
@@ -122,7 +123,7 @@ def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The shape that shapes are broadcast to (torch's own function is slow to import).
 
     Raises:
-        ValueError: They do not fit together.
+        ValueError: The shapes do not fit together.
     """
     factors, _ = broadcast(shapes)
     sizes = tuple(factor.size for factor in factors)
@@ -142,7 +143,7 @@ _TOKEN = re.compile(r"([A-Za-z_]\w*)([*!]?)$")
 class _Token:
     name: str
     many: bool
-    """Whether it stands for any number of dims, the last of which are aligned and broadcast."""
+    """Whether the name stands for any number of dims, aligned at the last and broadcast."""
     unshardable: bool
 
 
@@ -156,15 +157,15 @@ class _Slot:
 class Pattern:
     """A factor map for any shapes, as text: ``b* i, o i, o? -> b* o``.
 
-    Tensors are separated by commas: each tensor argument, in their order, then after ``->`` each
-    tensor of the result. For a tensor the factor of each dim is named. ``b*`` stands for any number
-    of dims, which are broadcast as torch does it; ``i!`` for a dim that is unshardable; a tensor
-    that ends in ``?`` for an argument that may be None, all of whose dims are broadcast.
+    Commas separate tensors: all tensor arguments, in order, and after ``->`` all tensors of the
+    result. A tensor is written as the names of the factors of its dims. ``b*`` stands for any
+    number of dims, which are broadcast as in torch; ``i!`` for an unshardable dim. A tensor that
+    ends in ``?`` may be None; all its dims are broadcast.
 
     A factor that no output has is reduced: by a sum, unless ``reduce_ops`` says otherwise.
 
     Raises:
-        ValueError: The text is no such line.
+        ValueError: The text is not such a line.
 
     Example:
         >>> pattern = Pattern.parse("b* i, o i, o? -> b* o")
@@ -179,7 +180,7 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str, reduce_ops: Mapping[str, str | None] | None = None) -> Pattern:
-        """The pattern that a line writes."""
+        """The pattern that a line describes."""
         sides = text.split("->")
         if len(sides) != 2:
             raise ValueError(
@@ -202,10 +203,10 @@ class Pattern:
         return cls(text, tuple(inputs), tuple(outputs), dict(reduce_ops or {}))
 
     def of(self, shapes: Sequence[Sequence[int] | None]) -> FactorMap:
-        """The factor map for arguments of these shapes; None stands for one that is not given.
+        """The factor map for arguments of these shapes; None stands for a missing argument.
 
         Args:
-            shapes: Of each argument.
+            shapes: The shape of each argument.
 
         Raises:
             ValueError: The shapes do not fit the text.
@@ -254,7 +255,7 @@ class Pattern:
         }
 
     def _spans(self, slot: _Slot, shape: Sequence[int]) -> list[tuple[str, list[int]]]:
-        """The sizes that each token of a tensor stands for."""
+        """The sizes of the dims that each name of a tensor stands for."""
         many = [token for token in slot.tokens if token.many]
         rest = len(shape) - (len(slot.tokens) - len(many))
         if rest < 0 or (rest > 0 and not many):

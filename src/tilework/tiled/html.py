@@ -61,7 +61,7 @@ def _text(text: str) -> str:
 
 
 def _span(styled: Styled) -> str:
-    """Text in one of the styles that pictures have: none, bold, a colour, black on a colour."""
+    """Text in a style of pictures: none, bold, a colour, black on a colour."""
     text, style = _text(styled[0]), styled[1]
     if style == "bold":
         return f"<b>{text}</b>"

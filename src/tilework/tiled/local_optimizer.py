@@ -1,7 +1,7 @@
-"""Optimizers stepped on local tensors: which may be, and which of their states have elements.
+"""Optimizers that step on local tensors: which are suitable, and which states have elements.
 
-An elementwise optimizer does to each element of a parameter what depends on that element's gradient
-and states alone. So its step on local tensors is its step on the tensors that are made of them.
+An elementwise optimizer changes each element of a parameter depending only on that element's
+gradient and states. A step on local tensors is therefore a step on the whole tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _TRIAL_STEPS = 3
 
 
 def is_per_element(name: str, state: object, local: Tensor) -> bool:
-    """True if this state of a local tensor has an element for each of the tensor's."""
-    # The number of steps has no dims, and nor may the parameter have any.
+    """True if this state of a local tensor has an element for each element of the tensor."""
+    # The number of steps has no dims, but a parameter may have none either.
     return isinstance(state, Tensor) and state.shape == local.shape and name != "step"
 
 
@@ -34,13 +34,13 @@ def check_elementwise(
 ) -> None:
     """Raise if an optimizer is not elementwise. Local.
 
-    One that is not among the known ones is tried on a small tensor, and on slices of it, which
-    takes milliseconds.
+    An unknown optimizer is tried on a small tensor, and on slices of it, which takes
+    milliseconds.
 
     Raises:
-        TypeError: It is no optimizer class.
+        TypeError: ``optimizer_class`` is not a subclass of Optimizer.
         ValueError: The step on slices differs from the step on the full tensor.
-        Exception: The optimizer does not take its arguments.
+        Exception: The optimizer refuses the arguments.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
@@ -54,7 +54,7 @@ def check_elementwise(
         return optimizer_class([tensor], *args, **options)
 
     expected = _trial_update(make, full)
-    # Each slice by an optimizer of its own, as on several ranks.
+    # A separate optimizer for each slice, as on several ranks.
     actual = torch.cat([_trial_update(make, local) for local in (full[:1], full[1:])])
     if not torch.allclose(expected, actual, rtol=1e-6, atol=1e-9 * float(expected.abs().max())):
         raise ValueError(
@@ -70,7 +70,7 @@ def _trial_update(make: Callable[[Tensor], Optimizer], numbers: Tensor) -> Tenso
     optimizer = make(parameter)
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), float):
-            group["lr"] = 0.1  # one that was to grow from 0 would change nothing
+            group["lr"] = 0.1  # a rate that grows from 0 would change nothing
 
     for step in range(_TRIAL_STEPS):
 

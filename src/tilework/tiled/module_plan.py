@@ -36,7 +36,7 @@ def is_pattern(name: str) -> bool:
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that the pattern stands for, in their order; a wildcard matches no dot.
+    """The names that match the pattern, in order; a wildcard matches no dot.
 
     Example:
         >>> matching_names("*.weight", ["0.weight", "0.bias", "1.norm.weight"])
@@ -52,11 +52,11 @@ def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def close_names(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The names that a mistyped one was most likely meant to be, for error messages."""
+    """The names most similar to a mistyped name, for error messages."""
     return difflib.get_close_matches(name, list(names), n=3, cutoff=cutoff)
 
 
 def split_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The submodule that has what is named, and the last part of the name."""
+    """The submodule that owns the named attribute, and the last part of the name."""
     owner, _, last = name.rpartition(".")
     return module.get_submodule(owner), last

@@ -1,9 +1,9 @@
 """The normal form of a call's arguments, as torch's schemas say.
 
-torch's parser takes more than the schemas have: names from numpy and from aliases; tensors without
-dims and whole numbers of numpy's where it wants numbers, as ``torch.div(a, b,
-rounding_mode="floor")`` gives them for sizes; lists of lists and arrays as the index of ``x[…]``.
-Rules take what the schemas have, and a sharding may not be cached for numbers that it does not see.
+torch's parser accepts more than the schemas say: names from numpy and from aliases; for numbers
+also tensors without dims and numpy's integers, as ``torch.div(a, b, rounding_mode="floor")`` gives
+them for sizes; lists of lists and arrays as the index of ``x[…]``. Rules expect the form of the
+schemas, and a sharding must not be cached for numbers that the cache key does not contain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilework.tiled.op_names import canonical_name, schemas_of
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-#: Names that torch's parser takes for the schema's, where a signature has the latter.
+#: Aliases that torch's parser accepts for names in a signature.
 _OTHERS = {
     "axis": "dim",
     "keepdims": "keepdim",
@@ -41,12 +41,12 @@ _KINDS = {
     **dict.fromkeys(("float", "number"), "real"),
     **dict.fromkeys(("Tensor", "List[Tensor]"), "tensor"),
 }
-#: The place of all positional arguments from the second on, where torch takes the items of a list.
+#: The key of all positional arguments from the second on, where torch accepts a list's items.
 _SPREAD = "*"
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
-#: As many dims as numpy had: a longer list is one index, whatever is in it.
+#: The former maximum of dims in numpy: a longer list is one index, whatever its items.
 _MOST_DIMS = 32
-#: Arrays of other whole numbers count as int64, and of these as masks.
+#: Arrays of other integers count as int64, arrays of these types as masks.
 _MASKS = frozenset({torch.bool, torch.uint8})
 
 
@@ -78,8 +78,8 @@ def torch_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs
 
 @cache
 def _own_names(*names: str) -> tuple[frozenset[str], str]:
-    """The names of the arguments of operators, and of the first, if all have the same there."""
-    # Schemas without tensors are TorchScript's.
+    """The names of the arguments of operators, and the first name, if all agree on it."""
+    # Schemas without tensors are TorchScript's own.
     schemas = [
         schema
         for name in names
@@ -96,14 +96,14 @@ def _own_names(*names: str) -> tuple[frozenset[str], str]:
 
 
 def normalized(name: str, args: Args, kwargs: Kwargs) -> tuple[list[Any], Kwargs] | None:
-    """A call's arguments with numbers, and indices, as rules take them; None if they are so.
+    """A call's arguments with numbers and indices in the rules' form; None if they already are.
 
     Collective where a DTensor stands for a number, and the value lies on other ranks.
 
     Args:
-        name: The operator's.
-        args: Its positional arguments.
-        kwargs: The others.
+        name: The operator's name.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
     """
     read, named = list(args), kwargs
     if any(map(_may_be_number, (*args, *kwargs.values()))):
@@ -129,7 +129,7 @@ def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
     takes: dict[int | str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for schema in schemas_of(name):
         kinds = [_kind(argument) for argument in schema.arguments]
-        if kinds[:1] != ["tensor"]:  # TorchScript's, of numbers, have the same names
+        if kinds[:1] != ["tensor"]:  # TorchScript's operators on numbers have the same names
             continue
         for position, (argument, kind) in enumerate(zip(schema.arguments, kinds, strict=True)):
             for place in (position, argument.name):
@@ -137,8 +137,8 @@ def _readers(name: str) -> dict[int | str, Callable[[Any], Any]]:
     readers: dict[int | str, Callable[[Any], Any]] = {}
     for place, names in takes.items():
         if whole := names["whole"] | names["list"]:
-            # ``max(dim)`` and ``max(other)``: a tensor there is no number. Nor where lengths are a
-            # list, or a tensor of any number of dims.
+            # ``max(dim)`` and ``max(other)``: a tensor there is not a number. Nor is it where
+            # lengths are a list, or a tensor of any number of dims.
             is_either = names["tensor"] - whole or names["list"] & names["tensor"]
             readers[place] = _whole_unless_tensor if is_either else _whole
         elif names["real"] and not names["tensor"]:
@@ -154,7 +154,7 @@ def _kind(argument: Any) -> str:
 
 
 def _may_be_number(arg: Any) -> bool:
-    """True for a tensor without dims, a whole number of numpy's, and a sequence with either."""
+    """True for a tensor without dims, an integer of numpy, and a sequence with either."""
     if isinstance(arg, list | tuple):
         return any(map(_may_be_number, arg))
     if isinstance(arg, Tensor):
@@ -167,7 +167,7 @@ def _as_it_is(arg: Any) -> Any:
 
 
 def _whole(arg: Any) -> Any:
-    """The whole number that an argument stands for; a list of them; others as they are."""
+    """The integer, or the list of integers, that an argument stands for; else the argument."""
     if not _may_be_number(arg):
         return arg
     if isinstance(arg, list | tuple):
@@ -181,15 +181,15 @@ def _whole_unless_tensor(arg: Any) -> Any:
 
 
 def _real(arg: Any) -> Any:
-    """The number that a tensor stands for, of which there is no gradient."""
+    """The number that a tensor stands for; it has no gradient."""
     if not isinstance(arg, Tensor) or not _may_be_number(arg) or arg.requires_grad:
         return arg
     return arg.item()
 
 
 def _index(index: Any) -> Any:
-    """The index of ``x[…]`` as torch reads it: a list of lists is a tuple of them, and arrays of
-    numpy's are tensors.
+    """The index of ``x[…]`` as torch reads it: a list of lists is a tuple of lists, and arrays of
+    numpy are tensors.
     """
     if _counts_as_tuple(index) or (isinstance(index, tuple) and any(map(_is_array, index))):
         return tuple(map(_as_tensor, index))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-#: Python's operator methods, by the operator that each is.
+#: Python's operator methods, by the operator.
 _DUNDERS = {
     "__add__": "add",
     "__radd__": "add",
@@ -38,7 +38,7 @@ _DUNDERS = {
     "__gt__": "gt",
     "__ge__": "ge",
 }
-#: Other names of the same operators.
+#: Aliases of operators.
 _ALIASES = {
     "absolute": "abs",
     "arccos": "acos",
@@ -76,7 +76,7 @@ def packet_of(func: Any) -> Any:
 
 
 def canonical_name(func: Any) -> tuple[str, bool]:
-    """The operator's name, and whether this form of it writes to its first argument.
+    """The operator's name, and whether this form writes to the first argument.
 
     Example:
         >>> import torch
@@ -98,7 +98,7 @@ def canonical_name(func: Any) -> tuple[str, bool]:
 
 
 def overloads_of(packet: Any) -> list[Any]:
-    """The overloads of an operator of torch's, by itself or by the name in ``torch.ops.aten``."""
+    """The overloads of torch's operator, given as an object or by name in ``torch.ops.aten``."""
     if isinstance(packet, str):
         packet = getattr(torch.ops.aten, packet, None)
     names = packet.overloads() if hasattr(packet, "overloads") else ()

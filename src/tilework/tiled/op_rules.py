@@ -1,7 +1,7 @@
-"""Sharding rules of operators: what a rule is asked with, and what it may answer.
+"""Sharding rules of operators: the arguments and the results of a rule.
 
-A rule is called with the arguments of an operator, each tensor as an :class:`Arg`. Its result says
-how the call runs on shards: as a factor map (:class:`LocalCall`), or by way of other operators
+A rule is called with the arguments of an operator, each tensor as an :class:`Arg`. The result says
+how the call runs on shards: by a factor map (:class:`LocalCall`), or by other operators
 (:class:`Decomposition`). Nothing here depends on the kind of sharded tensor.
 """
 
@@ -19,12 +19,12 @@ from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, dim_facto
 
 @dataclass(eq=False, slots=True)
 class Arg:
-    """A tensor argument of a call, as its rule gets it. A plain tensor counts as replicated.
+    """A tensor argument of a call, as a rule gets it. A plain tensor counts as replicated.
 
     Args:
-        number: Its place among the tensors of the call.
-        shape: Its global shape.
-        dtype: Its dtype.
+        number: The position among the tensors of the call.
+        shape: The global shape.
+        dtype: The dtype.
         sharded_dims: The dims of which ranks hold different shards.
     """
 
@@ -35,12 +35,12 @@ class Arg:
 
     @property
     def layout(self) -> object:
-        """Its layout: equal to that of :attr:`LocalRanges.inputs` if it is taken as it is."""
+        """The layout: equal to the one in :attr:`LocalRanges.inputs` if nothing is moved."""
         return None
 
     @property
     def ndim(self) -> int:
-        """The number of its dims."""
+        """The number of dims."""
         return len(self.shape)
 
     def is_sharded(self, dim: int) -> bool:
@@ -85,7 +85,7 @@ class LocalRanges(Protocol):
         """True if ranks run different ranges of a factor."""
 
 
-#: Makes the function of local tensors that runs instead of the operator; None: the operator runs.
+#: Makes the function to run on local tensors; None: the operator itself runs.
 MakeRun = Callable[[LocalRanges], Callable[..., Any] | None]
 
 
@@ -97,13 +97,13 @@ class OpCall:
 
 @dataclass(frozen=True, eq=False)
 class LocalCall(OpCall):
-    """A call that runs on local shards, wherever a factor map allows them to be.
+    """A call that runs on local shards, in any layout that a factor map allows.
 
     Args:
-        map: What it does to dims.
-        run: None: the operator is called with the same arguments, local tensors in place of
-            sharded ones. Else what this makes is called with the local tensors, in their order.
-        shapes: The outputs' shapes; None: as the operator gives them for tensors of these shapes.
+        map: The factor map of the call.
+        run: None: the operator is called with the same arguments, but local tensors instead of
+            sharded ones. Else makes a function that is called with the local tensors, in order.
+        shapes: The outputs' shapes; None: as the operator gives them for inputs of these shapes.
     """
 
     map: FactorMap
@@ -116,9 +116,9 @@ class Decomposition(OpCall):
     """A call that is computed by other operators on sharded tensors.
 
     Args:
-        run: Called with the call's own arguments.
-        is_checked: True if it refuses what torch does. Else torch is asked with other elements,
-            which those where a tensor has lengths or counts must not be.
+        run: Called with the arguments of the call.
+        is_checked: True if ``run`` refuses everything that torch refuses. Else torch is asked with
+            random elements, which must not stand where a tensor has lengths or counts.
     """
 
     run: Callable[..., Any]
@@ -126,7 +126,7 @@ class Decomposition(OpCall):
 
 
 def unchanged(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """The first argument, as the result of a call that does nothing; to be decomposed into."""
+    """The first argument, unchanged: a decomposition of calls that do nothing."""
     return input
 
 
@@ -147,20 +147,20 @@ def local_call(  # noqa: PLR0913
     run: MakeRun | None = None,
     shapes: Sequence[Ints] | None = None,
 ) -> LocalCall:
-    """The local call of a factor map, from the factors of each argument's dims.
+    """The local call with a factor map, from the factors of each argument's dims.
 
     Args:
         inputs: The factors of the dims of *each* tensor argument.
-        outputs: Likewise for each tensor of the result.
-        linear: Sets of arguments in which the operator is linear, all of a set together.
-        rearranges: Whether it only moves, repeats or drops elements.
-        addends: Arguments that are added to what is summed over factors that no output has.
-        extremum: "max" or "min" if it takes the greatest or the least of its tensors' elements.
+        outputs: The same for each tensor of the result.
+        linear: Sets of arguments in which the operator is linear, jointly within a set.
+        rearranges: Whether the operator only moves, repeats or drops elements.
+        addends: Arguments that are added to a sum over factors that no output has.
+        extremum: "max" or "min" if results are the greatest or the least of the inputs' elements.
         run: As for :class:`LocalCall`.
         shapes: As for :class:`LocalCall`.
     """
     by_number = {arg.number: dim_factors(dims) for arg, dims in inputs.items()}
-    # A tensor where the rule takes a number has no factors: the call is gathered (see dispatch).
+    # A tensor in the place of a number has no factors: the call is gathered (see dispatch).
     dims_of_each: list[DimFactors] = [
         by_number.get(number, ()) for number in range(max(by_number, default=-1) + 1)
     ]

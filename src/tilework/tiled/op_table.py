@@ -1,8 +1,8 @@
-"""The operator table: one entry per operator of torch's, with everything that is known of it.
+"""The operator table: one entry per operator of torch, with all facts about the operator.
 
-All facts go in by :func:`register`: :func:`rule`, :func:`dtensor_rule` and :func:`dtensor_handler`
-are its forms as decorators, and users' own rules are in the same table. :func:`find` has the entry
-of a torch function.
+All facts go in by :func:`register`; :func:`rule`, :func:`dtensor_rule` and :func:`dtensor_handler`
+do the same as decorators. Users' rules are in the same table. :func:`find` looks up the entry of a
+torch function.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from tilework.tiled.op_rules import RuleFunction
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RuleT = TypeVar("RuleT", bound=RuleFunction)
 HandlerT = TypeVar("HandlerT", bound=Handler)
-#: The canonical name of an operator (with "_" for its form in place, if that has an entry of its
-#: own); or a function, where several operators have one name, and for a user's own.
+#: The canonical name of an operator (with "_" for the in-place form, if that has a separate entry);
+#: or a function, where several operators share a name, and for a user's own operator.
 Key = str | Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class OpEntry:
-    """Everything that is known of an operator.
+    """All facts about an operator.
 
     Args:
-        name: Its canonical name (see :mod:`~tilework.tiled.op_names`).
-        rule: How a call runs on shards of any kind, asked with its arguments.
-        dtensor_rule: Asked first if the call has DTensors: how it runs on a mesh where ``rule``
-            would gather sharded dims; None as its result: ``rule`` is asked.
-        values_matter: Whether numbers among the arguments may change what these two say; else only
-            the numbers' kinds do, and a cached result serves calls with other numbers.
-        dtensor_handler: What runs on DTensors instead of any rule.
-        is_elementwise: Whether each element of the results depends on the elements at its own
-            place only, so that lists of tensors (``torch._foreach_*``) may run as local lists.
+        name: The canonical name (see :mod:`~tilework.tiled.op_names`).
+        rule: How a call runs on shards of any kind; called with the arguments.
+        dtensor_rule: Asked first if the call has DTensors: how the call runs on a mesh where
+            ``rule`` would gather sharded dims. If the result is None, ``rule`` is asked.
+        values_matter: Whether numbers among the arguments may change the results of these two
+            rules; else only the numbers' types do, and a cached result serves other numbers.
+        dtensor_handler: A function that runs on DTensors instead of any rule.
+        is_elementwise: Whether each element of the results depends only on the elements at the
+            same place, so that lists of tensors (``torch._foreach_*``) may run as local lists.
         is_view: Whether results share memory with the first argument.
-        may_copy: Whether such a view is a copy where strides cannot write its dims.
+        may_copy: Whether the view is a copy where strides cannot express the dims.
         may_be_input: Whether the result may be the input itself, as where a cast changes nothing.
-        is_random: Whether it draws random numbers; None: as torch's own tags say.
-        is_opaque: Whether torch's Python implementation has to run on full tensors as it is, and
-            must not be run on sharded tensors: it draws random numbers as plain tensors.
-        silent_writes: Arguments that it writes to without torch counting it as a write, such as
-            running statistics.
+        is_random: Whether the operator draws random numbers; None: as torch's tags say.
+        is_opaque: Whether torch's Python implementation has to run unchanged on full tensors, and
+            must not run on sharded tensors: it draws random numbers as plain tensors.
+        silent_writes: Arguments that the operator writes to without torch counting a write, such
+            as running statistics.
     """
 
     name: str
@@ -70,24 +70,24 @@ class OpEntry:
 
     @property
     def draws(self) -> bool:
-        """True if it draws random numbers."""
+        """True if the operator draws random numbers."""
         return _is_tagged_random(self.name) if self.is_random is None else self.is_random
 
 
 @cache
 def _is_tagged_random(name: str) -> bool:
-    """True if torch tags an overload of the operator as one that draws random numbers."""
+    """True if torch tags an overload of the operator as random."""
     return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(name))
 
 
 def aten_parameters(name: str) -> list[str]:
-    """The names of the arguments of torch's operator of this name, over all its overloads."""
+    """The names of the arguments of torch's operator of this name, over all overloads."""
     return [argument.name for schema in schemas_of(name) for argument in schema.arguments]
 
 
 _ENTRIES: dict[Key, OpEntry] = {}
 _DEFAULTS = {field.name: field.default for field in fields(OpEntry)}
-#: Ways to run a call, of which those that are alternatives exclude each other.
+#: Ways to run a call; alternatives exclude each other.
 _EXCLUSIVE = {
     "rule": ("dtensor_handler",),
     "dtensor_rule": ("dtensor_handler",),
@@ -98,8 +98,8 @@ _EXCLUSIVE = {
 def register(key: Key, **facts: Any) -> None:
     """Add facts to the entry of an operator.
 
-    The entry of a function starts with the facts of the operator of its name, but for the ways in
-    which that runs.
+    The entry of a function starts with the facts of the operator of the same name, except how
+    that operator runs.
 
     Args:
         key: The operator.
@@ -128,7 +128,7 @@ def _new_entry(key: Key) -> OpEntry:
 
 
 def override_rule(key: Key, rule: RuleFunction) -> None:
-    """Let a rule be the only way in which an operator runs, whatever was known before."""
+    """Make a rule the only way to run an operator, and drop the others."""
     _ENTRIES[key] = replace(_new_entry(key), rule=rule)
 
 
@@ -138,12 +138,12 @@ def forget(key: Key) -> None:
 
 
 def entry_of(name: str) -> OpEntry:
-    """The entry of the operator of a canonical name."""
+    """The entry of the operator with a canonical name."""
     return _ENTRIES.get(name) or OpEntry(name)
 
 
 def find(func: Any) -> tuple[OpEntry, bool]:
-    """The entry of a torch function, and whether this form writes to its first argument.
+    """The entry of a torch function, and whether this form writes to the first argument.
 
     Example:
         >>> import torch
@@ -157,7 +157,7 @@ def find(func: Any) -> tuple[OpEntry, bool]:
     if entry is None and in_place:
         entry = _ENTRIES.get(f"{name}_")
         if entry is None and (entry := _ENTRIES.get(name)) is not None:
-            entry = replace(entry, dtensor_handler=None)  # of the form that writes nothing
+            entry = replace(entry, dtensor_handler=None)  # the handler is for the other form
     elif entry is None:
         entry = _ENTRIES.get(name)
     return entry or OpEntry(name), in_place
@@ -167,7 +167,7 @@ def find(func: Any) -> tuple[OpEntry, bool]:
 
 
 def rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
-    """Register the decorated function as the rule of operators, with further facts of these.
+    """Register the decorated function as the rule of operators, with further facts.
 
     Example:
         >>> @rule("docs_double", is_elementwise=True)
@@ -185,7 +185,7 @@ def rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
 
 
 def dtensor_rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
-    """Register the decorated function as a rule for DTensors only; as :func:`rule` otherwise."""
+    """Register the decorated function as a rule for DTensors only; otherwise like :func:`rule`."""
 
     def add(function: RuleT) -> RuleT:
         for key in keys:
@@ -196,7 +196,7 @@ def dtensor_rule(*keys: Key, **facts: Any) -> Callable[[RuleT], RuleT]:
 
 
 def dtensor_handler(*keys: Key, **facts: Any) -> Callable[[HandlerT], HandlerT]:
-    """Register the decorated function as what runs functions on DTensors, instead of a rule."""
+    """Register the decorated function to run operators on DTensors, instead of a rule."""
 
     def add(function: HandlerT) -> HandlerT:
         for key in keys:

@@ -27,12 +27,12 @@ def pattern_rule(
     """Register a rule that is one line.
 
     Args:
-        names: ``"linear(input, weight, bias=None)"``, or several names of operators that are
-            called alike, separated by spaces: ``"mm _int_mm(input, mat2)"``.
+        names: ``"linear(input, weight, bias=None)"``, or several operators with the same
+            arguments, separated by spaces: ``"mm _int_mm(input, mat2)"``.
         text: The line; see :class:`~tilework.tiled.factors.Pattern`.
-        linear: Sets of arguments in which it is linear: ``"input bias, weight bias"``.
-        addends: Arguments that are added to what is summed over factors that no output has.
-        reduce_ops: How factors are reduced that are not summed.
+        linear: Sets of arguments in which the operator is linear: ``"input bias, weight bias"``.
+        addends: Arguments that are added to a sum over factors that no output has.
+        reduce_ops: The reductions of factors that are not summed.
         values_matter: As for :class:`~tilework.tiled.op_table.OpEntry`.
     """
     head, _, parameters = names.partition("(")
@@ -79,11 +79,11 @@ def match_pattern(
     addends: Sequence[Arg | None] = (),
     run: MakeRun | None = None,
 ) -> RuleResult:
-    """The local call that a line describes; None if the arguments do not fit it.
+    """The local call that a line describes; None if the arguments do not fit.
 
     Args:
         pattern: The line.
-        tensors: The call's tensor arguments in the line's order; None for one that is not given.
+        tensors: The call's tensor arguments in the line's order; None for a missing argument.
         linear: As for :func:`~tilework.tiled.op_rules.local_call`.
         addends: As for :func:`~tilework.tiled.op_rules.local_call`.
         run: As for :class:`~tilework.tiled.op_rules.LocalCall`.

@@ -1,4 +1,4 @@
-"""Pictures of boxes in characters: the shards of a tensor. Pure text; colours come on top."""
+"""Pictures of boxes in characters: the shards of a tensor. Pure text; colours come later."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from itertools import accumulate, groupby, islice, pairwise, product
 
 from tilework.layout import Box
 
-#: Text, and the number of the box that it lies in; None between and around the boxes.
+#: Text, and the number of the box that it lies in; None outside of boxes.
 Span = tuple[str, int | None]
 Line = list[Span]
 
-#: The numbers of cells that no box has: where rows are left out, and around the tensor.
+#: The numbers of cells without a box: rows that are left out, and the surroundings.
 _LEFT_OUT, _OUTSIDE = -1, -2
 #: By the sides from which lines come: above (1), below (2), left (4), right (8).
 _GLYPHS = {0: " ", 3: "│", 12: "─", 5: "┘", 9: "└", 6: "┐", 10: "┌", 7: "┤", 11: "├", 13: "┴",
     14: "┬", 15: "┼"}  # fmt: skip
-#: No cell is made wider than this for its label, which is shortened instead.
+#: No cell is made wider than this for a label; longer labels are shortened.
 _LABEL_WIDTH = 8
-#: A row of average size takes this many lines, its border included, if there is room.
+#: A row of average size takes this many lines, with the border, if there is room.
 _LINES_PER_ROW = 3
 
 
@@ -32,9 +32,9 @@ class PictureSize:
 
     Args:
         width: Characters across.
-        height: Lines of one picture, if its rows are not too many for that.
-        rows: The most rows of boxes; of more, the middle ones are left out.
-        slices: The most pictures, for tensors that are sharded along more than two dims.
+        height: Lines of one picture, unless there are too many rows.
+        rows: The maximum of rows of boxes; the middle rows are left out if there are more.
+        slices: The maximum of pictures, for tensors that are sharded along more than two dims.
     """
 
     width: int
@@ -46,15 +46,15 @@ class PictureSize:
 def draw(
     shape: Sequence[int], boxes: Sequence[Box], labels: Sequence[Sequence[str]], size: PictureSize
 ) -> list[Line]:
-    """The picture's lines, with boxes in proportion, but none too small to be seen.
+    """The lines of the picture, with boxes in proportion, but none too small to be seen.
 
-    Two dims are drawn, sharded ones if there are any. If more are sharded, there are pictures of
-    slices along the others.
+    Two dims are drawn, sharded dims first. If more dims are sharded, several pictures show slices
+    along the others.
 
     Args:
         shape: The tensor's shape.
         boxes: The shards, which do not overlap; empty ones are not drawn.
-        labels: For each box its possible labels, the longest first.
+        labels: For each box the possible labels, the longest first.
         size: The limits of the picture.
 
     Example:
@@ -71,7 +71,7 @@ def draw(
     if not full:
         return []
     cuts = [_cuts(n, dim, boxes) for dim, n in enumerate(shape)]
-    # The sharded dims come last, and of them the last two are drawn.
+    # The sharded dims come last, and the last two dims are drawn.
     order = sorted(range(len(shape)), key=lambda dim: (len(cuts[dim]) > 2, dim))
     down_across, sliced = sorted(order[-2:]), [d for d in order[:-2] if len(cuts[d]) > 2]
     lines: list[Line] = [[(_caption(shape, down_across, sliced), None)]]
@@ -134,7 +134,7 @@ class _Axis:
         return [0, *accumulate(size + 1 for size in self.sizes)]
 
     def between(self, start: int, end: int) -> tuple[int, int]:
-        """The first cell between ``start`` and ``end``, and the one behind the last."""
+        """The first cell between ``start`` and ``end``, and the cell after the last."""
         return bisect_left(self.cuts, start), bisect_right(self.cuts, end) - 1
 
     def neighbours(self) -> list[tuple[int, int]]:
@@ -146,9 +146,9 @@ class _Axis:
 
 
 def _axis(cuts: list[int], least: int, room: int, most: int) -> _Axis:
-    """Cells with sizes in proportion, at least ``least``, that take ``room`` with their lines.
+    """Cells in proportion, at least ``least`` characters each, that fill ``room`` with their lines.
 
-    Of more than ``most`` cells the middle ones are drawn as one of average size.
+    If there are more than ``most`` cells, one cell of average size stands for the middle ones.
     """
     lengths = [end - start for start, end in pairwise(cuts)]
     if len(lengths) > most:
@@ -171,7 +171,7 @@ class _Picture:
 
     down: _Axis
     across: _Axis
-    #: For each visible box its cells: from and to, down and across.
+    #: For each visible box the range of cells: from and to, down and across.
     spans: dict[int, tuple[int, int, int, int]]
     labels: dict[int, Sequence[str]]
     ndim: int  # of the tensor, at most 2
@@ -189,7 +189,7 @@ class _Picture:
         return grid
 
     def lines(self) -> list[Line]:
-        """The picture, with the numbers along its dims."""
+        """The picture, with the numbers along the dims."""
         body = [_spans_of(row) for row in self._characters()]
         if self.ndim == 0:
             return body
@@ -203,7 +203,7 @@ class _Picture:
         return [[(ruler, None)], *([(margin.rjust(gutter), None), *row] for margin, row in rows)]
 
     def _characters(self) -> list[list[tuple[str, int | None]]]:
-        """All characters, each with the number of its box."""
+        """All characters, each with the number of the box."""
         columns = self.across.neighbours()
         rows = []
         for above, below in self.down.neighbours():
@@ -242,7 +242,7 @@ def _picture(
     labels: Sequence[Sequence[str]],
     size: PictureSize,
 ) -> _Picture:
-    # A tensor of one dim is drawn as one cell high, a scalar as one cell wide, too.
+    # A tensor of one dim is one cell high; a scalar is also one cell wide.
     missing = 2 - len(dims)
     down_cuts, across_cuts = [[0, 1]] * missing + [cuts[dim] for dim in dims]
     margin = max(len(str(cut)) for cut in down_cuts) + 1 if not missing else 0
@@ -276,7 +276,7 @@ def _spans_of(row: list[tuple[str, int | None]]) -> Line:
 
 
 def _ruler(axis: _Axis) -> str:
-    """The line of indices above the picture, as many as there is room for."""
+    """The line of indices above the picture, as many as there is room."""
     ruler = [" "] * (axis.edges[-1] + 1)
     marks = list(zip(axis.edges, map(str, axis.cuts), strict=True))
     for edge, text in (marks[0], marks[-1], *marks[1:-1]):

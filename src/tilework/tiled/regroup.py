@@ -11,8 +11,8 @@ from tilework.tiled.factors import Dim, Factor
 def regrouped(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
     """The factors of the dims of two shapes of one tensor, whose elements keep their order.
 
-    Dims are split and merged from the outermost on, as far as sizes have factors in common. A
-    factor without a counterpart is unshardable.
+    Dims are split and merged from the outermost on, as far as sizes have common factors. A factor
+    without a counterpart is unshardable.
 
     Example:
         >>> regrouped((6, 4, 5), (3, 8, 5))
@@ -68,7 +68,7 @@ class _Side:
 
 
 def _take_unshardable(befores: _Side, afters: _Side) -> None:
-    """Take unshardable factors until both sides have as many elements again."""
+    """Take unshardable factors until both sides have the same number of elements."""
     had, gets = _take_rest(befores), _take_rest(afters)
     while had != gets:
         if had < gets:
@@ -85,7 +85,7 @@ def _take_rest(side: _Side) -> int:
 
 
 def _without_elements(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
-    """The factors for tensors without elements: dims in common are the first ones."""
+    """The factors for tensors without elements: common dims are the first."""
     same = 0
     while same < min(len(old), len(new)) and old[same] == new[same]:
         same += 1

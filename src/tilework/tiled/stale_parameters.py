@@ -1,9 +1,9 @@
 """Parameters that a model no longer has, and the error of an optimizer that steps them.
 
-Functions that replace a module's parameters, as ``fully_shard`` and ``parallelize_module`` do, mark
-the tensors that they take out. An optimizer that was made before holds those: its steps would
-change nothing in the model, in silence. A hook before the steps of all optimizers looks for marked
-tensors, and raises. It looks only where something was marked since the optimizer's last step.
+Functions that replace a module's parameters, such as ``fully_shard`` and ``parallelize_module``,
+mark the tensors that they remove. An optimizer made before still holds these tensors: a step would
+silently change nothing in the model. A hook before the steps of all optimizers looks for marked
+tensors, and raises. It looks only if something was marked since the optimizer's last step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-#: The attribute of an optimizer that has the number of marks, and of its groups, at its last look.
+#: The attribute of an optimizer for the numbers of marks and of groups at the last look.
 _LOOKED = "_tilework_looked"
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class _Replaced:
-    """The place where a parameter was, and who has put another there."""
+    """The former place of a parameter, and the function that replaced it there."""
 
     owner: weakref.ref[nn.Module]
     attribute: str
@@ -42,7 +42,7 @@ class _Replaced:
         return f"{self.name!r} ({_text(old)}), which {self.by} has replaced by {_text(now)}"
 
 
-#: Marks by tensor; as long as both live.
+#: Marks by tensor, as long as both live.
 _marks: Any = WeakTensorKeyDictionary()
 _numbers = itertools.count(1)
 _last_mark = 0
@@ -51,18 +51,18 @@ _last_mark = 0
 def mark_replaced(
     old: Tensor, owner: nn.Module, attribute: str, *, name: str = "", by: str
 ) -> None:
-    """Have optimizers that step ``old`` raise, as long as its module does not have it again. Local.
+    """Make optimizers that step ``old`` raise until the module has ``old`` again. Local.
 
-    Call it when another parameter, or none, has taken the place of ``old``. The mark ends with the
-    tensor or its module; where the module has the very tensor again at the time of a step, nothing
-    raises. Costs three microseconds.
+    Call it when ``old`` was removed, or replaced by another parameter. The mark ends with the
+    tensor or the module. If the module has the same tensor again at the time of a step, nothing
+    raises. The call takes three microseconds.
 
     Args:
         old: The parameter that the module no longer has.
-        owner: The module that had it: the submodule itself, not the model.
-        attribute: Its name in ``owner``.
-        name: Its full name in the model, for errors; "": ``attribute``.
-        by: Who has replaced it, for errors: ``"parallelize_module"``.
+        owner: The module that had ``old``: the submodule itself, not the model.
+        attribute: The parameter's name in ``owner``.
+        name: The full name in the model, for errors; "": ``attribute``.
+        by: The function that replaced it, for errors: ``"parallelize_module"``.
 
     Example:
         >>> import torch
@@ -82,7 +82,7 @@ def mark_replaced(
 
 @contextmanager
 def marking_replaced(module: nn.Module, by: str) -> Iterator[None]:
-    """Call :func:`mark_replaced` at the end for all parameters that were replaced meanwhile. Local.
+    """At the end, call :func:`mark_replaced` for all parameters replaced within. Local.
 
     Args:
         module: The model.
@@ -109,7 +109,7 @@ def marking_replaced(module: nn.Module, by: str) -> Iterator[None]:
 
 
 class ParameterPlaces:
-    """The parameters of a module, and where each is, as they are at construction of this.
+    """The parameters of a module and their places when this object was made.
 
     Args:
         module: The model.
@@ -125,10 +125,10 @@ class ParameterPlaces:
         ]
 
     def mark_replaced(self, by: str) -> None:
-        """Call :func:`mark_replaced` for those that the model does not have any more. Local.
+        """Call :func:`mark_replaced` for parameters that the model no longer has. Local.
 
         Args:
-            by: Who has replaced them, for errors.
+            by: The function that replaced them, for errors.
         """
         now = set(map(id, self._module.parameters()))
         for owner, attribute, name, parameter in self._places:
@@ -137,7 +137,7 @@ class ParameterPlaces:
 
 
 def forget_mark(tensor: Tensor) -> None:
-    """Take a mark off: the tensor is a parameter of the model again. Local.
+    """Remove a mark: the tensor is a parameter of the model again. Local.
 
     Example:
         >>> import torch

@@ -26,12 +26,12 @@ def document(
     """A picture.
 
     Args:
-        width: In pixels.
-        height: In pixels.
-        colours: By the kinds of bars.
-        parts: What the other functions return.
-        inherits: True of words in the colour of the page around, for a page's own theme; False: as
-            the reader's system has it, light or dark.
+        width: The width in pixels.
+        height: The height in pixels.
+        colours: The colours by the kinds of bars.
+        parts: The results of the other functions.
+        inherits: True for words in the colour of the surrounding page, for pages with a theme;
+            False: as the reader's system is set, light or dark.
 
     Example:
         >>> document(9, 9, {"ours": "#34d399"}, [bar("ours", 0, 0, 9, 9)]).splitlines()[-2]
@@ -50,13 +50,13 @@ def document(
 
 
 def bar(kind: str, x: float, y: float, width: float, height: float, told: str = "") -> str:
-    """A bar, which tells something when it is pointed at."""
+    """A bar with a tooltip."""
     box = f'<rect class="{kind}" x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"'
     return f"{box}><title>{escape(told)}</title></rect>" if told else f"{box}/>"
 
 
 def words(x: float, y: float, text: str, kind: str = "") -> str:
-    """Words at a place; of kind "title", "end" or "middle", which are aligned there."""
+    """Words at a place; the kinds "end" and "middle" set the alignment."""
     look = f' class="{kind}"' if kind else ""
     return f'<text{look} x="{x:.6g}" y="{y:.6g}">{escape(text)}</text>'
 
@@ -70,12 +70,12 @@ def legend(x: float, y: float, names: Mapping[str, str]) -> Iterator[str]:
 
 
 def axis(ticks: Iterable[tuple[float, str]], top: float, bottom: float) -> Iterator[str]:
-    """Lines down the picture, each with words above it.
+    """Lines down the picture, each with words above.
 
     Args:
-        ticks: The place across, and the words, of each.
-        top: Where lines begin.
-        bottom: Where they end.
+        ticks: The horizontal position and the words of each line.
+        top: The top of the lines.
+        bottom: The bottom of the lines.
     """
     for x, text in ticks:
         yield f'<line x1="{x:.6g}" x2="{x:.6g}" y1="{top:.6g}" y2="{bottom:.6g}"/>'

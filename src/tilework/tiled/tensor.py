@@ -1,4 +1,4 @@
-"""TiledTensor: the base of both tensors, a torch.Tensor that stands for all its tiles."""
+"""TiledTensor: the base of both tensors, a torch.Tensor that stands for all tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TiledT = TypeVar("TiledT", bound="TiledTensor")
 
 
 def is_called_within(package: str) -> bool:
-    """True if a package of torch's is running this: "export", say. For texts of errors."""
+    """True if a package of torch, such as "export", has called this. For errors."""
     frame: FrameType | None = sys._getframe(1)
     part = os.path.join("torch", package, "")
     while frame is not None:
@@ -35,10 +35,10 @@ def _instead() -> str:
 
 
 class TiledTensor(Tensor):
-    """A tensor of a global shape, of which this rank holds the tiles that its tiling gives it.
+    """A tensor of a global shape; this rank holds the tiles that the tiling assigns to it.
 
-    It has no memory of its own. Operators on it are intercepted above autograd, by
-    ``__torch_function__``; the tiles are plain tensors with autograd graphs of their own.
+    The tensor has no memory. Operators on it are intercepted above autograd, by
+    ``__torch_function__``; the tiles are plain tensors with separate autograd graphs.
     """
 
     @classmethod
@@ -70,8 +70,8 @@ class TiledTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Only what goes around the interception comes here; it must not lose a gradient or
-        # compute on the memory that is not there.
+        # Only calls that bypass the interception come here; they must not lose a gradient or read
+        # memory that does not exist.
         if is_called_within("_functorch"):
             raise RuntimeError(
                 f"torch.func's transforms (vmap, grad, vjp, jacrev, functionalize) take no "

@@ -1,4 +1,4 @@
-"""Text with styles for terminals: what the pictures of both kinds of tensor have in common."""
+"""Text with styles for terminals: the common part of the pictures of both kinds of tensor."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tilework.tiled.picture import Line
 
-#: Text, and rich's name of a style.
+#: Text, and the name of a style in rich.
 Styled = tuple[str, str]
 StyledLine = list[Styled]
 
 COLOURS = ("#8dd3c7", "#fdb462", "#80b1d3", "#fb8072", "#b3de69", "#bc80bd", "#ffed6f",
     "#a6cee3", "#fccde5", "#ccebc5", "#d9c7a0", "#bebada")  # fmt: skip
-#: Wider pictures are no clearer.
+#: The maximum width: wider pictures are no clearer.
 _MAX_WIDTH = 90
-#: For outputs that are not in Unicode.
+#: Replacements for outputs without Unicode.
 _ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++++++.v>#")
 
 
@@ -26,7 +26,7 @@ def print_styled(render: Callable[[int], Iterable[StyledLine]], rows: bool = Fal
 
     Args:
         render: Makes the lines for a width.
-        rows: True of rows of a table, which are not broken where they are piped on.
+        rows: True for rows of a table, which are not wrapped in a pipe.
     """
     from rich.console import Console
     from rich.text import Text
@@ -42,7 +42,7 @@ def print_styled(render: Callable[[int], Iterable[StyledLine]], rows: bool = Fal
 
 
 def printable(text: str) -> str:
-    r"""The text with what a terminal would obey, or no encoding has, as escapes.
+    r"""The text with control characters and unencodable characters as escapes.
 
     Example:
         >>> printable("x\x1b[2J"), printable("a\nb\ud800")
@@ -59,7 +59,7 @@ def _escaped(line: str) -> str:
 
 
 def coloured_picture(lines: Iterable[Line], colour_of: Callable[[int], str]) -> list[StyledLine]:
-    """The picture with each box in the colour that ``colour_of`` gives for its number."""
+    """The picture with each box in the colour that ``colour_of`` gives for the box."""
     return [
         [(text, "" if box is None else f"black on {colour_of(box)}") for text, box in line]
         for line in lines
@@ -69,7 +69,7 @@ def coloured_picture(lines: Iterable[Line], colour_of: Callable[[int], str]) -> 
 def in_columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """The rows as lines of aligned columns, the first two to the left, others to the right.
 
-    Of four columns that are too wide for ``width`` the last is left out, then the second.
+    If four columns are too wide for ``width``, the last is left out, then the second.
 
     Example:
         >>> in_columns([["rank", "at", "bytes"], ["0", "1", "1.5 KiB"]], 40)

@@ -1,7 +1,7 @@
-"""torch.nn.init's functions, also while another library has put its own in their places.
+"""torch.nn.init's functions, even while another library has replaced them there.
 
-``transformers`` does so around the making of models: its functions call torch's, which then name
-what they find under their own name, the replacement, as the function that a tensor overrides.
+``transformers`` does so while it makes models. Its functions call torch's, which then look up their
+own name, find the replacement, and report it as the function that a tensor overrides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch.nn import init
 
-#: As they were when tilework was imported: those that ask tensors whether they override them.
+#: The functions at import of tilework, if they let tensors override them.
 _ORIGINALS: Final = {
     name: function
     for name, function in vars(init).items()
@@ -20,7 +20,7 @@ _ORIGINALS: Final = {
 
 
 def original(func: Any) -> Any:
-    """The function of torch's in whose place ``func`` stands in ``torch.nn.init``, or ``func``.
+    """The function that ``func`` replaces in ``torch.nn.init``; else ``func``.
 
     Example:
         >>> original(init.uniform_).__module__

@@ -1,9 +1,9 @@
-"""torch's functions of state dicts, on models of tilework's: tilework's own of the same names.
+"""torch's functions of state dicts, redirected to tilework's functions for models of tilework.
 
-``torch.distributed.checkpoint.state_dict`` gathers and cuts torch's DTensors alone. Any other
-tensor it takes for a whole one, without asking the tensor anything, so that sharded tensors of
-tilework's would stay sharded in silence. Its public functions all end in one of four, which have
-the model and the options. These four look at the model first.
+``torch.distributed.checkpoint.state_dict`` gathers and cuts only torch's DTensors. It takes any
+other tensor for a whole one, without asking the tensor: sharded tensors of tilework would silently
+stay sharded. All public functions of the module end in one of four functions, which get the model
+and the options. These four now look at the model first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def _is_ours(model: nn.Module) -> bool:
-    """True for a model with tensors or modules of tilework's."""
+    """True for a model with tensors or modules of tilework."""
     kinds = {kind for each in model.modules() for kind in type(each).__mro__}
     return any(kind.__module__.startswith("tilework.") for kind in kinds) or any(
         isinstance(each, TiledTensor) for each in chain(model.parameters(), model.buffers())
@@ -35,14 +35,14 @@ def _is_ours(model: nn.Module) -> bool:
 
 
 class _Redirected:
-    """The four functions, for models of tilework's.
+    """The four functions, for models of tilework.
 
     Args:
         torchs: torch's module.
     """
 
     def __init__(self, torchs: Any) -> None:
-        from tilework.checkpoint import state_dict  # which stands above, and is slow to load
+        from tilework.checkpoint import state_dict  # a higher package, and slow to load
 
         self._torchs, self._own = torchs, state_dict
 
@@ -55,7 +55,7 @@ class _Redirected:
 
     def _load_model_state_dict(self, model: nn.Module, state: Any, info: Any) -> Any:
         options, handles = self._options(model, info), [info.handle_model]
-        if info.broadcast_from_rank0 and is_initialized():  # torch's asks each rank's own state
+        if info.broadcast_from_rank0 and is_initialized():  # torch asks for each rank's own state
             broadcast_object_list(handles, 0)
         if not handles[0]:
             return nn.modules.module._IncompatibleKeys([], [])
@@ -127,9 +127,9 @@ def _choosing(torchs: ModuleType, name: str) -> Callable[..., Any]:
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Finds torch's module where it lies, and redirects it as soon as it is loaded.
+    """Finds torch's module in the usual way, and redirects it as soon as it is loaded.
 
-    It is slow to load, so tilework does not load it.
+    The module is slow to load, so tilework does not load it.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

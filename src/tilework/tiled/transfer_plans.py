@@ -1,4 +1,4 @@
-"""Transfer plans of both kinds of tensor; small ones are cached: training repeats its moves."""
+"""Transfer plans of both kinds of tensor; small plans are cached, as training repeats transfers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from functools import lru_cache
 
 from tilework.layout import Box, Plan, Tile, Tiling, plan
 
-#: Plans between tilings of so many tiles are cached; more take longer to run than to plan.
+#: Plans up to this number of tiles are cached; larger ones run longer than planning takes.
 _FEW_TILES = 64
 _cached_plan = lru_cache(maxsize=256)(plan)
 
 
 @lru_cache(maxsize=256)
 def replicated_tiling(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Tiling:
-    """The tiling in which each of these ranks has the full tensor."""
+    """The tiling in which each given rank has the full tensor."""
     return Tiling.of_tiles(shape, [Tile(Box((0,) * len(shape), shape), ranks)])
 
 

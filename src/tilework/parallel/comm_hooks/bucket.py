@@ -1,4 +1,4 @@
-"""The gradient bucket that a communication hook gets, and its use there."""
+"""The gradient bucket that a communication hook gets, and the type of hooks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class GradBucket:
     """The gradients of one bucket, as a communication hook sees them.
 
-    All gradients lie one after the other in :meth:`buffer`, this rank's own and not yet averaged.
-    The hook returns a future of the tensor that takes the buffer's place.
+    All gradients lie one after the other in :meth:`buffer`: this rank's gradients, before the
+    average. The hook returns a future of the tensor that replaces the buffer.
     """
 
     def __init__(
@@ -67,5 +67,5 @@ class GradBucket:
         )
 
 
-#: ``hook(state, bucket)`` starts the reduction of a bucket and returns a future of its result.
+#: ``hook(state, bucket)`` starts the reduction of a bucket and returns a future of the result.
 CommHook = Callable[[Any, GradBucket], "torch.futures.Future[Any]"]

@@ -1,4 +1,4 @@
-"""Hooks that tell, or leave out, communication: to see what it costs."""
+"""Hooks that record communication, or leave it out to show what it costs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class BucketRecord:
 
     Attributes:
         index: The bucket's place in the order of reduction.
-        size_bytes: Bytes of its gradients.
-        shapes: The shapes of its gradients.
+        size_bytes: The bytes of the bucket's gradients.
+        shapes: The shapes of the bucket's gradients.
         norm: The Euclidean norm of this rank's gradients before reduction.
         is_finite: False if an element was infinite or not a number.
     """
@@ -44,8 +44,8 @@ class RecordState:
 
     Attributes:
         hook: Does the reduction.
-        state: That hook's own state.
-        records: What was reduced, oldest first.
+        state: The state of ``hook``.
+        records: Records of reductions, oldest first.
         on_record: Called with each record; None: nothing is called.
     """
 

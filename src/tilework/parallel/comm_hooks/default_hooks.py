@@ -25,7 +25,7 @@ def group_or_default(group: AnyGroup) -> ProcessGroup:
 
 
 def allreduce_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFuture:
-    """The average of a bucket: what happens without a hook. Collective; does not block.
+    """The average of a bucket: the same as without a hook. Collective; does not block.
 
     Args:
         process_group: The hook's state: the group, or None for the default group.
@@ -45,12 +45,12 @@ def bf16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFut
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that hands buckets to ``hook`` in float16 and returns its results in their dtype."""
+    """A hook that calls ``hook`` with float16 buckets, and returns the original dtype."""
     return _wrapped(hook, torch.float16)
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that hands buckets to ``hook`` in bfloat16 and returns its results in their dtype."""
+    """A hook that calls ``hook`` with bfloat16 buckets, and returns the original dtype."""
     return _wrapped(hook, torch.bfloat16)
 
 

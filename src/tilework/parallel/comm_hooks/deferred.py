@@ -1,7 +1,7 @@
 """Futures of communication hooks whose later phases run when they are waited for.
 
-A hook that communicates twice, the second time with what the first brought, must not do so from a
-callback's thread: ranks would start their collectives in different orders. Its second phase runs
+A hook that communicates twice, the second time with results of the first, must not do so from a
+callback's thread: ranks would start their collectives in different orders. The second phase runs
 when the reducer waits, bucket after bucket, in the same order on every rank.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 
 class DeferredFuture(torch.futures.Future[Any]):
-    """A future that computes its value when it is first waited for."""
+    """A future that computes the value when somebody first waits."""
 
     def __init__(self, compute: Callable[[], Any]) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class DeferredFuture(torch.futures.Future[Any]):
         return super().wait()
 
     def value(self) -> Any:
-        """As :meth:`wait`."""
+        """The same as :meth:`wait`."""
         return self.wait()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> DeferredFuture:
-        """A future of ``callback(self)``, computed when it is waited for."""
+        """A future of ``callback(self)``, computed when somebody waits."""
         return DeferredFuture(lambda: callback(self))

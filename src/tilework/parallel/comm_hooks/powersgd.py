@@ -1,9 +1,9 @@
-"""PowerSGD: gradients of matrices sent as products of two thin ones.
+"""PowerSGD: gradients of matrices sent as products of two thin matrices.
 
 T. Vogels, S. P. Karimireddy, M. Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization*, NeurIPS 2019. A matrix M of n x m becomes P Q' with P of n x r and Q of
 m x r, found by one step of subspace iteration: P = M Q is averaged and orthogonalised, then
-Q = M' P is averaged. Both are linear in M, so that the result is that of the average of all M.
+Q = M' P is averaged. Both are linear in M: the result is the same as for the average of all M.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class PowerSGDState:
             or warm start: buckets are rebuilt after the first step.
         min_compression_rate: A matrix of n x m is compressed if (n + m) r times this is less than
             n m.
-        use_error_feedback: What compression left out of a gradient is added to the next one.
-        warm_start: A step starts from the Q (and P) of the one before, not from random ones.
+        use_error_feedback: Add the part of a gradient that compression lost to the next gradient.
+        warm_start: Start from the Q (and P) of the last step, not from random matrices.
         orthogonalization_epsilon: Added to norms; 0: columns without a direction become zero.
         random_seed: For the first Q; the same on all ranks.
         compression_stats_logging_frequency: Accepted for torch's sake: ask compression_stats().
         batch_tensors_with_same_shape: Multiply matrices of one shape together.
 
     Raises:
-        ValueError: Settings that cannot be.
+        ValueError: Settings are out of range or contradict each other.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PowerSGDState:
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         self.generator = torch.Generator().manual_seed(random_seed)
-        #: By bucket: what compression left out of the last gradients.
+        #: By bucket: the part of the last gradients that compression lost.
         self.error_dict: dict[int, Tensor] = {}
         #: By bucket and number of the matrix: the last P and Q.
         self.p_memory_dict: dict[tuple[int, int], Tensor] = {}
@@ -134,10 +134,10 @@ class PowerSGDState:
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
-    """The average of a bucket with its matrices compressed, each on its own. Collective.
+    """The average of a bucket with its matrices compressed, each separately. Collective.
 
-    Gradients of two or more dims count as matrices of first dim x the rest. What is no matrix, or
-    too small to gain, is averaged as it is.
+    Gradients of two or more dims count as matrices of first dim x the rest. A gradient that is not
+    a matrix, or is too small to gain, is averaged without compression.
     """
     matrices = [
         (number, gradient.reshape(gradient.shape[0], -1))
@@ -209,7 +209,7 @@ def _hook(
 
 
 def _prepared(state: PowerSGDState, index: int, number: int, matrix: Tensor) -> _Matrix | None:
-    """A matrix with its P and Q; None if compression gains nothing."""
+    """A matrix with P and Q; None if compression gains nothing."""
     rows, columns = matrix.shape
     rank, worth_it = state._is_worth_it(rows, columns)
     if not worth_it and number != -1:
@@ -245,7 +245,7 @@ def _second_phase(state: PowerSGDState, compressed: Sequence[_Matrix], group: Pr
 
 
 def _unpack(work: Work | None, flat: Tensor | None, tensors: Sequence[Tensor]) -> None:
-    """Wait, and copy what lies in ``flat`` one after the other to the tensors."""
+    """Wait, and copy the consecutive parts of ``flat`` to the tensors."""
     if work is not None:
         work.wait()
     if flat is not None:
@@ -257,7 +257,7 @@ def _unpack(work: Work | None, flat: Tensor | None, tensors: Sequence[Tensor]) -
 def _left_out(
     bucket: GradBucket, before: Tensor, after: Tensor, compressed: Sequence[_Matrix]
 ) -> Tensor:
-    """This rank's gradients less what was sent for them: 0 for those that were sent as they are."""
+    """This rank's gradients minus what was sent for them: 0 if sent without compression."""
     error = before.sub_(after)
     numbers = {each.key[1] for each in compressed}
     if -1 not in numbers:

@@ -19,7 +19,7 @@ _LEVELS = 255
 
 
 def quantization_pertensor_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFuture:
-    """The average of a bucket, each rank's sent as 8-bit integers with one scale. Collective.
+    """The average of a bucket, sent by each rank as 8-bit integers with one scale. Collective.
 
     Each rank receives N bytes for each element from N ranks, and 8 bytes of scales.
 
@@ -34,7 +34,7 @@ def quantization_pertensor_hook(process_group: AnyGroup, bucket: GradBucket) -> 
 def quantization_perchannel_hook(
     process_group: AnyGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> BucketFuture:
-    """As :func:`quantization_pertensor_hook`, with a scale for each ``bucket_size`` elements.
+    """:func:`quantization_pertensor_hook` with a scale for every ``bucket_size`` elements.
 
     More precise where gradients of one bucket have different magnitudes.
     """

@@ -1,4 +1,4 @@
-"""Hooks by the names that torch's enumeration has for them."""
+"""Hooks by the names in torch's enumeration."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ _RANKS = {
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
-    """Register a hook by its name: ``model.register_comm_hook(state, hook)``. Local.
+    """Register a hook by name: ``model.register_comm_hook(state, hook)``. Local.
 
     Args:
         comm_hook_type: The hook.
         model: A DistributedDataParallel.
         state: The hook's state: a group, or None for the default group; for PowerSGD the group of
-            the state that is made; for POST_LOCAL_SGD a PostLocalSGDState.
+            the new state; for POST_LOCAL_SGD a PostLocalSGDState.
 
     Raises:
-        TypeError: It is no member of DDPCommHookType.
+        TypeError: ``comm_hook_type`` is not a member of DDPCommHookType.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Steps of an optimizer within backward: as soon as a bucket is reduced, its parameters step."""
+"""Steps of an optimizer within backward: the parameters of a bucket step once it is reduced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepsBuckets(Protocol):
 def hook_with_zero_step(
     hook: CommHook, ddp: Any, zero: StepsBuckets, shard_buckets: bool = False
 ) -> CommHook:
-    """A hook that reduces buckets by ``hook`` and steps on each while later ones are reduced.
+    """A hook that reduces buckets by ``hook`` and steps on each while later buckets are reduced.
 
     At the end of backward the parameters have stepped on all ranks: leave ``step()`` out of the
     loop. Set learning rates before backward.
@@ -28,7 +28,7 @@ def hook_with_zero_step(
     Args:
         hook: Reduces a bucket.
         ddp: Accepted for torch's sake: the module whose hook this becomes.
-        zero: A ``ZeroRedundancyOptimizer(..., overlap_with_ddp=True)`` of its parameters.
+        zero: A ``ZeroRedundancyOptimizer(..., overlap_with_ddp=True)`` of the module's parameters.
         shard_buckets: Accepted for torch's sake: parameters stay with their owners.
 
     Raises:
@@ -57,5 +57,5 @@ def hook_with_zero_step(
     return reduce_and_step
 
 
-#: torch has a second variant, which starts earlier; here both are one.
+#: torch has a second variant, which starts earlier; here both are the same.
 hook_with_zero_step_interleaved = hook_with_zero_step

@@ -22,7 +22,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def check_module(module: Any, wrapper: type[nn.Module]) -> None:
-    """Raise unless a module can be wrapped; ``wrapper`` must not be in it already. Local."""
+    """Raise unless a module can be wrapped; it must not contain a ``wrapper`` already. Local."""
     check_is_module(module, "DistributedDataParallel")
     for name, inner in module.named_modules():
         if isinstance(inner, wrapper):
@@ -52,10 +52,10 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
 
 
 def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
-    """Raise if a parameter's own layout lies on several ranks of the group. Local.
+    """Raise if a parameter is distributed over ranks of the group. Local.
 
     Raises:
-        ValueError: One does: its replicas are not on those ranks.
+        ValueError: A parameter is: these ranks hold no replicas of it.
     """
     for name, parameter in parameters:
         if others := shared_ranks(parameter, group):
@@ -68,7 +68,7 @@ def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: Process
 
 
 def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
-    """The group that a user means by a group, by a mesh of one axis, or by neither. Local."""
+    """The group for a given group, a mesh of one axis, or neither. Local."""
     if group is not None and mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh is not None:
@@ -90,7 +90,7 @@ def devices_of(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
-    """The device that inputs are moved to, as a list, and that of outputs."""
+    """The device that inputs are moved to, as a list, and the device of outputs."""
     if not device_ids and output_device is None:
         return None, None
     devices = {parameter.device for parameter in parameters}

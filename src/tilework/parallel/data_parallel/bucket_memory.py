@@ -1,12 +1,13 @@
 """The memory of a bucket: gradients one after the other, in the segment where peers read them.
 
-A gradient gets there in one of two ways. A *moved* one is copied while backward has it in its
-caches, and the copy takes its place: the parameter's gradient then lies in the bucket, is averaged
-where it lies, and no second copy of it exists. The others, small or kept by the program, are copied
-in before the reduction and copied back after it.
+A gradient gets there in one of two ways. A *moved* gradient is copied while backward still has it
+in the caches, and the copy becomes the parameter's gradient: it lies in the bucket, is averaged in
+place, and has no second copy. The other gradients, small or kept by the program, are copied in
+before the reduction and copied back after it.
 
-Without ``gradient_as_bucket_view``, a moved gradient is a tensor of its own that keeps the memory
-alive: as long as the program holds one from an earlier pass, that memory is not written again.
+Without ``gradient_as_bucket_view``, a moved gradient is a separate tensor that keeps the bucket's
+memory alive: as long as the program holds a gradient from an earlier pass, that memory is not
+written again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.parallel.data_parallel.buckets import element_count
 from tilework.parallel.data_parallel.leaves import grad_view
 
-#: Gradients from this size on are moved one by one; a copy of less costs less than the call.
+#: Gradients from this size on are moved singly; a smaller copy costs less than the call.
 MOVED_BYTES = 16 << 10
 
 
@@ -34,13 +35,13 @@ _grad = attrgetter("grad")
 
 
 class BucketMemory:
-    """The gradients of one bucket, by their places in it.
+    """The gradients of one bucket, by their places in the bucket.
 
     Args:
         tensors: The tensors with gradients, of one device; meta tensors take no memory.
-        dtype: What the gradients are reduced in.
+        dtype: The dtype of the reduction.
         group: The ranks that reduce them.
-        keeps_views: Gradients are views of the bucket, which is never replaced.
+        keeps_views: True if gradients are views of the bucket, which is then never replaced.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class BucketMemory:
 
     @property
     def views(self) -> list[Tensor]:
-        """The part of each gradient, in its shape."""
+        """A view of each gradient's part, in the gradient's shape."""
         if self._flat is None:
             self._allocate()
         return self._views
@@ -97,14 +98,14 @@ class BucketMemory:
         self._leases = [None] * len(self.tensors)
 
     def discard(self) -> None:
-        """Leave the memory to the gradients that lie in it, and to what still reduces it."""
+        """Leave the memory to the gradients in it, and to a reduction that still runs."""
         self._flat, self._views, self._addresses = None, [], []
 
     def open(self) -> None:
-        """Make ready for a pass: memory whose gradients the program still holds is not written."""
+        """Prepare for a pass: replace memory whose gradients the program still holds."""
         if self._keeps_views:
             if self._addresses != list(map(Tensor.data_ptr, self._views)):
-                self.discard()  # a cast of the module gave gradients, which are views, other data
+                self.discard()  # a cast of the module gave the gradients, our views, other data
             return
         if not self._large:
             return
@@ -123,7 +124,7 @@ class BucketMemory:
             self.discard()
 
     def _is_inside(self, place: int, grad: Tensor) -> bool:
-        """True if a gradient is this bucket's own part already."""
+        """True if a gradient already is this bucket's view of the place."""
         view = self.views[place]
         if grad.layout is not torch.strided:
             return False
@@ -142,7 +143,7 @@ class BucketMemory:
         tensor.grad = part
 
     def _part(self, place: int) -> Tensor:
-        """A tensor on the part of one gradient: a view, or one that keeps the memory alive."""
+        """A tensor on the part of one gradient: a view, or a tensor that keeps the memory alive."""
         view = self.views[place]
         if self._keeps_views:
             return view
@@ -154,11 +155,12 @@ class BucketMemory:
 
     @torch.no_grad()
     def fill(self, missing: Collection[int] = ()) -> list[int]:
-        """Copy the gradients in that are not there; zeros for those that there are not. Local.
+        """Copy in the gradients that lie elsewhere, and zeros for missing gradients. Local.
 
         Args:
-            missing: Places of gradients that this pass does not produce. Those of earlier passes
-                count, but are taken out of the bucket's memory: they may be left as they are.
+            missing: Places of gradients that this pass does not produce. Gradients of earlier
+                passes still count, but leave the bucket's memory: the program may want them
+                unchanged.
 
         Returns:
             The places where there is no gradient.

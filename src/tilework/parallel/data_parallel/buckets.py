@@ -21,7 +21,7 @@ class BucketPlan:
     """The gradients of each bucket, in the order in which buckets are reduced.
 
     Attributes:
-        buckets: For each bucket the indices of its parameters, in the order of its memory.
+        buckets: For each bucket the indices of parameters, in the order in memory.
         size_limits: For each bucket the size in bytes at which it was closed.
     """
 
@@ -36,7 +36,7 @@ class _Open:
     indices: list[int] = field(default_factory=list)
     size_bytes: int = 0
     limit: int = 0
-    """The place in the list of limits of the one that closes it."""
+    """The index of the limit that closes the bucket."""
 
 
 def plan_buckets(
@@ -49,16 +49,16 @@ def plan_buckets(
     """The bucket plan of gradients like ``tensors``. Local; looks at shapes and dtypes only.
 
     A bucket holds gradients of one dtype and device, in the order of ``tensors``, and is closed
-    once it has reached its limit. The first bucket of each dtype and device takes the first of
+    when it reaches a limit. The first bucket of each dtype and device takes the first of
     ``size_limits``, the next the second, and so on; the last limit serves all others. A sparse
     gradient has a bucket of its own.
 
     Args:
         tensors: The parameters, in the order in which their gradients are expected.
         size_limits: In bytes; at least one.
-        sparse: For each tensor True if its gradient is sparse; empty for none.
-        indices: What to call the tensors in the result; empty for their places. If empty, buckets
-            are sorted by their first index, as dtypes may interleave.
+        sparse: For each tensor True if the gradient is sparse; empty: none is.
+        indices: The numbers to use for the tensors in the result; empty: their positions. If empty,
+            buckets are sorted by their first index, as dtypes may interleave.
 
     Raises:
         ValueError: There are no tensors or limits, or the lists have different lengths.
@@ -120,7 +120,7 @@ def compute_bucket_assignment_by_size(
 ) -> tuple[list[list[int]], list[int]]:
     """The indices of the tensors in each bucket, and the size limit of each bucket.
 
-    :func:`plan_buckets` by torch's name and in torch's form. Local.
+    The same as :func:`plan_buckets`, with torch's name and result. Local.
 
     Example:
         >>> import torch
@@ -165,12 +165,13 @@ def size_limits_of(
     """The size limits of buckets in bytes, in the order in which they are reduced.
 
     Args:
-        bucket_cap_mb: The limit of all but the first, in MiB.
-        bucket_cap_mb_list: The limit of each, in MiB, in place of that; the last one serves others.
+        bucket_cap_mb: The limit of all buckets but the first, in MiB.
+        bucket_cap_mb_list: The limits of single buckets in MiB, instead; the last serves all
+            others.
 
     Raises:
-        TypeError: A limit is no number.
-        ValueError: It is not positive, or without end.
+        TypeError: A limit is not a number.
+        ValueError: A limit is not positive, or not finite.
     """
     if bucket_cap_mb_list:
         return tuple(map(bucket_bytes_of, bucket_cap_mb_list))
@@ -182,8 +183,8 @@ def bucket_bytes_of(bucket_cap_mb: float | None) -> int:
     """The size limit of a bucket in bytes, from a user's setting in MiB.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is not positive, or without end.
+        TypeError: The limit is not a number.
+        ValueError: The limit is not positive, or not finite.
     """
     if bucket_cap_mb is None:
         return DEFAULT_BUCKET_BYTES

@@ -50,20 +50,21 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     """A module replicated on every rank of a group, whose gradients are the average over the ranks.
 
     Construction and each synchronised backward pass are collective over the group, and block. Each
-    rank runs its own inputs. With losses that are means over equally many rows on each rank, the
-    gradients are those of the mean over all rows. They have the same bits on every rank, in every
-    run, and for every bucket size: reductions combine the ranks in ascending order.
+    rank runs on different inputs. With losses that are means over equally many rows on each rank,
+    the gradients are those of the mean over all rows. The gradients have the same bits on every
+    rank, in every run, and for every bucket size: reductions combine the ranks in ascending order.
 
-    Gradients are reduced in buckets while backward goes on. A gradient that is missing on a rank
-    raises at the end of backward on every rank, naming the parameters; with
-    ``find_unused_parameters`` it counts as zero, and is left alone where no rank has it.
+    Gradients are reduced in buckets while backward goes on. If a gradient is missing on a rank,
+    every rank raises at the end of backward, naming the parameters. With
+    ``find_unused_parameters`` a missing gradient counts as zero instead, and is left alone where no
+    rank has it.
 
     Args:
         module: Parameters and buffers become those of the group's first rank. DTensor and
             ShardedTensor parameters are averaged shard by shard: their mesh must not include
             the axis of this group.
-        device_ids: None, or the one device of a module on an accelerator; its inputs are moved.
-        output_device: Accepted for torch's sake; as the only device of ``device_ids``.
+        device_ids: None, or the one device of a module on an accelerator; inputs are moved to it.
+        output_device: Accepted for torch's sake; must be the only device of ``device_ids``.
         dim: Accepted for torch's sake.
         broadcast_buffers: Each synchronised forward pass begins with the first rank's buffers.
             None: True.
@@ -72,7 +73,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         bucket_cap_mb: The size of a bucket in MiB; None: 25. The first has at most 1 MiB.
         find_unused_parameters: Outputs need not depend on all parameters. The graph is searched
             after each forward pass, so that buckets with unused parameters are reduced early.
-        check_reduction: Accepted for torch's sake: always checked.
+        check_reduction: Accepted for torch's sake: DDP always checks.
         gradient_as_bucket_view: Gradients are views of the buckets, which saves their memory.
         static_graph: Every step uses the same parameters, equally often. Then reentrant checkpoints
             may run a module several times, and unused parameters need no search.
@@ -81,8 +82,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         param_to_hook_all_reduce: ... this parameter is ready.
         mixed_precision: Dtypes of computation and reduction.
         device_mesh: A mesh of one axis, in place of ``process_group``.
-        skip_all_reduce_unused_params: Accepted for torch's sake: ``find_unused_parameters`` leaves
-            parameters alone that no rank uses.
+        skip_all_reduce_unused_params: Accepted for torch's sake: with ``find_unused_parameters``,
+            parameters that no rank uses are left alone already.
         bucket_cap_mb_list: The size of each bucket in MiB, in the order in which they are reduced,
             in place of ``bucket_cap_mb``; the last one serves all others.
         batched_grad_copy: Accepted for torch's sake.
@@ -140,7 +141,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.mixed_precision = checked_precision(mixed_precision)
-        #: False within no_sync().
+        #: False within ``no_sync()``.
         self.require_backward_grad_sync = True
         self._delayed_names = tuple(name for name, _ in delay_all_reduce_named_params or ())
         self._delay_trigger = param_to_hook_all_reduce
@@ -244,7 +245,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self._new_reducer()
 
     def _new_reducer(self) -> None:
-        """Replace the reducer by one that goes on from it."""
+        """Replace the reducer by a new one, which goes on from the old."""
         before = self.reducer
         before.close()
         if self._delayed is not None:
@@ -278,7 +279,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         return call_before_backward(outputs, self._begin_backward, inputs)
 
     def _begin_backward(self) -> None:
-        """Open a backward pass with the reducer of now, whichever forward pass had."""
+        """Open a backward pass with the current reducer, even if forward used an older one."""
         self.reducer.begin()
 
     # -- settings ----------------------------------------------------------------------------
@@ -287,8 +288,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     def no_sync(self) -> Iterator[None]:
         """A context in which gradients accumulate on each rank and are not averaged.
 
-        Run forward *and* backward within it; the first forward pass after it synchronises all that
-        was accumulated. Local.
+        Run forward *and* backward within it. The first forward pass after it synchronises all
+        accumulated gradients. Local.
 
         Example:
             >>> import torch
@@ -315,12 +316,12 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
 
         Args:
             state: Handed to the hook.
-            hook: Takes a GradBucket, starts its reduction, and returns a ``torch.futures.Future``
-                of the tensor that takes the place of the bucket's buffer. It has to average.
+            hook: Takes a GradBucket, starts a reduction, and returns a ``torch.futures.Future`` of
+                the tensor that replaces the bucket's buffer. The hook has to average.
 
         Raises:
             RuntimeError: There is a hook already.
-            TypeError: It cannot be called.
+            TypeError: The hook cannot be called.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
@@ -336,10 +337,10 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may have different numbers of inputs. Collective at its end.
+        """A context in which ranks may have different numbers of inputs. Collective at the end.
 
-        Ranks that have run out follow the others; at the end all have the parameters of a rank
-        that ran out last. SyncBatchNorm layers, ``no_sync`` and other joinables work within it.
+        Ranks that have run out follow the others. At the end all ranks have the parameters of a
+        rank that ran out last. SyncBatchNorm layers, ``no_sync`` and other joinables work within.
 
         Args:
             divide_by_initial_world_size: Gradients are divided by the number of all ranks, so that
@@ -363,7 +364,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     def join_process_group(self) -> ProcessGroup:
         return self.process_group
 
-    # -- what it did -------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------
 
     def report(self) -> StepReport:
         """The last synchronised backward pass on this rank: buckets, bytes, times. Local.
@@ -438,7 +439,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Take state dicts of the plain module, too, whose keys lack ``module.``."""
+        """Accept state dicts of the plain module, too: keys without ``module.``."""
         own = [key for key in state_dict if key.startswith(prefix)]
         if own and not any(key.startswith(f"{prefix}module.") for key in own):
             for key in own:

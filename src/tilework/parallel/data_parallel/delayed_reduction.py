@@ -1,4 +1,4 @@
-"""Gradients that are averaged outside of buckets, when that of another parameter is ready."""
+"""Gradients that are averaged outside of buckets, when another parameter's gradient is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.parallel.data_parallel.reducer import Reducer
 
 
 class DelayedReduction:
-    """The average of some gradients in one message, when that of another parameter is ready."""
+    """The average of some gradients in one message, when another parameter's gradient is ready."""
 
     def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
         self._leaves, self._reducer = list(leaves), reducer

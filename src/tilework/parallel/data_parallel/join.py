@@ -1,9 +1,9 @@
 """Uneven inputs: ranks that have run out of inputs let the others go on.
 
-Within ``Join``, each training iteration begins with one small all_gather in which ranks say if they
-still have inputs. The ranks that do make a group of their own whenever their number changes, and
-reduce gradients (and the statistics of SyncBatchNorm) within it. So a rank that has run out takes
-part in nothing but that all_gather, whatever the other ranks compute.
+Within ``Join``, each training iteration begins with a small all_gather in which ranks say if they
+still have inputs. Whenever the number of ranks with inputs changes, these ranks make a new group,
+and reduce gradients (and the statistics of SyncBatchNorm) within it. A rank that has run out
+therefore takes part only in that all_gather, whatever the other ranks compute.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for one join context; ``kwargs`` are those of the context."""
+        """The hook for one join context; ``kwargs`` are the context's."""
 
     @property
     @abstractmethod
@@ -67,17 +67,17 @@ def active_group(group: ProcessGroup) -> ProcessGroup:
 
 
 class Join:
-    """A context in which ranks may have different numbers of inputs. Collective at its end.
+    """A context in which ranks may have different numbers of inputs. Collective at the end.
 
-    Every rank enters it with the same joinables and iterates over its own inputs. A rank that
-    leaves the block waits until all have left, and follows the others' iterations meanwhile.
+    Every rank enters the context with the same joinables and iterates over different inputs. A rank
+    that leaves the block waits until all ranks have left, and meanwhile follows their iterations.
 
     Args:
-        joinables: DistributedDataParallel modules, optimizers, and objects of your own. The first
+        joinables: DistributedDataParallel modules, optimizers, and other joinables. The first
             tells the other ranks of each iteration (:meth:`notify_join_context`).
         enable: False: the context does nothing.
         throw_on_early_termination: Raise on every rank as soon as one has run out.
-        kwargs: For each joinable's ``join_hook``.
+        kwargs: Arguments of each joinable's ``join_hook``.
 
     Raises:
         ValueError: There are no joinables, or they are on different groups.
@@ -144,10 +144,10 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> None:
-        """Tell the other ranks that this one begins another iteration. Collective; blocks.
+        """Tell the other ranks that this rank begins another iteration. Collective; blocks.
 
-        Call it at the start of each iteration. Does nothing outside a join context, and for all
-        but the context's first joinable.
+        Call it at the start of each iteration. It does nothing outside a join context, or for a
+        joinable that is not the context's first.
 
         Raises:
             RuntimeError: The context throws on early termination, and a rank has run out.

@@ -18,11 +18,11 @@ class GradLeaf:
     """A tensor that receives a gradient.
 
     Attributes:
-        name: The parameter's name in the module; with the number of the local shard behind it
-            where a parameter has several.
+        name: The parameter's name in the module; with the number of the local shard if the
+            parameter has several.
         module: The class of the module that the parameter belongs to.
         tensor: The parameter itself, or a local tensor of a DTensor or ShardedTensor.
-        sparse: True if its gradient is sparse.
+        sparse: True if the gradient is sparse.
     """
 
     name: str
@@ -36,15 +36,15 @@ class GradLeaf:
         return self.tensor.grad
 
     def on_grad(self, call: Callable[[Tensor], None]) -> Any:
-        """Call a function whenever the gradient was accumulated into; the handle removes it."""
+        """Call a function after each accumulation; returns the handle that removes the hook."""
         leaf: Any = self.tensor
         remover = leaf.register_post_accumulate_grad_hook(call)
-        # After swap_tensors the object still has a dict of hooks, which its tensor does not know.
+        # After swap_tensors the object still has a dict of hooks, but the tensor ignores it.
         leaf._post_accumulate_grad_hooks = leaf._post_accumulate_grad_hooks
         return remover
 
     def place_last(self, remover: Any) -> None:
-        """Call the function of :meth:`on_grad` after hooks that were registered since. Local."""
+        """Call the function of :meth:`on_grad` after hooks that were registered later. Local."""
         hooks: Any = self.tensor._post_accumulate_grad_hooks
         if len(hooks) > 1 and next(reversed(hooks)) != remover.id:
             hooks[remover.id] = hooks.pop(remover.id)
@@ -54,12 +54,12 @@ class GradLeaf:
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that hold this rank's part of a tensor: itself, if it is plain."""
+    """The plain tensors that hold this rank's part; of a plain tensor, the tensor itself."""
     return list(tensor.local_tiles()) if isinstance(tensor, TiledTensor) else [tensor]
 
 
 def shared_ranks(tensor: Tensor, group: ProcessGroup) -> list[int]:
-    """The other global ranks of a group that a tensor lies on: none, if it is plain. Local."""
+    """The other global ranks of a group that a tensor lies on; none for a plain tensor. Local."""
     if not isinstance(tensor, TiledTensor):
         return []
     own = group.global_ranks[group.rank()]
@@ -87,7 +87,7 @@ def grad_leaves(
 def _parameters(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> Iterator[tuple[str, nn.Parameter, str, bool]]:
-    """Every parameter once: name, tensor, class of its module, and if its gradient is sparse."""
+    """Every parameter once: name, tensor, module's class, True if the gradient is sparse."""
     seen: set[int] = set()
     for prefix, owner in modules:
         for name, parameter in owner._parameters.items():
@@ -99,9 +99,9 @@ def _parameters(
 
 
 def grad_view(flat: Tensor, leaf: Tensor) -> Tensor:
-    """A view of a flat range of a bucket in the shape of a parameter, and in its strides if dense.
+    """A view of a flat range of a bucket in a parameter's shape, and in the strides if dense.
 
-    So that a gradient in channels-last order is copied without being permuted.
+    Thus a gradient in channels-last order is copied without being permuted.
     """
     if leaf.is_contiguous() or not _is_dense(leaf):
         return flat.view(leaf.shape)

@@ -15,9 +15,9 @@ class MixedPrecision:
     """The dtypes of a step of DistributedDataParallel.
 
     Attributes:
-        param_dtype: Forward and backward compute in it; parameters themselves stay as they are.
-        reduce_dtype: Gradients are averaged in it; None: in the parameters' own dtype.
-        buffer_dtype: Floating-point buffers are cast to it once, at construction.
+        param_dtype: The dtype of forward and backward; the parameters themselves keep their own.
+        reduce_dtype: The dtype of averages of gradients; None: the parameters' own dtype.
+        buffer_dtype: The dtype of floating-point buffers, which are cast once, at construction.
         cast_forward_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
     """
 
@@ -27,7 +27,7 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MixedPrecision:
-        """Refuse the settings of torch's FSDP1, whose class has this name, too."""
+        """Refuse the settings of torch's FSDP1, whose class has the same name."""
         theirs = sorted(_OF_FSDP1.intersection(kwargs))
         if theirs:
             raise TypeError(
@@ -45,7 +45,7 @@ def checked_precision(given: Any) -> MixedPrecision | None:
     """The dtypes that DistributedDataParallel was given.
 
     Raises:
-        TypeError: They are of another class.
+        TypeError: ``given`` is of another class.
     """
     if given is None or isinstance(given, MixedPrecision):
         return given
@@ -57,10 +57,10 @@ def checked_precision(given: Any) -> MixedPrecision | None:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """A copy of a value with its tensors on a device."""
+    """A copy of a value with all tensors on a device."""
     return replace_tensors(value, lambda tensor: tensor.to(device))
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """A copy of a value with its floating-point tensors in a dtype."""
+    """A copy of a value with all floating-point tensors in a dtype."""
     return replace_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

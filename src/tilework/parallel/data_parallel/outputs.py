@@ -75,7 +75,7 @@ def leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
 
 
 def accumulators(nodes: Iterable[Any]) -> list[Any]:
-    """The nodes that nodes of a graph reach and that accumulate the gradient of a ``variable``."""
+    """The nodes, reached from ``nodes``, that accumulate the gradient of a ``variable``."""
     seen: set[Any] = set()
     found = []
     todo = [node for node in nodes if node is not None]
@@ -91,7 +91,7 @@ def accumulators(nodes: Iterable[Any]) -> list[Any]:
 
 
 class BackwardStart(torch.autograd.Function):
-    """The identity, whose backward calls a function before that of everything else."""
+    """The identity, whose backward calls a function before anything else runs."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -102,19 +102,19 @@ class BackwardStart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients as they come."""
+        """The same gradients."""
         ctx.call()
         return None, *grads
 
 
 def call_at_backward(value: Any, call: Callable[[], None]) -> Any:
-    """A copy of a module's output; ``call`` runs when backward reaches one of its tensors."""
+    """A copy of a module's output; ``call`` runs when backward reaches one of the tensors."""
     tensors = [
         tensor for tensor in tensors_of(value) if tensor.requires_grad and _has_graph(tensor)
     ]
     if not tensors:
         return value
-    # The graph of a DTensor is that of its local tensor.
+    # A DTensor's local tensor carries the graph.
     nodes = [local_of(t) if isinstance(t, DTensor) else t for t in tensors]
     results = BackwardStart.apply(call, *nodes)  # type: ignore[no-untyped-call]
     changed = {
@@ -129,9 +129,9 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def call_before_backward(value: Any, call: Callable[[], None], inputs: Any) -> Any:
-    """A module's output; ``call`` runs when backward reaches one of its tensors.
+    """A module's output; ``call`` runs when backward reaches one of the tensors.
 
-    As :func:`call_at_backward`, with hooks in the graph in place of nodes of its own, so that the
+    Unlike :func:`call_at_backward` it puts hooks in the graph instead of new nodes, so that the
     output is not copied. Tensors that were not computed, or that are inputs, still get a node.
 
     Args:

@@ -1,12 +1,13 @@
 """The reduction of gradients, bucket by bucket, while backward goes on.
 
-Each parameter's post-accumulate hook marks its gradient ready. When all gradients of a bucket are
-ready, and all buckets before it were started, the bucket is started: its memory, which by then has
-all of them, is averaged on the core's thread; at once the last one, with nothing left to compute
-beside it, and all of them where no processor is idle. At the end of the backward pass what is left
-is started with zeros, everything is waited for, and the averages become the gradients. So all ranks
-start the same buckets in the same order in every pass, and none waits for another that has fewer
-gradients; whether they had the same is compared afterwards.
+Each parameter's post-accumulate hook marks a gradient as ready. A bucket starts when all gradients
+of the bucket are ready and all buckets before it have started: by then the bucket's memory has all
+of the gradients, and the core's thread averages it. The last bucket is averaged at once, because
+nothing is left to compute beside it; so are all buckets where no processor is idle. At the end of
+the backward pass the reducer starts the remaining buckets with zeros, waits for all of them, and
+makes the averages the gradients. All ranks therefore start the same buckets in the same order in
+every pass, and no rank waits for another that has fewer gradients. The ranks compare afterwards
+which gradients they had.
 
 The scheme is that of S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training*, VLDB 2020.
@@ -43,7 +44,7 @@ from tilework.parallel.data_parallel.report import (
     step_report,
 )
 
-#: What ``then`` of torch's futures returns is of the base class only.
+#: What ``then`` of torch's futures returns is typed as the base class.
 _AnyFuture: Any = torch._C.Future
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -54,10 +55,10 @@ class ReducerOptions:
 
     Attributes:
         size_limits: The size limits of buckets in bytes; the last one serves all others.
-        find_unused: Gradients may be missing, on some ranks or on all.
-        static_graph: Every pass marks the same gradients ready, as often as the first did.
-        bucket_view: Gradients are views of the buckets.
-        reduce_dtype: What gradients are reduced in; None: as they are.
+        find_unused: True if gradients may be missing, on some ranks or on all.
+        static_graph: True if every pass marks the same gradients, as often as the first pass.
+        bucket_view: True if gradients are views of the buckets.
+        reduce_dtype: The dtype of reductions; None: the gradients' own dtype.
     """
 
     size_limits: tuple[int, ...]
@@ -85,7 +86,7 @@ class Reducer:
     Args:
         leaves: The tensors that get gradients, in the order of the module's parameters.
         group: The ranks that have replicas.
-        options: Its settings.
+        options: The settings of the reducer.
         replica: The parameters and the counts of passes, which ranks compare.
     """
 
@@ -99,11 +100,11 @@ class Reducer:
         self.leaves, self.group, self.options = list(leaves), group, options
         self.replica = replica
         self.hook: tuple[Any, CommHook] | None = None
-        #: Ranks that have run out of inputs take no part; None: every rank of the group has inputs.
+        #: The ranks that still have inputs; None: every rank of the group.
         self.active_group: ProcessGroup | None = None
         #: False: a join context divides by the number of ranks that still have inputs.
         self.divide_by_initial_size = True
-        #: True: the next backward pass accumulates and does not reduce.
+        #: True: the next backward pass accumulates gradients and does not reduce them.
         self.accumulating = False
         #: A forward pass was made whose backward is to reduce.
         self._expecting = False
@@ -135,7 +136,7 @@ class Reducer:
         self._reset()
 
     def go_on_from(self, before: Reducer) -> None:
-        """Take over the hook, and what passes without reduction have accumulated. Local."""
+        """Take over the hook, and the gradients that wait for a reduction. Local."""
         self.hook = before.hook
         waiting = {id(before.leaves[index].tensor) for index in before._accumulated}
         self._accumulated = {
@@ -143,7 +144,7 @@ class Reducer:
         }
 
     def reduce_frozen(self) -> None:
-        """Average what passes without reduction accumulated, and was frozen since. Collective."""
+        """Average accumulated gradients of parameters that were frozen since. Collective."""
         frozen = [i for i, leaf in enumerate(self.leaves) if not leaf.tensor.requires_grad]
         accumulated = {i for i in self._accumulated if self._tensors[i].grad is not None}
         waits = torch.tensor([float(index in accumulated) for index in frozen])
@@ -163,7 +164,7 @@ class Reducer:
         self._removers, self._likely_node = [], None
 
     def is_current(self) -> bool:
-        """True unless a leaf is another tensor by now, as ``swap_tensors`` makes it. Local."""
+        """False if a leaf was replaced, as ``swap_tensors`` does. Local."""
         return list(map(_identity, self._tensors)) == self._identities
 
     def _sparse(self) -> list[bool]:
@@ -193,10 +194,10 @@ class Reducer:
 
     @unrecorded
     def rebuild(self) -> bool:
-        """Assign the buckets anew, in the order in which gradients came in the first pass.
+        """Assign the buckets again, in the order in which gradients came in the first pass.
 
-        Once, before the second forward pass. Collective: all ranks take the first rank's order.
-        True if it did.
+        It happens once, before the second forward pass. Collective: all ranks take the first rank's
+        order. Returns True if the buckets were assigned again.
         """
         if self.rebuilt or not self.passes or self._open:
             return False
@@ -229,8 +230,9 @@ class Reducer:
         """Expect a backward pass, after a forward pass. Local.
 
         Args:
-            unused: The gradients that it will not produce; None: not known. With several forward
-                passes before one backward, what none of them uses is unused.
+            unused: The gradients that the backward pass will not produce; None: not known. After
+                several forward passes before one backward, a gradient is unused if none of them
+                uses it.
         """
         self._expecting = True
         known = self._unused_ahead
@@ -245,14 +247,15 @@ class Reducer:
             self._reset()
 
     def begin(self) -> None:
-        """Open a backward pass, unless one is open. Called within backward.
+        """Open a backward pass, unless a pass is open. Called within backward.
 
-        Outputs of forward passes that are to reduce call it, also after a pass without reduction.
+        The outputs of forward passes with reduction call it, even if a pass without reduction came
+        since.
         """
         if self._open or not self._will_accumulate():
             return
         self.accumulating = False
-        if sum(map(len, self._hooks)) > len(self._hooks):  # a program has added some
+        if sum(map(len, self._hooks)) > len(self._hooks):  # the program has added hooks
             for leaf, remover in zip(self.leaves, self._removers, strict=True):
                 leaf.place_last(remover)
         self._reset()
@@ -285,13 +288,13 @@ class Reducer:
         will_run = torch._C._will_engine_execute_node
         if self._likely_node is not None and will_run(self._likely_node):
             return True
-        # A tensor has another node after a cast, and the last one may be none of this graph.
+        # A cast gives a tensor another node, and this graph may lack the last pass's node.
         for leaf in self._tensors:
             if leaf.requires_grad and will_run(node := _accumulator(leaf)):
                 self._likely_node = node
                 return True
-        # A graph from before a cast has the nodes from before it, and a reentrant checkpoint makes
-        # its graph only later.
+        # A graph from before a cast has the nodes from before the cast, and a reentrant checkpoint
+        # makes the checkpointed part of the graph only later.
         current: Any = torch._C
         own = set(map(id, self._tensors))
         reached = accumulators([current._current_autograd_node()])
@@ -317,7 +320,7 @@ class Reducer:
         return mark
 
     def _mark_with_care(self, index: int) -> None:
-        """As the hook, in passes that count more than gradients."""
+        """Do what the hook does, in passes that also count marks."""
         if self.accumulating:
             self._accumulated.add(index)
             return
@@ -330,7 +333,7 @@ class Reducer:
         self._mark(index)
 
     def _mark(self, index: int) -> None:
-        """Mark a gradient ready; start what that completes."""
+        """Mark a gradient as ready, and start the buckets that are now complete."""
         self._marks[index] += 1
         if not self.options.static_graph:
             if self._marks[index] > 1:
@@ -339,7 +342,7 @@ class Reducer:
             if not self.rebuilt and index not in self._missing:
                 self._order.append(index)
             self._count_down(index)
-        elif self._expected_marks is None:  # the first pass finds out how often each comes
+        elif self._expected_marks is None:  # the first pass counts how often each gradient comes
             if self._marks[index] == 1:
                 self._order.append(index)
         elif self._marks[index] == self._expected_marks[index]:
@@ -366,7 +369,7 @@ class Reducer:
         memory.move(self._places[index])
 
     def _on_ready(self, index: int) -> None:
-        """Start what can be started, now that all gradients of a bucket are there."""
+        """Start every bucket that can start, now that a bucket is complete."""
         self.buckets[index].times.ready = time.perf_counter()
         while self._next < len(self.buckets) and not self._pending[self._next]:
             self._start(self.buckets[self._next])
@@ -374,11 +377,11 @@ class Reducer:
 
     @property
     def active(self) -> ProcessGroup:
-        """The group that reduces: without ranks that have run out of inputs."""
+        """The group that reduces: the ranks that still have inputs."""
         return self.group if self.active_group is None else self.active_group
 
     def _start(self, bucket: _Bucket) -> None:
-        """Copy what is not in a bucket's memory yet, and start its reduction."""
+        """Copy the missing gradients into a bucket's memory, and start the reduction."""
         bucket.times.started = time.perf_counter()
         memory = bucket.memory
         if memory is None:
@@ -424,7 +427,7 @@ class Reducer:
     # -- the end of a pass -------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Finish the pass: start what is left, wait, compare, and hand the averages out."""
+        """Finish the pass: start the remaining buckets, wait, compare, hand out averages."""
         try:
             with torch.no_grad(), self.replica.passes.carried():
                 self._finish()
@@ -462,7 +465,7 @@ class Reducer:
 
         Raises:
             RuntimeError: Gradients are missing where none may be; on every rank.
-            CollectiveMismatchError: Ranks are in different passes, or their parameters have parted.
+            CollectiveMismatchError: Ranks are in different passes, or hold different parameters.
         """
         may_lack = self.options.find_unused or self.options.static_graph
         facts = [len(self._missing)]
@@ -485,7 +488,8 @@ class Reducer:
         """For each gradient False if its parameter was frozen since forward. Collective.
 
         Raises:
-            RuntimeError: Others are missing; on every rank. It names them, and the ranks.
+            RuntimeError: Other gradients are missing; on every rank. The error names them and the
+                ranks.
         """
         leaves = self.leaves
         lacks = agree(
@@ -549,7 +553,7 @@ class Reducer:
         return step_report(self.last_pass, buckets, self.rebuilt)
 
 
-#: The number of the tensor that a Python object is; its gradient hooks are that tensor's.
+#: The number of the C++ tensor behind a Python object: gradient hooks belong to that tensor.
 _identity = attrgetter("_cdata")
 _hooks_of = attrgetter("_post_accumulate_grad_hooks")
 

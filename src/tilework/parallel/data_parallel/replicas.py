@@ -26,7 +26,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Replica:
-    """The facts that ranks compare after backward: counts of passes, and at times parameters.
+    """The facts that ranks compare after backward: counts of passes, and in some passes parameters.
 
     Attributes:
         passes: The counts of passes.
@@ -37,11 +37,11 @@ class Replica:
     parameters: Callable[[], list[tuple[str, Tensor]]]
 
     def digest(self, values: bool) -> int:
-        """A number that is the same on all ranks that are in the same pass. Local.
+        """A number that is equal on all ranks in the same pass. Local.
 
         Args:
-            values: True if the elements of parameters may go into it, in the passes where they are
-                due; of tensors on accelerators in the full mode only.
+            values: True to include the elements of parameters in the passes where that is due;
+                tensors on accelerators only in the full mode.
         """
         digest = self.passes.digest
         if values and self.passes.is_due():
@@ -50,10 +50,10 @@ class Replica:
         return digest
 
     def find_difference(self, group: ProcessGroup) -> None:
-        """Raise where ranks differ, by more than rounding. Collective over the group; blocks.
+        """Raise where ranks differ by more than rounding. Collective over the group; blocks.
 
         Raises:
-            CollectiveMismatchError: They do; on every rank.
+            CollectiveMismatchError: They differ; on every rank.
         """
         compare_passes(self.passes, group)
         compare_values(self.parameters(), group, _ADVICE)
@@ -64,11 +64,11 @@ def compare_values(
 ) -> None:
     """Raise where parameters differ between ranks by more than rounding. Collective; blocks.
 
-    Those on accelerators are compared in the full mode of comparison only.
+    Tensors on accelerators are compared only in the full mode of comparison.
 
     Args:
         parameters: Local tensors with their names.
-        group: The ranks that are to have the same.
+        group: The ranks that should hold the same parameters.
         advice: The last sentence of the error: what to look for.
 
     Raises:
@@ -92,14 +92,14 @@ def check_replicas(
     """Raise if the parameters of a module differ between ranks. Collective over the group; blocks.
 
     Args:
-        parameters: Those of this rank's replica, with their names.
+        parameters: The parameters of this rank's replica, with their names.
         group: The ranks with replicas.
         ignored: Names of parameters that may differ.
         values: Names of parameters whose elements are compared, too, not only names, shapes, dtypes
             and ``requires_grad``.
 
     Raises:
-        ValueError: They differ; on every rank, naming the first that does, and both sides.
+        ValueError: They differ; on every rank. The error names the first that does, and both ranks.
     """
 
     def facts() -> list[tuple[str, str]]:
@@ -146,12 +146,12 @@ def _difference(
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src: int = 0) -> None:
-    """Overwrite tensors with those of one rank, in few messages. Collective; blocks.
+    """Overwrite tensors with the tensors of one rank, in few messages. Collective; blocks.
 
     Args:
-        tensors: The same shapes and dtypes on every rank; meta tensors are left alone.
+        tensors: Tensors of the same shapes and dtypes on every rank; meta tensors are left alone.
         group: The ranks.
-        group_src: The rank within the group whose values count.
+        group_src: The rank within the group whose values are sent.
     """
     if group.size() == 1:
         return
@@ -168,9 +168,9 @@ def broadcast_tensors(tensors: Sequence[Tensor], group: ProcessGroup, group_src:
             _broadcast_flat(chunk, group, group_src)
 
 
-#: A tensor of this size is broadcast where it lies: a message costs less than two more copies.
+#: Tensors from this size on are sent in place: a message costs less than two more copies.
 _ALONE_BYTES = 256 << 10
-#: The most that is broadcast in one message of several tensors.
+#: The size limit of a message with several tensors.
 _BROADCAST_BYTES = 64 << 20
 
 

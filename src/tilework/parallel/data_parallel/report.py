@@ -15,9 +15,9 @@ class BucketTimes:
     """Times of one bucket in one backward pass, in seconds of ``time.perf_counter``.
 
     Attributes:
-        ready: Its last gradient was computed.
-        started: Its reduction was started.
-        reduced: Its reduction was seen to be done; not before the end of backward.
+        ready: The bucket's last gradient was computed.
+        started: The reduction was started.
+        reduced: The reduction was seen to be done, at the end of backward or later.
     """
 
     ready: float = 0.0
@@ -49,11 +49,11 @@ class BucketReport:
     """A bucket of the last backward pass.
 
     Attributes:
-        index: Its place in the order of reduction.
-        parameters: The names of its parameters, in the order of its memory.
+        index: The bucket's place in the order of reduction.
+        parameters: The names of the bucket's parameters, in the order in memory.
         size_bytes: The bytes that are reduced.
-        dtype: What it is reduced in.
-        ready_ms: Milliseconds from the start of the pass until its last gradient was computed.
+        dtype: The dtype of the reduction.
+        ready_ms: Milliseconds from the start of the pass until the last gradient was computed.
         started_ms: ... until its reduction was started.
         reduced_ms: ... until its reduction was known to be done.
     """
@@ -75,8 +75,9 @@ class StepReport:
 
     Attributes:
         buckets: One entry for each bucket, in the order of reduction.
-        backward_ms: Milliseconds in which gradients were computed, waiting left out.
-        waited_ms: Milliseconds for which backward waited for reductions, mostly at its end.
+        backward_ms: Milliseconds spent on gradients, without the waiting.
+        waited_ms: Milliseconds for which backward waited for reductions, mostly at the end of
+            backward.
         rebuilt: True if buckets are in the order in which gradients came.
         blocked_ms: The part of ``waited_ms`` before all gradients were computed.
     """
@@ -91,8 +92,8 @@ class StepReport:
     def hidden(self) -> float:
         """The share of communication that ran beside backward, from 0 to 1.
 
-        That is, of the time in which some bucket was being reduced. 1 if backward never waited for
-        a reduction; 0 if nothing was overlapped, as where no processor is idle.
+        It is the share of the time in which any bucket was being reduced. 1 if backward never
+        waited for a reduction; 0 if nothing was overlapped, as where no processor is idle.
         """
         total, end = 0.0, 0.0
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.started_ms):
@@ -124,7 +125,7 @@ class StepReport:
         return text.getvalue()
 
     def _where_it_waited(self) -> str:
-        """The waiting between gradients, where there was any."""
+        """The text on the waiting between gradients; empty if there was none."""
         return f" ({self.blocked_ms:.1f} ms between gradients)" if self.blocked_ms >= 0.05 else ""
 
     def _repr_svg_(self) -> str:
@@ -148,7 +149,7 @@ def step_report(
     """The report of a pass.
 
     Args:
-        times: Its times.
+        times: The times of the pass.
         buckets: The names of the parameters, the bytes and the dtype of each bucket.
         rebuilt: True if buckets are in the order in which gradients came.
     """

@@ -1,4 +1,4 @@
-"""The parameters and buffers that a module has: noticed when they change between steps."""
+"""The parameters and buffers that a module has: changes between steps are noticed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tilework.tiled.tensor import TiledTensor
 
 
 class Members:
-    """The submodules and parameters that modules have at construction of this.
+    """The submodules and parameters of modules when this object was made.
 
-    Looked at in every step, so all loops run in C.
+    They are compared in every step: all loops run in C.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -24,7 +24,7 @@ class Members:
             *(each._modules for each in modules),
             *(each._parameters for each in modules),
         ]
-        #: As long as they live, no other object has their ids.
+        #: Kept alive, so that no other object can get the same ids.
         self._held = list(_values(self._tables))
         self._ids = list(map(id, self._held))
 
@@ -34,19 +34,19 @@ class Members:
 
 
 class ModuleStructure:
-    """The modules and parameters of a module as they were at construction of this.
+    """The modules and parameters within a module when this object was made.
 
-    Looked at in every step, so all loops over parameters run in C.
+    They are compared in every step: all loops over parameters run in C.
 
     Args:
         module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        #: Every module once, with its name.
+        #: Every module once, with the name.
         self.modules = list(module.named_modules())
         every = [each for _, each in self.modules]
-        #: Every parameter once, with its name.
+        #: Every parameter once, with the name.
         self.parameters = _named(self.modules)
         self._parameters: list[Mapping[str, Any]] = [each._parameters for each in every]
         self._members = Members(every)
@@ -54,7 +54,7 @@ class ModuleStructure:
         self.places = ParameterPlaces(module)
         self._held = [p for p in _values(self._parameters) if p is not None]
         self._kinds = list(map(_kind, self._held))
-        #: Those that have local tensors, and these.
+        #: The parameters with local tensors, and the local tensors.
         self._tiled = [p for p in self._held if isinstance(p, TiledTensor)]
         self._tiles = [p.local_tiles() for p in self._tiled]
 
@@ -70,7 +70,7 @@ class ModuleStructure:
         )
 
     def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
-        """Every buffer that there is now, once, with its name."""
+        """Every current buffer once, with the name."""
         seen: set[int] = set()
         for prefix, owner in self.modules:
             for name, buffer in owner._buffers.items():

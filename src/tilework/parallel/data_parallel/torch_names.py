@@ -1,4 +1,4 @@
-"""torch's underscored methods of DistributedDataParallel, which programs call all the same."""
+"""torch's underscored methods of DistributedDataParallel, which programs call nevertheless."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _BUILT_IN = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
 
 
 def ignored_names(module: nn.Module) -> tuple[str, ...]:
-    """The parameters and buffers that a module says are to be left alone."""
+    """The names of parameters and buffers that a module says to leave alone."""
     return tuple(getattr(module, _IGNORED, ()))
 
 
 class TorchDDPNames:
-    """Methods of DistributedDataParallel under the names that they have in torch."""
+    """Methods of DistributedDataParallel under their names in torch."""
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Have parameters and buffers of ``module`` neither sent nor reduced once it is wrapped.
+        """Exclude parameters and buffers of ``module`` from broadcasts and reductions.
 
         Args:
             module: The module, before it is wrapped.
             params_and_buffers_to_ignore: Their full names.
 
         Raises:
-            ValueError: The module has no such name.
+            ValueError: The module has no parameter or buffer of a name.
         """
         names = list(params_and_buffers_to_ignore)
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -73,7 +73,7 @@ class TorchDDPNames:
         """Register the hook that a member of torch's enumeration of hooks stands for.
 
         Raises:
-            ValueError: It stands for none.
+            ValueError: The member stands for no hook.
         """
         name = str(getattr(comm_hook_type, "name", comm_hook_type))
         if name not in _BUILT_IN:

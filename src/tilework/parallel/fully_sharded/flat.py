@@ -1,10 +1,11 @@
-"""Sharded parameters of one dtype in one buffer, and the collectives that gather and reduce them.
+"""Sharded parameters of one dtype in one buffer, with the collectives to gather and reduce them.
 
 A rank's shards lie one after the other in the *flat buffer*. Gathering makes full tensors in one
-block of memory. A large parameter whose shards are rows of equal number is gathered by a collective
-of its own, straight to where modules read. The others share a collective: each rank sends its
-shards as a *row*, padded to the largest rank's, and the full tensors are copied out of all rows.
-Reducing goes the same ways back, straight from where backward wrote large gradients.
+block of memory. A large parameter that is split in equally many rows on each rank is gathered by a
+separate collective, straight to where modules read. The other parameters share a collective: each
+rank sends the shards as a *row*, padded to the largest rank's, and the full tensors are copied out
+of all rows. Reductions take the same two ways back, straight from the memory where backward wrote
+large gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tilework.cores import has_spare_core
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 
-#: A shard of so many bytes is gathered by a collective of its own; a copy of less costs less.
+#: From this size in bytes a separate collective gathers a shard; smaller copies cost less.
 DIRECT_BYTES = 64 << 10
 
 
@@ -56,7 +57,7 @@ class Row:
 
 
 class Gathering:
-    """Full parameters that are being gathered, or were.
+    """Full parameters, gathered or being gathered.
 
     Attributes:
         block: The memory of all of them.
@@ -92,7 +93,7 @@ class Flat:
     """The flat buffer of parameters of one dtype and device on this rank.
 
     Args:
-        params: The parameters, whose ``sharded`` may still be the full ones.
+        params: The parameters, whose ``sharded`` may still be full tensors.
         shard_group: The ranks that the parameters are sharded over.
         replicate_group: The ranks with the same shards; None: there are none.
         policy: The dtypes of gathered parameters and of reductions.
@@ -112,21 +113,21 @@ class Flat:
         self.shard_group, self.replicate_group = shard_group, replicate_group
         self.rank, self.ranks = shard_group.rank(), shard_group.size()
         is_cast = policy.param_dtype is not None and self.dtype.is_floating_point
-        #: The dtype of what is gathered.
+        #: The dtype of gathered parameters.
         self.compute_dtype: torch.dtype = policy.param_dtype if is_cast else self.dtype  # type: ignore[assignment]
         self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
         direct = [param for param in self.params if self._is_direct(param)]
         self._row = Row.of([param for param in self.params if param not in direct])
         self._in_order = Row.of([*direct, *self._row.params])
         self.flat = _zeros(self._in_order.numel, self.dtype, device, shard_group)
-        #: False where the thread that gathers would only take the core from the one that computes.
+        #: False where the gathering thread would only take the core from the computing thread.
         self._overlaps = device.type != "cpu" or has_spare_core(self.ranks)
 
     def _is_direct(self, param: ShardedParam) -> bool:
         return param.is_even and param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
 
     def shards(self) -> list[Tensor]:
-        """By parameter, this rank's shard in the flat buffer. Writes to each count separately."""
+        """By parameter, this rank's shard in the flat buffer. Each counts writes to itself."""
         order = self._in_order
         views = {
             id(param): param.in_row(self.flat, offset, self.rank).data
@@ -135,7 +136,7 @@ class Flat:
         return [views[id(param)] for param in self.params]
 
     def check_dtype(self) -> None:
-        """Raise if a parameter has another dtype by now: backward has no gradient for it."""
+        """Raise if a parameter's dtype has changed: backward has no gradient for the new dtype."""
         for param in self.params:
             if param.local.dtype != self.dtype:
                 raise RuntimeError(
@@ -196,9 +197,9 @@ class Flat:
         A gradient that only some ranks have counts as zero on the others.
 
         Args:
-            params: Parameters of this buffer, the same ones on all ranks.
+            params: Parameters of this buffer, the same on all ranks.
             grads: By parameter, this rank's gradient of the full tensor; None: there is none.
-            how: What averages are.
+            how: How to average.
 
         Returns:
             By parameter, the shard in the parameter's dtype; None: no rank has a gradient.

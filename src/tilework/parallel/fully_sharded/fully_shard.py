@@ -1,8 +1,8 @@
 """fully_shard: data parallelism in which parameters, gradients and optimizer states are sharded.
 
 Each module given to :func:`fully_shard` gathers its parameters before its forward and backward
-passes, and frees them after. Gradients are reduce-scattered when all of the module's are there.
-Between uses, a rank holds its shards only. The method is that of S. Rajbhandari et al., *ZeRO:
+passes, and frees them after. Gradients are reduce-scattered when the module has all of them.
+Between uses, a rank holds only shards. The method is that of S. Rajbhandari et al., *ZeRO:
 Memory Optimizations Toward Training Trillion Parameter Models*, SC 2020 (stage 3); the interface is
 torch's FSDP2.
 """
@@ -51,16 +51,16 @@ def fully_shard(
     """A module whose parameters are sharded over a mesh between uses. Collective; blocks.
 
     Shard the inner modules first, then the outer: each call takes the parameters that no earlier
-    one has taken, and gathers them together. Parameters become DTensors, which optimizers, clipping
-    and state dicts work on. ``parameters()`` are these DTensors at all times; within forward an
-    attribute (``module.weight``) is the full tensor. All ranks must hold the same values before:
-    hashes of them are compared. Forward and backward are collective over the mesh.
+    call has taken, and gathers them together. Parameters become DTensors, which optimizers,
+    clipping and state dicts work on. ``parameters()`` are always these DTensors; within forward an
+    attribute (``module.weight``) is the full tensor. All ranks must hold the same values before the
+    call: their hashes are compared. Forward and backward are collective over the mesh.
 
     The modules may change between steps: parameters that were assigned, loaded, tied, cast or
-    frozen count from the next forward on.
+    frozen are noticed in the next forward.
 
-    A rank holds its shards of parameters, gradients and optimizer states, and the full parameters
-    of the module that computes and of the next one.
+    A rank holds shards of parameters, gradients and optimizer states, and the full parameters of
+    the module that computes and of the next module.
 
     Args:
         module: The module, or several that are gathered together; changed in place.
@@ -70,7 +70,7 @@ def fully_shard(
             backward; None: True, but for the outermost module.
         shard_placement_fn: The dim to shard of a parameter; None, or returning None: the first.
         mp_policy: Dtypes of computation and reduction.
-        offload_policy: Accepted for modules on the CPU, where everything is there already.
+        offload_policy: Accepted for modules on the CPU, where there is nothing to offload.
         ignored_params: Parameters to leave as they are.
         dp_mesh_dims: The axes of ``mesh`` that are data parallel, where it is a mesh for all kinds
             of parallelism.
@@ -82,8 +82,8 @@ def fully_shard(
 
     Raises:
         CollectiveMismatchError: A parameter is not the same on all ranks; on every rank.
-        NotImplementedError: A parameter needs more than this: a sparse gradient, an extension.
-        TypeError: A module is none, or a container without forward.
+        NotImplementedError: A parameter has a sparse gradient or needs an extension.
+        TypeError: An argument is not a module, or is a container without forward.
         ValueError: The module is sharded already, a parameter has no dims or belongs to a module
             that was sharded separately, or the mesh does not fit.
 
@@ -136,7 +136,7 @@ def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
 
 
 def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
-    """Make DTensors that are replicated along the data-parallel axes ones of the other axes."""
+    """Drop the data-parallel axes from the meshes of DTensors that they replicate."""
     own = {
         name
         for names in filter(None, (dims.replicate, dims.shard))
@@ -163,7 +163,7 @@ def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParall
 
 
 def _take_values_of(source: int, unit: Unit) -> None:
-    """Give all ranks the full parameters of one. Collective; blocks."""
+    """Give all ranks the full parameters of the rank ``source``. Collective; blocks."""
     group = unit.owner.mesh.axes_group(range(unit.owner.mesh.ndim))
     if not 0 <= source < group.size():
         raise ValueError(
@@ -221,12 +221,12 @@ def _check(
 
 @dataclass
 class _MeshOfAllRanks:
-    """The mesh that modules are sharded on by default, made once for a default group."""
+    """The mesh that modules are sharded on by default, made once for each default group."""
 
     of: dict[tuple[ProcessGroup, str], DeviceMesh] = field(default_factory=dict)
 
     def forget_groups(self) -> None:
-        """Drop the mesh: the default group is another one."""
+        """Drop the mesh, as the default group has changed."""
         self.of.clear()
 
 

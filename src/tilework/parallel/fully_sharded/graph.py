@@ -1,9 +1,9 @@
 """The place of gathered parameters in autograd's graph.
 
 The full tensors of a module are results of one node, :class:`Gather`, whose inputs are the shards:
-leaves of the graph. Autograd itself then knows when all gradients of the module are there, which
-parameters a pass did not use, what was frozen, and what hooks a shard has. The node's backward
-reduces the full gradients to gradients of the shards.
+leaves of the graph. Autograd itself therefore knows when all gradients of the module are there,
+which parameters a pass did not use, which were frozen, and which hooks a shard has. The node's
+backward reduces the full gradients to gradients of the shards.
 
 Full tensors that operators save for backward are not kept: :class:`Saved` stands for each, and
 gathers again when backward asks for it, whichever way backward got there.
@@ -41,7 +41,7 @@ class Gather(torch.autograd.Function):
         fulls: Sequence[Tensor],
         *shards: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The tensors ``fulls``, which were gathered already."""
+        """The tensors ``fulls``, already gathered."""
         ctx.ends, ctx.params = ends, params
         ctx.set_materialize_grads(False)
         return tuple(full.detach() for full in fulls)
@@ -57,10 +57,11 @@ class Gather(torch.autograd.Function):
 
 
 class AverageToShards(torch.autograd.Function):
-    """Averages over the ranks of full gradients, as shards, where gradients have gradients.
+    """Averages over the ranks of full gradients, as shards, for gradients of gradients.
 
-    A shard's gradient is that of one value which all ranks have computed. So each rank's share in
-    the average has the gathered gradient itself, not a fraction: :class:`Gather` averages later.
+    A shard's gradient is the gradient of one value that all ranks have computed. Therefore each
+    rank's share in the average has the gathered gradient itself, not a fraction of it:
+    :class:`Gather` averages later.
     """
 
     @staticmethod
@@ -94,10 +95,10 @@ class Saved:
         self.version = self.param.local._version
 
     def tensor(self) -> Tensor:
-        """The tensor. Collective if the full parameters are not there.
+        """The tensor. Collective if the full parameters are not in memory.
 
         Raises:
-            RuntimeError: The parameter was written to since.
+            RuntimeError: The parameter was written to since forward.
         """
         if self.param.local._version != self.version:
             raise RuntimeError(
@@ -109,7 +110,7 @@ class Saved:
 
 
 class _Kept:
-    """Another tensor that an operator has saved, and the writes to it until then."""
+    """Another tensor that an operator has saved, with the number of writes until then."""
 
     __slots__ = ("tensor", "version")
 
@@ -118,7 +119,7 @@ class _Kept:
         self.version = -1 if tensor.is_inference() else tensor._version
 
 
-#: Reads the hooks for saved tensors that are around. Releases of torch before 2.8 lack it.
+#: Reads the surrounding hooks for saved tensors. Releases of torch before 2.8 lack it.
 _hooks_around: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 #: False: full tensors that operators save stay in memory until backward.
 CAN_FREE = _hooks_around is not None
@@ -127,11 +128,11 @@ _OWN_TYPES = (Tensor, torch.nn.Parameter)
 
 @contextmanager
 def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
-    """Let operators save a :class:`Saved` in place of full tensors, and others as without this.
+    """Make operators save a :class:`Saved` instead of full tensors, and other tensors as always.
 
-    Hooks around this (those of a checkpoint, for one) get the other tensors. Without such hooks
-    torch would check in backward that a saved tensor was not written to. Hooks switch that check
-    off, which is why it is made here.
+    Hooks around this context (such as a checkpoint's) get the other tensors. Without hooks torch
+    checks in backward that a saved tensor was not written to. Hooks switch that check off;
+    therefore this context makes it.
 
     Args:
         use: The module's forward pass; ``use.block(which)`` has the memory in backward.
@@ -166,4 +167,4 @@ def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
         yield
     finally:
         _autograd._pop_saved_tensors_default_hooks()
-        spans.clear()  # the graph keeps the hooks, which shall not keep the memory
+        spans.clear()  # the graph keeps the hooks; they must not keep the memory

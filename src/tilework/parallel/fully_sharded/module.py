@@ -14,12 +14,12 @@ from tilework.parallel.fully_sharded.unit import Unit
 
 
 class FSDPModule:
-    """The methods that a module has after :func:`fully_shard`. Its class is a subclass of both."""
+    """The methods of a module after :func:`fully_shard`, whose class also inherits from this."""
 
     _fsdp_state: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the plain class: containers make slices of themselves by their class."""
+        """A module of the plain class, as containers make slices by calling their own class."""
         plain: Any = cls.__mro__[2]
         module = plain.__new__(plain, *args, **kwargs)
         plain.__init__(module, *args, **kwargs)
@@ -34,16 +34,16 @@ class FSDPModule:
         return self._fsdp_state.run(super().__call__, args, kwargs)  # type: ignore[misc]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what :meth:`__call__` does, with the collectives; arguments as of torch.compile.
+        """Compile :meth:`__call__`, collectives included; arguments as for torch.compile.
 
-        Local; the first calls compile. Of nested modules compile the outermost alone.
+        Local; the first calls compile. Of nested modules compile only the outermost.
         """
         self.__dict__["_compiled_run"] = torch.compile(self._run, *args, **kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's parameters now. Collective over the mesh.
 
-        Attributes (``module.weight``) are full tensors then, until :meth:`reshard` or the end of
+        Attributes (``module.weight``) are then full tensors, until :meth:`reshard` or the end of
         the next forward or backward pass that frees them. ``parameters()`` are always the shards.
 
         Args:
@@ -71,7 +71,7 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Reduce gradients over replicas in backward, or let them wait. Local.
 
-        Where there are no replicas it changes nothing. Gradients that wait are full ones.
+        Without replicas this changes nothing. Gradients that wait are full tensors.
         """
         for unit in units_of(self, recurse):
             unit.reduction.reduces_replicas = requires_all_reduce
@@ -83,7 +83,7 @@ class FSDPModule:
         self._fsdp_state.reduction.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Do as :meth:`set_gradient_divide_factor`, by torch's older name. Local."""
+        """Call :meth:`set_gradient_divide_factor`: the older name in torch. Local."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -97,32 +97,32 @@ class FSDPModule:
 
         Args:
             hook: Called after reduce-scatter, and after the all-reduce over replicas; or None.
-            stream: Taken for torch's sake: the hook runs where the reduction runs.
+            stream: Accepted for torch's sake: the hook runs where the reduction runs.
         """
         self._fsdp_state.reduction.hook = hook
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather when backward comes to the module, or only what autograd asks for. Local."""
+        """Gather all when backward reaches the module, or only parameters as needed. Local."""
         self._fsdp_state.unshards_in_backward = unshard_in_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Change nothing: what a pass leaves behind is freed at the end of each. Local."""
+        """Change nothing: each pass frees everything at the end. Local."""
 
     def set_post_optim_event(self, event: Any) -> None:
         """Change nothing: gathering waits for no other stream. Local."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Change nothing: buffers lie where the group moves them fastest. Local."""
+        """Change nothing: buffers lie in the group's fastest memory already. Local."""
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Raise: groups have backends for that."""
+        """Raise: a backend can be registered instead."""
         raise NotImplementedError(
             "fully_shard gathers by the group of its mesh: register a backend "
             "(tilework.distributed.register_backend) for collectives of your own"
         )
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Raise: groups have backends for that."""
+        """Raise: a backend can be registered instead."""
         self.set_custom_all_gather(comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -138,25 +138,25 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these modules' parameters while this one's forward computes. Local.
+        """Gather these modules' parameters while this module's forward computes. Local.
 
-        Without it the module that ran next in the first forward pass is prefetched.
+        By default the module that ran next in the first forward pass is prefetched.
         """
         self._fsdp_state.forward_prefetch = [module._fsdp_state for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Gather these modules' parameters while this one's backward computes. Local."""
+        """Gather these modules' parameters while this module's backward computes. Local."""
         self._fsdp_state.backward_prefetch = [module._fsdp_state for module in modules]
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Raise: gradients are reduced to shards, which a hook for whole buckets cannot do."""
+        """Raise: gradients are reduced to shards, but hooks are for whole buckets."""
         raise NotImplementedError(
             "fully_shard has no communication hooks: gradients are reduce-scattered, not averaged "
             "in buckets. For fewer bytes use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
         )
 
     def no_sync(self) -> None:
-        """Raise: accumulation is a setting of the module."""
+        """Raise: use :meth:`set_requires_gradient_sync` to accumulate."""
         raise NotImplementedError(
             "fully_shard accumulates between set_requires_gradient_sync(False) and "
             "set_requires_gradient_sync(True); no_sync() is DistributedDataParallel's"
@@ -170,10 +170,10 @@ class FSDPModule:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A sharded module of its own, as an average of weights needs. Local.
+        """A deep copy that is sharded, too, as an average of weights needs. Local.
 
-        Each rank copies its shards; gradients and hooks are copied as torch copies them. Of modules
-        that were given together, the copy of one copies the others, too.
+        Each rank copies the local shards; gradients and hooks are copied as torch copies them. If
+        several modules were given together, copying one copies all of them.
         """
         for unit in units_of(self, True):
             unit.reshard()
@@ -183,7 +183,7 @@ class FSDPModule:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise: a module is not pickled with groups of ranks."""
+        """Raise: the process groups of a module cannot be pickled."""
         raise TypeError(
             f"{type(self).__name__} was given to fully_shard and cannot be pickled or copied by "
             f"copy.copy: save model.state_dict(), or copy.deepcopy(model)"
@@ -197,7 +197,7 @@ class FSDPModule:
         found = [places for unit in units for _, places, _ in unit.tables.parameters()]
         ties = [places for places in found if len(places) > 1]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        for places in ties:  # torch makes a parameter for each place where it cannot set data
+        for places in ties:  # torch unties parameters where it cannot set data
             first = places[0][0]._parameters[places[0][1]]
             for module, name in places[1:]:
                 module._parameters[name] = first
@@ -221,26 +221,26 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def install(module: nn.Module, unit: Unit) -> None:
-    """Make a module one of a unit: its class becomes a subclass of FSDPModule, too."""
+    """Make a module part of a unit, and the module's class a subclass of FSDPModule."""
     kind = type(module)
     if kind not in _classes:
         _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
     each: Any = module
     each.__class__ = _classes[kind]
     object.__setattr__(module, "_fsdp_state", unit)
-    # Parameters that were assigned are sharded before an optimizer can get them.
+    # Newly assigned parameters are sharded before an optimizer can get them.
     each.register_load_state_dict_post_hook(lambda loaded, _: loaded._fsdp_state.look())
 
 
 def units_of(module: Any, recurse: bool) -> list[Unit]:
-    """The units of a module and, with ``recurse``, of those within."""
+    """The units of a module and, with ``recurse``, of the modules within."""
     modules = module.modules() if recurse else [module]
     units = [getattr(each, "_fsdp_state", None) for each in modules]
     return list(dict.fromkeys(cast("list[Unit]", [unit for unit in units if unit])))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather parameters around another method than ``forward``, as around it. Local.
+    """Gather parameters around another method, as around ``forward``. Local.
 
     Raises:
         ValueError: The module was not given to :func:`fully_shard`, or has no such method.

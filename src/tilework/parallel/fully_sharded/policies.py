@@ -14,10 +14,10 @@ class MixedPrecisionPolicy:
     """The dtypes of a fully sharded module's step.
 
     Attributes:
-        param_dtype: Parameters are gathered, and forward and backward computed, in it; None: as
-            they are. The shards that the optimizer steps on keep their dtype.
-        reduce_dtype: Gradients are reduced in it; None: in that of the computation.
-        output_dtype: Floating-point outputs of forward are cast to it; None: as they are.
+        param_dtype: The dtype of gathered parameters, forward and backward; None: the parameters'
+            own. The shards that the optimizer steps on keep their dtype.
+        reduce_dtype: The dtype of reductions of gradients; None: the dtype of computation.
+        output_dtype: The dtype of floating-point outputs of forward; None: as computed.
         cast_forward_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
     """
 
@@ -58,13 +58,14 @@ class DataParallelMeshDims:
 
 @dataclass
 class Reduction:
-    """The way from full gradients to those of the shards.
+    """The reduction of full gradients to gradients of shards.
 
     Attributes:
-        is_due: False: gradients wait until they are asked for, or until a pass where it is True.
-        reduces_replicas: False: likewise, where there are replicas.
-        divide_factor: What sums over all ranks are divided by; None: the number of ranks.
-        sums: Sum in the collectives, and divide afterwards.
+        is_due: False: gradients wait until the program asks for them, or until a pass where it is
+            True.
+        reduces_replicas: The same for the reduction over replicas.
+        divide_factor: The divisor of sums over all ranks; None: the number of ranks.
+        sums: True to sum in the collectives, and divide afterwards.
         hook: Called with each tensor of reduced gradients.
     """
 

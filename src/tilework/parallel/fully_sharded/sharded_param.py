@@ -43,16 +43,16 @@ class ShardedParam:
     sizes: list[int]
     spec: DTensorSpec
     tensor_parallel: DTensorSpec | None
-    #: Each rank's elements, and where they begin in the ranks' shards one after the other.
+    #: Each rank's number of elements, and their start in the concatenation of all shards.
     shard_shapes: list[tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         self.shard_shapes = [(*before, size, *after) for size in self.sizes]
         self.numel = math.prod(self.shape)
-        #: The elements of the largest rank's shard.
+        #: The number of elements of the largest shard.
         self.padded = math.prod(self.shard_shapes[0])
-        #: True if the ranks' shards one after the other are the full tensor.
+        #: True if the concatenation of all shards is the full tensor.
         self.is_even = self.dim == 0 and len(set(self.sizes)) == 1
 
     @property
@@ -103,7 +103,7 @@ def sharded_param(
         parameter: The full parameter: plain, or a DTensor of tensor parallelism.
         mesh: One axis: shard along it. Two: replicate along the first.
         dim: The dim to shard, not negative.
-        on_mesh: True of a DTensor that lies on the mesh already, in any layout.
+        on_mesh: True for a DTensor that lies on the mesh already, in any layout.
 
     Raises:
         TypeError: The parameter is a DTensor of torch.distributed.tensor's.
@@ -176,12 +176,12 @@ def _spec(
         placements[axis] = placement
     for axis, placement in zip(axes[1], tensor_parallel.placements, strict=True):
         placements[axis] = placement
-    # A dim that both shard was sharded by tensor parallelism first.
+    # If both shard a dim, tensor parallelism sharded it first.
     return spec_of(whole, placements, shape, order=(*axes[1], *axes[0]))
 
 
 def _mesh_of_both(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    """The mesh of the axes of two meshes, in the order of the one that both are parts of."""
+    """The mesh of the axes of two meshes, in the order of their common root."""
     root, names = mesh._root, (*_names(mesh), *_names(other))
     known, axes = _names(root), _root_axes(root, names)
     listed = [axis for each in axes.values() for axis in each]
@@ -199,7 +199,7 @@ def _mesh_of_both(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 
 def _root_axes(root: DeviceMesh, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The root's axes of each name that it knows."""
+    """The root's axes for each name."""
     axes = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""Parameters as modules hold them, taken into flat buffers, and noticed when they change."""
+"""Taking the parameters of modules into flat buffers, and noticing when they change."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from tilework.tiled.stale_parameters import mark_replaced
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """A unit as the owner of parameters: how it shards them.
+    """A unit as the owner of parameters, with the settings for sharding them.
 
     Attributes:
         name: The classes of the modules, for errors.
         mesh: One axis: shard along it. Two: replicate along the first.
-        policy: Dtypes.
-        placement: The dim to shard of a parameter; None: the first of all.
+        policy: The dtypes of computation and reduction.
+        placement: The dim to shard of a parameter; None: the first dim.
     """
 
     name: str
@@ -65,19 +65,18 @@ class Owner:
         return self.mesh.get_all_groups()[0] if self.mesh.ndim == 2 else None
 
 
-#: The owner of a parameter, also of a full one that was sharded.
+#: The owner of a parameter, sharded or full.
 _owners: Any = WeakTensorKeyDictionary()
 
 
 class ModuleTables:
-    """The tables of submodules and parameters that the modules of a unit have.
+    """The tables of submodules and parameters of the modules of a unit.
 
-    Modules that were given to
-    fully_shard by themselves are left out.
+    Modules that were given to fully_shard separately are left out.
 
     Args:
         modules: The modules of the unit.
-        ignored: Parameters that are left as they are, and those that take their places later.
+        ignored: Parameters to leave as they are, and parameters that later take their places.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> None:
@@ -101,7 +100,7 @@ class ModuleTables:
 
     def _scan(self) -> None:
         self._modules = list(chain.from_iterable(_own_modules(root, "") for root in self._roots))
-        #: Layers that keep a list of their weights besides.
+        #: Layers that also keep a list of their weights.
         self.recurrent: list[Any] = [m for _, m in self._modules if isinstance(m, nn.RNNBase)]
 
     def is_current(self) -> bool:
@@ -109,12 +108,12 @@ class ModuleTables:
         return self._members is not None and self._members.is_current()
 
     def note(self) -> None:
-        """Remember what there is now."""
+        """Remember the current tables."""
         self._scan()
         self._members = Members([module for _, module in self._modules])
 
     def parameters(self) -> list[tuple[str, Places, nn.Parameter]]:
-        """Each parameter once, with its first name and its places."""
+        """Each parameter once, with the first name and all places."""
         self._scan()
         found: dict[int, tuple[str, Places, nn.Parameter]] = {}
         for prefix, module in self._modules:
@@ -126,7 +125,7 @@ class ModuleTables:
 
 
 def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
-    """A module and those within that belong to the same unit, with the prefix of names."""
+    """A module and the modules within that belong to the same unit, with name prefixes."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and "_fsdp_state" not in vars(child):
@@ -135,30 +134,30 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
 
 @dataclass(frozen=True)
 class _Taken:
-    """A parameter to take over: its description, and what gives this rank's shard of it."""
+    """A parameter to take over: the description, and a function for this rank's shard."""
 
     param: ShardedParam
     shard: Callable[[], Tensor]
-    #: The full parameter that the sharded one replaces; None: modules hold the sharded one.
+    #: The full parameter that the sharded one replaces; None: modules hold a sharded parameter.
     full: Any = None
 
 
 def take_over(
     tables: ModuleTables, before: Sequence[ShardedParam], owner: Owner
 ) -> tuple[list[ShardedParam], list[Flat]]:
-    """The parameters that modules hold now, in flat buffers. Collective if any are new.
+    """The modules' current parameters, in flat buffers. Collective if any are new.
 
-    Full parameters become sharded ones. Those that are sharded already get their values into the
+    Full parameters become sharded. The values of parameters that are sharded already go into the
     new buffers, whatever memory, dtype or layout they were given.
 
     Args:
         tables: The modules.
-        before: The parameters that they held when this was called last.
+        before: The modules' parameters at the last call.
         owner: The unit.
 
     Raises:
         CollectiveMismatchError: A full parameter is not the same on all ranks; on every rank.
-        TypeError: A module holds something that is no parameter.
+        TypeError: A module holds something that is not a parameter.
         ValueError: A parameter cannot be sharded, or belongs to another unit.
     """
     at = {(module, name): p for p in before for module, name in p.places}
@@ -181,7 +180,7 @@ def take_over(
 
 
 def _check(name: str, parameter: Any, owner: Owner) -> None:
-    """Raise unless a parameter can be this unit's."""
+    """Raise if this unit cannot own a parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(
             f"{name} of {owner.name} is a {type(parameter).__name__} in the place of a parameter: "
@@ -215,7 +214,7 @@ def _describe(
         if old is not None and (spec.mesh, spec.shape) == (old.spec.mesh, old.spec.shape):
             old.name, old.places = name, places
             param = old if old.sharded is parameter else replace(old, sharded=parameter)
-        elif spec.mesh == owner.mesh:  # computed from sharded ones, by a parametrization
+        elif spec.mesh == owner.mesh:  # computed by a parametrization from sharded parameters
             param = sharded_param(name, places, parameter, owner.mesh, dim, on_mesh=True)
         if param is not None:
             _lay_out(parameter, param.spec)
@@ -247,7 +246,7 @@ def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
 
 
 def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device, keeps_objects: bool) -> Flat:
-    """The flat buffer of parameters of one dtype and device, which they show from then on."""
+    """The flat buffer of parameters of one dtype and device, which then holds their values."""
     params = [each.param for each in taken]
     flat = Flat(params, owner.shard_group, owner.replicate_group, owner.policy, device)
     with torch.no_grad():
@@ -264,13 +263,13 @@ def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device, keeps_obj
 
 
 def _replace(taken: _Taken, local: Tensor, owner: Owner, keeps_object: bool) -> None:
-    """Put the sharded parameter around a shard into the modules, in the place of the full one.
+    """Replace the full parameter in the modules by a sharded parameter around a shard.
 
     Args:
         taken: The full parameter.
         local: The shard.
         owner: The unit.
-        keeps_object: True of a parameter that was assigned to a sharded module. An optimizer may
+        keeps_object: True for a parameter that was assigned to a sharded module. An optimizer may
             have it already, so the object itself becomes the sharded parameter.
     """
     param, full = taken.param, taken.full
@@ -279,7 +278,7 @@ def _replace(taken: _Taken, local: Tensor, owner: Owner, keeps_object: bool) -> 
     if keeps_object:
         try:
             torch.utils.swap_tensors(full, param.sharded)  # type: ignore[no-untyped-call]
-        except RuntimeError:  # others refer to it, an optimizer that is made later may not
+        except RuntimeError:  # referenced elsewhere; an optimizer made later is not affected
             pass
         else:
             param.sharded = full
@@ -292,7 +291,7 @@ def _replace(taken: _Taken, local: Tensor, owner: Owner, keeps_object: bool) -> 
 
 
 def _mark_gone(at: Mapping[tuple[nn.Module, str], ShardedParam]) -> None:
-    """Have optimizers of sharded parameters whose places others have taken raise."""
+    """Make optimizers raise for sharded parameters that the modules no longer hold."""
     for (module, name), param in at.items():
         now = module._parameters.get(name)
         if now is not None and now is not param.sharded and (module, name) == param.places[0]:
@@ -311,7 +310,7 @@ def _compare(fulls: Sequence[tuple[str, Any]], mesh: DeviceMesh, where: str) -> 
     """Raise unless all ranks have the same full parameters. Collective; blocks.
 
     Raises:
-        CollectiveMismatchError: They differ; it names the first parameter, and two ranks.
+        CollectiveMismatchError: They differ; the error names the first parameter and two ranks.
     """
     if mesh.size() == 1 or not fulls or mode() == "off":
         return

@@ -1,10 +1,11 @@
 """The parameters of one call of fully_shard: sharded, being gathered, or gathered.
 
-The modules' ``_parameters`` are the one truth, and hold the sharded DTensors at all times. While a
-unit is *gathered* its full tensors stand in the modules' ``__dict__``, where attribute access finds
-them first. So ``module.weight`` is the full tensor in forward, and ``parameters()``, state dicts
-and optimizers never see it. Flat buffers and full tensors are made from what the modules hold. That
-is compared before each use: whatever was assigned, cast, tied or swapped is taken over then.
+The modules' ``_parameters`` are the one truth, and always hold the sharded DTensors. While a unit
+is *gathered* the full tensors stand in the modules' ``__dict__``, where attribute access finds them
+first. Therefore ``module.weight`` is the full tensor in forward, while ``parameters()``, state
+dicts and optimizers never see it. Flat buffers and full tensors are derived from the parameters
+that the modules hold. These are compared before each use: parameters that were assigned, cast, tied
+or swapped are then taken over.
 
 =========== ============================== ==========================================
 phase       full tensors                   left by
@@ -61,7 +62,7 @@ class Gathered:
     def __init__(self, parts: list[Gathering], version: int, flats: list[Flat]) -> None:
         self.parts, self.version, self.flats = parts, version, flats
         self.is_ready = False
-        #: The forward pass that has compared the shards; None: none has.
+        #: The forward pass that has compared the shards; None: no pass has.
         self.seen_by: Any = None
 
     def finish(self) -> None:
@@ -78,13 +79,13 @@ class Gathered:
 
 
 class Use:
-    """A forward pass of a unit, as long as autograd has saved something of it."""
+    """A forward pass of a unit, as long as autograd keeps saved tensors of the pass."""
 
     def __init__(self, unit: Unit, gathered: Gathered, run: Run) -> None:
         self.unit, self.flats = unit, gathered.flats
         #: The full parameters, while they are in memory.
         self.gathered: Gathered | None = gathered
-        #: The forward pass of the outermost unit, and the place in it.
+        #: The forward pass of the outermost unit, and the place within that pass.
         self.run, self.number = run, len(run.uses)
 
     def forget(self) -> None:
@@ -92,13 +93,13 @@ class Use:
         self.gathered = None
 
     def full(self) -> Gathered:
-        """The full parameters in backward. Collective if they are not there."""
+        """The full parameters in backward. Collective if they are not in memory."""
         if self.gathered is None:
             self.gathered = self.unit.gather_for(self)
         return self.gathered
 
     def block(self, which: int) -> Tensor:
-        """The memory of full tensors in backward. Collective if it is not there."""
+        """The memory of full tensors in backward. Collective if they are not in memory."""
         return self.full().parts[which].block
 
 
@@ -108,11 +109,11 @@ class Run:
     def __init__(self, before: list[Unit]) -> None:
         self.units: list[Unit] = []
         self.uses: list[weakref.ref[Use]] = []
-        #: The units of the pass before, which are gathered ahead as long as the order is the same.
+        #: The units of the last pass, which are gathered ahead as long as the order is the same.
         self.before = before
 
     def next_unit(self) -> Unit | None:
-        """The unit that comes next if this pass goes on as the one before."""
+        """The unit that comes next if this pass has the order of the last."""
         at = len(self.units)
         if at < len(self.before) and self.units == self.before[:at]:
             return self.before[at]
@@ -120,13 +121,13 @@ class Run:
 
 
 class BackwardPass:
-    """A backward pass under way, which frees at the end what it has gathered.
+    """A backward pass under way, which frees at the end everything that it has gathered.
 
-    Autograd's engine alone keeps it, and drops it where the pass raises.
+    Only autograd's engine keeps this object, and drops it when the pass raises.
     """
 
     def __init__(self) -> None:
-        #: The units that the pass has gathered, each with the uses that were.
+        #: The units that the pass has gathered, each with the uses at that time.
         self.units: dict[Unit, list[weakref.ref[Use]]] = {}
 
     def end(self) -> None:
@@ -158,7 +159,7 @@ def is_in_forward() -> bool:
 
 @contextmanager
 def as_program(units: Sequence[Unit]) -> Iterator[None]:
-    """Have units gather and reduce everything in each pass, as a program does. Collective.
+    """Make units gather and reduce everything in each pass, for recording. Collective.
 
     Args:
         units: The units of the function that is recorded.
@@ -179,9 +180,9 @@ class Unit:
     """The parameters of one call of fully_shard, and when they are gathered and freed.
 
     Args:
-        modules: The modules that were given.
+        modules: The modules given to fully_shard.
         mesh: One axis: shard along it. Two: replicate along the first.
-        policy: Dtypes.
+        policy: The dtypes of computation and reduction.
         reshard_after_forward: See :func:`fully_shard`.
         placement: The dim to shard of a parameter.
         ignored: Parameters to leave as they are.
@@ -230,13 +231,13 @@ class Unit:
             return "sharded"
         return "gathered" if self._gathered.is_ready else "gathering"
 
-    # -- what the modules hold ---------------------------------------------------------------
+    # -- the modules' parameters ---------------------------------------------------------------
 
     def look(self) -> None:
-        """Take over what the modules hold now. Local unless they hold new parameters.
+        """Take over the modules' current parameters. Local unless some are new.
 
         Raises:
-            ValueError: They hold something that cannot be sharded; it is named.
+            ValueError: A module holds something that cannot be sharded; the error names it.
         """
         if self.tables.is_current() and self._shown_now() == self._shown:
             return
@@ -261,13 +262,13 @@ class Unit:
         )
 
     def _version(self) -> int:
-        """The number of writes to the shards that torch has counted."""
+        """The number of writes to the shards that torch counts."""
         return sum([param.local._version for param in self.params])
 
     # -- phases ------------------------------------------------------------------------------
 
     def start_gather(self, async_op: bool = True) -> None:
-        """Start to gather, unless that was done. Collective.
+        """Start to gather, unless that was done already. Collective.
 
         Args:
             async_op: Return at once; :meth:`gather` waits.
@@ -302,12 +303,12 @@ class Unit:
             self._install()
 
     def _telling(self, what: str, *numbers: int) -> carrying:
-        """Let collectives meanwhile tell what they are for, so that ranks which part all raise."""
+        """A context whose collectives carry their purpose: ranks that differ in it all raise."""
         digests = [digest_of(param.sharded) for param in self.params]
         return moving(hash((self._known_as, *numbers, *digests)), f"{what} {self._text}")
 
     def reshard(self) -> None:
-        """Leave the modules their shards alone; drop full parameters. Local."""
+        """Leave only shards to the modules; drop full parameters. Local."""
         if self._depth:
             return
         self._uninstall()
@@ -316,7 +317,7 @@ class Unit:
         self._gathered = None
 
     def _install(self) -> None:
-        """Let attribute access find the full parameters, at a new place in the graph. Local."""
+        """Let attribute access find the full parameters, with a new node in the graph. Local."""
         assert self._gathered is not None
         pairs = list(self._gathered.fulls)
         fulls = {id(param): full.detach() for param, full in pairs}
@@ -353,7 +354,7 @@ class Unit:
             self._show_recurrent()
 
     def _show_recurrent(self) -> None:
-        """Let recurrent layers, which list their weights, list those that they have."""
+        """Update the lists of weights that recurrent layers keep."""
         for module in self.tables.recurrent:
             names = module._flat_weights_names
             module._flat_weights = [getattr(module, name, None) for name in names]
@@ -379,7 +380,7 @@ class Unit:
 
     def _enter(self, around: ExitStack) -> Use:
         """Gather and install the full parameters of a forward pass. Collective."""
-        again = torch._C._current_graph_task_id() != -1  # a checkpoint computes in backward
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint recomputes in backward
         outermost = _running.run is None
         if outermost:
             _running.run = Run([] if again else self._order)
@@ -412,7 +413,7 @@ class Unit:
         return use
 
     def _look_before(self, run: Run) -> None:
-        """Compare what the modules hold, and what was gathered, with the shards. Collective."""
+        """Compare the modules' parameters, and the gathered ones, with the shards. Collective."""
         self.look()
         gathered = self._gathered
         if gathered is not None and gathered.seen_by is not run and gathered.parts:
@@ -461,7 +462,7 @@ class Unit:
         self._depth -= 1
 
     def _clean(self) -> None:
-        """Free the full parameters after forward; in backward that is done later. Local."""
+        """Free the full parameters after forward; backward frees them later. Local."""
         if torch._C._current_graph_task_id() != -1:
             return
         if self.reshard_after_forward is False:
@@ -470,7 +471,7 @@ class Unit:
             self.reshard()
 
     def _end_run(self, again: bool) -> None:
-        """Remember the order of a pass, and drop what was gathered ahead and not used."""
+        """Remember the order of a pass, and drop parameters that were gathered in vain."""
         run, _running.run = _running.run, None
         assert run is not None
         if not again:
@@ -482,10 +483,10 @@ class Unit:
     # -- backward ----------------------------------------------------------------------------
 
     def _watch(self, output: Any, use: Use) -> None:
-        """Have backward gather when it comes to an output that forward has computed.
+        """Make backward gather when it reaches an output of forward.
 
-        The saved tensors ask for what they need by themselves. This is earlier, and lets code that
-        computes again within the module find full parameters.
+        The saved tensors would gather on demand. This is earlier, and lets code that recomputes
+        within the module find full parameters.
         """
         of = weakref.ref(use)
         for tensor in tensors_of(output):
@@ -494,7 +495,7 @@ class Unit:
                 local.grad_fn.register_prehook(lambda _: self._begin_backward(of()))
 
     def _join_backward(self) -> None:
-        """Be freed at the end of the backward pass under way, at the latest; free units before."""
+        """Register for release at the end of the backward pass; free the units before."""
         units = _units_of_pass()
         for unit in [each for each in units if each._installed]:
             if unit is not self and unit not in self._around:
@@ -507,7 +508,7 @@ class Unit:
         if self._installed or not self.unshards_in_backward:
             return
         if use is None or use.flats is not self.flats:
-            # Autograd has saved nothing, or of other parameters; a checkpoint may compute again.
+            # Autograd has saved nothing of these parameters, but a checkpoint may recompute.
             self._drop_stale()
             self.gather()
         else:
@@ -520,7 +521,7 @@ class Unit:
 
     def gather_for(self, use: Use) -> Gathered:
         """The full parameters of a forward pass, for the pass's backward. Collective."""
-        if use.flats is not self.flats:  # the modules have others since, which they show
+        if use.flats is not self.flats:  # the modules have new buffers since, and show them
             for flat in use.flats:
                 flat.check_dtype()
             gathered = self._new_gathered(use.flats)
@@ -529,7 +530,7 @@ class Unit:
             self._drop_stale()
             gathered = self.gather()
             if not self._installed:
-                self._gathered = None  # what autograd has saved keeps it
+                self._gathered = None  # saved tensors keep it
         _units_of_pass().setdefault(self, []).append(weakref.ref(use))
         self._gather_ahead_in_backward(use)
         return gathered
@@ -549,14 +550,14 @@ class Unit:
                 _units_of_pass().setdefault(unit, [])
 
     def _release(self) -> None:
-        """Free what backward has installed, as far as autograd has not saved it. Local."""
+        """Free the parameters that backward has installed, unless autograd saved them. Local."""
         if self._installed and not self._depth:
             self._uninstall()
             if self.reshard_after_backward:
                 self.reshard()
 
     def _end_backward(self, uses: Iterable[weakref.ref[Use]]) -> None:
-        """Free what backward has gathered, also where autograd keeps the graph. Local."""
+        """Free the parameters that backward has gathered, even if the graph stays. Local."""
         self._release()
         if self.reshard_after_backward:
             self.reshard()
@@ -571,7 +572,7 @@ class Unit:
         params: Sequence[ShardedParam],
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """As :meth:`_reduce`; None of what was frozen since forward: autograd would drop it."""
+        """Call :meth:`_reduce`; None for frozen parameters, as autograd drops the gradient."""
         trained = [pair for pair in zip(params, grads, strict=True) if pair[0].local.requires_grad]
         shards = self._reduce(flats, [p for p, _ in trained], [grad for _, grad in trained])
         by_param = dict(zip([id(p) for p, _ in trained], shards, strict=True))
@@ -583,7 +584,7 @@ class Unit:
         params: Sequence[ShardedParam],
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Gradients of shards, when all gradients of full parameters are there. Collective."""
+        """Gradients of shards, from all gradients of full parameters. Collective."""
         if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
             self._release()
         grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
@@ -603,7 +604,7 @@ class Unit:
     def _reduce_together(
         self, flat: Flat, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients of shards in one buffer, whose digests tell of the pass. Collective."""
+        """Gradients of shards in one buffer; collectives carry the pass's digest. Collective."""
         passes = history_of(params[0].spec.mesh).passes
         with self._telling("the gradients of", passes):
             reduced = flat.reduce(params, grads, self.reduction)
@@ -627,9 +628,9 @@ class Unit:
     # -- gradients that wait -----------------------------------------------------------------
 
     def _defer(self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]) -> None:
-        """Keep gradients until they are asked for, or until a pass reduces its own."""
+        """Keep gradients until the program asks for them, or until a pass reduces."""
         for param, grad in zip(params, grads, strict=True):
-            self._deferred[param] = grad  # None, too: other ranks may have a gradient
+            self._deferred[param] = grad  # also None: other ranks may have a gradient
             param.sharded._deferred_grad = self.reduce_deferred
 
     def _with_deferred(self, param: ShardedParam, grad: Tensor | None) -> Tensor | None:
@@ -642,7 +643,7 @@ class Unit:
         return deferred + grad
 
     def reduce_deferred(self) -> None:
-        """Reduce the gradients that wait, and add them to those of the shards. Collective."""
+        """Reduce the gradients that wait, and add them to the shards' gradients. Collective."""
         params = [param for param in self.params if param in self._deferred]
         now = self.reduction
         self.reduction = replace(now, is_due=True, reduces_replicas=True)
@@ -660,7 +661,7 @@ class Unit:
                 local.grad = shard if local.grad is None else local.grad + shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """The unit of the modules' copies, which takes over their parameters when it looks."""
+        """The unit of the modules' copies, which takes over parameters at the next look."""
         copied = copy.copy(self)
         memo[id(self)] = copied
         copied.modules = copy.deepcopy(self.modules, memo)
@@ -683,9 +684,9 @@ class Unit:
 
 
 def _units_of_pass() -> dict[Unit, list[weakref.ref[Use]]]:
-    """The units that the backward pass under way has gathered, and the uses that they had."""
+    """The units that the backward pass under way has gathered, and their uses at that time."""
     task = torch._C._current_graph_task_id()
-    if task == -1:  # a program looks at what a node has saved
+    if task == -1:  # a program reads a node's saved tensors
         return {}
     current = _running.passes.get(task)
     if current is None:

@@ -1,8 +1,9 @@
-"""Training that outlives ranks: its state in the memory of others, refreshed each step.
+"""Training that outlives ranks: the state is copied to memory of other ranks in each step.
 
-- ``tracked``: the tensors and other values of a training state, by name, and who holds which boxes;
-- ``catalog``: which rank keeps which boxes of a snapshot, and where; pure;
-- ``vault``: the memory that snapshots lie in, which outlives the rank that wrote it;
-- ``restore``: from a snapshot into the state of other ranks, by plan;
-- ``resilient``: the loop that goes on when ranks are lost; ``stopping``: and that ends when asked.
+- ``tracked``: the tensors and other values of a training state, by name, and the ranks that hold
+  them;
+- ``catalog``: the boxes of a snapshot that each rank keeps, and their places; pure;
+- ``vault``: the memory of snapshots, which outlives the rank that wrote it;
+- ``restore``: restoring a snapshot into the state of other ranks;
+- ``resilient``: the loop that goes on when ranks are lost; ``stopping``: the end on request.
 """

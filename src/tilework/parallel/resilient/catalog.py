@@ -1,4 +1,4 @@
-"""The catalog of a snapshot: the boxes of each tensor that a rank writes, and where. Pure."""
+"""The catalog of a snapshot: the boxes of each tensor, their writers and places. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tilework.layout import Box, Tile, Tiling, chunk_sizes, offsets_of
 
 Ints = tuple[int, ...]
-#: A tensor of a state: its name, shape and dtype, and its tiles (offsets, sizes, owners).
+#: A tensor of a state: name, shape, dtype, and tiles (offsets, sizes, owners).
 Described = tuple[str, Ints, str, tuple[tuple[Ints, Ints, Ints], ...]]
 #: Parts begin at multiples of this many bytes.
 _ALIGNMENT = 64
@@ -21,10 +21,10 @@ class Part:
     """A box of a tensor that one rank writes."""
 
     box: Box
-    #: The tile that it is a part of, by its place in the tensor's tiling.
+    #: The index, in the tensor's tiling, of the tile that the box belongs to.
     tile: int
     writer: int
-    #: Where it begins in the writer's slot, in bytes.
+    #: The first byte in the writer's slot.
     offset: int
 
 
@@ -55,7 +55,7 @@ def described(name: str, dtype: torch.dtype, tiling: Tiling) -> Described:
     """A tensor of a state as plain data.
 
     Raises:
-        ValueError: It is partial: its value is not known yet.
+        ValueError: The tensor is partial: the value is not known yet.
     """
     if len(tiling.terms) != 1:
         raise ValueError(
@@ -66,16 +66,16 @@ def described(name: str, dtype: torch.dtype, tiling: Tiling) -> Described:
 
 
 def tiling_of(tensor: Described) -> Tiling:
-    """The tiling that was described."""
+    """The tiling of a described tensor."""
     _, shape, _, tiles = tensor
     return Tiling.of_tiles(shape, [Tile(Box(o, s), owners) for o, s, owners in tiles])
 
 
 def make_catalog(tensors: Sequence[Described], ranks: int) -> Catalog:
-    """The catalog in which each rank writes about as much.
+    """The catalog in which each rank writes nearly equally many bytes.
 
-    A tile with several owners is cut along its first dim, and each of them writes a part. The same
-    on every rank.
+    A tile with several owners is cut along the first dim, and each owner writes a part. The result
+    is the same on every rank.
 
     Example:
         >>> whole = ("w", (4, 2), "float32", (((0, 0), (4, 2), (0, 1)),))
@@ -98,7 +98,7 @@ def make_catalog(tensors: Sequence[Described], ranks: int) -> Catalog:
 
 
 def _shares(box: Box, owners: Ints, used: Sequence[int]) -> list[tuple[Box, int]]:
-    """The boxes that the owners of a box write."""
+    """The parts of a box, and the owner that writes each."""
     if box.empty:
         return []
     by_load = sorted(owners, key=lambda rank: (used[rank], rank))
@@ -115,11 +115,11 @@ def _shares(box: Box, owners: Ints, used: Sequence[int]) -> list[tuple[Box, int]
 def merged(by_rank: Sequence[Sequence[Described]]) -> list[Described]:
     """The tensors of all ranks, each once. Owners that ranks list for equal boxes are joined.
 
-    A rank may know of some owners only: those along its own axis of a mesh, whose tensor others
-    hold again along theirs.
+    A rank may know only some owners of a tile: those along one axis of a mesh, while other ranks
+    know the owners along other axes.
 
     Raises:
-        ValueError: Ranks have tensors of one name in other boxes, or of other dtypes.
+        ValueError: Ranks have tensors of the same name with other boxes or dtypes.
     """
     known: dict[str, Described] = {}
     first_rank: dict[str, int] = {}

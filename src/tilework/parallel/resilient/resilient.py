@@ -34,12 +34,12 @@ from tilework.parallel.resilient.tracked import State
 
 T = TypeVar("T")
 
-#: Seconds between looks for ranks that wait to be let in.
+#: Seconds between checks for ranks that wait to be let in.
 _LOOK_SECONDS: Final = 0.2
 
 
 class Checkpoints(Protocol):
-    """The last resort: what no memory holds any more. A ``CheckpointManager`` is one."""
+    """The last resort when no memory holds the state. A ``CheckpointManager`` fits."""
 
     def should_save(self, step: int, /) -> bool:
         """True if the state after ``step`` steps is to be saved; the same on all ranks."""
@@ -50,19 +50,19 @@ class Checkpoints(Protocol):
         ...
 
     def resume(self, into: State) -> int | None:
-        """Fill the state from the last checkpoint; its steps, None if there is none. Collective."""
+        """Fill the state from the last checkpoint; the steps, or None without one. Collective."""
         ...
 
     def wait(self) -> object:
-        """Wait for a save that is at work beside the loop. Collective."""
+        """Wait for a save that runs in the background. Collective."""
         ...
 
 
 @dataclass(frozen=True)
 class Event:
-    """A change of the ranks that train, or of where they are."""
+    """A change of the ranks that train, or of the step that they are at."""
 
-    #: ``time.time()`` when it was over.
+    #: ``time.time()`` when the change was over.
     time: float
     #: "started", "lost", "joined" or "stopped".
     kind: str
@@ -70,7 +70,7 @@ class Event:
     seats: tuple[int, ...]
     #: The steps that are finished.
     steps: int
-    #: The seconds that it took.
+    #: The seconds that the change took.
     seconds: float
 
 
@@ -85,38 +85,39 @@ class _Counters:
 class Resilient(Generic[T]):
     """A training loop that goes on when ranks are lost, and when they come back.
 
-    After each step the state is copied to memory that outlives its rank: on one host into memory
-    files that all ranks share, a part by each rank; else to ``replicas`` other ranks. When an
-    operation raises because a rank was lost, those that are left agree on who they are
-    (``shrink_group``), build the state for as many ranks anew, and fill it from the last step that
-    all had finished. Ranks that the launcher has started again are let in at the end of a step.
+    After each step the state is copied to memory that outlives the rank. On a single host all ranks
+    share memory files, and each rank writes a part; else each rank's part goes to ``replicas``
+    other ranks. When an operation raises because a rank was lost, the remaining ranks agree on who
+    they are (``shrink_group``), build a new state for their number, and fill it from the last step
+    that all had finished. Ranks that the launcher has started again are let in at the end of a
+    step.
 
-    Everything that communicates belongs into ``build`` and ``step``: a rank that comes later only
-    runs what the others run then.
+    Everything that communicates belongs into ``build`` and ``step``: a rank that joins later runs
+    only these two.
 
     Args:
-        build: Makes the state for the ranks that there are now: a dict of modules, optimizers,
-            tensors and objects with ``state_dict()`` and ``load_state_dict()`` (schedulers,
-            loaders). Tensors have the same shapes for any number of ranks; how they are laid out
-            may differ. Plain parameters are the same on all ranks; of plain buffers the first
-            rank's count. It is called at the start and after each change of ranks.
+        build: Makes the state for the current ranks: a dict of modules, optimizers, tensors and
+            objects with ``state_dict()`` and ``load_state_dict()`` (schedulers, loaders). Tensors
+            have the same shapes for any number of ranks; their layouts may differ. Plain parameters
+            are the same on all ranks; of plain buffers the first rank's are valid. The loop calls
+            it at the start and after each change of ranks.
         step: ``step(state, number)`` trains one step and returns anything. It may run again for the
-            same number, with the state that the step began with.
-        replicas: The ranks that keep each part of the state besides its writer, where ranks do not
-            share memory. So many may be lost at once.
-        every: Copy the state after every so many steps. More than 1 costs less; what is lost is
+            same number, starting from the same state.
+        replicas: The number of other ranks that keep a copy of each part of the state, where ranks
+            do not share memory. That many ranks may be lost at once.
+        every: Copy the state after every ``every`` steps. More than 1 costs less; lost steps are
             computed again.
         shared: Whether to use shared memory where all ranks can.
-        checkpoint: A ``CheckpointManager``, or what has its methods ``save``, ``resume``,
-            ``should_save`` and ``wait``. The loop begins with its last checkpoint, saves those that
-            are due and a last one when it is asked to stop, and goes back to the last one where
-            memory has not all of the state.
-        min_ranks: Raise if fewer are left; None: what ``tilework run --elastic`` said, else 1.
+        checkpoint: A ``CheckpointManager``, or an object with the methods ``save``, ``resume``,
+            ``should_save`` and ``wait``. The loop begins with the last checkpoint, saves the
+            checkpoints that are due and a last one when it is asked to stop, and goes back to the
+            last one where memory has not all of the state.
+        min_ranks: Raise if fewer ranks are left; None: as ``tilework run --elastic`` said, else 1.
         time_limit: Stop after this time: save a last checkpoint, and end the loop.
         patience: How long to wait for a rank whose process has not ended; see ``shrink_group``.
 
     Raises:
-        ValueError: A number makes no sense.
+        ValueError: A number is out of range.
 
     Example:
         >>> import torch
@@ -157,17 +158,17 @@ class Resilient(Generic[T]):
         self._least = int(os.environ.get(MIN_RANKS_VARIABLE, 1)) if min_ranks is None else min_ranks
         self._stopping = Stopping(time_limit)
         self._kept: list[Snapshots] = []
-        #: True once a copy was there on all ranks.
+        #: True once all ranks had a copy.
         self._is_protected = False
         self._look_at = 0.0
         self._counters = _Counters()
-        #: The state that is trained now.
+        #: The current state.
         self.state: State = {}
         #: The steps that are finished.
         self.steps = 0
         #: The steps that were finished when the loop began; a checkpoint has them.
         self._begun = 0
-        #: What has happened to the ranks, oldest first.
+        #: Changes of the ranks, oldest first.
         self.events: list[Event] = []
         #: The reason why the loop was ended early; empty if it was not.
         self.stopped = ""
@@ -175,15 +176,15 @@ class Resilient(Generic[T]):
     # -- the loop ----------------------------------------------------------------------------
 
     def run(self, steps: int) -> Iterator[tuple[int, T]]:
-        """Train until ``steps`` steps are finished; yields the number and the result of each.
+        """Train until ``steps`` steps are finished; yields each step's number and result.
 
-        Called again, it goes on with the state that there is. Collective; blocks. A step is yielded
-        once, when all ranks have finished it and its state is safe; with ``every`` above 1 steps
-        that are computed again are yielded again.
+        A second call goes on with the current state. Collective; blocks. A step is yielded once,
+        when all ranks have finished it and the state is safe. With ``every`` above 1, steps that
+        are computed again are yielded again.
 
         Raises:
             ExcludedError: This rank was stopped for so long that the others went on without it.
-            DistBackendError: Too few ranks are left, or their memory does not hold the state and
+            DistBackendError: Too few ranks are left; or memory does not hold the whole state, and
                 there is no checkpoint.
         """
         with self._stopping.listening(self._warning):
@@ -217,7 +218,7 @@ class Resilient(Generic[T]):
                 self._checkpoint.save(self.steps, self.state)
 
         self._guarded(train)
-        # A rank that was lost after the copy takes no step away.
+        # The loss of a rank after the copy loses no step.
         if results and self.steps == number + 1:
             yield number, results[0]
         if stop:
@@ -234,7 +235,7 @@ class Resilient(Generic[T]):
         return self._guarded(barrier)
 
     def close(self) -> None:
-        """Let go of the copies of the state. Local, idempotent; the state itself stays."""
+        """Free the copies of the state. Local, idempotent; the state itself stays."""
         for each in self._kept:
             each.close()
         self._kept = []
@@ -254,9 +255,11 @@ class Resilient(Generic[T]):
         return slice(start, start + each + (group.rank() < more))
 
     def weight(self, rows: int) -> float:
-        """The factor of this rank's mean loss by which the ranks' average is that of all rows.
+        """The factor for this rank's mean loss that makes the ranks' average the mean over all
+        rows.
 
-        1 where rows divide evenly. DistributedDataParallel averages ranks, whatever their shares.
+        1 where rows divide evenly. DistributedDataParallel averages over ranks, whatever their
+        number of rows.
         """
         mine = self.share(rows)
         size = get_default_group().size()
@@ -275,10 +278,10 @@ class Resilient(Generic[T]):
     # -- copies ------------------------------------------------------------------------------
 
     def _protect(self, steps: int) -> tuple[str, bool]:
-        """Copy the state, if it is its turn. Collective.
+        """Copy the state, if a copy is due. Collective.
 
         Returns:
-            Why ranks are to stop, if some rank says so; True if they are to grow.
+            The reason to stop, if some rank has a reason; True if the group is to grow.
         """
         begun = time.perf_counter()
         fits = self._kept[-1].fits()
@@ -297,10 +300,10 @@ class Resilient(Generic[T]):
         return REASONS[stop], bool(grow)
 
     def _copy_anew(self, steps: int) -> None:
-        """Copy a state of other tensors, or on other ranks. Collective.
+        """Copy a state that has new tensors or new ranks. Collective.
 
-        The copies before are kept until the next ones are there on all ranks: some rank may be lost
-        before all know that these are.
+        The older copies are kept until all ranks have the new ones: some rank may be lost before
+        all ranks know that the new copies are complete.
         """
         world = current_world()
         known = self._kept[-1].generation if self._kept else 0
@@ -314,13 +317,13 @@ class Resilient(Generic[T]):
         self._is_protected = True
 
     def _settle(self) -> None:
-        """Drop older copies: all ranks have come so far, so all have the last ones."""
+        """Drop older copies: all ranks have come so far, and so have the last copies."""
         for old in self._kept[:-1]:
             old.close()
         del self._kept[:-1]
 
     def _is_awaited(self) -> bool:
-        """True on the first rank if ranks wait to be let in; asked now and then."""
+        """True on the first rank if ranks wait to be let in; checked every few seconds."""
         group = get_default_group()
         now = time.monotonic()
         if group.rank() != 0 or now < self._look_at:
@@ -352,7 +355,7 @@ class Resilient(Generic[T]):
         self._note(kind, group, time.perf_counter() - begun)
 
     def _load(self, group: ProcessGroup) -> int:
-        """The steps of the last checkpoint; 0 where nothing was trained so far. Collective."""
+        """Load the last checkpoint; the steps, 0 where nothing was trained so far. Collective."""
         steps = None if self._checkpoint is None else self._checkpoint.resume(self.state)
         if steps is None and any(agree(lambda: self._is_protected, group)):
             raise DistBackendError(
@@ -363,10 +366,10 @@ class Resilient(Generic[T]):
         return steps or 0
 
     def _recover(self, error: BaseException) -> None:
-        """Go back to the last step that all have finished, with the ranks that are left."""
+        """Go back to the last step that all ranks have finished, with the remaining ranks."""
         begun = time.perf_counter()
         logger.info("a rank was lost: %s", error)
-        if self.stopped:  # others may not know of it: all agree on it anew, after the next step
+        if self.stopped:  # other ranks may not know: all agree again after the next step
             self._stopping.keep(self.stopped)
             self.stopped = ""
         while not _survives(self._enter_without_the_lost, lambda another_loss: None):
@@ -402,7 +405,7 @@ class Resilient(Generic[T]):
     # -- the end -----------------------------------------------------------------------------
 
     def _warning(self) -> str:
-        """The line for stderr if SIGTERM comes now: a kill before a step is over leaves nothing."""
+        """The line for stderr if SIGTERM comes now: a kill before the first step saves nothing."""
         if self._checkpoint is None or self.steps > self._begun:
             return ""
         return (
@@ -445,5 +448,5 @@ def _is_loss(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, PeerLostError | CollectiveTimeoutError):
             return True
-        error = error.__cause__  # not its context: that is often the loss before
+        error = error.__cause__  # the context is often an earlier loss
     return False

@@ -1,4 +1,4 @@
-"""From a snapshot into a state that was built for other ranks, by plan."""
+"""Restoring a snapshot into a state that was built for other ranks, by a transfer plan."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from tilework.parallel.resilient.tracked import (
 )
 from tilework.parallel.resilient.vault import SLOTS
 
-#: By rank of the group that there was, the steps that its slots hold, as far as they are here.
+#: By rank of the former group, the steps in the rank's slots, as far as they are here.
 Stamps = dict[int, tuple[int | None, ...]]
 
 
 @dataclass(frozen=True)
 class Held:
-    """A snapshot as this rank holds it: what it wrote, and what it keeps of others.
+    """A snapshot as this rank holds it: its own slots, and those that it keeps for others.
 
     Args:
-        snapshots: Those of the group that there was; None for a newcomer.
+        snapshots: The snapshots of the former group; None for a newcomer.
     """
 
     snapshots: Snapshots | None
 
     @property
     def place(self) -> int | None:
-        """This rank's number in the group that there was; None for a newcomer."""
+        """This rank's number in the former group; None for a newcomer."""
         return None if self.snapshots is None else self.snapshots.rank
 
     def stamps(self) -> Stamps:
@@ -71,10 +71,10 @@ class Found:
 
     Args:
         steps: The finished steps.
-        holders: By rank of the group that there was, the ranks of the new one that hold its slot.
+        holders: By rank of the former group, the ranks of the new group that hold the slot.
         described: The tensors.
-        seats: The seat of each rank of the group that there was.
-        generation: The number of the snapshots that it belongs to.
+        seats: The seat of each rank of the former group.
+        generation: The generation of the snapshots.
     """
 
     steps: int
@@ -85,7 +85,7 @@ class Found:
 
     @property
     def catalog(self) -> Catalog:
-        """The places of its parts."""
+        """The places of the snapshot's parts."""
         return make_catalog(self.described, len(self.holders))
 
 
@@ -95,7 +95,7 @@ def find(kept: Sequence[Snapshots], group: ProcessGroup) -> Found | None:
     Collective over the new group; blocks.
 
     Args:
-        kept: This rank's snapshots; those that were being replaced included.
+        kept: This rank's snapshots, also those that were being replaced.
         group: The default group.
     """
     reports: list[dict[int, Stamps]] = agree(
@@ -138,10 +138,10 @@ def restore(
 
     Args:
         found: The snapshot.
-        held: What this rank holds of it.
+        held: This rank's part of the snapshot.
         state: The state.
         group: The default group.
-        seats: The seat of each of its ranks.
+        seats: The seat of each rank of the group.
 
     Raises:
         ValueError: The state has a tensor of another shape or dtype than the snapshot.
@@ -193,7 +193,7 @@ def _fill(
     slots: dict[int, Tensor],
     group: ProcessGroup,
 ) -> None:
-    """Move one tensor to where the state has it."""
+    """Move a tensor from the snapshot into the state."""
     me = group.rank()
     tiles = tuple(Tile(part.box, found.holders[part.writer]) for part in entry.parts)
     source = Tiling(entry.shape, (tiles,))
@@ -207,7 +207,7 @@ def _fill(
 
 
 def _plain_of(found: Found, held: Held, group: ProcessGroup, seats: Sequence[int]) -> bytes:
-    """This rank's plain data: its own, those of its seat, or the first rank's. Collective."""
+    """This rank's plain data: the rank's own, the seat's, or the first rank's. Collective."""
     wanted: list[int | None] = agree(lambda: held.place, group)
     sources = [_origin(place, seats[rank], found) for rank, place in enumerate(wanted)]
 
@@ -227,7 +227,7 @@ def _plain_of(found: Found, held: Held, group: ProcessGroup, seats: Sequence[int
 def _parameter_values(
     found: Found, held: Held, group: ProcessGroup
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """The values of parameters that optimizers of all ranks kept, by optimizer. Collective."""
+    """All ranks' :func:`parameter_values`, by optimizer. Collective."""
     me, trusted = group.rank(), group.authenticated
 
     def here() -> dict[int, dict[str, dict[str, Any]]]:
@@ -246,7 +246,7 @@ def _parameter_values(
 
 
 def _origin(place: int | None, seat: int, found: Found) -> int:
-    """The rank of the group that there was whose plain data a rank gets."""
+    """The rank of the former group whose plain data a rank gets."""
     if place is not None:
         return place
     return found.seats.index(seat) if seat in found.seats else 0

@@ -1,4 +1,4 @@
-"""Snapshots of a state: written each step by all ranks, a part each."""
+"""Snapshots of a state: in each step each rank writes a part."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tilework.parallel.resilient.catalog import (
 from tilework.parallel.resilient.tracked import Contents, Found, State, Tracked, contents_of
 from tilework.parallel.resilient.vault import SLOTS, AreaLayout, Vault, make_vault
 
-#: Room for plain data: at least so much, and so many times what there is.
+#: Room for plain data: the minimum in bytes, and the factor of the current size.
 _LEAST_PLAIN, _PLAIN_ROOM = 32 << 10, 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A part that this rank writes: the tensor, its tile here, and where in a slot."""
+    """A part that this rank writes: the tensor, the local tile, and the place in a slot."""
 
     tracked: int
     position: int
@@ -38,16 +38,16 @@ class _Share:
 
 
 class Snapshots:
-    """The snapshots of one state on one group. Making it is collective; it writes nothing yet.
+    """The snapshots of one state on one group. Construction is collective, and writes nothing.
 
     Args:
         state: The state.
         group: The default group.
-        replicas: The ranks that keep each part besides its writer, where memory is not shared.
+        replicas: The ranks besides the writer that keep each part, where memory is not shared.
         shared: Use shared memory where all ranks can.
         seats: The seat of each rank.
-        generation: The number of the last snapshots' generation that this rank knows of; this one
-            has a later one, the same on all ranks.
+        generation: The generation of the last snapshots that this rank knows of; these snapshots
+            have a later number, the same on all ranks.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Snapshots:
         return shares
 
     def fits(self) -> bool:
-        """True if the state has the tensors that it had, and its plain data have room. Local.
+        """True if the state still has the same tensors, and the plain data have room. Local.
 
-        To be asked before each :meth:`write`, for which it looks up what is to be written.
+        Call it before each :meth:`write`: it looks up the tensors to write.
 
         Raises:
-            ValueError: A tensor that is no optimizer's has come, gone, or changed its shape or
-                dtype: what ``build()`` makes could not hold it.
+            ValueError: A tensor outside of optimizers has come, gone, or changed in shape or dtype:
+                the tensors that ``build()`` makes could not hold the copy.
         """
         contents = contents_of(self.state)
         self._next_plain = self._packed(contents)
@@ -108,7 +108,7 @@ class Snapshots:
         return self._are_alike(contents.tensors) and room
 
     def _are_alike(self, tensors: Sequence[Found]) -> bool:
-        """True if tensors are laid out as those that there were; then they take their places."""
+        """True if the layouts are those of the old tensors, which these then replace."""
         if len(tensors) == len(self._tracked) and all(
             found.tensor is tracked.found.tensor and found.tensor.shape == tracked.tiling.shape
             for found, tracked in zip(tensors, self._tracked, strict=True)
@@ -125,7 +125,7 @@ class Snapshots:
         """The plain data as bytes.
 
         Raises:
-            TypeError: They could not be read again by another rank.
+            TypeError: Another rank could not read them.
         """
         return pack(contents.plain, self._authenticated)
 
@@ -160,19 +160,19 @@ class Snapshots:
         return [part_view(memory, share.part, share.dtype) for share in self._shares]
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Free the memory. Idempotent."""
         self._targets = [None] * SLOTS
         self.vault.close()
 
 
 def part_view(memory: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    """The tensor of a part in the bytes of its writer's slot."""
+    """The tensor of a part, a view of the bytes in the writer's slot."""
     nbytes = part.box.volume * dtype.itemsize
     return memory[part.offset : part.offset + nbytes].view(dtype).view(part.box.sizes)
 
 
 def _check_built(tracked: Sequence[Tracked], tensors: Sequence[Found]) -> None:
-    """Raise unless the tensors that ``build()`` makes are still those that there were."""
+    """Raise if the state has other tensors than ``build()`` has made."""
     before = {each.name: each.facts[:2] for each in tracked if not each.found.of_optimizer}
     now = {found.name: found.facts[:2] for found in tensors if not found.of_optimizer}
     for name in {**before, **now}:
@@ -193,11 +193,11 @@ def pack(plain: Mapping[str, Any], trusted: bool) -> bytes:
     """Plain data as bytes.
 
     Args:
-        plain: By the name of what has them in the state.
-        trusted: True if only ranks of the job can be on the other end: then any class will do.
+        plain: Values by the name of their owner in the state.
+        trusted: True if only ranks of the job can read them: then any class is allowed.
 
     Raises:
-        TypeError: They could not be read again by another rank.
+        TypeError: Another rank could not read them.
     """
     try:
         data = pickle.dumps(plain, pickle.HIGHEST_PROTOCOL)
@@ -206,7 +206,7 @@ def pack(plain: Mapping[str, Any], trusted: bool) -> bytes:
     except Exception as error:
         if len(plain) > 1:
             for name, value in plain.items():
-                pack({name: value}, trusted)  # raises for the one that it is
+                pack({name: value}, trusted)  # raises for the culprit
         raise TypeError(
             f"state[{next(iter(plain))!r}] has something that another rank could not read "
             f"({error}): let its state_dict() give plain data and tensors"
@@ -215,5 +215,5 @@ def pack(plain: Mapping[str, Any], trusted: bool) -> bytes:
 
 
 def unpack(data: bytes, trusted: bool) -> Any:
-    """The plain data that were packed."""
+    """The plain data from the bytes of :func:`pack`."""
     return pickle.loads(data) if trusted else load_plain(data)

@@ -1,4 +1,4 @@
-"""The wish to stop a loop: a signal, or a time that is over."""
+"""The wish to stop a loop: after a signal, or when the time is over."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Final
 
-#: The reasons to stop, for a person, the weightier last; first: none. Ranks exchange the numbers.
+#: The reasons to stop, as text, the strongest last; the first is none. Ranks exchange the numbers.
 REASONS: Final = ("", "the time limit", "SIGTERM")
 _TIME_LIMIT, _SIGTERM = 1, 2
 
@@ -21,7 +21,7 @@ class Stopping:
     """The wish of this rank to stop. Ranks agree on it in each step.
 
     Args:
-        limit: The time that the loop may take; None: any.
+        limit: The time that the loop may take; None: no limit.
     """
 
     def __init__(self, limit: timedelta | None) -> None:
@@ -35,12 +35,12 @@ class Stopping:
         return max(self._wish, _TIME_LIMIT if is_over else 0)
 
     def keep(self, reason: str) -> None:
-        """Make a reason that other ranks have this rank's own."""
+        """Adopt a reason that other ranks have."""
         self._wish = max(self._wish, REASONS.index(reason))
 
     @contextlib.contextmanager
     def listening(self, warning: Callable[[], str]) -> Iterator[None]:
-        """Take SIGTERM as a wish to stop meanwhile; in the main thread only.
+        """A context in which SIGTERM is a wish to stop; only in the main thread.
 
         Args:
             warning: Called at the signal: the line for stderr, "" for none.
@@ -51,7 +51,7 @@ class Stopping:
 
         def note(number: int, frame: FrameType | None) -> None:
             self._wish = _SIGTERM
-            # Not print: the signal may have come in the middle of one, which raises.
+            # Not print: it raises if the signal interrupted another print.
             os.write(2, warning().encode())
 
         before = signal.signal(signal.SIGTERM, note)

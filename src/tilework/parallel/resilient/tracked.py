@@ -1,4 +1,4 @@
-"""The state of a training loop: its tensors by name with who holds them, and its other values."""
+"""The state of a training loop: tensors by name, with the ranks that hold them; other values."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _EXTRA_STATE: Final = "_extra_state"
 
 
 class Found(NamedTuple):
-    """A tensor of a state, as it is now: programs may put another one in its place."""
+    """A tensor of a state at this moment: programs may replace it by another tensor."""
 
     name: str
     tensor: Tensor
-    #: The ranks that have it alike, if it is a plain tensor; None: all of them.
+    #: The ranks that hold equal copies of a plain tensor; None: all ranks.
     owners: tuple[int, ...] | None
-    #: True if an optimizer has made it: it comes with the first step.
+    #: True if an optimizer has made the tensor, as optimizers do in the first step.
     of_optimizer: bool = False
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The facts by which a copy of it is laid out, now: shape and dtype first."""
+        """The current facts that decide the layout of a copy: shape and dtype first."""
         tensor = self.tensor
         tiling = tensor.tiling if isinstance(tensor, TiledTensor) else None
         return tuple(tensor.shape), tensor.dtype, self.name, self.owners, tiling
@@ -49,7 +49,7 @@ class Contents:
     """Everything in a state."""
 
     tensors: list[Found]
-    #: What is no tensor, by the name of the module, optimizer or object.
+    #: Values other than tensors, by the name of the module, optimizer or object.
     plain: dict[str, Any]
 
 
@@ -59,11 +59,11 @@ class Tracked:
 
     found: Found
     tiling: Tiling = field(init=False)
-    #: Those of when it was found.
+    #: The facts when the tensor was found.
     facts: tuple[object, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find out who holds it."""
+        """Find the ranks that hold the tensor."""
         tensor, self.facts = self.found.tensor, self.found.facts
         if isinstance(tensor, TiledTensor):
             self.tiling = tensor.tiling
@@ -75,26 +75,26 @@ class Tracked:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name in the state."""
         return self.found.name
 
     def locals(self) -> list[Tensor]:
-        """This rank's tensors, one for each of its tiles."""
+        """This rank's tensors, one for each tile that the rank holds."""
         tensor = self.found.tensor
         if isinstance(tensor, TiledTensor):
             return [tile.detach() for tile in tensor.local_tiles()]
         return [tensor.detach()] if self.tiling.of(get_rank()) else []
 
     def described(self) -> Described:
-        """It as plain data."""
+        """The tensor's description as plain data."""
         return described(self.name, self.found.tensor.dtype, self.tiling)
 
 
 def contents_of(state: State) -> Contents:
-    """The tensors of the state that this rank knows of, and its other values. Local.
+    """The tensors of the state that this rank knows of, and the other values. Local.
 
-    Plain parameters and optimizer states are what all ranks have alike; of a plain buffer the first
-    rank's counts. A tensor that is in several places is listed once.
+    All ranks hold equal copies of plain parameters and optimizer states. Of a plain buffer the
+    first rank's copy is the valid one. A tensor that is in several places is listed once.
 
     Raises:
         TypeError: The state has something that cannot be saved and restored.
@@ -116,7 +116,7 @@ def contents_of(state: State) -> Contents:
 
 
 def tracked_tensors(state: State) -> list[Tracked]:
-    """Every tensor of the state, to be filled: those of which one rank counts, on all. Local."""
+    """Every tensor of the state, to be filled, plain buffers on all ranks. Local."""
     return [
         Tracked(found if found.of_optimizer else found._replace(owners=None))
         for found in contents_of(state).tensors
@@ -124,7 +124,7 @@ def tracked_tensors(state: State) -> list[Tracked]:
 
 
 def _add_module(name: str, module: nn.Module, found: dict[int, Found]) -> dict[str, Any]:
-    """Add a module's tensors to those that were found; what else its ``state_dict()`` has."""
+    """Add a module's tensors to ``found``; returns the rest of the ``state_dict()``."""
     extra = {}
     for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and not key.endswith(_EXTRA_STATE):
@@ -138,14 +138,14 @@ def _add_module(name: str, module: nn.Module, found: dict[int, Found]) -> dict[s
 def _add_optimizer(
     name: str, optimizer: Optimizer, of_modules: Mapping[int, str], found: dict[int, Found]
 ) -> dict[str, Any]:
-    """Add an optimizer's tensors to those that were found; its settings and other values."""
+    """Add an optimizer's tensors to ``found``; returns the settings and other values."""
     names = _parameter_names(optimizer, of_modules)
     parameters: dict[str, dict[str, Any]] = {}
     others: dict[Any, Any] = {}
     inner = _inner(optimizer)
     for parameter, values in inner.state.items() if inner is not None else ():
         path = names.get(parameter)
-        if path is None:  # what an optimizer keeps under a name of its own
+        if path is None:  # a state under a name of the optimizer's own
             others[parameter] = values
             continue
         owners = None
@@ -178,18 +178,18 @@ def _state_of(name: str, value: Any) -> Any:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
-    """The optimizer that has the states; None where this rank has no part of them."""
+    """The optimizer that keeps the states; None where this rank has no part of them."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
 def _parameter_names(optimizer: Optimizer, of_modules: Mapping[int, str]) -> dict[Any, str]:
-    """A name for each parameter of an optimizer: that of its module, or its number."""
+    """A name for each parameter of an optimizer: the name in the module, or a number."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return {p: of_modules.get(id(p), f"#{number}") for number, p in enumerate(parameters)}
 
 
 def _optimizers(state: State) -> Iterator[tuple[str, Optimizer, Optimizer, dict[Any, str]]]:
-    """Optimizers that this rank has a part of: name, itself, its inner one, its parameters."""
+    """Optimizers that this rank has a part of: name, optimizer, inner optimizer, parameters."""
     of_modules: dict[int, str] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):
@@ -208,7 +208,7 @@ def _optimizers(state: State) -> Iterator[tuple[str, Optimizer, Optimizer, dict[
 def make_optimizer_states(
     state: State, entries: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Make the optimizers' states that a snapshot has, to be filled. Local.
+    """Make the optimizer states that a snapshot will fill. Local.
 
     Args:
         state: The state, whose optimizers may not have stepped yet.
@@ -245,13 +245,13 @@ def _empty_state(parameter: Tensor, key: str, shape: tuple[int, ...], dtype: tor
     return torch.zeros(shape, dtype=dtype)
 
 
-# -- what is no tensor ---------------------------------------------------------------------------
+# -- values other than tensors--------------------------------------------------------------------
 
 
 def parameter_values(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The values that optimizers keep for parameters and that are no tensors, by optimizer.
+    """The optimizers' values for parameters that are not tensors, by optimizer.
 
-    A parameter's belong to whichever rank steps on it later.
+    The values of a parameter go to the rank that steps on the parameter later.
     """
     return {
         name: value["parameters"]
@@ -263,12 +263,12 @@ def parameter_values(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def set_plain(
     state: State, plain: Mapping[str, Any], of_parameters: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Set what :func:`contents_of` gave, on a state that may be built for other ranks. Local.
+    """Set the values that :func:`contents_of` gave, also on a state for other ranks. Local.
 
     Args:
         state: The state.
-        plain: This rank's.
-        of_parameters: :func:`parameter_values` of all ranks.
+        plain: This rank's values.
+        of_parameters: The :func:`parameter_values` of all ranks.
     """
     for name, value in state.items():
         if name not in plain:

@@ -1,13 +1,13 @@
-"""The memory that snapshots lie in: it outlives the rank that wrote it.
+"""The memory of snapshots, which outlives the rank that wrote it.
 
-Each rank has two *slots*, written in turn: while one is written the other holds the step before. A
-rank stamps a slot with the number of finished steps once all of it is written. Since ranks meet
-after each snapshot, no two are more than one snapshot apart, and one slot of each rank has the last
-step that all have finished.
+Each rank has two *slots*, written in turn: while a rank writes one slot, the other holds the step
+before. After writing a slot a rank stamps it with the number of finished steps. Ranks meet after
+each snapshot: no two are more than one snapshot apart, and one slot of each rank has the last step
+that all have finished.
 
-On one host a rank writes into a memory file that all others have opened: the kernel keeps it for
-them when the rank is gone, so one copy of the state serves for any number of deaths. Across hosts
-(or if asked for) a slot is sent to the ``replicas`` ranks that follow, at a distance.
+On a single host a rank writes into a memory file that all others have opened. The kernel keeps the
+file for them when the rank is gone: one copy of the state serves for any number of deaths. Across
+hosts, or on request, a slot is sent to ``replicas`` ranks at a distance in rank order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.p2p import irecv, isend
 
 SLOTS: Final = 2
-#: Of messages in the default group: none that a program would choose.
+#: The tag of messages in the default group: a number that no program would choose.
 _DATA_TAG, _STAMP_TAG = 1_985_301, 1_985_302
 #: The stamp and the number of bytes of plain data, for each slot.
 _STAMP = struct.Struct("=qq")
@@ -39,7 +39,7 @@ _NEVER: Final = -1
 
 @dataclass(frozen=True)
 class AreaLayout:
-    """The layout of each rank's area: a page of stamps, then its slots in whole pages.
+    """The layout of each rank's area: a page of stamps, then the slots in whole pages.
 
     Args:
         tensor_bytes: The bytes of tensors in each rank's slot.
@@ -63,25 +63,25 @@ class AreaLayout:
 
 
 class Vault(ABC):
-    """Slots of all ranks of the group that it is made for, as one of them sees it."""
+    """The slots of all ranks of a group, as one of the ranks sees them."""
 
     def __init__(self, layout: AreaLayout, rank: int) -> None:
         self.layout, self.rank = layout, rank
 
     @abstractmethod
     def area(self, rank: int) -> Any:
-        """A rank's area, a buffer, if this rank has it; None if not."""
+        """The buffer of a rank's area; None if this rank does not have it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Free the memory. Idempotent."""
 
     def tensor_bytes(self, rank: int, slot: int) -> Tensor:
         """The bytes of the tensors in a rank's slot, which must be here."""
         return self._bytes(rank, self.layout.slot(rank, slot), self.layout.tensor_bytes[rank])
 
     def stamp(self, rank: int, slot: int) -> int | None:
-        """The finished steps that a slot holds; None if it is not here, or holds nothing whole."""
+        """The finished steps that a slot holds; None if it is not here, or incomplete."""
         area = self.area(rank)
         if area is None:
             return None
@@ -96,7 +96,7 @@ class Vault(ABC):
         return bytes(memoryview(area)[start : start + nbytes])
 
     def begin(self, slot: int) -> None:
-        """Take the stamp off this rank's slot, which is about to be written. Local."""
+        """Remove the stamp of this rank's slot before the slot is written. Local."""
         _STAMP.pack_into(self.area(self.rank), slot * _STAMP.size, _NEVER, 0)
 
     def finish(self, slot: int, steps: int, plain: bytes) -> None:
@@ -118,7 +118,7 @@ class SharedVault(Vault):
     Args:
         layout: The layout of areas.
         rank: This rank.
-        fds: Each rank's file; this object's from now on.
+        fds: Each rank's file descriptor; this object closes them.
     """
 
     def __init__(self, layout: AreaLayout, rank: int, fds: Sequence[int]) -> None:
@@ -144,7 +144,7 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 class PeerVault(Vault):
-    """Areas in this rank's own memory: its own, and those of ``replicas`` others."""
+    """Areas in this rank's memory: the rank's own, and those of ``replicas`` others."""
 
     def __init__(self, layout: AreaLayout, rank: int, replicas: int) -> None:
         super().__init__(layout, rank)
@@ -188,7 +188,7 @@ class PeerVault(Vault):
 
 
 def kept_by(rank: int, size: int, replicas: int) -> tuple[int, ...]:
-    """The ranks whose slots a rank keeps: spread over all, so that few are on its own host.
+    """The ranks whose slots a rank keeps: spread over all, so that few share the host.
 
     Example:
         >>> kept_by(0, 8, 1), kept_by(0, 8, 3), kept_by(1, 2, 5)
@@ -200,7 +200,7 @@ def kept_by(rank: int, size: int, replicas: int) -> tuple[int, ...]:
 
 
 def make_vault(layout: AreaLayout, replicas: int, group: ProcessGroup, shared: bool) -> Vault:
-    """A vault: in shared memory if ``shared`` and all ranks can open each other's. Collective."""
+    """A vault, in shared memory if ``shared`` and all ranks can share files. Collective."""
     vault = _shared_vault(layout, group) if shared else None
     return PeerVault(layout, group.rank(), replicas) if vault is None else vault
 
@@ -212,7 +212,7 @@ def _shared_vault(layout: AreaLayout, group: ProcessGroup) -> SharedVault | None
     try:
         offers = agree(lambda: (os.getpid(), own, token), group)
         fds = [_open(*offer) for offer in offers]
-        # When this is agreed upon every rank has every other's open.
+        # After this agreement every rank has all files open.
         if not all(agree(lambda: min(fds) >= 0, group)):
             return None
         os.pwrite(own, _STAMP.pack(_NEVER, 0) * SLOTS, 0)  # as long as the token
@@ -225,7 +225,7 @@ def _shared_vault(layout: AreaLayout, group: ProcessGroup) -> SharedVault | None
 
 
 def _memory_file(nbytes: int, token: str) -> int:
-    """A memory file that begins with a token; -1 where there are no such files."""
+    """A memory file that begins with a token; -1 where the system lacks memory files."""
     try:
         fd = os.memfd_create("tilework-vault", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
@@ -236,7 +236,7 @@ def _memory_file(nbytes: int, token: str) -> int:
 
 
 def _open(pid: int, fd: int, token: str) -> int:
-    """Another rank's file; -1 if it cannot be opened, or is another."""
+    """Another rank's file; -1 if it cannot be opened, or has another token."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

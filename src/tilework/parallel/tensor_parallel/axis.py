@@ -38,21 +38,21 @@ class MeshAxis:
     def annotate(
         self, value: Any, layout: Placement, what: str, extent: int | None = None
     ) -> DTensor:
-        """The tensor as a DTensor; a plain one is the local tensor of one with this layout.
+        """The tensor as a DTensor; a plain tensor is taken as the local part in this layout.
 
         Collective over the mesh for a plain tensor that is sharded, to find its global shape.
 
         Args:
             value: The tensor.
-            layout: Its placement along the axis; along others it is sharded in dim 0.
-            what: Its name in errors.
+            layout: The placement along the axis; along other axes the tensor is sharded in dim 0.
+            what: The tensor's name in errors.
             extent: The global size of the dim that ``layout`` shards, where it is known.
 
         Raises:
-            TypeError: It is no tensor, or a DTensor of torch.distributed.tensor's.
+            TypeError: It is not a tensor, or is a DTensor of torch.distributed.tensor's.
             ValueError: It is a DTensor on another mesh.
-            CollectiveMismatchError: It is plain, the axis replicates it, and another one shards it;
-                and ranks along the axis passed different values.
+            CollectiveMismatchError: A plain tensor that this axis replicates and another axis
+                shards differs between the ranks of the axis.
         """
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -90,10 +90,10 @@ class MeshAxis:
         return ", ".join(map(repr, chosen)) or "no other axis"
 
     def to_local(self, tensor: DTensor) -> Tensor:
-        """The local tensor, for plain operators to go on with.
+        """The local tensor, for use by plain operators.
 
-        While gradients are enabled plain parameters may act on it: theirs are added up over the
-        ranks that have other parts (:class:`~tilework.dtensor.rank_part.RankPart`).
+        While gradients are enabled, plain parameters may meet it in operators: their gradients are
+        summed over the ranks that have other parts (:class:`~tilework.dtensor.rank_part.RankPart`).
         """
         local = tensor.to_local()
         note_output(tensor, local)
@@ -123,11 +123,11 @@ class MeshAxis:
         placements[self.number] = layout
         target = spec.with_placements(placements, spec.order)
         if target == spec:
-            return tensor  # itself, so that all who use it share the reduction of its gradient
+            return tensor  # unchanged, so that all users share one reduction of the gradient
         return tensor.redistribute(placements=target.placements, order=target.order)
 
     def move_input(self, tensor: DTensor, layout: Placement) -> DTensor:
-        """:meth:`move`, such that of its partial gradient each rank receives only what it needs."""
+        """:meth:`move`, reducing a partial gradient only to the layout of the input."""
         moved = self.move(tensor, layout)
         if moved is not tensor and layout.is_replicate():
             partial_grads.route_partial_grads(moved, tensor, (self.number,))

@@ -1,10 +1,10 @@
 """Tensor parallel plans derived from a model's forward, with the price of each decision in bytes.
 
-The rule: where layers give features or heads that all operators carry along to layers which sum
-over them, the former are cut by columns and the latter by rows; one all_reduce of each output of
-the latter is all that moves. Each other layer is cut by itself, the output gathered, if a rank
-thereby holds more bytes less than it receives, and so are stacks of matrices, such as experts, if
-products within their module sum over a dim. All else is whole on each rank.
+Some layers give features or heads that all operators carry along to layers which sum over them. The
+former are cut by columns, the latter by rows, and only one all_reduce of each output of the latter
+moves data. Any other layer is cut alone, with a gathered output, if that saves a rank more bytes
+than it receives. The same holds for stacks of matrices, such as experts, if products in their
+module sum over a dim. Everything else is whole on each rank.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Decision:
 
     Attributes:
         styles: The styles of modules, by name; none if they stay whole.
-        saved_bytes: What a rank holds less in a forward: parameters, and what lies between.
-        moved_bytes: What a rank receives in a forward.
-        text: In words.
+        saved_bytes: The bytes that a rank saves in a forward: parameters and activations.
+        moved_bytes: The bytes that a rank receives in a forward.
+        text: The decision in words.
     """
 
     styles: Mapping[str, ParallelStyle]
@@ -52,11 +52,11 @@ class Decision:
 
 
 class DerivedPlan(dict[str, ParallelStyle]):
-    """A plan for :func:`parallelize_module`, which tells the reasons when it is printed.
+    """A plan for :func:`parallelize_module`, which prints the reasons.
 
     Attributes:
         decisions: The decisions, in the order of the model.
-        ranks: The number of ranks it is for.
+        ranks: The number of ranks that the plan is for.
     """
 
     def __init__(self, decisions: list[Decision], ranks: int) -> None:
@@ -85,18 +85,18 @@ def derive_plan(
 ) -> DerivedPlan:
     """The tensor parallel plan that the operators of a model allow. Local.
 
-    One forward is followed, without memory (on ``meta``) unless the model looks at values; the
-    model may have none. Where layers give what all operators carry along to layers that sum over
-    it, the former become ColwiseParallel, the latter RowwiseParallel, and between them tensors are
-    DTensors, so the model's results do not depend on the plan. Each other layer is cut by itself,
-    with the output gathered, if that saves more bytes than it moves; likewise stacks of matrices,
-    such as experts, where products sum over a dim.
+    One forward is followed, without memory (on ``meta``) unless the model reads values; the model's
+    parameters may be on ``meta``. Layers with features that all operators carry along to layers
+    which sum over them become ColwiseParallel, the latter RowwiseParallel. Between them tensors are
+    DTensors: the model's results do not depend on the plan. Any other layer is cut alone, with a
+    gathered output, if that saves more bytes than it moves; so are stacks of matrices, such as
+    experts, where products sum over a dim.
 
     Args:
-        model: The model, whole and alike on all ranks.
+        model: The model, whole and the same on all ranks.
         device_mesh: A mesh of one axis; None: the innermost of ``with mesh:``, or all ranks.
         example: The arguments of a forward, by name or in order: their sizes decide what pays.
-            None: what the model gives as ``dummy_inputs``, as Hugging Face's models do.
+            None: the model's ``dummy_inputs``, as Hugging Face's models have them.
 
     Raises:
         TypeError: The model has DTensors, or no example is known.
@@ -134,14 +134,14 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Make a model tensor parallel, in place, without a plan: by :func:`derive_plan`'s.
+    """Make a model tensor parallel, in place, without a plan: with the plan of :func:`derive_plan`.
 
     Collective over the mesh; blocks. The mesh's first rank prints what was decided and why.
 
     Args:
         model: As for :func:`derive_plan`.
-        device_mesh: As there.
-        example: As there.
+        device_mesh: As for :func:`derive_plan`.
+        example: As for :func:`derive_plan`.
         src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
 
     Raises:
@@ -267,7 +267,7 @@ class _Deciding:
         return {each.weight for each in both}, Decision(styles, saved, moved, text)
 
     def _held(self, dims: DimSet) -> set[int]:
-        """The tensors that have the dims: parameters, and what lies between."""
+        """The tensors that have the dims: parameters and activations."""
         numbers = {number for number, _ in dims.nodes}
         return numbers - self._trace.made_of_parameters
 
@@ -276,17 +276,17 @@ class _Deciding:
         columns, rows = [], []
         for weight, layers in self._layers.items():
             for layer in layers:
-                out, into = linear_dims(layer.module) or (1, None)  # of an Embedding
+                out, into = linear_dims(layer.module) or (1, None)  # for an Embedding
                 if self._trace.set_of(weight, out) is dims:
                     columns.append(layer)
                 elif into is not None and self._trace.set_of(weight, into) is dims:
                     rows.append(layer)
         return columns, rows
 
-    # -- layers by themselves --------------------------------------------------------------------
+    # -- single layers --------------------------------------------------------------------
 
     def _alone(self, weight: int, layers: list[Layer]) -> Decision:
-        """The cheaper of the two ways to cut a weight by itself, if it pays."""
+        """The cheaper of the two ways to cut a single weight, if it pays."""
         shape = self._trace.tensors[weight].shape
         saved = self._less(self._trace.nbytes(weight))
         moved, dim = min((self._moved(layers, dim), dim) for dim in range(2))
@@ -315,7 +315,7 @@ class _Deciding:
         return RowwiseParallel(input_layouts=Replicate())
 
     def _why(self, weight: int, layers: list[Layer]) -> str:
-        """Why the output is no part of a chain."""
+        """The reason why the output is not part of a chain."""
         dims = self._trace.set_of(weight, _out_dim(layers[0]))
         uneven = [size for size in sorted(dims.sizes) if size % self._ranks]
         if not dims.whole_for and uneven:
@@ -351,7 +351,7 @@ class _Deciding:
         return min(numbers), Decision({name: WholeOutput(layouts)}, saved, moved, text)
 
     def _sums_of(self, number: int, dims: int, name: str) -> list[tuple[int, int, list[int]]]:
-        """For each dim that may be cut: bytes that a rank receives, the dim, and the sums."""
+        """For each dim that may be cut: the bytes received, the dim, and the sums."""
         found = []
         for dim in range(dims if dims > 2 else 0):
             cut = self._trace.set_of(number, dim)
@@ -361,11 +361,11 @@ class _Deciding:
         return found
 
     def _received(self, sums: Iterable[int]) -> int:
-        """The bytes that a rank receives if partial sums are reduced where they arise."""
+        """The bytes that a rank receives if partial sums are reduced at once."""
         return sum(2 * self._less(self._trace.nbytes(each)) for each in sums)
 
     def _rest(self) -> str:
-        """The other parameters, which are of no layer, the largest first."""
+        """The parameters outside of layers, the largest first."""
         inside = {each.name for layers in self._layers.values() for each in layers}
         stacked = {self._trace.parameters[number] for number in self._stacked}
         sizes: dict[str, int] = {}
@@ -382,22 +382,22 @@ class _Deciding:
         return ", ".join([*texts, *([f"others ({bytes_text(left)})"] if left else [])])
 
     def _less(self, nbytes: int) -> int:
-        """The bytes that a rank lacks of something cut."""
+        """The bytes of a cut tensor that a rank need not hold."""
         return nbytes * (self._ranks - 1) // self._ranks
 
 
 def _out_dim(layer: Layer) -> int:
-    """The dim of a weight that is the last of the layer's output."""
+    """The dim of a weight that becomes the last dim of the output."""
     return (linear_dims(layer.module) or (1, 0))[0]
 
 
 def _pattern(text: str) -> str:
-    """Text with ``*`` for the numbers of modules that other names follow."""
+    """A name with ``*`` for the numbers within."""
     return re.sub(r"(\.|\b)\d+(?=\.[A-Za-z_\[])", r"\1*", text)
 
 
 def _listed(layers: list[Layer]) -> str:
-    """Their names, with what they have in common but once."""
+    """The layers' names, with common parts only once."""
     names = [layer.name or "the model" for layer in layers]
     if len(names) == 1:
         return names[0]

@@ -10,15 +10,16 @@ from tilework.dtensor import strict
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Compute losses within, and call ``backward()``: what has no rule raises, and gathers nothing.
+    """Compute losses within, and call ``backward()``: operators without a rule raise, not gather.
 
-    ``cross_entropy`` and ``nll_loss`` of logits that are sharded in their classes do not gather
-    them, here or elsewhere: from each rank they take a few numbers per element. Within this context
-    an operator that has no rule for its call raises instead of gathering. One whose rule needs all
-    classes of a row gathers them as ever. For this rank; open it on all of them.
+    ``cross_entropy`` and ``nll_loss`` of logits that are sharded in the classes do not gather the
+    logits, here or elsewhere: they take a few numbers per element from each rank. Within this
+    context an operator that has no rule for a call raises instead of gathering. An operator whose
+    rule needs all classes of a row still gathers them. The context is for this rank; open it on
+    all ranks.
 
     Raises:
-        NotImplementedError: Within it, by an operator that has no rule for its call.
+        NotImplementedError: An operator within has no rule for the call.
 
     Example:
         >>> import torch

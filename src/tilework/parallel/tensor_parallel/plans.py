@@ -30,39 +30,39 @@ def parallelize_module(
 ) -> nn.Module:
     """Make a module tensor-parallel, in place, as a plan says.
 
-    Collective over the mesh; blocks. What is wrong with the plan raises before anything changed.
-    Parameters that several modules share stay shared.
+    Collective over the mesh; blocks. A wrong plan raises before anything has changed. Parameters
+    that several modules share stay shared.
 
     On a mesh of one axis, modules and parameters that the plan does not name stay as they are. On a
-    mesh of more, one axis is the plan's and the others shard the batch: dim 0 of inputs. There all
-    parameters and buffers become DTensors, replicated where the plan says nothing, and gradients
-    are those of the whole batch. Let such a model compute with DTensors throughout: give it a
-    DTensor, and say ``use_local_output=False``. A plain input of a styled module is this rank's
-    rows along the other axes; to an operator beside DTensors, as in a module of
+    mesh of several axes, one axis is the plan's and the others shard the batch: dim 0 of inputs.
+    There all parameters and buffers become DTensors, replicated where the plan says nothing, and
+    gradients are those of the whole batch. Let such a model compute with DTensors throughout: give
+    it a DTensor, and say ``use_local_output=False``. A plain input of a styled module is this
+    rank's rows along the other axes. For an operator beside DTensors, as in a module of
     :func:`~tilework.dtensor.distribute_module`, a plain tensor is replicated along all axes.
 
     Args:
         module: The model, or a submodule.
-        device_mesh: The mesh; None: that of the innermost ``with mesh:``.
+        device_mesh: The mesh; None: the mesh of the innermost ``with mesh:``.
         parallelize_plan: A style for ``module`` itself, or styles by the names of submodules. In
-            each section of a dotted name ``*``, ``?`` and ``[…]`` stand for what they do in file
-            names: ``"layers.*.mlp.up"``. The name "" is ``module`` itself. A style may be a word
-            of Hugging Face's plans, such as "colwise", and a name that of a parameter then: the
-            ``tp_plan`` of a model of theirs is a plan.
+            each section of a dotted name ``*``, ``?`` and ``[…]`` are wildcards as in file names:
+            ``"layers.*.mlp.up"``. The name "" is ``module`` itself. The ``tp_plan`` of a Hugging
+            Face model is a plan, too: a style may be one of its words, such as "colwise", and a
+            name that of a parameter then.
         src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
         axis: The plan's axis, by name or number, where the mesh has more than one.
 
     Returns:
-        ``module``, or what a style with ``_apply`` made of it.
+        ``module``, or the module that a style with ``_apply`` returned.
 
     Raises:
-        NotImplementedError: A style does not know the module that it is for.
+        NotImplementedError: A style does not know the class of a module.
         ValueError: Two styles shard a parameter differently; the mesh has no such axis; or a word
             is unknown.
-        TypeError: The module or the plan is none.
+        TypeError: The module is not a module, or the plan not a plan.
 
     Warns:
-        UserWarning: A name of the plan fits no module; it tells which there are.
+        UserWarning: A name of the plan fits no module; the warning lists similar names.
 
     Example:
         >>> import torch
@@ -108,7 +108,7 @@ def parallelize_module(
 def _applied(
     styled: _StyledModule, root: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> nn.Module:
-    """The root once a style of torch's form was applied to a module of it."""
+    """The root after a style in torch's form was applied to one of the root's modules."""
     style: Any = styled.style
     style.src_data_rank = src_data_rank
     made = style._apply(styled.module, mesh)
@@ -129,7 +129,7 @@ def _applied(
 
 @dataclass(frozen=True)
 class _StyledModule:
-    """A module and its style; ``pattern`` is the plan's name for it."""
+    """A module and its style; ``pattern`` is the plan's name for the module."""
 
     name: str
     module: nn.Module
@@ -219,13 +219,13 @@ def _warn_of_unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> None:
 
 @dataclass
 class _Parameters:
-    """The layouts of parameters along the axis, all known before any parameter changes."""
+    """The layouts of parameters along the axis, all found before any parameter changes."""
 
-    #: By id: the parameter (so that no other gets its id), its layout, and the module of the style.
+    #: By id: the parameter (kept, so that no other gets the id), the layout, the styled module.
     layouts: dict[int, tuple[Tensor, Placement, _StyledModule]] = field(default_factory=dict)
 
     def add(self, styled: _StyledModule) -> None:
-        """Add the layouts of one module's parameters; raise if another style's differ."""
+        """Add the layouts of a module's parameters; raise if another style disagrees."""
         for name, layout in styled.style.parameter_layouts(styled.module).items():
             parameter = styled.module.get_parameter(name)
             entry = (parameter, layout, styled)
@@ -258,7 +258,7 @@ class _Parameters:
         layout = Replicate() if known is None else known[1]
         placements = axis.placements(layout, Replicate())
         if isinstance(tensor, DTensor):
-            # It stays if it has this layout; otherwise distribute_tensor raises.
+            # A DTensor in this layout stays; with another, distribute_tensor raises.
             distribute_tensor(tensor, axis.mesh, placements, src_data_rank=source)
             return tensor
         distributed: Tensor = distribute_tensor(tensor, axis.mesh, placements, src_data_rank=source)

@@ -22,15 +22,16 @@ class _WithoutParameters(ParallelStyle):
 
 
 class PrepareModuleInput(_WithoutParameters):
-    """Make a module's inputs DTensors with the layouts that it needs.
+    """Make a module's inputs DTensors in the layouts that the module needs.
 
     Args:
         input_layouts: The layouts of positional inputs along the axis, if they are plain tensors:
-            one placement, or one for each input; None for an input that is to stay as it is.
-        desired_input_layouts: The layouts in which the module gets them; likewise.
+            one placement, or one for each input; None for an input that stays as it is.
+        desired_input_layouts: The layouts in which the module gets them; in the same form.
         input_kwarg_layouts: The layouts of inputs passed by name; others stay as they are.
         desired_input_kwarg_layouts: The layouts in which the module gets them; the same names.
-        use_local_output: Whether the module gets plain tensors: the local ones, as desired.
+        use_local_output: Whether the module gets plain tensors: the local tensors of the desired
+            layouts.
 
     Raises:
         ValueError: Layouts and desired layouts do not match; or, on forward, there are not as many
@@ -120,8 +121,8 @@ class PrepareModuleOutput(_WithoutParameters):
 
     Args:
         output_layouts: The layouts of outputs along the axis, if they are plain tensors: one
-            placement, or one for each of a tuple; None for an output that is to stay as it is.
-        desired_output_layouts: The layouts that they are to get; likewise.
+            placement, or one for each of a tuple; None for an output that stays as it is.
+        desired_output_layouts: The layouts after the module; in the same form.
         use_local_output: Whether outputs are local tensors; else DTensors.
 
     Raises:
@@ -191,9 +192,9 @@ class PrepareModuleOutput(_WithoutParameters):
 
 
 class PrepareModuleInputOutput(_WithoutParameters):
-    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one; arguments as theirs.
+    """:class:`PrepareModuleInput` and :class:`PrepareModuleOutput` in one, with their arguments.
 
-    ``use_local_input`` is what ``use_local_output`` is of the former.
+    ``use_local_input`` is the ``use_local_output`` of the former.
 
     Example:
         >>> import torch

@@ -14,12 +14,12 @@ from tilework.parallel.tensor_parallel.axis import MeshAxis
 
 
 class ParallelStyle:
-    """The layouts of a module along one mesh axis. A subclass is a style of your own.
+    """The layouts of a module along one mesh axis. Subclass it for your own style.
 
     :func:`parallelize_module` first asks all styles of its plan for :meth:`parameter_layouts`,
-    then distributes parameters, then calls :meth:`attach`. A style of torch's form has a method
-    ``_apply(module, device_mesh)`` instead, which does all that and returns the module (or what is
-    to take its place): it is called, after these, with the mesh that parallelize_module was given.
+    then distributes parameters, then calls :meth:`attach`. A style in torch's form has a method
+    ``_apply(module, device_mesh)`` instead, which does all of this and returns the module, or the
+    module to replace it. It is called after the other styles, with the whole mesh.
 
     Example:
         >>> from tilework.parallel import ColwiseParallel
@@ -27,12 +27,12 @@ class ParallelStyle:
         True
     """
 
-    #: As parallelize_module was given it, for styles with ``_apply``.
+    #: The mesh given to parallelize_module, for styles with ``_apply``.
     src_data_rank: int | None = 0
 
     @property
     def applies_itself(self) -> bool:
-        """True if it has torch's form."""
+        """True if the style has torch's form."""
         return hasattr(self, "_apply")
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
@@ -55,7 +55,7 @@ class ParallelStyle:
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int] | None:
-    """The dims of a linear layer's weight that are outputs and inputs; None for others.
+    """The dims of a linear layer's weight for outputs and inputs; None for other layers.
 
     Example:
         >>> linear_dims(nn.Linear(3, 2)), linear_dims(nn.LayerNorm(3))
@@ -68,7 +68,7 @@ def linear_dims(module: nn.Module) -> tuple[int, int] | None:
 
 
 class _ShardedLayer(ParallelStyle):
-    """A layer with a sharded weight: its input is moved to one layout, its output to another."""
+    """A layer with a sharded weight, which moves inputs and outputs to given layouts."""
 
     input_layouts: Placement
     output_layouts: Placement
@@ -80,7 +80,7 @@ class _ShardedLayer(ParallelStyle):
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         desired, name = self._desired_input(module), type(module).__name__
-        # Where the input is to be sharded as the weight is, the size is known from the weight.
+        # If the input is sharded like the weight, the weight tells the size.
         dims = linear_dims(module)
         extent: int | None = None
         if dims is not None and desired == self.input_layouts:
@@ -127,14 +127,14 @@ def _other_features(name: str, extent: int, tensor: DTensor, given: Any, layout:
 class ColwiseParallel(_ShardedLayer):
     """Each rank computes some output features of an ``nn.Linear`` or an ``nn.Embedding``.
 
-    A Linear's weight and bias are sharded along their rows, an Embedding's along its columns; the
-    ``Conv1D`` of transformers is a Linear whose weight is transposed. Without communication in
-    forward; in backward of a Linear the input's gradient is reduced once.
+    A Linear's weight and bias are sharded along the rows, an Embedding's weight along the columns.
+    The ``Conv1D`` of transformers counts as a Linear with a transposed weight. Forward does not
+    communicate; the backward of a Linear reduces the gradient of the input once.
 
     Args:
         input_layouts: The input's layout along the axis, if it is a plain tensor; None: replicated.
-        output_layouts: The output's layout; None: sharded in its last dim, as it comes out. With
-            sizes, as in ``Shard(-1, sizes=(2, 1))``, the layer's features are sharded so.
+        output_layouts: The output's layout; None: sharded in the last dim, as computed. With sizes,
+            as in ``Shard(-1, sizes=(2, 1))``, they also give each rank's number of features.
         use_local_output: Whether the output is the local tensor; else a DTensor.
 
     Example:
@@ -176,15 +176,15 @@ class ColwiseParallel(_ShardedLayer):
 class RowwiseParallel(_ShardedLayer):
     """Each rank takes some input features of an ``nn.Linear``, or words of an ``nn.Embedding``.
 
-    A Linear's weight is sharded along its columns, an Embedding's along its rows (its vocabulary).
-    The output is partial, and is reduced once, or stays so if ``output_layouts`` is ``Partial()``.
-    A Linear's bias is replicated, and counts once.
+    A Linear's weight is sharded along the columns, an Embedding's along the rows (the vocabulary).
+    The output is partial, and is reduced once, unless ``output_layouts`` is ``Partial()``. A
+    Linear's bias is replicated, and is added once.
 
     Args:
         input_layouts: The input's layout along the axis, if it is a plain tensor; None: sharded in
-            its last dim, as :class:`ColwiseParallel` gives it. An Embedding's is mostly
-            ``Replicate()``. With sizes, as in ``Shard(-1, sizes=(2, 1))``, a Linear's columns are
-            sharded so.
+                in the last dim, as :class:`ColwiseParallel` gives it. For an Embedding pass
+                ``Replicate()`` mostly. With sizes, as in ``Shard(-1, sizes=(2, 1))``, they also
+                give each rank's number of a Linear's columns.
         output_layouts: The output's layout; None: replicated.
         use_local_output: Whether the output is the local tensor; else a DTensor.
 
@@ -230,10 +230,10 @@ class RowwiseParallel(_ShardedLayer):
 
 
 class SequenceParallel(ParallelStyle):
-    """Each rank has a slice of the sequence: for norms, dropout, and what else acts place by place.
+    """Each rank has a slice of the sequence: for norms, dropout, and other modules by position.
 
-    Parameters are replicated; their gradients are reduced at the end of backward, together. An
-    input that is a DTensor is moved to be sharded so; a plain one is the local tensor.
+    Parameters are replicated. Their gradients are reduced together at the end of backward. A
+    DTensor as input is moved to this layout; a plain input is taken as the local tensor.
 
     Args:
         sequence_dim: The dim of the input that is the sequence.
@@ -294,7 +294,7 @@ def _layout(layout: Placement | None, default: Placement) -> Placement:
 
 
 def _sizes_of_last(layout: Placement) -> tuple[int, ...] | None:
-    """The sizes of the last dim on each rank; None: as ``torch.chunk`` splits it."""
+    """The sizes of the last dim on each rank; None: as ``torch.chunk`` splits the dim."""
     return layout.sizes if isinstance(layout, Shard) and layout.dim == -1 else None
 
 

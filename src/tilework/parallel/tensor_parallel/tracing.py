@@ -1,9 +1,9 @@
-"""The dims of a model's tensors that operators carry along together, from one forward.
+"""The dims of a model's tensors that have to be cut together, found in one forward.
 
 Each operator's factor map (:mod:`~tilework.tiled.factors`) says which dims of the tensors run over
-one loop, so which of them are cut together. Joined over all operators of a forward this gives sets
-of dims: the features between two layers of an MLP, the heads of an attention. Of a cut in a set
-each rank computes a share, and nothing moves but where the set ends: in a sum over it, or in an
+the same loop, and are therefore cut together. Joined over all operators of a forward this gives
+sets of dims: the features between two layers of an MLP, the heads of an attention. If a set is cut,
+each rank computes a share, and data moves only where the set ends: in a sum over it, or in an
 operator that needs the whole.
 """
 
@@ -30,7 +30,7 @@ from tilework.tiled.factors import DimFactors, Factor
 from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
 from tilework.tiled.op_table import OpEntry, find
 
-#: A dim of a tensor: the tensor's number, and the dim's.
+#: A dim of a tensor: the numbers of the tensor and of the dim.
 Node = tuple[int, int]
 
 
@@ -40,9 +40,9 @@ class DimSet:
 
     Attributes:
         nodes: The dims.
-        sizes: The numbers of equal parts that operators know of it, such as features and heads.
-        sums: The products with parameters that sum over it: their numbers, and the modules.
-        whole_for: Who needs the whole of it, if somebody does.
+        sizes: The counts of equal parts that operators need, such as features and heads.
+        sums: The products with parameters that sum over the dims: their numbers, and the modules.
+        whole_for: An operator that needs all of the dims; empty: none does.
     """
 
     nodes: set[Node] = field(default_factory=set)
@@ -51,7 +51,7 @@ class DimSet:
     whole_for: str = ""
 
     def take(self, other: DimSet) -> None:
-        """Add all that another set has."""
+        """Add everything from another set."""
         self.nodes |= other.nodes
         self.sizes |= other.sizes
         self.sums |= other.sums
@@ -87,7 +87,7 @@ class Trace:
         self._sets: dict[Node, DimSet] = {}
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor, which is kept alive, so that no other has the same id."""
+        """The number of a tensor, which is kept alive so that no other gets its id."""
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
@@ -111,12 +111,12 @@ class Trace:
         return first
 
     def need_whole(self, node: Node, who: str) -> None:
-        """Note that somebody needs all of a dim."""
+        """Note that ``who`` needs all of a dim."""
         found = self.set_of(*node)
         found.whole_for = found.whole_for or who
 
     def is_of_parameters(self, number: int) -> bool:
-        """True for a parameter, and for what operators make of parameters alone."""
+        """True for a parameter, and for results computed from parameters only."""
         return number in self.parameters or number in self.made_of_parameters
 
     def nbytes(self, number: int) -> int:
@@ -134,21 +134,21 @@ def trace(
     Args:
         model: A model without DTensors.
         example: The arguments of the forward: by name, or in order.
-        mesh: Of one axis.
+        mesh: A mesh of one axis.
     """
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
     contents = [*model.parameters(), *model.buffers()]
     try:
         moved = _on_meta(args), _on_meta(kwargs)
         return _traced(_with_tensors(model, map(_on_meta, contents)), mesh, *moved)
-    except Exception:  # it looks at values
+    except Exception:  # the model reads values
         if any(tensor.is_meta for tensor in contents):
             raise
         return _traced(_with_tensors(model, contents), mesh, args, kwargs)
 
 
 def _with_tensors(model: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
-    """A copy of the modules, with these tensors in place of theirs; ranks may share the model."""
+    """A copy of the modules, with these tensors instead; ranks may share the model."""
     theirs = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, dict(zip(map(id, theirs), tensors, strict=True)))
 
@@ -179,7 +179,7 @@ def _traced(
 
 
 class _Recorder(TorchFunctionMode):
-    """Asks the rule of each operator that a forward calls, and joins what the factors run over."""
+    """Asks the rule of each operator in a forward, and joins the dims of each factor."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class _Recorder(TorchFunctionMode):
             try:
                 with self:
                     return within(*args, **kwargs)
-            except Exception:  # it is for sharded tensors alone
+            except Exception:  # the rule needs sharded tensors
                 result = None
         output = func(*args, **kwargs)
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
@@ -300,7 +300,7 @@ class _Recorder(TorchFunctionMode):
         outputs: list[Tensor],
         where: str,
     ) -> None:
-        """Join the dims of a call whose rule knows layouts alone: by the answer for each cut."""
+        """Join the dims of a call without a factor map: by the rule's answer for each cut."""
         for at, tensor in enumerate(tensors):
             for dim in range(tensor.dim()):
                 node = self.trace.number(tensor), dim
@@ -316,7 +316,7 @@ class _Recorder(TorchFunctionMode):
     def _carried(
         self, rule: Any, args: Any, kwargs: Any, tensors: list[Tensor], at: int, dim: int
     ) -> list[int] | None:
-        """The dims of outputs that are cut where a dim of an input is; None if that input moves."""
+        """The dims of outputs that follow a cut of an input's dim; None if that input moves."""
         asked = self._arguments(tensors)
         spec = asked[at].spec.with_placements([Shard(dim)], None)
         asked[at] = DTensorArg(at, spec, asked[at].dtype)
@@ -339,7 +339,7 @@ class _Factors:
         self._inner: set[Factor] = set()
 
     def join(self, call: LocalCall, tensors: list[Tensor], outputs: list[Tensor]) -> None:
-        """Join what runs over one factor; note who needs the whole of a dim."""
+        """Join the dims of each factor; note the dims that are needed whole."""
         for tensor, dims in zip(tensors, call.map.inputs, strict=True):
             self._add(tensor, dims, self._inputs, is_input=True)
         for tensor, dims in zip(outputs, call.map.outputs, strict=True):

@@ -1,8 +1,8 @@
 """Plans in the words of Hugging Face's configurations: ``{"layers.*.mlp.up_proj": "colwise"}``.
 
-There a word stands for layouts and for what moves around a module whose tensors are plain. Here
-sharded parameters are DTensors, which move what a module needs, and plain tensors that meet ranks'
-parts have their gradients added up. So words that only repair gradients change nothing.
+There a word stands for layouts and for the communication around a module whose tensors are plain.
+Here sharded parameters are DTensors, which communicate as a module needs, and gradients of plain
+tensors that meet ranks' parts are summed. Words that only repair gradients therefore do nothing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class _OfParameters(ParallelStyle):
         return self.layouts
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
-        """The module computes with DTensors."""
+        """Do nothing: the module computes with DTensors."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.layouts or ''})"
 
 
 class _Unchanged(_OfParameters):
-    """Nothing is sharded, and gradients are right as they are."""
+    """No change: nothing is sharded, and gradients are right already."""
 
 
 class WholeOutput(_OfParameters):
@@ -61,12 +61,12 @@ class WholeOutput(_OfParameters):
 
 
 class _LocalParameters(_OfParameters):
-    """The module computes with this rank's part of each parameter of the module's own."""
+    """The module computes with this rank's part of each direct parameter."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(parameter, DTensor):  # what is in __dict__ is found first
+                if isinstance(parameter, DTensor):  # attribute access looks in __dict__ first
                     module.__dict__[name] = axis.to_local(parameter)
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
@@ -120,10 +120,10 @@ def style_of(word: str) -> ParallelStyle:
 def named_parameters(
     root: nn.Module, pattern: str, word: str
 ) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
-    """The modules that have a parameter of their own of this name, and the parameter's layout.
+    """The modules that own a parameter of this name, and the parameter's layout.
 
-    A parameter by itself is a matrix, or a stack of such, as weights of Linear are: (outputs,
-    inputs). Parameters of one dim go with the outputs.
+    A parameter named directly is a matrix, or a stack of matrices, in the form of a Linear's weight
+    (outputs, inputs). Parameters of one dim are sharded like the outputs.
 
     Args:
         root: The module that the plan is for.

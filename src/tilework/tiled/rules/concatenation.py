@@ -26,7 +26,7 @@ def cat_shape(tensors: Sequence[Any], dim: int) -> tuple[int, ...]:
 def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
     """The dim of a concatenation; None if the tensors do not fit together.
 
-    Nor do tensors without elements and dims fit, which torch lets pass.
+    Tensors without elements and dims do not fit either, though torch lets them pass.
     """
     first = tensors[0]
     if not all(isinstance(arg, Arg) and arg.ndim == first.ndim > 0 for arg in tensors):
@@ -37,16 +37,17 @@ def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
 
 
 def cat_of_legacy(tensors: Sequence[Any]) -> RuleResult:
-    """The concatenation without the tensors of shape [0], which torch lets pass beside any others.
+    """The concatenation without tensors of shape [0], which torch lets pass beside any others.
 
-    Caches of keys and values start with them. None if there are none, or no others.
+    Caches of keys and values start with such tensors. None if there are no such tensors, or only
+    such.
     """
     kept = [not _is_legacy(arg) for arg in tensors]
     if all(kept) or not any(kept) or not all(isinstance(arg, Arg) for arg in tensors):
         return None
     first = tensors[kept.index(True)]
     if all(arg.ndim == 1 for arg in tensors):
-        return None  # of one dim each: nothing else than others without elements
+        return None  # one dim each: these are without elements, too
     dtypes = [arg.dtype for arg in tensors]
     dtype = functools.reduce(torch.promote_types, dtypes)
 
@@ -55,7 +56,7 @@ def cat_of_legacy(tensors: Sequence[Any]) -> RuleResult:
         others = [
             tensor if keep else tensor.reshape(none)
             for tensor, keep in zip(tensors, kept, strict=True)
-            if keep or tensor.requires_grad  # which makes the result require one
+            if keep or tensor.requires_grad  # then the result requires one, too
         ]
         return torch.cat(others, dim).to(dtype)
 
@@ -165,7 +166,7 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> RuleResult:
     alike = len({arg.dtype for arg in given if isinstance(arg, Arg)}) == 1
     if not alike or any(arg.ndim > 1 for arg in given) or indexing not in (None, "ij", "xy"):
         return None  # torch raises where it is run
-    # torch warns without an indexing: here once, where the rule is asked, not in each call.
+    # torch warns without an indexing; here the rule warns once, not each call.
     return Decomposition(_grid_xy if indexing == "xy" and len(given) > 1 else _grid)
 
 

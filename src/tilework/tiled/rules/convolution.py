@@ -27,16 +27,16 @@ def guard_empty_shards(
     dims: Mapping[Arg, Sequence[Factor | Dim | None]],
     local: Callable[[LocalRanges], Mapping[str, Any]] = lambda ranges: {},
 ) -> MakeRun:
-    """Makes the run of an operator on shards, where torch itself takes no empty ones.
+    """Make the run of an operator on shards that may be empty, which torch refuses.
 
-    It runs on zeros in place of empty shards: so gradients, and those of gradients, take the same
-    way on all ranks.
+    Zeros replace empty shards: gradients, and gradients of gradients, then take the same way on
+    all ranks.
 
     Args:
         function: The operator.
-        arguments: Its arguments by name.
-        dims: The factors of its tensors.
-        local: The arguments that differ on shards, of which each has one element at least.
+        arguments: The arguments by name.
+        dims: The factors of the tensors.
+        local: The arguments that differ between shards, each with at least one element.
     """
 
     def make(ranges: LocalRanges) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def guard_empty_shards(
         def run(*tensors: Tensor) -> Any:
             values = {**local_arguments, **{name: tensors[arg.number] for name, arg in args}}
             if not any(_is_emptied(tensors[arg.number], arg) for _, arg in args):
-                return function(**values)  # of empty full tensors, torch decides
+                return function(**values)  # torch decides on empty full tensors
             for name, arg in args:
                 if not tensors[arg.number].numel():
                     shape = _shape_with_row(arg, dims[arg], ranges)
@@ -61,7 +61,7 @@ def guard_empty_shards(
 def _shape_with_row(
     arg: Arg, dims: Sequence[Factor | Dim | None], ranges: LocalRanges
 ) -> list[int]:
-    """The shape of a shard, had this rank at least one element of each factor that has any."""
+    """The shape of a shard, if this rank had at least one element of each non-empty factor."""
     shape = []
     for dim, size in zip(dims, arg.shape, strict=True):
         factors = (dim,) if isinstance(dim, Factor) else dim
@@ -79,7 +79,7 @@ def _is_emptied(local: Tensor, arg: Arg) -> bool:
 
 
 def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
-    """The parameter of each of ``count`` dims; None if it does not fit them."""
+    """The parameter of each of ``count`` dims; None if they do not fit."""
     if isinstance(value, int):
         return (value,) * count
     if not isinstance(value, (tuple, list)) or len(value) not in (1, count):
@@ -122,7 +122,7 @@ def _register_convolution(function: Any, spatial: int, names: str) -> None:
         if lead not in (0, 1) or weight.ndim != spatial + 2 or groups < 1 or many % groups:
             return None
         if not transposed and weight.shape[1] * groups != input.shape[lead]:
-            return None  # torch says so; parts of the two may fit where the tensors do not
+            return None  # torch raises, though parts of the two may fit
         if transposed and weight.shape[0] != input.shape[lead]:
             return None
         group = Factor(groups, "group")
@@ -238,7 +238,7 @@ def _pixel_unshuffle(input: Any, downscale_factor: int) -> RuleResult:
         return None
     if 0 in input.shape:
         shown = _torch.pixel_unshuffle(torch.empty(input.shape), downscale_factor)
-        if shown.shape == input.shape:  # torch copies it as it is
+        if shown.shape == input.shape:  # torch makes a plain copy
             dims = factors_of(input.shape)
             return local_call({input: dims}, [dims], rearranges=True, run=lambda _: torch.clone)
     *lead, c, h, w = factors_of(

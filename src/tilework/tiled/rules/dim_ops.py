@@ -29,7 +29,7 @@ from tilework.tiled.rules.reduction_args import (
 
 
 def _factors_but(shape: Ints, without: Ints = ()) -> list[Factor | Dim | None]:
-    """A factor for each dim but some."""
+    """A factor for each dim, except for some."""
     return _all_but(factors_of(shape), without)
 
 
@@ -48,11 +48,11 @@ def _along(
     """The call of an operator along ``dim``, whose results may have any length there.
 
     Args:
-        input: Its input.
+        input: The input.
         dim: The dim.
-        results: How many it has.
-        linear: True if it is linear.
-        on_empty: The operator, if torch leaves the graph of gradients where a tensor is empty.
+        results: The number of results.
+        linear: True if the operator is linear.
+        on_empty: The operator, if torch drops empty tensors from the graph of gradients.
     """
     dims = dims_of(input.ndim, dim)
     if dims is None:
@@ -150,7 +150,7 @@ def _register_quantile(name: str) -> None:
     ) -> RuleResult:
         dims = dims_of(input.ndim, dim)
         if dims is None or dim is None or 0 in input.shape:
-            return None  # of no elements torch raises where it is run
+            return None  # without elements torch raises when run
         factors = factors_of(input.shape)
         left = remaining_dims(factors, dims, keepdim)
         levels: list[Factor | Dim | None] = [None] * q.ndim if isinstance(q, Arg) else []
@@ -193,7 +193,7 @@ def _diff(
     if any(arg.ndim != input.ndim for arg in tensors):
         return None
     if n > 0 and len(tensors) == 1 and 0 in [input.shape[at] for at in dims]:
-        return Decomposition(unchanged)  # torch's takes as many differences as there are elements
+        return Decomposition(unchanged)  # torch takes as many differences as there are elements
     return local_call(dict.fromkeys(tensors, factors), [factors], linear=[tensors])
 
 

@@ -13,17 +13,17 @@ from tilework.tiled.op_table import register, rule
 from tilework.tiled.pointwise import pointwise_names
 from tilework.tiled.rules.reduction_args import NARROW, keeps_sums
 
-#: Elementwise too, but without torch's tag, or spelled differently.
+#: Elementwise operators without torch's tag, or with another name.
 _UNTAGGED = """
     complex expit fake_quantize_per_tensor_affine fill float_power floor_divide gammainc gammaincc
     gammaln hardswish isclose isreal log_sigmoid logsigmoid multigammaln ndtr polar psi
     __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rpow__ __rrshift__ __rtruediv__
 """
-#: Linear in their one tensor.
+#: Linear in the only tensor.
 _LINEAR = "deg2rad neg rad2deg zero"
-#: Linear too, and the tensor itself or a view of it, depending on its dtype.
+#: Linear as well; the result is the tensor itself or a view, depending on the dtype.
 _VIEWS = "conj conj_physical imag real resolve_conj resolve_neg"
-#: Tagged, but with a rule of their own, here or in another family.
+#: Tagged operators with a separate rule, here or in another family.
 _OTHERS = """
     add addcdiv addcmul clone conj_physical deg2rad div equal frexp lerp max maximum min minimum mul
     neg positive rad2deg rrelu rsub sub true_divide where
@@ -62,10 +62,10 @@ def pointwise(
 
     Args:
         args: All tensors of the call.
-        linear: As for :func:`~tilework.tiled.op_rules.local_call`; sets that contain something
-            else than tensors do not count.
+        linear: As for :func:`~tilework.tiled.op_rules.local_call`; sets that contain values
+            other than tensors are ignored.
         rearranges: As for :func:`~tilework.tiled.op_rules.local_call`.
-        extremum: Likewise.
+        extremum: As for :func:`~tilework.tiled.op_rules.local_call`.
         results: The number of results.
     """
     shapes = [arg.shape for arg in args]
@@ -185,7 +185,7 @@ def _copy(self: Arg, src: Any, non_blocking: bool = False) -> RuleResult:
 
 def _cast(input: Arg, dtype: torch.dtype) -> RuleResult:
     keeps = keeps_sums(dtype, input.dtype)
-    if dtype.is_complex and not input.dtype.is_complex:  # of which there is no maximum
+    if dtype.is_complex and not input.dtype.is_complex:  # complex numbers have no maximum
         return pointwise([input], linear=[[input]] if keeps else [])
     return pointwise([input], rearranges=keeps)
 
@@ -248,7 +248,7 @@ def _view_as_complex(input: Arg) -> RuleResult:
     return local_call({input: [*dims, None]}, [factors], linear=[[input]])
 
 
-# -- activations that know more than one element ----------------------------------------------
+# -- activations that read several elements -----------------------------------------------
 
 
 @rule("glu")

@@ -105,7 +105,7 @@ def _embedding_bag(
     flat = input.ndim == 1
     if not known or weight.ndim != 2 or input.ndim not in (1, 2) or flat != (offsets is not None):
         return None
-    # Maxima over shards of rows could be combined, but a bag may have no row in a shard.
+    # Maxima of shards could be combined, but a bag may have no row in a shard.
     rows = Factor(weight.shape[0], "rows", unshardable=scale_grad_by_freq or mode == "max")
     features = Factor(weight.shape[1], "features")
     last = Factor(input.shape[-1], unshardable=True)
@@ -136,7 +136,7 @@ def _embedding_bag(
 
 @dataclass(frozen=True, eq=False)
 class _Bag:
-    """The arguments of ``embedding_bag``; tensors as in its order, bags as their number."""
+    """The arguments of ``embedding_bag``; tensors in the same order, bags as a number."""
 
     tensors: tuple[Arg, Arg, Arg | None, Arg | None]
     bags: int
@@ -146,7 +146,7 @@ class _Bag:
     padding_idx: int | None
 
     def look_up(self, rows: LocalIndexRange, *local: Tensor) -> Tensor:
-        """The bags of a shard of the table: partial sums, where its rows are sharded."""
+        """The bags of a shard of the table: partial sums, where rows are sharded."""
         indices, table, starts, factors = (
             None if arg is None else local[arg.number] for arg in self.tensors
         )
@@ -176,7 +176,7 @@ class _Bag:
         )
 
     def _sizes(self, indices: Tensor, starts: Tensor | None) -> Tensor:
-        """For each index the number of indices that count in its bag."""
+        """For each index the number of indices that count in the same bag."""
         padding = self.padding_idx
         return _counts(torch.ones_like(indices) if padding is None else indices != padding, starts)
 
@@ -187,7 +187,7 @@ def _factors(here: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 def _counts(counted: Tensor, starts: Tensor | None) -> Tensor:
-    """For each index the number of indices that count in its bag; at least 1."""
+    """For each index the number of indices that count in the same bag; at least 1."""
     if starts is None:
         return counted.sum(1, keepdim=True).clamp(min=1)
     places = torch.arange(len(counted), device=counted.device)

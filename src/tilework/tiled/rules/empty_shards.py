@@ -17,13 +17,13 @@ def allow_empty_shards(
     function: Callable[..., Any],
     like: int = 0,
 ) -> Callable[[LocalRanges], Callable[..., Any] | None]:
-    """Makes the run of ``function``, which takes no empty tensors, on shards that may be empty.
+    """Make the run of ``function``, which refuses empty tensors, on shards that may be empty.
 
-    It is called with the local tensors.
+    The run is called with the local tensors.
 
     Args:
         function: The function.
-        like: The number of the tensor in which sharded dims have their places in all results.
+        like: The number of the tensor in which sharded dims have the same places as in all results.
     """
 
     def run(ranges: LocalRanges) -> Callable[..., Any] | None:
@@ -38,9 +38,9 @@ def allow_empty_shards(
 
 
 def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None, like: int = 0) -> Any:
-    """The results for tensors of which empty ones get a row, which results then lack.
+    """The results of ``function`` where empty tensors temporarily get a row.
 
-    The autograd graph is that of ranks that have elements, also for gradients of gradients.
+    The autograd graph is the same as on ranks with elements, also for gradients of gradients.
     """
     shaped = tensors[like]
     assert shaped is not None
@@ -56,14 +56,14 @@ def with_row_for_empty(function: Callable[..., Any], *tensors: Tensor | None, li
 
 
 def zero_rows(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros as a function of an empty tensor, at its place in the autograd graph."""
+    """Zeros as a function of an empty tensor, at the tensor's place in the autograd graph."""
     return _in_its_place(tensor, tensor.new_zeros(shape))
 
 
 def _rows_that_vary(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """1 and -1 in turn, as a function of an empty tensor.
 
-    Their gradient is none times something, which must not be infinite: a norm with an epsilon of 0
+    Their gradient is zero times a factor that must not be infinite: a norm with an epsilon of 0
     divides by the deviation.
     """
     signs = tensor.new_ones(shape)
@@ -74,8 +74,8 @@ def _rows_that_vary(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def _in_its_place(tensor: Tensor, values: Tensor) -> Tensor:
     """Values as a function of an empty tensor.
 
-    Writes to that count as ones to what is returned: if an operator has saved it for its gradient,
-    that is refused then, as on ranks that have elements.
+    Writes to the tensor count as writes to the result: if an operator has saved the result for
+    the gradient, torch then refuses the write, as on ranks with elements.
     """
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return values
@@ -84,7 +84,7 @@ def _in_its_place(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 class _InItsPlace(torch.autograd.Function):
-    """Values that nothing depends on, with a tensor's number of writes."""
+    """Values that share a tensor's number of writes, and have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ def without_rows(result: Any, shape: Sequence[int]) -> Any:
 def cat_shards(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """The concatenation of local tensors, whose gradients all ranks can differentiate.
 
-    Of tensors of shape [0], which torch lets pass beside any others, its gradient is a constant:
-    a rank with such a part would have no second gradient, which other ranks wait for.
+    torch lets tensors of shape [0] pass beside any others, but their gradient is a constant: a
+    rank with such a part would have no second gradient, and other ranks would wait for it.
     """
     if tensors[0].dim() == 1 and not all(map(len, tensors)):
         return torch.cat([x.unsqueeze(1) for x in tensors]).squeeze(1)
@@ -125,21 +125,21 @@ def cat_shards(tensors: Sequence[Tensor], dim: int) -> Tensor:
 def keep_inputs_in_graph(result: Tensor, *inputs: Tensor | None) -> Tensor:
     """The result as a function of inputs that it does not depend on.
 
-    A rank with nothing to compute has to be in the autograd graph nevertheless: the other ranks
-    wait for it in backward.
+    A rank with nothing to compute has to be in the autograd graph, too: in backward the other
+    ranks wait for it.
     """
     for tensor in inputs:
         if tensor is not None:
-            if tensor.is_inference():  # which may require a gradient, as its views do not
+            if tensor.is_inference():  # may require a gradient, but views of it do not
                 tensor = tensor.clone()
             nothing = tensor.reshape(-1)[:0].sum().to(result.dtype)
-            # Less 0.0, -0.0 stays what it is.
+            # Subtracting 0.0 keeps -0.0.
             result = result + nothing if result.dtype is torch.bool else result - nothing
     return result
 
 
 def zero_addend(dtype: torch.dtype) -> complex:
-    """The number whose sum with any other is the other: -0.0, as 0.0 makes 0.0 of -0.0."""
+    """The neutral number of sums: -0.0, because adding 0.0 turns -0.0 into 0.0."""
     if dtype.is_complex:
         return complex(-0.0, -0.0)
     return -0.0 if dtype.is_floating_point else 0

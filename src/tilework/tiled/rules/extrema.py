@@ -1,4 +1,4 @@
-"""The greatest and the least elements of dims that are not sharded, and where they are."""
+"""The greatest and the least elements of dims that are not sharded, and their places."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _as_list(given: Any) -> Sequence[int]:
 
 
 def _transform(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> RuleResult:
-    """The call of a transform, whose results have the same dims, in sizes that torch tells."""
+    """The call of a transform, whose results have the same dims, with sizes from torch."""
     factors = factors_of(input.shape)
     for dim in dims:
         factors[dim].unshardable = True
@@ -89,7 +89,7 @@ def _stft(
         "win_length": win_length,
         "return_complex": return_complex,
     }
-    pairs = [] if is_complex else [None]  # real and imaginary parts in a dim of their own
+    pairs = [] if is_complex else [None]  # real and imaginary parts in a separate dim
 
     def function(input: Tensor, window: Tensor | None = None) -> Tensor:
         return torch.stft(input, n_fft, window=window, **kwargs)

@@ -24,16 +24,16 @@ class LocalIndexRange:
         self.is_full = not ranges.is_sharded(factor)
 
     def local_index(self, index: int | None) -> int | None:
-        """The local index of a global one; None if it is not local."""
+        """The local index of a global index; None if it is not local."""
         here = index is not None and self.start <= index < self.start + self.count
         return index - self.start if here and index is not None else None
 
     def localize(self, indices: Tensor, ignored: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Local indices (0 for those that are not local), and the mask of those that are.
+        """Local indices (0 for those that are not local), and the mask of local indices.
 
         Args:
             indices: Global indices.
-            ignored: The mask of those that count as none.
+            ignored: The mask of indices to ignore.
 
         Raises:
             IndexError: An index is out of the global range.

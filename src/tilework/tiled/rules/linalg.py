@@ -19,7 +19,7 @@ from tilework.tiled.rules.empty_shards import allow_empty_shards
 def _register_batched(names: str, text: str) -> None:
     """Register operators by a pattern of their tensors, in the order in which they are passed.
 
-    Sizes in it are those of the arguments only; those of results are told by torch.
+    Sizes in the pattern hold only for arguments; torch tells the sizes of results.
     """
 
     def answer(*args: Any, **kwargs: Any) -> RuleResult:
@@ -105,7 +105,7 @@ def _solution(
     missing = A.ndim - B.ndim
 
     def run(A: Tensor, B: Tensor) -> Any:
-        """The solution where one matrix for a batch is no batch of vectors, of any local size."""
+        """The solution where a matrix for a batch is never taken for a batch of vectors."""
         return function(A, B[(None,) * missing], left=left)
 
     return match_pattern(

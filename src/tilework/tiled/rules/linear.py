@@ -45,7 +45,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> RuleResult:
 @rule("bilinear", values_matter=False)
 def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleResult:
     def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
-        # The same on all ranks: gradients have to come in one order.
+        # The same decision on all ranks: gradients have to come in the same order.
         return _bilinear_of_empty if ranges.has_empty_shards else None
 
     tensors = [input1, input2, weight, bias]
@@ -113,7 +113,7 @@ def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = No
         return None
     last = out[len(out) - input.ndim :]
     if any(size not in (1, dim[0].size) for size, dim in zip(input.shape, last, strict=True)):
-        return None  # torch says so; parts of the tensors may fit
+        return None  # torch raises, though parts of the tensors may fit
     dims = [dim if size == dim[0].size else () for size, dim in zip(input.shape, last, strict=True)]
     factors_of_product = dict(zip([a, b], mapped.inputs, strict=True))
     sums = [[input, a], [input, b]]
@@ -125,14 +125,14 @@ def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = No
 @rule("addmm", values_matter=False)
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
     if isinstance(beta, float) and not (input.dtype.is_floating_point or input.dtype.is_complex):
-        return None  # torch refuses it for sums over nothing, which some ranks may have
+        return None  # torch refuses empty sums, which some ranks may have
     return _with_addend("i k, k j -> i j", input, mat1, mat2)
 
 
 @rule("addmv")
 def _addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> RuleResult:
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
-        # torch.addmv does not expand its addend if the sum is over nothing.
+        # torch.addmv does not expand the addend if the sum is empty.
         return lambda input, mat, vec: torch.addmv(
             input.expand(len(mat)), mat, vec, beta=beta, alpha=alpha
         )
@@ -156,16 +156,17 @@ def _baddbmm(input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any 
     return _with_addend("b i k, b k j -> b i j", input, batch1, batch2)
 
 
-# -- of groups of rows -----------------------------------------------------------------------
+# -- groups of rows --------------------------------------------------------------------------
 
 
 @rule("_grouped_mm", values_matter=False)
 def _grouped_product(
     input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> RuleResult:
-    """Products of groups of rows, each with a matrix of its own, as experts have them.
+    """Products of groups of rows with one matrix per group, as experts need them.
 
-    Each rank has the rows, and the matrices, of a range; rows of other ranks' matrices are zeros.
+    Each rank has the rows, and the matrices, of a range; rows of other ranks' matrices become
+    zeros.
     """
     if bias is not None or out_dtype not in (None, input.dtype):
         return None
@@ -197,10 +198,10 @@ def _product_of_groups(
 
     Args:
         rows: Offset and size of the range of rows.
-        groups: Likewise of matrices.
+        groups: Offset and size of the range of matrices.
         x: The rows.
         matrices: The matrices.
-        ends: The row that each group of the full tensor ends before.
+        ends: For each group the end of its rows in the full tensor.
     """
     local_ends = (ends - rows[0]).clamp(0, rows[1]).tolist()
     first = local_ends[groups[0] - 1] if groups[0] else 0
@@ -220,7 +221,7 @@ def _product_of_groups(
 
 
 def _is_aligned(*tensors: Tensor) -> bool:
-    """True if torch's kernel takes the strides of matrices, and of the gradients of products."""
+    """True if torch's kernel accepts the strides of the matrices and of their gradients."""
     return all(
         size and size * x.itemsize % 16 == 0 and 1 in x.stride()[-2:]
         for x in tensors
@@ -281,7 +282,7 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> RuleResult:
         if a.shape[i] == b.shape[j]:
             theirs[j] = mine[i]
         elif a.shape[i] == 1:
-            mine[i] = None  # is broadcast, so each rank needs it
+            mine[i] = None  # broadcast: each rank needs all of it
         elif b.shape[j] == 1:
             theirs[j] = None
         else:
@@ -294,13 +295,13 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, dims_b: Any = None) -> RuleResult:
 # -- einsum ----------------------------------------------------------------------------------
 
 
-#: The dims of a tensor in an equation: letters; those of an ellipsis are counted from its end.
+#: The dims of a tensor in an equation: letters; dims of an ellipsis are counted from the end.
 Names = list[str | int]
 
 
 @rule("einsum")
 def _einsum(equation: str, *operands: Any) -> RuleResult:
-    """The call of an equation, which is a factor map as it stands."""
+    """The call of an equation, which already is a factor map."""
     tensors = _tensors_of(operands)
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     words = inputs.split(",")
@@ -335,7 +336,7 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
 
 
 def _only(operands: Any) -> Tensor:
-    """The tensor that was passed by itself or in a sequence."""
+    """The tensor that was passed alone or in a sequence."""
     tensor: Tensor = operands[0] if isinstance(operands[0], Tensor) else operands[0][0]
     return tensor
 
@@ -357,7 +358,7 @@ def _names(word: str, width: int) -> Names:
 
 
 def _implied(names: Sequence[Names]) -> Names:
-    """The result's dims if an equation has none: those of ellipses, then names that occur once."""
+    """The result's dims if an equation gives none: ellipses, then names that occur once."""
     occurring = [name for names_of_dims in names for name in names_of_dims]
     dots = sorted({name for name in occurring if isinstance(name, int)})
     return [*dots, *sorted(n for n in occurring if isinstance(n, str) and occurring.count(n) == 1)]
@@ -366,7 +367,7 @@ def _implied(names: Sequence[Names]) -> Names:
 def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor] | None:
     """A factor for each name; the name of a diagonal, twice in one tensor, is unshardable.
 
-    None if sizes do not fit: those of shards might.
+    None if sizes do not fit, as sizes of shards might.
     """
     factors: dict[str | int, Factor] = {}
     for names_of_dims, tensor in zip(names, tensors, strict=True):

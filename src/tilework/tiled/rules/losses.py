@@ -1,4 +1,4 @@
-"""Losses of elements or rows: a mean is over all of them, not over the means of ranks.
+"""Losses of elements or rows: a mean is over all elements, not over the means of ranks.
 
 The functions of torch.nn.functional check their arguments and call the functions here.
 """
@@ -33,8 +33,8 @@ def reduce_loss(
     """The call of a loss with the argument ``reduction``.
 
     Args:
-        function: Computes it on local tensors.
-        arguments: All arguments by name, in their order.
+        function: Computes the loss on local tensors.
+        arguments: All arguments by name, in order.
         dims: The factors of the dims of tensors.
         out: The factors of the loss before it is reduced.
     """
@@ -43,7 +43,7 @@ def reduce_loss(
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor]:
         local_count = ranges.local_size(tuple(out))
-        # A weighted local mean: so no sum overflows where torch has none.
+        # A weighted local mean: no sum, which could overflow where torch's mean does not.
         share = local_count / count if reduction == MEAN and local_count < count else None
 
         def loss(*tensors: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def reduce_loss(
             if reduction != NONE and local_count == 0 < count:
                 loss_value = function(
                     **{**values, "reduction": SUM}
-                )  # of an empty shard: may be NaN
+                )  # may be NaN for an empty shard
                 return loss_value.masked_fill(torch.ones_like(loss_value, dtype=torch.bool), 0)
             loss_value = function(**values)
             return loss_value if share is None else loss_value * share
@@ -65,12 +65,12 @@ def reduce_loss(
 
 
 def _register_loss(function: Any, parameters: str, rows: str = "", unbroadcast: str = "") -> None:
-    """Register a loss, which is reduced over the shape that its tensors broadcast to.
+    """Register a loss, which is reduced over the broadcast shape of the tensors.
 
     Args:
         function: The form that takes the reduction as a number.
-        parameters: The names of all its parameters.
-        rows: Tensors whose last dim is that of a row, which has one loss.
+        parameters: The names of all parameters.
+        rows: Tensors whose last dim is a row with one loss.
         unbroadcast: Tensors that do not broadcast.
     """
     names = parameters.split()

@@ -79,7 +79,7 @@ def _flipud(input: Arg) -> RuleResult:
 
 @rule("roll")
 def _roll(input: Arg, shifts: Any, dims: Any = None) -> RuleResult:
-    if 0 in input.shape:  # of which torch looks at no dims
+    if 0 in input.shape:  # then torch does not look at dims
         return Decomposition(lambda input, *_, **__: input.clone())
     if dims is None or dims == () or dims == []:
         if not isinstance(shifts, int) and len(shifts) != 1:
@@ -98,7 +98,7 @@ def _roll(input: Arg, shifts: Any, dims: Any = None) -> RuleResult:
 
 
 def _roll_cut(input: Tensor, shifts: Any, dims: Any) -> Tensor:
-    """A roll along sharded dims: elements that pass the end are concatenated to the front."""
+    """A roll along sharded dims: elements that pass the end go to the front."""
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     for shift, dim in zip(shifts, dims, strict=True):
@@ -161,7 +161,7 @@ def _diag_embed(input: Arg, offset: int = 0, dim1: int = -2, dim2: int = -1) -> 
     return local_call({input: [*rest, last]}, [out], rearranges=True)
 
 
-# By the function: nn.functional has another operator of that name.
+# Registered by function: nn.functional has another operator of the same name.
 @rule(torch.Tensor.unfold, is_view=True)
 def _unfold(input: Arg, dimension: int, size: int, step: int) -> RuleResult:
     factors = [Factor(size) for size in input.shape]

@@ -17,12 +17,12 @@ from tilework.tiled.op_rules import (
     local_call,
 )
 
-#: Sums of these wrap around, so that partial sums cannot be cast, scaled or divided.
+#: Sums of these dtypes wrap around: partial sums cannot be cast, scaled or divided.
 NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
 
 
 def dims_of(ndim: int, dim: Any) -> Ints | None:
-    """The dims that are reduced, all for None or (); None if they do not exist, or come twice."""
+    """The dims that are reduced, all for None or (); None if they do not exist, or are repeated."""
     given = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
     if not given:
         return tuple(range(ndim))
@@ -52,12 +52,13 @@ def reduce_dims(
     Args:
         input: The tensor.
         dims: The dims that are reduced.
-        keepdim: Whether they are left with a size of one.
+        keepdim: Whether reduced dims stay, with a size of one.
         reduce_op: The reduction of the ranks' results; None: the dims are unshardable.
         results: The number of results.
-        linear: Whether it is linear.
+        linear: Whether the reduction is linear.
         extremum: As for :func:`~tilework.tiled.op_rules.local_call`.
-        run: Makes what is run instead of the operator, from the ranges and each dim's factor.
+        run: Makes the function to run instead of the operator, from the ranges and each dim's
+            factor.
     """
     factors = [
         Factor(size, f"d{dim}", unshardable=reduce_op is None and dim in dims, reduce_op=reduce_op)
@@ -102,7 +103,7 @@ def keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
     """
     if dtype is other:
         return True
-    if other in NARROW or _is_float8(dtype) or _is_float8(other):  # which are not promoted
+    if other in NARROW or _is_float8(dtype) or _is_float8(other):  # not promoted
         return False
     if torch.promote_types(dtype, other) is not dtype:
         return False
@@ -110,7 +111,7 @@ def keeps_sums(dtype: torch.dtype, other: torch.dtype) -> bool:
         return True
     if not (dtype.is_floating_point or dtype.is_complex):
         return True
-    digits = torch.finfo(dtype).eps ** -1  # integers up to it are exact
+    digits = torch.finfo(dtype).eps ** -1  # integers up to this are exact
     return digits >= torch.iinfo(other).max
 
 
@@ -119,11 +120,11 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 
 def sums_partial(input: Arg, dtype: torch.dtype | None) -> bool:
-    """True if sums of a tensor's elements may be made of its partial sums. Local.
+    """True if partial sums of a tensor may be summed before they are reduced. Local.
 
     Args:
         input: The tensor.
-        dtype: What its elements are cast to first; None: as torch's sums do.
+        dtype: The dtype that elements are cast to first; None: as in torch's sums.
     """
     is_whole = not (input.dtype.is_floating_point or input.dtype.is_complex)
     return keeps_sums(dtype or (torch.int64 if is_whole else input.dtype), input.dtype)

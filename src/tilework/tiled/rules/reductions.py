@@ -79,7 +79,7 @@ def _is_any_true(input: Arg) -> RuleResult:
 
 
 def _of_bools(input: Arg, dim: Any, keepdim: bool, reduce_op: str) -> RuleResult:
-    """The call of ``all`` or ``any``, for which () are no dims, unlike for other reductions."""
+    """The call of ``all`` or ``any``, where () means no dims, unlike in other reductions."""
     dims = () if dim == () or dim == [] else dims_of(input.ndim, dim)
     return None if dims is None else reduce_dims(input, dims, keepdim, reduce_op)
 
@@ -110,6 +110,6 @@ def _trace(input: Arg) -> RuleResult:
 @rule("histc")
 def _histc(input: Arg, bins: int = 100, min: float = 0, max: float = 0) -> RuleResult:
     if min == max:
-        return None  # the range is that of the elements
+        return None  # the range comes from the elements
     factors = [Factor(size, f"d{dim}") for dim, size in enumerate(input.shape)]
     return local_call({input: factors}, [[None]])

@@ -24,7 +24,7 @@ def sizes_of(given: Sequence[Any]) -> Ints:
 
 
 def dim_at(dim: int, ndim: int) -> int:
-    """The non-negative number of a dim, of which negative ones count from the last.
+    """The non-negative number of a dim, where negative numbers count from the last dim.
 
     Raises:
         IndexError: There is no such dim.
@@ -57,9 +57,9 @@ def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleR
 
     Args:
         input: The tensor.
-        sizes: The new sizes, of which one may be -1.
-        copies: Whether to copy where dims cannot be merged in memory, or raise as ``view`` does,
-            where the tensor has a layout that does not know the full tensor's strides.
+        sizes: The new sizes; one of them may be -1.
+        copies: Whether to copy where dims cannot be merged in memory, instead of raising as
+            ``view`` does, if the tensor's layout does not know the full tensor's strides.
     """
     shape = infer_sizes(input.shape, sizes)
     if shape is None:
@@ -165,7 +165,7 @@ def _squeeze(input: Arg, dim: Any = None) -> RuleResult:
     gone = tuple(i for i in sorted(chosen) if i < input.ndim and input.shape[i] == 1)
     factors = [Factor(size, reduce_op=None) for size in input.shape]
     kept = [factor for i, factor in enumerate(factors) if i not in gone]
-    # The local tensor may have further dims of size 1.
+    # The local tensor may have more dims of size 1.
     return local_call(
         {input: factors}, [kept], rearranges=True, run=lambda _: lambda x: torch.squeeze(x, gone)
     )
@@ -205,7 +205,7 @@ def _broadcast_tensors(*tensors: Any) -> RuleResult:
     def compute(*tensors: Any) -> tuple[Tensor, ...]:
         given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
         shape = common_shape(*[tensor.shape for tensor in given])
-        # torch returns one that has the shape as it is.
+        # torch returns a tensor that already has the shape unchanged.
         return tuple([x if x.shape == shape else x.expand(shape) for x in given])
 
     given = tensors if isinstance(tensors[0], Arg) else tensors[0]
@@ -222,7 +222,7 @@ for _name in ("as_strided", "alias"):
 
 # -- permutations ----------------------------------------------------------------------------
 
-#: Names of ``swapaxes`` for arguments of ``transpose``, which it is.
+#: The argument names of ``swapaxes``, by those of ``transpose``, the same operator.
 SWAPAXES = {"axis0": "dim0", "axis1": "dim1"}
 #: The first stride of a meta tensor whose strides are all different.
 _APART = 1 << 20
@@ -250,11 +250,11 @@ for _name in ("permute", "transpose", "t", "movedim", "adjoint"):
     rule(_name, is_view=True)(_permutation_rule(_name))
 
 
-# -- what is made of these -------------------------------------------------------------------
+# -- compositions of these -------------------------------------------------------------------
 
 
 def _for_each_tensor(body: Callable[[Tensor], Tensor]) -> Callable[..., RuleResult]:
-    """The rule of an operator that takes tensors one by one, in a sequence, or a single one."""
+    """The rule of an operator that takes one tensor, several, or a sequence of them."""
 
     def compute(*tensors: Any) -> Any:
         if len(tensors) == 1 and isinstance(tensors[0], Tensor):
@@ -304,5 +304,5 @@ def _rot90(input: Arg, k: int = 1, dims: Sequence[int] = (0, 1)) -> RuleResult:
         return input.clone()
 
     if len({range(input.ndim)[dim] for dim in dims if -input.ndim <= dim < input.ndim}) != 2:
-        return None  # which torch refuses
+        return None  # torch refuses these
     return Decomposition(compute)

@@ -13,7 +13,7 @@ from tilework.tiled.op_rules import Arg, Decomposition, RuleResult, local_call
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.reshaping import dim_at
 
-#: The dim that an operator splits, from the number of dims and its other arguments.
+#: The dim that an operator splits, from the number of dims and the other arguments.
 DimOf = Callable[..., int]
 
 
@@ -34,7 +34,7 @@ SPLITS: Mapping[str, DimOf] = {
 def split_lengths(
     name: str, input: Arg, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[int, list[int]] | None:
-    """The dim that a call splits, and the lengths of what comes out; None if torch refuses it."""
+    """The dim that a call splits, and the lengths of the parts; None if torch refuses it."""
     on_meta = torch.empty(input.shape, device="meta")
     try:
         dim = SPLITS[name](input.ndim, *args, **kwargs) % input.ndim
@@ -45,7 +45,7 @@ def split_lengths(
 
 
 def with_item(items: Sequence[Any], at: int, item: Any) -> list[Any]:
-    """The items with another one in a place."""
+    """The items with one replaced."""
     items = list(items)
     items[at] = item
     return items
@@ -96,7 +96,7 @@ def _copied(name: str) -> None:
 
 
 def _view_or_copy(tensor: Tensor, size: Any) -> Tensor:
-    """A tensor of another dtype or shape, which its copy may have where no view of it has."""
+    """The tensor in another dtype or shape, copied where a view is impossible."""
     return tensor.view(size) if isinstance(size, torch.dtype) else tensor.reshape(size)
 
 

@@ -14,7 +14,7 @@ from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult,
 from tilework.tiled.op_table import rule
 from tilework.tiled.rules.reduction_args import any_sharded, dims_of, reduce_dims
 
-# torch has no types for these.
+# torch has no type annotations for these.
 _vector_norm_of: Callable[..., Tensor] = torch.linalg.vector_norm
 _matrix_norm_of: Callable[..., Tensor] = torch.linalg.matrix_norm
 
@@ -57,9 +57,9 @@ def _spread(name: str) -> None:
             if all(ranges.local_range(factor)[1] for factor in left):
                 return lambda x: of_shard(x, dims, correction=divisor_less, keepdim=keepdim)
 
-            def of_empty(x: Tensor) -> Any:  # torch would warn of few degrees of freedom
+            def of_empty(x: Tensor) -> Any:  # torch would warn about the degrees of freedom
                 squares = (x * x.conj()).real if x.is_complex() else x.square()
-                spread = squares.sum(dims, keepdim)  # for which x is saved, as for torch's
+                spread = squares.sum(dims, keepdim)  # saves x, as torch does
                 return (spread, x.sum(dims, keepdim)) if "mean" in name else spread
 
             return of_empty
@@ -129,7 +129,7 @@ def _dist(input: Arg, other: Arg, p: float = 2) -> RuleResult:
 
 
 def softmax_dims(input: Arg, dim: Any) -> Ints | None:
-    """The dim of a softmax, which depends on the shape if it is not given; None for none."""
+    """The dim of a softmax, by default depending on the shape; None if there is none."""
     if dim is None:
         dim = 0 if input.ndim in (0, 1, 3) else 1
     return dims_of(input.ndim, dim)
@@ -167,7 +167,7 @@ def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     shape = broadcast_shape([x1.shape, x2.shape])
     x1, x2 = (x if x.shape == shape else x.expand(shape) for x in (x1.to(kind), x2.to(kind)))
     norms = [_vector_norm_of(x, 2, dim, keepdim=True) for x in (x1, x2)]
-    # A norm below eps counts as eps, but has its own gradient, as in torch.
+    # A norm below eps counts as eps, but keeps the norm's gradient, as in torch.
     a, b = (
         x / torch.where(norm < eps, norm - norm.detach() + eps, norm)
         for x, norm in zip((x1, x2), norms, strict=True)
