@@ -3,7 +3,7 @@
 - ``tracked``: the tensors and other values of a training state, by name, and the ranks that hold
   them;
 - ``catalog``: the boxes of a snapshot that each rank keeps, and their places; pure;
-- ``vault``: the memory of snapshots, which outlives the rank that wrote it;
+- ``slots``: the memory of snapshots, which outlives the rank that wrote it;
 - ``restore``: restoring a snapshot into the state of other ranks;
 - ``resilient``: the loop that goes on when ranks are lost; ``stopping``: the end on request.
 """

@@ -20,6 +20,7 @@ from tilework.parallel.resilient.catalog import (
     merged,
     tiling_of,
 )
+from tilework.parallel.resilient.slots import SLOTS
 from tilework.parallel.resilient.snapshots import Snapshots, part_view, unpack
 from tilework.parallel.resilient.tracked import (
     State,
@@ -29,7 +30,6 @@ from tilework.parallel.resilient.tracked import (
     set_plain,
     tracked_tensors,
 )
-from tilework.parallel.resilient.vault import SLOTS
 
 #: By rank of the former group, the steps in the rank's slots, as far as they are here.
 Stamps = dict[int, tuple[int | None, ...]]

@@ -20,8 +20,8 @@ from tilework.parallel.resilient.catalog import (
     make_catalog,
     merged,
 )
+from tilework.parallel.resilient.slots import SLOTS, AreaLayout, Vault, make_vault
 from tilework.parallel.resilient.tracked import Contents, Found, State, Tracked, contents_of
-from tilework.parallel.resilient.vault import SLOTS, AreaLayout, Vault, make_vault
 
 #: Room for plain data: the minimum in bytes, and the factor of the current size.
 _LEAST_PLAIN, _PLAIN_ROOM = 32 << 10, 2

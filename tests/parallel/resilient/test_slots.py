@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.parallel.resilient.vault import AreaLayout, SharedVault, kept_by, make_vault
+from tilework.parallel.resilient.slots import AreaLayout, SharedVault, kept_by, make_vault
 from tilework.testing import run_ranks
 
 LAYOUT = AreaLayout((100, 0, 8192), 64)
