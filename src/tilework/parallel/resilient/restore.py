@@ -57,11 +57,11 @@ class Held:
 
 def stamps_of(snapshots: Snapshots) -> Stamps:
     """The stamps of the slots that this rank has."""
-    vault = snapshots.vault
+    slots = snapshots.slots
     return {
-        rank: tuple(vault.stamp(rank, slot) for slot in range(SLOTS))
-        for rank in range(len(vault.layout.tensor_bytes))
-        if vault.area(rank) is not None
+        rank: tuple(slots.stamp(rank, slot) for slot in range(SLOTS))
+        for rank in range(len(slots.layout.tensor_bytes))
+        if slots.area(rank) is not None
     }
 
 
@@ -167,9 +167,9 @@ def _slots(found: Found, held: Held) -> dict[int, Tensor]:
     """The bytes of the slots that are here, by the rank that wrote them."""
     if held.snapshots is None:
         return {}
-    vault = held.snapshots.vault
+    slots = held.snapshots.slots
     return {
-        rank: vault.tensor_bytes(rank, stamps.index(found.steps))
+        rank: slots.tensor_bytes(rank, stamps.index(found.steps))
         for rank, stamps in held.stamps().items()
         if found.steps in stamps
     }
@@ -254,6 +254,6 @@ def _origin(place: int | None, seat: int, found: Found) -> int:
 
 def _plain_here(rank: int, found: Found, held: Held) -> bytes:
     assert held.snapshots is not None
-    vault = held.snapshots.vault
+    slots = held.snapshots.slots
     slot = held.stamps()[rank].index(found.steps)
-    return vault.plain(rank, slot)
+    return slots.plain(rank, slot)

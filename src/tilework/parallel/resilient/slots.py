@@ -62,7 +62,7 @@ class AreaLayout:
         return self.slot(rank, SLOTS)
 
 
-class Vault(ABC):
+class Slots(ABC):
     """The slots of all ranks of a group, as one of the ranks sees them."""
 
     def __init__(self, layout: AreaLayout, rank: int) -> None:
@@ -112,7 +112,7 @@ class Vault(ABC):
         return torch.frombuffer(self.area(rank), dtype=torch.uint8, offset=start, count=count)
 
 
-class SharedVault(Vault):
+class SharedSlots(Slots):
     """Areas in memory files, which every rank of the host has opened.
 
     Args:
@@ -143,7 +143,7 @@ def _close_all(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-class PeerVault(Vault):
+class PeerSlots(Slots):
     """Areas in this rank's memory: the rank's own, and those of ``replicas`` others."""
 
     def __init__(self, layout: AreaLayout, rank: int, replicas: int) -> None:
@@ -199,13 +199,13 @@ def kept_by(rank: int, size: int, replicas: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys((rank - distance * step) % size for step in range(1, count + 1)))
 
 
-def make_vault(layout: AreaLayout, replicas: int, group: ProcessGroup, shared: bool) -> Vault:
-    """A vault, in shared memory if ``shared`` and all ranks can share files. Collective."""
-    vault = _shared_vault(layout, group) if shared else None
-    return PeerVault(layout, group.rank(), replicas) if vault is None else vault
+def make_slots(layout: AreaLayout, replicas: int, group: ProcessGroup, shared: bool) -> Slots:
+    """The slots of a group, in shared memory if ``shared`` and if possible. Collective."""
+    slots = _shared_slots(layout, group) if shared else None
+    return PeerSlots(layout, group.rank(), replicas) if slots is None else slots
 
 
-def _shared_vault(layout: AreaLayout, group: ProcessGroup) -> SharedVault | None:
+def _shared_slots(layout: AreaLayout, group: ProcessGroup) -> SharedSlots | None:
     rank, token = group.rank(), os.urandom(16).hex()
     own = _memory_file(layout.area(rank), token)
     fds: list[int] = []
@@ -216,8 +216,8 @@ def _shared_vault(layout: AreaLayout, group: ProcessGroup) -> SharedVault | None
         if not all(agree(lambda: min(fds) >= 0, group)):
             return None
         os.pwrite(own, _STAMP.pack(_NEVER, 0) * SLOTS, 0)  # as long as the token
-        vault, fds = SharedVault(layout, rank, fds), []
-        return vault
+        slots, fds = SharedSlots(layout, rank, fds), []
+        return slots
     finally:
         for fd in (own, *fds):
             if fd >= 0:
@@ -227,7 +227,7 @@ def _shared_vault(layout: AreaLayout, group: ProcessGroup) -> SharedVault | None
 def _memory_file(nbytes: int, token: str) -> int:
     """A memory file that begins with a token; -1 where the system lacks memory files."""
     try:
-        fd = os.memfd_create("tilework-vault", os.MFD_CLOEXEC)
+        fd = os.memfd_create("tilework-slots", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
         return -1
     os.ftruncate(fd, nbytes)

@@ -20,7 +20,7 @@ from tilework.parallel.resilient.catalog import (
     make_catalog,
     merged,
 )
-from tilework.parallel.resilient.slots import SLOTS, AreaLayout, Vault, make_vault
+from tilework.parallel.resilient.slots import SLOTS, AreaLayout, Slots, make_slots
 from tilework.parallel.resilient.tracked import Contents, Found, State, Tracked, contents_of
 
 #: Room for plain data: the minimum in bytes, and the factor of the current size.
@@ -72,7 +72,7 @@ class Snapshots:
         self.catalog: Catalog = make_catalog(self.described, group.size())
         room = max(_LEAST_PLAIN, _PLAIN_ROOM * max(report[1] for report in reports))
         layout = AreaLayout(self.catalog.slot_bytes, room)
-        self.vault: Vault = make_vault(layout, replicas, group, shared)
+        self.slots: Slots = make_slots(layout, replicas, group, shared)
         self._count = 0
         self._shares = self._own_shares()
         self._targets: list[list[Tensor] | None] = [None] * SLOTS
@@ -104,7 +104,7 @@ class Snapshots:
         """
         contents = contents_of(self.state)
         self._next_plain = self._packed(contents)
-        room = len(self._next_plain) <= self.vault.layout.plain_bytes
+        room = len(self._next_plain) <= self.slots.layout.plain_bytes
         return self._are_alike(contents.tensors) and room
 
     def _are_alike(self, tensors: Sequence[Found]) -> bool:
@@ -133,14 +133,14 @@ class Snapshots:
         """Write this rank's part of the state after ``steps`` steps. Blocks for its copies."""
         slot = self._count % SLOTS
         self._count += 1
-        self.vault.begin(slot)
+        self.slots.begin(slot)
         sources = self._sources()
         targets = self._targets[slot]
         if targets is None:
             targets = self._targets[slot] = self._views(slot)
         if targets:
             torch._foreach_copy_(targets, sources)
-        self.vault.finish(slot, steps, self._next_plain)
+        self.slots.finish(slot, steps, self._next_plain)
 
     def _sources(self) -> list[Tensor]:
         locals_: dict[int, list[Tensor]] = {}
@@ -156,13 +156,13 @@ class Snapshots:
         return sources
 
     def _views(self, slot: int) -> list[Tensor]:
-        memory = self.vault.tensor_bytes(self.rank, slot)
+        memory = self.slots.tensor_bytes(self.rank, slot)
         return [part_view(memory, share.part, share.dtype) for share in self._shares]
 
     def close(self) -> None:
         """Free the memory. Idempotent."""
         self._targets = [None] * SLOTS
-        self.vault.close()
+        self.slots.close()
 
 
 def part_view(memory: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
