@@ -1,7 +1,7 @@
-"""ShardedTensor: tensors in shards of any shape on any ranks, and what can be done with them."""
+"""ShardedTensor: tensors in shards of any shape on any ranks, and their operations."""
 
 from tilework.sharded import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
-from tilework.sharded import ops as _ops  # noqa: F401  # for its table
+from tilework.sharded import ops as _ops  # noqa: F401  # for the table
 from tilework.sharded.base import ShardedTensorBase
 from tilework.sharded.creation import (
     arange,

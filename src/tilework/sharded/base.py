@@ -29,13 +29,13 @@ BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 
 
 class ShardedTensorBase(TorchShardedNames, TiledTensor):
-    """Shards, and the metadata of the full tensor. Has no group, and never communicates."""
+    """Shards, and the metadata of the full tensor, without a group or communication."""
 
     _sharding_spec: ShardingSpec
     _metadata: ShardedTensorMetadata
     _shard_map: ShardMap
     _local_shards: list[Shard]
-    #: None in this class alone; handlers of operators are called with it.
+    #: None only in this class; the group that handlers of operators get.
     _process_group: ProcessGroup | NonMember | None = None
 
     @classmethod
@@ -47,7 +47,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         shard_map: ShardMap,
         group: ProcessGroup | NonMember | None,
     ) -> BaseT:
-        """A tensor of what is known to fit together."""
+        """A tensor of parts that are known to fit together."""
         properties = metadata.tensor_properties
         device = shards[0].tensor.device if shards else _common_device(metadata)
         self = cls._wrap(metadata.size, properties.dtype, device, properties.requires_grad)
@@ -67,16 +67,17 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
     ) -> ShardedTensorBase:
         """A tensor of shards that are all known already, without any process group.
 
-        Local; not collective. The metadata is checked in itself; that it is the same on all
-        ranks is the caller's word.
+        Local; not collective. The metadata is checked for consistency. The caller ensures that it
+        is the same on all ranks.
 
         Args:
-            local_shards: This rank's; may be all of them.
-            sharded_tensor_metadata: The full tensor's.
+            local_shards: This rank's shards; may be all shards.
+            sharded_tensor_metadata: The metadata of the full tensor.
             sharding_spec: The spec that gives these shards; inferred from the metadata if None.
 
         Raises:
-            ValueError: There are no shards, they overlap or leave a gap, the spec gives others,
+            ValueError: There are no shards, they overlap or leave a gap, the spec gives other
+                shards,
                 or the layout is not strided.
         """
         metadata = sharded_tensor_metadata
@@ -94,14 +95,14 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return self._sharding_spec
 
     def local_shards(self) -> list[Shard]:
-        """This rank's shards; empty if it holds none."""
+        """This rank's shards; empty if the rank holds none."""
         return self._local_shards
 
     def local_tensor(self) -> Tensor:
         """This rank's only shard.
 
         Raises:
-            NotImplementedError: It holds none or several: see :meth:`local_shards`.
+            NotImplementedError: The rank holds none or several: see :meth:`local_shards`.
         """
         if len(self._local_shards) != 1:
             raise NotImplementedError(
@@ -118,10 +119,11 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return self._shard_map.tiling
 
     def like(self: BaseT, tensors: Iterable[Tensor], **properties: Any) -> BaseT:
-        """A tensor sharded as this one, of other local tensors. Local; not collective.
+        """A tensor of other local tensors with the same sharding. Local; not collective.
 
         Args:
-            tensors: One for each of :meth:`local_shards`, of the same size; any dtype or device.
+            tensors: A tensor for each of :meth:`local_shards`, of the same size; any dtype or
+                device.
             properties: Fields of :class:`TensorProperties` that differ from this tensor's.
 
         Example:
@@ -142,7 +144,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return self._sharded_alike(shards, replace(metadata, tensor_properties=changed))
 
     def _sharded_alike(self: BaseT, shards: list[Shard], metadata: ShardedTensorMetadata) -> BaseT:
-        """A tensor sharded and placed as this one; unchecked."""
+        """A tensor with the same sharding and placements; unchecked."""
         return self._assemble(
             self._sharding_spec, metadata, shards, self._shard_map, self._process_group
         )
@@ -152,7 +154,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         self._metadata = replace(self._metadata, tensor_properties=changed)
 
     def is_pinned(self) -> bool:  # type: ignore[override]
-        """True if the shards were asked to be in pinned memory."""
+        """True if pinned memory was asked for."""
         return self._metadata.tensor_properties.pin_memory
 
     def __hash__(self) -> int:
@@ -211,7 +213,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def mark_parameter(tensor: Tensor, is_parameter: bool) -> None:
-    """Have torch.nn take ``tensor`` for a Parameter, or not."""
+    """Make torch.nn take ``tensor`` for a Parameter, or not."""
     if is_parameter:
         tensor._is_param = True
 
@@ -222,7 +224,7 @@ def rebuild_base(
     spec: ShardingSpec,
     is_parameter: bool,
 ) -> ShardedTensorBase:
-    """The tensor that was saved."""
+    """The saved tensor."""
     checks.check_metadata(metadata)
     local = [Shard(tensor, shard) for tensor, shard in shards]
     shard_map = _map_by_placements(metadata)
@@ -232,7 +234,7 @@ def rebuild_base(
 
 
 def _map_by_placements(metadata: ShardedTensorMetadata) -> ShardMap:
-    """The owners that placements name; -1 for a worker or a device alone."""
+    """The owners that placements name; -1 for a worker or a device without an owner."""
     places = [shard.placement for shard in metadata.shards_metadata]
     ranks = [None if place is None else place.rank() for place in places]
     return ShardMap(metadata, [-1 if rank is None else rank for rank in ranks])

@@ -31,7 +31,7 @@ def flat_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
     """The shape of a creation function's arguments: numbers, or one sequence.
 
     Raises:
-        TypeError: They are neither.
+        TypeError: They are neither numbers nor a sequence.
     """
     extents: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     if isinstance(extents, str) or not all(isinstance(extent, int) for extent in extents):
@@ -53,7 +53,7 @@ def check_formats(layout: torch.layout, memory_format: torch.memory_format) -> N
 
 
 def check_spec(spec: object) -> ShardingSpec:
-    """``spec`` itself; raise if it is no sharding spec."""
+    """``spec`` itself; raise if it is not a sharding spec."""
     if not isinstance(spec, ShardingSpec):
         kind = type(spec)
         home = "" if kind.__module__ == "builtins" else f" (of {kind.__module__})"
@@ -85,7 +85,7 @@ def new_shards(
 
 def _new_tensor(shard: ShardMetadata, device: torch.device, properties: TensorProperties) -> Tensor:
     check_device_is_there(device.type, "a shard")
-    # Pinning serves an accelerator; without one torch has no pinned memory to give.
+    # Without an accelerator torch has no pinned memory.
     pin = properties.pin_memory and device.type == "cpu" and torch.accelerator.is_available()
     return torch.empty(
         tuple(shard.shard_sizes),
@@ -99,7 +99,7 @@ def _new_tensor(shard: ShardMetadata, device: torch.device, properties: TensorPr
 def metadata_by(
     spec: ShardingSpec, size: Sequence[int], properties: TensorProperties
 ) -> ShardedTensorMetadata:
-    """The metadata of a tensor of this size; checked if the spec is of a user's class."""
+    """The metadata of a tensor of this size; checked if a user defined the spec's class."""
     metadata = check_spec(spec).build_metadata(torch.Size(size), properties)
     if type(spec) not in (ChunkShardingSpec, EnumerableShardingSpec):
         check_metadata(metadata)
@@ -143,7 +143,7 @@ def check_listed(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata)
 def own_shards(
     local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, places: Sequence[Place]
 ) -> list[Shard]:
-    """``local_shards`` in the metadata's order, if they are what it gives this rank."""
+    """``local_shards`` in the metadata's order; raise if the metadata gives this rank others."""
     rank = get_rank()
     own = [
         s for s, (owner, _) in zip(metadata.shards_metadata, places, strict=True) if owner == rank
@@ -170,8 +170,8 @@ def own_shards(
 
 
 def check_format_of(shard: Shard) -> None:
-    """Raise if a local shard has another layout or format than shards may have."""
-    # Before the question of contiguity, which a sparse tensor cannot answer.
+    """Raise if shards may not have this local shard's layout or format."""
+    # Checked before contiguity, which a sparse tensor does not have.
     check_formats(shard.tensor.layout, torch.contiguous_format)
     if not shard.tensor.is_contiguous():
         raise ValueError(
@@ -181,10 +181,10 @@ def check_format_of(shard: Shard) -> None:
 
 
 def check_properties(shard: Shard, properties: TensorProperties, rank: int) -> None:
-    """Raise if a local shard has other properties than the metadata says."""
+    """Raise if a local shard's properties differ from the metadata."""
     actual = named(TensorProperties.create_from_tensor(shard.tensor))
     for name, expected in named(properties).items():
-        # Where there is no accelerator nothing is pinned, though it may have been asked for.
+        # Without an accelerator nothing is pinned, even on request.
         if actual[name] != expected and not (name == "pin_memory" and expected):
             raise ValueError(
                 f"Local shards' tensor {name} property is incompatible with tensor property on "
@@ -206,9 +206,9 @@ def named(properties: TensorProperties) -> dict[str, Any]:
 
 
 def agree_on(make: Callable[[], T], describe: Callable[[T], str], what: str, group: AnyGroup) -> T:
-    """The result of ``make()``, once all ranks describe theirs by the same text.
+    """The result of ``make()``, after all ranks have described theirs by the same text.
 
-    Collective; blocks. A rank outside the group only makes it.
+    Collective; blocks. A rank outside the group only calls ``make``.
 
     Raises:
         Exception: ``make`` raised, here or on another rank.
@@ -225,7 +225,7 @@ def agree_on(make: Callable[[], T], describe: Callable[[T], str], what: str, gro
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
-    """A line that is the same for equal metadata only."""
+    """A line that is equal only for equal metadata."""
     shards = metadata.shards_metadata
     boxes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
     contents = metadata.tensor_properties, boxes, [s.placement for s in shards]

@@ -1,4 +1,4 @@
-"""torch.compile leaves sharded tensors alone: it compiles what is between their operators."""
+"""torch.compile leaves sharded tensors alone: it compiles the code between their operators."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """New sharded tensors of given values: zeros, ones, full, rand, randn, arange.
 
-All take a spec and a size, and these, as :class:`~tilework.sharded.ShardedTensor` does: ``dtype``,
-``layout``, ``requires_grad``, ``pin_memory``, ``memory_format``, ``process_group``, ``init_rrefs``.
-Every rank must call them with the same arguments; nothing is communicated but for ``init_rrefs``.
+All take a spec and a size, and these properties as :class:`~tilework.sharded.ShardedTensor` does:
+``dtype``, ``layout``, ``requires_grad``, ``pin_memory``, ``memory_format``, ``process_group``,
+``init_rrefs``. Every rank must call them with the same arguments; nothing is communicated, except
+with ``init_rrefs``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def ones(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> Sharded
 def full(
     sharding_spec: ShardingSpec, size: Size, fill_value: float | bool, **properties: Any
 ) -> ShardedTensor:
-    """A sharded tensor with one value everywhere; its dtype is the value's unless given.
+    """A sharded tensor with one value everywhere; by default of the value's dtype.
 
     Example:
         >>> from tilework.sharded import ChunkShardingSpec, full
@@ -79,7 +80,7 @@ def full(
 
 
 def rand(sharding_spec: ShardingSpec, *size: Size, **properties: Any) -> ShardedTensor:
-    """A sharded tensor of numbers from [0, 1), each shard from its own rank's generator.
+    """A sharded tensor of numbers from [0, 1), each shard from the generator of its rank.
 
     Ranks with the same seed get the same numbers in their shards.
 
@@ -113,9 +114,9 @@ def arange(
     step: float = 1,
     **properties: Any,
 ) -> ShardedTensor:
-    """A sharded tensor of one dim, as torch.arange with these numbers gives it.
+    """A sharded tensor of one dim, with the values of torch.arange.
 
-    Floats are the numbers nearest to ``start + i * step``; torch's own may be one rounding off.
+    Floats are the numbers nearest to ``start + i * step``; torch's values may be one rounding off.
 
     Example:
         >>> from tilework.sharded import ChunkShardingSpec, arange
@@ -127,7 +128,7 @@ def arange(
         [[0, 1, 2], [3, 4]]
     """
     first, last = (0, start) if end is None else (start, end)
-    # Of the full range only the shape and the dtype are needed here.
+    # Only the shape and the dtype of the full range are needed here.
     full_range = torch.arange(first, last, step, dtype=properties.pop("dtype", None), device="meta")
 
     # Floats are rounded once, at the end; integers are never floats.

@@ -15,13 +15,13 @@ class RemoteDevice:
 
     Args:
         remote_device: ``"rank:<rank>/<device>"`` (a global rank), ``"<worker name>/<device>"`` (a
-            name given to :func:`tilework.rpc.init_rpc`), each also without a device, which
-            then is the CPU; or a device alone, as a string or a torch.device: this rank's own.
-            A device without an index is whichever is the owner's current one.
+                name given to :func:`tilework.rpc.init_rpc`), each also without a device, which
+                then is the CPU; or only a device, as a string or a torch.device: this rank's.
+                A device without an index is the owner's current device.
 
     Raises:
         ValueError: The string is none of these.
-        TypeError: It is no string and no device.
+        TypeError: It is neither a string nor a device.
 
     Example:
         >>> place = RemoteDevice("rank:2/cpu")
@@ -58,7 +58,7 @@ class RemoteDevice:
         return self._worker
 
     def device(self) -> torch.device:
-        """The device, as its owner sees it."""
+        """The device, as the owner sees it."""
         return self._device
 
     def with_device(self, device: torch.device | str) -> RemoteDevice:

@@ -12,13 +12,13 @@ from tilework.sharded.specs import ChunkShardingSpec, ShardingSpec
 from tilework.tiled.picture import Line, PictureSize, draw
 from tilework.tiled.terminal import COLOURS, bytes_text
 
-#: For print(), which does not know the terminal.
+#: The size for print(), which does not know the terminal.
 _PLAIN = PictureSize(width=64, height=9, rows=6, slices=2)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A rank or worker, and its shards."""
+    """A rank or worker, and the shards that it owns."""
 
     name: str
     rank: int | None
@@ -28,23 +28,23 @@ class Owner:
 
     @property
     def place(self) -> str:
-        """Its name and devices."""
+        """The owner's name and devices."""
         return f"{self.name}/{'+'.join(self.devices)}" if self.devices else self.name
 
     @property
     def device_types(self) -> set[str]:
-        """The types of its devices."""
+        """The types of the owner's devices."""
         return {device.partition(":")[0] for device in self.devices}
 
     @property
     def sizes(self) -> list[tuple[int, ...]]:
-        """The sizes of its shards."""
+        """The sizes of the owner's shards."""
         return [tuple(shard.shard_sizes) for shard in self.shards]
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A tensor without its values: its metadata, and what each owner has."""
+    """A tensor without the values: the metadata, and each owner's shards."""
 
     name: str  # the beginning of the headline
     spec: ShardingSpec
@@ -57,7 +57,7 @@ class Overview:
         return math.prod(self.metadata.size) * self.metadata.tensor_properties.dtype.itemsize
 
     def colour_of(self, shard: ShardMetadata) -> str:
-        """The colour of the shard's owner, another one for its neighbours."""
+        """The colour of the shard's owner, which differs between neighbours."""
         names = [owner.name for owner in self.owners]
         return COLOURS[names.index(_owner_name(shard)) % len(COLOURS)]
 
@@ -74,7 +74,7 @@ def overview(
     name: str = "",
     idle_ranks: Iterable[int] = (),
 ) -> Overview:
-    """The overview of a tensor; of its group, ``idle_ranks`` have no shards."""
+    """The overview of a tensor; ``idle_ranks`` are the group's ranks without shards."""
     idle = [Owner(f"rank:{rank}", rank, (), (), 0) for rank in sorted(idle_ranks)]
     return Overview(name, spec, metadata, (*_owners(metadata), *idle))
 
@@ -87,7 +87,7 @@ def _owner_name(shard: ShardMetadata) -> str:
 
 
 def _owners(metadata: ShardedTensorMetadata) -> list[Owner]:
-    """All that have shards, empty ones too, in the order of ranks."""
+    """All owners of shards, also of empty shards, in the order of ranks."""
     by_name: dict[str, list[ShardMetadata]] = {}
     for shard in metadata.shards_metadata:
         by_name.setdefault(_owner_name(shard), []).append(shard)

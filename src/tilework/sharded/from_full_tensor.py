@@ -14,21 +14,21 @@ from tilework.tiled.tensor import TiledTensor
 def from_full_tensor(
     tensor: Tensor, sharding_spec: ShardingSpec, process_group: AnyGroup = None
 ) -> ShardedTensor:
-    """A sharded tensor with values that every rank has already; each copies its own shards.
+    """A sharded tensor with values that every rank has already; each rank copies the local shards.
 
-    Local; nothing is communicated, and that ``tensor`` is the same on all ranks is the caller's
-    word (:func:`shard_tensor` sends that of one rank to the others). The result shares no memory
-    with it. It requires a gradient if ``tensor`` does, and is a leaf: nothing flows back into
-    ``tensor``. The opposite of :meth:`ShardedTensor.full_tensor`.
+    Local; nothing is communicated. The caller ensures that ``tensor`` is the same on all ranks
+    (:func:`shard_tensor` sends one rank's tensor to the others instead). The result shares no
+    memory with ``tensor``. It requires a gradient if ``tensor`` does, and is a leaf: no gradient
+    flows back into ``tensor``. The opposite of :meth:`ShardedTensor.full_tensor`.
 
     Args:
-        tensor: The full tensor. A rank without shards only needs its size and dtype: a meta
-            tensor will do.
-        sharding_spec: Any spec that covers it.
+        tensor: The full tensor. A rank without shards only needs the size and dtype: a meta tensor
+            is enough.
+        sharding_spec: Any spec that covers the tensor.
         process_group: The group; the default group if None. Ranks outside it may call this, too.
 
     Raises:
-        TypeError: ``tensor`` is no plain tensor.
+        TypeError: ``tensor`` is not a plain tensor.
         ValueError: The spec does not fit the tensor or the group.
 
     Example:

@@ -1,4 +1,4 @@
-"""Sharded tensors of each rank's local shards, compared so that all ranks make it or all raise."""
+"""Sharded tensors of each rank's local shards, compared so that all ranks succeed or raise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def from_local_shards(
     checks.check_metadata(metadata)
     spec = infer_sharding_spec_from_shards_metadata(shards)
     if isinstance(spec, ChunkShardingSpec):
-        metadata = spec.build_metadata(size, properties)  # the same as of any tensor of this spec
+        metadata = spec.build_metadata(size, properties)  # the same as for any tensor of this spec
     placed = places(group, metadata.shards_metadata)
     owned = checks.own_shards(local_shards, metadata, placed)
     return assemble(cls, spec, metadata, placed, owned, group)
@@ -105,7 +105,7 @@ def _only_shard(
 
 
 def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
-    """This rank's shards and their common properties, once they are checked."""
+    """This rank's shards and their common properties, after a check."""
     rank = get_rank()
     if not isinstance(local_shards, Sequence) or not all(
         isinstance(s, Shard) for s in local_shards
@@ -136,7 +136,7 @@ def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
 def _agree_facts(
     facts: Callable[[], Facts], operation: str, group: AnyGroup
 ) -> tuple[list[int], Sequence[Facts]]:
-    """The ranks of the group and the facts of each, the same but for those of its own shards."""
+    """The ranks of the group and each rank's facts, which may differ only in local shards."""
     resolved = resolve(group)
     if isinstance(resolved, NonMember):
         raise ValueError(

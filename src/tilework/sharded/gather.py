@@ -29,17 +29,17 @@ def gather(
     group = tensor._process_group
     if isinstance(group, NonMember):
         return
-    if enforce_dtype:  # which only dst knows
+    if enforce_dtype:  # known only on dst
         dtypes = agree(lambda: getattr(_checked_out(tensor, dst, out), "dtype", None), group)
         members = get_process_group_ranks(group)
         dtype = dtypes[get_group_rank(group, dst)] if dst in members else None
-    # A wrapper's own attributes are intercepted, which takes longer.
+    # The wrapper's attributes are intercepted, which takes longer.
     properties = tensor.metadata().tensor_properties
     sent = dtype or properties.dtype
     tiles, into, real = list[Tensor](), list[Tensor](), True
 
     def facts() -> dict[str, Any]:
-        # Memory is allocated here, so that all ranks raise if there is none.
+        # Memory is allocated here, so that all ranks raise if it fails.
         nonlocal real
         target, real = _checked_out(tensor, dst, out), has_values(tensor)
         if real:
@@ -60,7 +60,7 @@ def gather(
 
 
 def _receive_buffer(out: Tensor, sent: torch.dtype, device: torch.device) -> Tensor:
-    """``out`` itself, or a buffer where it is of another dtype or elsewhere."""
+    """``out`` itself, or a buffer if ``out`` has another dtype or device."""
     if (out.dtype, out.device.type) == (sent, device.type):
         return out.detach()
     return torch.empty(out.shape, dtype=sent, device=device)
@@ -108,7 +108,7 @@ def full_tensor(tensor: ShardedTensorBase) -> Tensor:
 
 
 class _GatherTiles(torch.autograd.Function):
-    """All tiles on all ranks. Backward takes its own: all ranks have the same gradient."""
+    """All tiles on all ranks. Backward takes slices: all ranks have the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensorBase, *tiles: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Local tiles in the autograd graph, also on a rank without shards.
 
 A rank without tiles has a stand-in: an empty tile with the tensor's dtype and a place in the graph.
-So each rank gets the same dtype, the same ``requires_grad`` and the same errors, and takes part in
-whatever is communicated, forward and backward.
+Thus each rank gets the same dtype, the same ``requires_grad`` and the same errors, and takes part
+in all communication, forward and backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tilework.sharded.base import ShardedTensorBase
 
 
 def graph_tiles(tensor: ShardedTensorBase) -> list[Tensor]:
-    """This rank's tiles, or its stand-in if there are none."""
+    """This rank's tiles, or the stand-in if there are none."""
     return tensor.local_tiles() or [_stand_in(tensor)]
 
 
@@ -34,5 +34,5 @@ def _stand_in(tensor: ShardedTensorBase) -> Tensor:
 
 
 def keep_stand_in(tensor: ShardedTensorBase, stand_in: Tensor) -> None:
-    """Make this the rank's stand-in: the tensor's place in the graph."""
+    """Keep the rank's stand-in: the tensor's place in the graph."""
     tensor.__dict__["_stand_in"] = (tensor._local_shards, stand_in)

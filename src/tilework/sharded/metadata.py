@@ -43,7 +43,7 @@ class Items(tuple[ItemT, ...]):
 
 
 def _explained(cls: type[ClassT]) -> type[ClassT]:
-    """A frozen class whose error says how to have another value."""
+    """A frozen class whose error tells how to get another value."""
 
     def refuse(self: object, name: str, *value: object) -> NoReturn:
         raise FrozenInstanceError(
@@ -63,11 +63,11 @@ class ShardMetadata:
     Args:
         shard_offsets: The shard's first index along each dim.
         shard_sizes: The shard's size along each dim.
-        placement: Its device, also as a string; None if that is not known.
+        placement: The shard's device, also as a string; None if it is not known.
 
     Raises:
-        ValueError: Offsets and sizes differ in number, or one is negative.
-        TypeError: One is no integer.
+        ValueError: Offsets and sizes differ in number, or a number is negative.
+        TypeError: A number is not an integer.
 
     Example:
         >>> shard = ShardMetadata([5, 0], [5, 10], "rank:1/cpu")
@@ -106,7 +106,7 @@ class ShardMetadata:
         return trusted_box(tuple(self.shard_offsets), tuple(self.shard_sizes))
 
     def moved(self, device: torch.device) -> ShardMetadata:
-        """The shard on ``device`` of its owner; itself if it is there."""
+        """The shard on ``device`` of its owner; the same shard if it is there."""
         if self.placement is None or covers(device, self.placement.device()):
             return self
         return replace(self, placement=self.placement.with_device(device))
@@ -116,7 +116,7 @@ class ShardMetadata:
 
 
 _new = object.__new__
-# A slot's descriptor writes where a frozen dataclass refuses.
+# The descriptor of a slot can write where a frozen dataclass refuses.
 _set_offsets = ShardMetadata.__dict__["shard_offsets"].__set__
 _set_sizes = ShardMetadata.__dict__["shard_sizes"].__set__
 _set_placement = ShardMetadata.__dict__["placement"].__set__
@@ -136,7 +136,7 @@ def trusted_shard(
 @_explained
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
-    """The properties that all shards of a tensor have in common.
+    """The common properties of all shards of a tensor.
 
     Example:
         >>> TensorProperties(torch.int32).requires_grad
@@ -160,7 +160,7 @@ class TensorProperties:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch's own objects of these kinds do not all pickle; their names do.
+        # Not all of torch's objects of these kinds pickle, but their names do.
         names = [str(kind).removeprefix("torch.") for kind in (self.dtype, self.layout)]
         names.append(str(self.memory_format).removeprefix("torch."))
         return _named_properties, (*names, self.requires_grad, self.pin_memory)
@@ -180,12 +180,12 @@ def _named_properties(
 @_explained
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
-    """All of a sharded tensor but its values; the same on every rank.
+    """Everything about a sharded tensor except the values; the same on every rank.
 
     Args:
         shards_metadata: All shards of all ranks.
         size: The tensor's shape.
-        tensor_properties: Those of all shards.
+        tensor_properties: The properties of all shards.
     """
 
     shards_metadata: Items[ShardMetadata] = field(default_factory=Items)
@@ -208,13 +208,13 @@ class ShardedTensorMetadata:
 
 
 class ShardMap:
-    """The owner of each shard of checked metadata. Tensors sharded alike share one.
+    """The owner of each shard of checked metadata. Tensors with equal shards share a map.
 
 
     Args:
-        metadata: The tensor's.
+        metadata: The metadata of the tensor.
         owners: The global rank of each shard.
-        results: Cached layouts of operators' results, shared by all tensors made of one.
+        results: Cached layouts of operators' results, shared by tensors computed from one tensor.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class ShardMap:
 
     @cached_property
     def tiling(self) -> Tiling:
-        """The shards as tiles; made when it is first asked for."""
+        """The shards as tiles; made at the first call."""
         shards = zip(self.metadata.shards_metadata, self.owners, strict=True)
         tiles = [trusted_tile(shard.box, (owner,)) for shard, owner in shards]
         return trusted_tiling(tuple(self.metadata.size), (tuple(tiles),))
@@ -238,10 +238,10 @@ class ShardMap:
 @_explained
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A local tensor of a sharded tensor, and its metadata.
+    """A local tensor of a sharded tensor, with metadata.
 
     Raises:
-        ValueError: The tensor's size or device is not what the metadata says.
+        ValueError: The tensor's size or device contradicts the metadata.
 
     Example:
         >>> shard = Shard.from_tensor_and_offsets(torch.ones(2, 3), [4, 0], rank=1)

@@ -18,18 +18,18 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def reshard_output(module: ModuleT, resharding_spec: ShardingSpec) -> ModuleT:
     """Reshard the sharded tensors that ``module`` returns, in each forward pass.
 
-    Local; the module's forward is collective from now on, over the group of its output. So is
-    backward. The output is a new tensor; what the module holds itself stays as it was.
+    Local; but the module's forward becomes collective over the group of the output, and so does
+    backward. The output is a new tensor; tensors that the module keeps do not change.
 
     Args:
-        module: Hooked in place. What it returns besides sharded tensors is left alone.
+        module: Hooked in place. Other results than sharded tensors are left alone.
         resharding_spec: Any spec whose placements are on ranks of the output's group.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: ``resharding_spec`` is no spec.
+        ValueError: ``resharding_spec`` is not a spec.
 
     Example:
         >>> import torch
@@ -51,12 +51,12 @@ def reshard_output(module: ModuleT, resharding_spec: ShardingSpec) -> ModuleT:
 def collect_local_shard(module: ModuleT) -> ModuleT:
     """Return this rank's shard of each sharded tensor that ``module`` returns, as a plain tensor.
 
-    Local; not collective. Gradients flow. If a chunk has the extent 1 along the sharded dim,
-    that dim is left out: of a tensor of size [4, 16] in 4 chunks each rank gets one of size [16].
+    Local; not collective. Gradients flow. If a chunk has the extent 1 along the sharded dim, that
+    dim is left out: for a tensor of size [4, 16] in 4 chunks each rank gets a tensor of size [16].
 
     Args:
-        module: Hooked in place. Its forward raises NotImplementedError where this rank holds no
-            or several shards. What it returns besides sharded tensors is left alone.
+        module: Hooked in place. Forward raises NotImplementedError where this rank holds no shard
+            or several. Other results than sharded tensors are left alone.
 
     Returns:
         ``module``.
@@ -80,7 +80,7 @@ def collect_local_shard(module: ModuleT) -> ModuleT:
 
 @dataclass(frozen=True)
 class _Reshard:
-    """A forward hook; unlike a closure it can be pickled with its module."""
+    """A forward hook; unlike a closure it can be pickled with the module."""
 
     spec: ShardingSpec
 

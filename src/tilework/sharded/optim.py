@@ -25,26 +25,26 @@ _GRADIENT = "gradient"
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer of torch's on this rank's shards of sharded parameters, and on plain ones.
+    """An optimizer of torch on this rank's shards of sharded parameters, and on plain parameters.
 
-    Steps are local: each rank updates its shards. State is known by the names of parameters, and
-    :meth:`state_dict` gives it as tensors sharded as the parameters are: it can be saved,
-    resharded, and loaded at any other layout.
+    Steps are local: each rank updates the local shards. State is keyed by the names of parameters.
+    :meth:`state_dict` gives it as tensors sharded like the parameters: it can be saved, resharded,
+    and loaded in any other layout.
 
-    It works with what takes a torch.optim.Optimizer (``torch.optim.lr_scheduler``, say).
+    Code that takes a torch.optim.Optimizer accepts it (``torch.optim.lr_scheduler``, for example).
 
     Args:
         named_params: Name to parameter, as a mapping or as pairs; or several groups, each a dict
-            with these as ``"params"``, and options of its own. A rank may hold no shards of them.
-        optimizer_class: A subclass of torch.optim.Optimizer that treats each element on its own
-            (SGD, Adam, …); one that is not torch's own is tried on a small tensor.
-        args: Its arguments after the parameters.
-        kwargs: Likewise.
+            with these as ``"params"``, and with options. A rank may hold no shards of them.
+        optimizer_class: A subclass of torch.optim.Optimizer that treats each element separately
+            (SGD, Adam, …); a class outside torch is tried on a small tensor.
+        args: The optimizer's arguments after the parameters.
+        kwargs: The optimizer's keyword arguments.
 
     Raises:
-        TypeError: ``optimizer_class`` is none, or a parameter is no tensor.
-        ValueError: The optimizer does not treat each element on its own (LBFGS, Muon, Adafactor),
-            or there are no parameters, or one comes twice.
+        TypeError: ``optimizer_class`` is not an optimizer class, or a parameter is not a tensor.
+        ValueError: The optimizer does not treat each element separately (LBFGS, Muon, Adafactor),
+            there are no parameters, or a parameter is given twice.
 
     Example:
         >>> import torch
@@ -77,19 +77,19 @@ class ShardedOptimizer(Optimizer):
         #: All parameters, by name.
         self.named_params: dict[str, Tensor] = {}
         self._names: list[list[str]] = []  # of each parameter group
-        self._tiles: dict[str, list[Tensor]] = {}  # those of the inner optimizer
+        self._tiles: dict[str, list[Tensor]] = {}  # the inner optimizer's tensors
         self._make = partial(_new_optimizer, optimizer_class, args, kwargs)
         self._inner: Optimizer | None = None
         super().__init__(groups, {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own.
+        """Add a group of parameters with options.
 
         Args:
             param_group: ``"params"`` maps names to parameters; the rest are options.
 
         Raises:
-            TypeError: A parameter is no tensor.
+            TypeError: A parameter is not a tensor.
             ValueError: A name or a parameter is there already.
         """
         param_group = named_group(param_group)
@@ -114,7 +114,7 @@ class ShardedOptimizer(Optimizer):
         self._adopt()
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))  # torch's would leave out the parameters
+        return dict(vars(self))  # torch's method would leave out the parameters
 
     def _adopt(self) -> None:
         inner = self._inner_optimizer()
@@ -132,10 +132,10 @@ class ShardedOptimizer(Optimizer):
         """Update this rank's shards from their gradients. Local; not collective.
 
         Args:
-            closure: Computes the loss and the gradients anew, on all ranks if that is collective.
+            closure: Computes the loss and the gradients again; on all ranks if that is collective.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``.
 
         Raises:
             RuntimeError: A parameter was resharded without :meth:`reshard_`.
@@ -149,10 +149,10 @@ class ShardedOptimizer(Optimizer):
         Collective over the groups of sharded parameters; blocks.
 
         Returns:
-            ``"state"``: for each parameter the optimizer's states; of a sharded one, those of its
-            size are sharded as it is. ``"param_groups"``: each group's
-            options, and the names of its parameters as ``"params"``. The tensors are the
-            optimizer's own, not copies.
+            ``"state"``: each parameter's states; for a sharded parameter, states of the parameter's
+            size are sharded in the same way. ``"param_groups"``: each group's options, and the
+            names of the parameters as ``"params"``. The tensors belong to the optimizer: they are
+            not copies.
 
         Raises:
             RuntimeError: Some shards of a parameter had gradients where others had none.
@@ -183,16 +183,16 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state of another optimizer of the same parameters, as a copy.
 
-        Collective over the groups of sharded parameters; blocks. What is wrong on one rank raises
-        on all, and the state is as it was.
+        Collective over the groups of sharded parameters; blocks. An error on one rank raises on
+        all ranks, and the state does not change.
 
         Args:
-            state_dict: From :meth:`state_dict`; the same on every rank but for the shards. Its
-                sharded tensors may have any layout on ranks of their parameters' groups, or be
-                plain tensors, the same on every rank.
+            state_dict: From :meth:`state_dict`; the same on every rank except for the shards.
+                Sharded tensors may have any layout on ranks of the parameters' groups. Plain
+                tensors are the same on every rank.
 
         Raises:
-            ValueError: It has other parameters or groups, or values of another size.
+            ValueError: The state has other parameters or groups, or values of another size.
         """
         saved = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -220,15 +220,15 @@ class ShardedOptimizer(Optimizer):
     def reshard_(self, name: str, resharding_spec: ShardingSpec) -> None:
         """Reshard a parameter in place, with its state and its gradient.
 
-        Collective over the parameter's group; blocks. If it raises, all is as it was.
+        Collective over the parameter's group; blocks. If it raises, nothing has changed.
 
         Args:
             name: The parameter's name, the same on all ranks; it is sharded.
-            resharding_spec: Any spec whose placements are on ranks of its group.
+            resharding_spec: Any spec whose placements are on ranks of the parameter's group.
 
         Raises:
             KeyError: There is no parameter of that name.
-            ValueError: It is a plain one, or the spec does not fit.
+            ValueError: The parameter is a plain tensor, or the spec does not fit.
         """
         if name not in self.named_params:
             raise KeyError(f"no parameter {name!r}; there are {', '.join(self.named_params)}")
@@ -239,14 +239,14 @@ class ShardedOptimizer(Optimizer):
         if not isinstance(group, NonMember):
             entries = self._entries([name], group, gradients=True).get(name, {})
         moved = full_state(tensor, self._states(name, gradients=True), entries)
-        for key, value in sorted(moved.items()):  # in one order on all ranks
+        for key, value in sorted(moved.items()):  # in the same order on all ranks
             if isinstance(value, ShardedTensor):
                 moved[key] = copy.copy(value).reshard(resharding_spec)
         tensor.reshard(resharding_spec)
         self._replace_tiles(name, tensor, moved)
 
     def _replace_tiles(self, name: str, tensor: ShardedTensor, full: Mapping[str, Any]) -> None:
-        """Give the inner optimizer new shards for old ones."""
+        """Give the inner optimizer the new shards instead of the old."""
         inner = self._inner_optimizer()
         for tile in self._tiles[name]:
             inner.state.pop(tile, None)
@@ -327,7 +327,7 @@ class ShardedOptimizer(Optimizer):
         return matching
 
     def _loaded_layouts(self, saved: Mapping[str, Any], names: list[str]) -> dict[str, str]:
-        """Descriptions of the values that are to become the state of these parameters."""
+        """Descriptions of the values to load as the state of these parameters."""
         self._check_tiles()
         self._matching_groups(saved)
         layouts: dict[str, str] = {}
@@ -349,7 +349,7 @@ class ShardedOptimizer(Optimizer):
         """The state of each local tensor of a parameter."""
         tensor = self.named_params[name]
         states: list[dict[str, Any]] = [{} for _ in self._tiles[name]]
-        for key in sorted(saved):  # in one order on all ranks
+        for key in sorted(saved):  # in the same order on all ranks
             for state, local in zip(states, local_states(saved[key], tensor), strict=True):
                 state[key] = local
         return states

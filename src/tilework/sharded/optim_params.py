@@ -13,7 +13,7 @@ from tilework.sharded.tensor import ShardedTensor
 def named_params_with_sharded_tensor(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters, and its sharded tensors that are plain attributes; each once.
+    """A module's parameters, and the sharded tensors that are plain attributes; each once.
 
     Example:
         >>> import torch
@@ -33,12 +33,12 @@ def named_params_with_sharded_tensor(
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """This rank's tiles of a sharded parameter; a plain one itself."""
+    """This rank's tiles of a sharded parameter; a plain parameter itself."""
     return list(tensor.local_tiles()) if isinstance(tensor, ShardedTensor) else [tensor]
 
 
 def parameter_groups(named_params: Any) -> list[dict[str, Any]]:
-    """The parameter groups, each with its parameters by name."""
+    """The parameter groups, each with the parameters by name."""
     listed = named_params if isinstance(named_params, Mapping) else list(named_params)
     if not listed:
         raise ValueError("the optimizer has no parameters: give it named_parameters() of a module")
@@ -47,7 +47,7 @@ def parameter_groups(named_params: Any) -> list[dict[str, Any]]:
 
 
 def named_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group with its parameters by name."""
+    """The group with the parameters by name."""
     params = group["params"]
     pairs = list(params.items() if isinstance(params, Mapping) else params)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

@@ -1,4 +1,4 @@
-"""An optimizer's state of a sharded parameter: from local tensors to sharded ones, and back."""
+"""An optimizer's state of a sharded parameter, converted between local and sharded tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def agreed_entries(
     """The entries of each parameter's state, also on ranks without a shard. Collective; blocks.
 
     Args:
-        parameters: By name, this rank's shards and their states. May raise what is wrong here.
+        parameters: Returns, by name, this rank's shards and their states. May raise.
         group: The parameters' group.
 
     Raises:
@@ -49,8 +49,8 @@ def agreed_entries(
 
 
 def _of_shards(name: str, shards: Sequence[tuple[Tensor, State]]) -> dict[str, Entry] | None:
-    """The entries of all of a rank's shards; None if it has none, or only empty ones."""
-    # Backward may leave out a shard without elements, which then has no state.
+    """The entries of all of a rank's shards; None if it has no shards, or only empty shards."""
+    # Backward may skip a shard without elements: it then has no state.
     by_shard = [_entries(tensor, state) for tensor, state in shards if tensor.numel()]
     for entries in by_shard:
         _check_same(name, by_shard[0], entries, "another shard")
@@ -92,7 +92,7 @@ def _same(first: Entry, other: Entry) -> bool:
 def full_state(
     parameter: ShardedTensor, states: Sequence[State], entries: Mapping[str, Entry]
 ) -> dict[str, Any]:
-    """The state of the full parameter: tensors sharded as it is, and plain values. Local.
+    """The state of the full parameter: tensors sharded like the parameter, and plain values. Local.
 
     They share memory with the shards' states.
     """
@@ -120,9 +120,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def local_states(value: Any, parameter: Tensor) -> list[Any]:
-    """A state of the full parameter for each of its local tensors; copies.
+    """A state of the full parameter, as copies for each local tensor of the parameter.
 
-    Collective over the parameter's group if ``value`` is sharded otherwise.
+    Collective over the parameter's group if ``value`` has another sharding.
     """
     if not isinstance(parameter, ShardedTensor):
         return [value.full_tensor() if isinstance(value, ShardedTensor) else copy.deepcopy(value)]

@@ -1,4 +1,4 @@
-"""A sharded tensor in styled lines: a picture, and a table of what each owner has."""
+"""A sharded tensor in styled lines: a picture, and a table of each owner's shards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tilework.sharded.formatting import Overview, Owner, headline, owner_names
 from tilework.tiled.picture import PictureSize
 from tilework.tiled.terminal import StyledLine, bytes_text, coloured_picture, in_columns
 
-#: No bar of the table is longer.
+#: The maximum length of bars in the table.
 _BAR_WIDTH = 20
-#: So many owners are listed one by one; of more, neighbours that have as much are joined.
+#: Up to this number each owner has a row; else equal neighbours share a row.
 _LISTED = 16
 _TITLES = ("who", "shards", "bytes", "share")
 
@@ -42,7 +42,7 @@ def _table(view: Overview, width: int) -> list[StyledLine]:
 
 
 def _rows(owners: Sequence[Owner]) -> list[list[Owner]]:
-    """The owners of each row: one, or of many owners neighbours that have as much."""
+    """The owners of each row: one, or several neighbours with equal shares if there are many."""
     if len(owners) <= _LISTED:
         return [[owner] for owner in owners]
     runs = groupby(owners, key=lambda owner: (owner.device_types, owner.sizes))

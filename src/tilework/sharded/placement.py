@@ -22,8 +22,8 @@ def parse_and_validate_remote_device(
     Local; not collective.
 
     Raises:
-        ValueError: There is no placement, its rank is not in the group, no worker has that
-            name, or it names neither.
+        ValueError: There is no placement, the rank is not in the group, no worker has the name, or
+            the placement has neither a rank nor a name.
         RuntimeError: It names a worker, and :func:`tilework.rpc.init_rpc` was not called.
 
     Example:
@@ -36,7 +36,7 @@ def parse_and_validate_remote_device(
 
 
 def places(group: AnyGroup, shards: Iterable[ShardMetadata]) -> list[Place]:
-    """The owner and device of each shard, as :func:`parse_and_validate_remote_device`."""
+    """The owner and device of each shard, as from :func:`parse_and_validate_remote_device`."""
     ranks = _ranks_of(group)
     return [_place(shard.placement, ranks) for shard in shards]
 

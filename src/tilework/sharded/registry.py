@@ -1,7 +1,7 @@
-"""The handler of each torch function on sharded tensors: a user's own, else ours.
+"""The handler of each torch function on sharded tensors: the user's, or else the built-in one.
 
-Ours are known by function, or by the operator that the function is in the operator table: then the
-handler is made when the function is first met.
+Built-in handlers are registered by function, or by operator: then the handler of a function is made
+at the first call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tilework.tiled.op_names import canonical_name
 #: ``handler(types, args, kwargs, process_group)``: what __torch_function__ gets, and the group.
 Handler = Callable[[Any, Any, Any, Any], Any]
 HandlerT = TypeVar("HandlerT", bound=Handler)
-#: Called with a torch function, its canonical name, and whether this form writes to its first
-#: argument: makes the handler if the function is of the family, else returns None.
+#: Called with a torch function, the canonical name, and whether this form writes to the first
+#: argument. Makes the handler if the function belongs to the family, else returns None.
 Family = Callable[[Callable[..., Any], str, bool], Handler | None]
 
 _custom: dict[Callable[..., Any], Handler] = {}
@@ -28,7 +28,7 @@ _families: list[Family] = []
 
 
 def find_handler(func: Callable[..., Any], spec: ShardingSpec) -> Handler | None:
-    """The user's function for ``func``, else the one for this kind of spec, else our own."""
+    """The user's function for ``func``, else the spec's handler, else the built-in one."""
     handler = _custom.get(func)
     if handler is None:
         handler = _by_spec.get((type(spec), func))
@@ -40,7 +40,7 @@ def find_handler(func: Callable[..., Any], spec: ShardingSpec) -> Handler | None
 
 
 def _by_family(func: Callable[..., Any]) -> Handler | None:
-    """Our handler of a function that is met for the first time."""
+    """The built-in handler of a function that was not called before."""
     name, in_place = canonical_name(func)
     for family in _families:
         handler = family(func, name, in_place)
@@ -51,7 +51,7 @@ def _by_family(func: Callable[..., Any]) -> Handler | None:
 
 
 def install(handlers: Mapping[Callable[..., Any], Handler], families: Sequence[Family]) -> None:
-    """Add our own operators: by function, and by families that are asked in this order."""
+    """Add the built-in operators: by function, and by families, asked in this order."""
     _own.update(handlers)
     _families.extend(families)
 
@@ -59,11 +59,11 @@ def install(handlers: Mapping[Callable[..., Any], Handler], families: Sequence[F
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[HandlerT], HandlerT]:
     """Decorates the function that runs for the torch operator ``func`` on sharded tensors.
 
-    It is called with ``(types, args, kwargs, process_group)`` on each rank and goes before
-    everything else that is known of ``func``. Process-wide.
+    It is called with ``(types, args, kwargs, process_group)`` on each rank, and overrides every
+    other handler of ``func``. Process-wide.
 
     Raises:
-        TypeError: The function does not take these four.
+        TypeError: The function does not take these four arguments.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[HandlerT], Han
 def custom_sharding_spec_op(
     sharding_spec_class: type[ShardingSpec], func: Callable[..., Any]
 ) -> Callable[[HandlerT], HandlerT]:
-    """As :func:`custom_sharded_op_impl`, for tensors with this kind of spec only.
+    """:func:`custom_sharded_op_impl` only for tensors with this kind of spec.
 
     Raises:
         TypeError: The function does not take ``(types, args, kwargs, process_group)``.

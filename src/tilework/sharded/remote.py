@@ -26,7 +26,7 @@ class PendingTensors:
     """This rank's tensors that await RRefs from other ranks."""
 
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    #: By number; dropped with the last other reference.
+    #: By number; dropped with the last other reference to the tensor.
     by_number: weakref.WeakValueDictionary[int, RemoteShards] = field(
         default_factory=weakref.WeakValueDictionary
     )
@@ -85,10 +85,10 @@ def rank_of_worker(name: str) -> int:
 
 
 def share(shards: Sequence[Shard]) -> RemoteShards:
-    """Exchange RRefs to this rank's shards for those of all others.
+    """Exchange RRefs to this rank's shards for all other ranks' RRefs.
 
-    Collective over the default group, whose ranks are the workers; blocks. What fails on one rank
-    raises on all.
+    Collective over the default group, whose ranks are the workers; blocks. An error on one rank
+    raises on all ranks.
     """
     state = pending_tensors()
     shared = RemoteShards(next(state.numbers))

@@ -22,10 +22,10 @@ from tilework.tiled.transfer_plans import transfer_plan
 
 
 def has_values(tensor: ShardedTensorBase) -> bool:
-    """True if the shards are on real devices, False if on the meta device; on every rank alike.
+    """True if the shards are on real devices, False if on the meta device; the same on every rank.
 
     Raises:
-        ValueError: Only some are on the meta device.
+        ValueError: Only some shards are on the meta device.
     """
     places = [shard.placement for shard in tensor.metadata().shards_metadata]
     real = {place.device().type != "meta" for place in places if place is not None}
@@ -44,13 +44,13 @@ def reshard(
     init_rrefs: bool = False,
     through_autograd: bool = False,
 ) -> None:
-    """Shard a tensor by another spec, in place. Collective over its group; blocks.
+    """Shard a tensor by another spec, in place. Collective over the tensor's group; blocks.
 
     Args:
         tensor: The tensor.
         spec: The new spec.
         init_rrefs: Whether the caller will make RRefs to the new shards; checked with the rest.
-        through_autograd: Whether gradients flow back to the old tiles; else new ones are leaves.
+        through_autograd: Whether gradients flow back to the old tiles; else new tiles are leaves.
     """
     group = tensor._process_group
 
@@ -92,7 +92,7 @@ def _new_tiles(tensor: ShardedTensorBase, target: Tiling, through_autograd: bool
 
 
 class _MoveTiles(torch.autograd.Function):
-    """Tiles from one tiling to another; their gradients the other way. For none, a stand-in."""
+    """Tiles moved to another tiling; backward moves gradients back. Stand-ins if empty."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ def _or_stand_in(tiles: list[Tensor], like: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def move_tiles(tensor: ShardedTensorBase, target: Tiling) -> list[Tensor]:
-    """This rank's tiles of ``target``, as new tensors where the old ones are. Collective."""
+    """This rank's tiles of ``target``, as new tensors on the same devices. Collective."""
     like = graph_tiles(tensor)[0]
     return _transfer(tensor.tiling, target, tensor._process_group, tensor.local_tiles(), like)
 

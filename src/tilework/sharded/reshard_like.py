@@ -1,4 +1,4 @@
-"""The values of a tensor, sharded as another one."""
+"""The values of a tensor, sharded as another tensor."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tilework.tiled.transfer_plans import transfer_plan
 def reshard_like(source: Tensor, like: ShardedTensor) -> ShardedTensor:
     """The values of ``source``, sharded and placed as ``like``, without gradients.
 
-    A plain ``source`` is replicated: each rank takes its slice, and nothing is communicated. A
-    sharded one is moved over the group of ``like``: collective over it. Tiles that need not move
-    are not copied.
+    A plain ``source`` is replicated: each rank takes a slice, and nothing is communicated. A
+    sharded ``source`` is moved over the group of ``like``: collective over the group. Tiles that
+    need not move are not copied.
 
     Raises:
         ValueError: The sizes differ, or a rank outside the group of ``like`` holds a shard.

@@ -34,7 +34,7 @@ def load_with_process_group(process_group: AnyGroup) -> Iterator[AnyGroup]:
     """Load sharded tensors onto ``process_group`` within the block.
 
     Raises:
-        RuntimeError: One is set already.
+        RuntimeError: Another group is set already.
 
     Example:
         >>> import io, torch
@@ -76,9 +76,9 @@ def as_loaded(
     local: Sequence[tuple[Tensor, ShardMetadata]],
     device: torch.device,
 ) -> tuple[ShardedTensorMetadata, ShardingSpec, list[Shard]]:
-    """The saved metadata, spec and shards, on the device that torch.load's ``map_location`` gives.
+    """The saved metadata, spec and shards, on the device given by torch.load's ``map_location``.
 
-    A tensor of no elements was saved for it, so that ranks without shards know it too.
+    ``on_device`` is an empty tensor saved for this purpose: ranks without shards need it, too.
     """
     own = [shard.placement for _, shard in local if shard.placement is not None]
     places = [shard.placement for shard in metadata.shards_metadata if shard.placement is not None]

@@ -24,8 +24,8 @@ from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 class PartialCoverError(NotImplementedError, ValueError):
     """An EnumerableShardingSpec does not cover the tensor exactly.
 
-    A ValueError, as for every spec that does not fit; and a NotImplementedError, as
-    torch.distributed raises there.
+    It is a ValueError, as for every spec that does not fit, and also a NotImplementedError, which
+    torch.distributed raises in this case.
     """
 
 
@@ -37,16 +37,16 @@ def shard_tensor(
 ) -> ShardedTensor:
     """A sharded tensor with one rank's values.
 
-    Collective over the group; blocks. What is wrong on one rank raises on all, and nothing has
-    moved then. The result shares no memory with ``tensor``. It requires a gradient if ``tensor``
-    does, and is a leaf: nothing flows back into ``tensor``.
+    Collective over the group; blocks. An error on one rank raises on all ranks before anything has
+    moved. The result shares no memory with ``tensor``. It requires a gradient if ``tensor`` does,
+    and is a leaf: no gradient flows back into ``tensor``.
 
     Args:
-        tensor: On ``src_rank`` the values. On the others one of the same size, dtype and
-            ``requires_grad``, whose values are not used: a meta tensor will do.
+        tensor: On ``src_rank`` the values. On the others a tensor of the same size, dtype and
+            ``requires_grad``, whose values are not used: a meta tensor is enough.
         sharding_spec: Any spec that covers the tensor.
         src_rank: The global rank of the values.
-        process_group: The group; the default group if None. A rank outside it gets the
+        process_group: The group; the default group if None. A rank outside the group gets the
             metadata, and no shard.
 
     Raises:
@@ -80,22 +80,22 @@ def shard_parameter(
     src_rank: int = 0,
     process_group: AnyGroup = None,
 ) -> None:
-    """Replace a parameter by a sharded one with one rank's values.
+    """Replace a parameter by a sharded parameter with one rank's values.
 
-    Collective over the group; blocks. As :func:`shard_tensor` otherwise. Where other modules
-    share the parameter they keep the plain one: :func:`shard_module` replaces all of them.
+    Collective over the group; blocks. Otherwise like :func:`shard_tensor`. If other modules share
+    the parameter, they keep the plain one: :func:`shard_module` replaces all of them.
 
     Args:
         module: The module; changed in place.
-        param_name: The name of a parameter, a buffer or a plain tensor of this very module.
-            It becomes a parameter, which requires a gradient if it did before.
-        sharding_spec: Any spec that covers it.
+        param_name: The name of a parameter, a buffer or a plain tensor directly in the module. It
+            becomes a parameter, which requires a gradient if the tensor did.
+        sharding_spec: Any spec that covers the tensor.
         src_rank: The global rank of the values.
         process_group: The group; the default group if None.
 
     Raises:
         AttributeError: The module has no such attribute.
-        ValueError: It is no tensor, or see :func:`shard_tensor`.
+        ValueError: The attribute is not a tensor; also as :func:`shard_tensor`.
 
     Example:
         >>> import torch
@@ -144,9 +144,9 @@ def as_parameter(tensor: ShardedTensor) -> nn.Parameter:
 
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace what has this name by a parameter."""
+    """Replace the attribute of this name by a parameter."""
     old = getattr(module, name)
-    if name not in module._parameters:  # else it keeps its place among the parameters
+    if name not in module._parameters:  # else the place among the parameters stays
         delattr(module, name)
     module.register_parameter(name, parameter)
     if old is not parameter:
@@ -155,7 +155,7 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """A plain tensor that is to be sharded, and how."""
+    """A plain tensor to shard, and the spec and source for it."""
 
     name: str
     tensor: Tensor
@@ -164,7 +164,7 @@ class ShardRequest:
     group: AnyGroup
 
     def facts(self) -> dict[str, Any]:
-        """The facts that ranks must agree on, once this rank has checked its own."""
+        """The facts that ranks must agree on, after this rank has checked its arguments."""
         tensor, spec = self.tensor, self.spec
         if isinstance(tensor, ShardedTensor):
             raise ValueError(f"{self.name} is sharded already: use its reshard(spec)")

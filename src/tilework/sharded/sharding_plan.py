@@ -1,4 +1,4 @@
-"""Sharding of a whole module by a plan: specs of its parameters, and of outputs."""
+"""Sharding of a whole module by a plan: specs for parameters and outputs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """The module that takes the place of ``module``; may be the same, changed.
+        """The module that replaces ``module``; may be the same module, changed.
 
-        Called on every rank of the group, in the same order, so it may communicate.
+        It is called on every rank of the group, in the same order, and may therefore communicate.
         """
 
 
@@ -48,10 +48,10 @@ class ShardingPlan:
     that parameter of each of the layers. An exact name goes before a wildcard.
 
     Args:
-        plan: For parameters (buffers and plain tensors too, by their exact names) the spec, for
+        plan: For parameters (also buffers and plain tensors, by their exact names) a spec, for
             submodules a :class:`Sharder`.
-        output_plan: For modules the spec of what they return (:func:`reshard_output`); None leaves
-            it.
+        output_plan: For modules the spec of their outputs (:func:`reshard_output`); None leaves the
+            output as it is.
         return_local_tensor: Modules that return this rank's shard (:func:`collect_local_shard`),
             after ``output_plan``.
 
@@ -103,22 +103,22 @@ def shard_module(
 ) -> None:
     """Shard a module by a plan, with one rank's values.
 
-    Collective over the group; blocks. The whole plan is checked on all ranks first: what is wrong
-    on one raises on all, and the module is as it was. Parameters that are shared between modules
+    Collective over the group; blocks. All ranks first check the whole plan: an error on one rank
+    raises on all ranks, and the module does not change. Parameters that are shared between modules
     stay shared.
 
     Args:
         module: Changed in place. On ranks other than ``src_rank`` it may be on the meta device, as
             far as the plan shards it.
-        plan: The same on every rank.
+        plan: The plan, the same on every rank.
         src_rank: The global rank of the values.
         process_group: The group; the default group if None.
 
     Raises:
-        AttributeError: The module has nothing of a name, or of any that fits a wildcard.
-        RuntimeError: A parameter is of a submodule that a Sharder is to shard.
-        ValueError: A spec does not fit, one parameter gets two, or ranks have different plans.
-        TypeError: A Sharder returned no module.
+        AttributeError: The module has no attribute of a name, or none that fits a wildcard.
+        RuntimeError: A parameter belongs to a submodule that a Sharder is to shard.
+        ValueError: A spec does not fit, a parameter gets two, or ranks have different plans.
+        TypeError: A Sharder did not return a module.
 
     Example:
         >>> import torch
@@ -160,7 +160,7 @@ class _ResolvedPlan:
     ) -> None:
         check_is_module(module, "shard_module")
         self.module, self.plan = module, plan
-        # A shared parameter comes under each of its names.
+        # A shared parameter is listed under each name.
         self.parameters = dict(module.named_parameters(remove_duplicate=False))
         self.modules = dict(module.named_modules(remove_duplicate=False))
         specs, self.sharders = self._specs_and_sharders()
@@ -212,7 +212,7 @@ class _ResolvedPlan:
                             f"two wildcards of the plan give {matched!r} different specs: {how} "
                             f"and {specs[matched]}; name it exactly, which goes before wildcards"
                         )
-        # In an order that is the same on all ranks, whatever the order in which they wrote it.
+        # In the same order on all ranks, whatever the order in which they wrote the plan.
         return dict(sorted(specs.items())), dict(sorted(sharders.items()))
 
     def _matches(self, pattern: str) -> list[str]:
@@ -224,7 +224,7 @@ class _ResolvedPlan:
     def _require(self, name: str, known: Mapping[str, object]) -> None:
         if name not in known:
             owner, _, last = name.rpartition(".")
-            # What is no parameter and no module may still be a plain tensor.
+            # A name of neither a parameter nor a module may still be a plain tensor.
             if known is self.modules or not hasattr(self.modules.get(owner), last):
                 raise self._unknown(name, known)
 

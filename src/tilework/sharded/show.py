@@ -1,4 +1,4 @@
-"""A sharded tensor on a terminal: a picture in colours, and a table of what each rank has."""
+"""A sharded tensor on a terminal: a picture in colours, and a table of each rank's shards."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def show(
     size: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Print who holds what: a picture in colours, and a table of what each rank has.
+    """Print who holds which shards: a picture in colours, and a table of each rank's shards.
 
-    Local: it needs no more than the metadata, so one rank may call it alone. The picture shows
-    the shards in proportion, but none too small to be seen. Without colours (in a pipe, or with
-    NO_COLOR set) the labels tell the same. Of hundreds of shards some are drawn.
+    Local: the metadata is enough, and one rank may call it alone. The picture shows the shards in
+    proportion, but none too small to be seen. Without colours (in a pipe, or with NO_COLOR set) the
+    labels say the same. Of hundreds of shards only some are drawn.
 
     Args:
-        tensor: A sharded tensor; or a spec, to see how it would shard one.
-        size: The tensor's shape; with a spec only.
-        dtype: The tensor's dtype, with a spec only; torch's default dtype if None.
+        tensor: A sharded tensor; or a spec, to see how it would shard a tensor.
+        size: The tensor's shape; only with a spec.
+        dtype: The tensor's dtype, only with a spec; torch's default dtype if None.
 
     Raises:
         TypeError: It is neither a sharded tensor nor a spec.
-        ValueError: The spec does not fit the size, or a spec comes without one.
+        ValueError: The spec does not fit the size, or a spec is given without a size.
 
     Example:
         >>> from tilework.sharded import ChunkShardingSpec, show

@@ -28,14 +28,14 @@ from tilework.sharded.metadata import (
     trusted_shard,
 )
 
-#: A spec caches its shards for so many sizes.
+#: The number of sizes for which a spec caches the shards.
 _CACHED_SIZES = 16
 
 
 class ShardingSpec(ABC):
     """The shards of a tensor of any size. Equal specs give equal shards."""
 
-    #: :func:`tilework.sharded.shard_tensor`, set where it is defined: tensors are made of specs.
+    #: :func:`tilework.sharded.shard_tensor`, set by that module, which imports this one.
     _shard_tensor: ClassVar[Callable[..., Any]]
 
     @abstractmethod
@@ -59,7 +59,7 @@ class ShardingSpec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Moved(ShardingSpec):
-    """A user's spec, on other devices."""
+    """A user's spec, moved to other devices."""
 
     spec: ShardingSpec
     device: torch.device
@@ -74,16 +74,16 @@ class _Moved(ShardingSpec):
 class ChunkShardingSpec(ShardingSpec):
     """Splits one dim into as many chunks as there are placements, as torch.chunk does.
 
-    All chunks have the same size but for the last ones, which are smaller or empty.
+    All chunks have the same size, except that the last may be smaller or empty.
 
     Args:
-        dim: The dim; negative ones count from the last.
+        dim: The dim; negative numbers count from the last.
         placements: The owners of the first chunk, the second, …; a rank may come several times.
 
     Raises:
         NotImplementedError: ``dim`` is a name.
-        ValueError: ``dim`` is no integer, or there is no placement.
-        TypeError: ``placements`` is one string.
+        ValueError: ``dim`` is not an integer, or there is no placement.
+        TypeError: ``placements`` is a string.
 
     Example:
         >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
@@ -93,7 +93,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     dim: int
     placements: Items[RemoteDevice]
-    #: Cached shards, by dim and size: models have many tensors of few sizes.
+    #: Cached shards, by dim and size, as models have many tensors of few sizes.
     _cached_shards: dict[tuple[int, torch.Size], Items[ShardMetadata]] = field(
         compare=False, repr=False
     )
@@ -143,7 +143,7 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass(frozen=True, slots=True)
 class EnumerableShardingSpec(ShardingSpec):
-    """Splits a tensor into the shards that it lists: grids, uneven ones, any boxes.
+    """Splits a tensor into the listed shards: grids, uneven shards, any boxes.
 
     Args:
         shards: All shards, in the order in which a rank with several holds them.
@@ -217,10 +217,10 @@ def infer_sharding_spec_from_shards_metadata(
 
 
 def check_shards(size: Sequence[int], shards: Sequence[ShardMetadata]) -> None:
-    """Check that the shards are those of a tensor of this size: every element is in one.
+    """Check that every element of a tensor of this size is in exactly one shard.
 
     Raises:
-        ValueError: Two overlap, one is out of bounds, or an element is in none.
+        ValueError: Two shards overlap, a shard is out of bounds, or an element is in no shard.
     """
     check_boxes(tuple(size), [shard.box for shard in shards])
 
@@ -231,7 +231,7 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
     Takes n log n time for n shards.
 
     Raises:
-        ValueError: Two do; it names them.
+        ValueError: Two shards do; the error names them.
 
     Example:
         >>> two = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]

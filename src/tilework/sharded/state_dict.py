@@ -19,8 +19,8 @@ def state_dict_hook(
 ) -> None:
     """Add sharded tensors that are plain attributes to a module's ``state_dict()``.
 
-    Local; not collective. For ``module.register_state_dict_post_hook``. Serves all submodules
-    too. Sharded parameters are in state dicts without it.
+    Local; not collective. For ``module.register_state_dict_post_hook``. It serves all submodules,
+    too. Sharded parameters are in state dicts without this hook.
 
     Example:
         >>> import torch
@@ -52,14 +52,14 @@ def pre_load_state_dict_hook(
 ) -> None:
     """Make a state dict fit a module with sharded tensors, before it is loaded.
 
-    For ``module.register_load_state_dict_pre_hook``. Serves all submodules too. Sharded tensors
-    become the attributes of their names, also of those that are None or something else so far.
-    A parameter keeps its layout and gets the values: a sharded one from a tensor of any other
-    layout, or from a plain one; a plain one from a sharded tensor.
+    For ``module.register_load_state_dict_pre_hook``. It serves all submodules, too. Sharded tensors
+    become attributes of the same names, also where the attribute has been None or something else. A
+    parameter keeps its layout and gets the values: a sharded parameter from a tensor of any other
+    layout, or from a plain tensor; a plain parameter from a sharded tensor.
 
-    Collective over the groups of sharded parameters, and of sharded values for plain ones; blocks.
-    What is wrong on one rank raises on all. Values move only where layouts differ. A module and a
-    state dict without sharded tensors are left alone, and nothing is communicated.
+    Collective over the groups of sharded parameters, and of sharded values for plain parameters;
+    blocks. An error on one rank raises on all ranks. Values move only where layouts differ. If the
+    module and the state dict have no sharded tensors, nothing is changed or communicated.
 
     Raises:
         ValueError: Ranks load different things, or values lie on ranks outside the group.
@@ -90,11 +90,11 @@ def pre_load_state_dict_hook(
 
 
 def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -> None:
-    """Replace values by ones in their parameters' layouts."""
+    """Replace values by values in the parameters' layouts."""
     values = {
         key: state_dict[key]
         for key, parameter in parameters.items()
-        # What has another size is left to torch's own message.
+        # torch's own message serves for values of another size.
         if isinstance(state_dict.get(key), Tensor) and state_dict[key].shape == parameter.shape
     }
     groups: dict[ProcessGroup, dict[str, str]] = {}
@@ -114,7 +114,7 @@ def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -
 
 
 def _submodules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Each submodule and the start of its keys; one of two names comes twice, as in torch."""
+    """Each submodule and the prefix of its keys; twice if it has two names, as in torch."""
     for path, submodule in module.named_modules(remove_duplicate=False):
         yield f"{prefix}{path}." if path else prefix, submodule
 

@@ -1,4 +1,4 @@
-"""ShardedTensor: shards of one tensor on the ranks of a group, and what moves them."""
+"""ShardedTensor: shards of one tensor on the ranks of a group, and the methods that move them."""
 
 from __future__ import annotations
 
@@ -38,25 +38,23 @@ if TYPE_CHECKING:
 class ShardedTensor(ShardedTensorBase):
     """A tensor in shards on the ranks of a process group.
 
-    Making one is collective in the sense that every rank must make it, with the same arguments;
-    nothing is communicated but for ``init_rrefs``. Ranks outside ``process_group`` may make it
-    too: they hold no shards.
+    Every rank must make the tensor, with the same arguments. Nothing is communicated, except with
+    ``init_rrefs``. Ranks outside ``process_group`` may make the tensor, too: they hold no shards.
 
     Args:
         sharding_spec: The shards and their owners.
         size: The shape, as numbers or one sequence.
         dtype: torch's default dtype if None.
         layout: Only torch.strided.
-        requires_grad: Whether autograd records what is done with the shards.
-        pin_memory: Whether the shards are to be in pinned memory, where an accelerator can
-            make use of that.
+        requires_grad: Whether autograd records operations on the shards.
+        pin_memory: Whether the shards should be in pinned memory, if an accelerator can use that.
         memory_format: Only torch.contiguous_format.
         process_group: The group whose ranks hold the shards; the default group if None.
             Placements name global ranks.
         init_rrefs: Whether to make RRefs to all shards for :meth:`remote_shards`; collective
-            over the default group, whose ranks must be RPC workers: blocks, and what is wrong on
-            one rank raises on all.
-        fill: Called with each new shard of this rank, to write its values.
+            over the default group, whose ranks must be RPC workers. Blocks; an error on one rank
+            raises on all ranks.
+        fill: Called with each new shard of this rank, to write the values.
 
     Raises:
         ValueError: The spec does not fit the size or the group, or an unsupported layout.
@@ -111,7 +109,7 @@ class ShardedTensor(ShardedTensorBase):
         """The tensor that ``make()`` returns without communicating; with RRefs if asked for."""
         if not init_rrefs:
             return make()
-        # All ranks or none come to the exchange.
+        # Either all ranks come to the exchange, or none.
         tensor = checks.agree_on(
             make, lambda st: checks.describe(st.metadata()), "the tensor", None
         )
@@ -133,16 +131,16 @@ class ShardedTensor(ShardedTensorBase):
     ) -> ShardedTensor:
         """A tensor of each rank's local shards.
 
-        Collective over the group; blocks. What is wrong on one rank raises on all.
+        Collective over the group; blocks. An error on one rank raises on all ranks.
 
         Args:
-            local_shards: This rank's, which are used as they are; may be empty on some ranks.
+            local_shards: This rank's shards, used without a copy; may be empty on some ranks.
             global_size: The full tensor's shape, the same on every rank.
             process_group: The group; the default group if None.
             init_rrefs: See :class:`ShardedTensor`.
 
         Raises:
-            ValueError: Shards do not fit this rank, each other, the size, or those of other ranks.
+            ValueError: Shards do not fit this rank, each other, the size, or other ranks' shards.
         """
         tensor = from_local_shards.from_local_shards(
             cls, local_shards, global_size, process_group, init_rrefs
@@ -160,20 +158,20 @@ class ShardedTensor(ShardedTensorBase):
         process_group: AnyGroup = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """A tensor of the one shard of each rank, sharded by ``sharding_spec``.
+        """A tensor of one shard per rank, sharded by ``sharding_spec``.
 
-        Collective over the group; blocks. What is wrong on one rank raises on all.
+        Collective over the group; blocks. An error on one rank raises on all ranks.
 
         Args:
-            local_tensor: This rank's shard, contiguous; it is used as it is. None on ranks that
-                the spec gives none.
+            local_tensor: This rank's shard, contiguous; used without a copy. None on ranks without
+                a shard in the spec.
             sharding_spec: Gives each rank of the group at most one shard.
             global_size: The full tensor's shape, the same on every rank.
             process_group: The group; the default group if None.
             init_rrefs: See :class:`ShardedTensor`.
 
         Raises:
-            ValueError: The spec does not fit, or the tensor is not the shard that it names.
+            ValueError: The spec does not fit, or the tensor is not the rank's shard by the spec.
         """
         tensor = from_local_shards.from_local_tensor(
             cls, local_tensor, sharding_spec, global_size, process_group, init_rrefs
@@ -193,12 +191,12 @@ class ShardedTensor(ShardedTensorBase):
     ) -> ShardedTensor:
         """A tensor of shards and metadata that every rank has already.
 
-        Nothing is communicated (but for ``init_rrefs``); that the metadata is the same on all
-        ranks is the caller's word.
+        Nothing is communicated, except with ``init_rrefs``. The caller ensures that the metadata is
+        the same on all ranks.
 
         Raises:
-            ValueError: The metadata does not fit itself, the spec or the group, or this rank's
-                shards are not those that it names.
+            ValueError: The metadata contradicts itself, the spec or the group, or this rank's
+                shards are not those in the metadata.
         """
 
         def make() -> ShardedTensor:
@@ -231,50 +229,51 @@ class ShardedTensor(ShardedTensorBase):
     ) -> None:
         """Gather the full tensor on one rank.
 
-        Collective over the group; blocks. Ranks outside it do nothing.
+        Collective over the group; blocks. Ranks outside the group do nothing.
 
         Args:
-            dst: The global rank that gets it.
-            out: On ``dst``, a tensor of this one's shape, which is written; None on the others.
+            dst: The global rank that gets the full tensor.
+            out: On ``dst``, a tensor of the same shape to write to; None on the others.
             enforce_dtype: Send shards in ``out``'s dtype, so that ``dst`` needs no room to convert.
             dtype: Send shards in this dtype.
 
         Raises:
-            ValueError: ``out`` is missing on ``dst``, has another shape or is given elsewhere, or
+            ValueError: ``out`` is missing on ``dst``, has another shape, or is given on another
+                rank, or
                 ``dst`` is not in the group. Raised on every rank.
         """
         gather.gather(self, dst, out, enforce_dtype, dtype)
 
     def full_tensor(self) -> Tensor:
-        """The full tensor as a plain one, on every rank of the group.
+        """The full tensor as a plain tensor, on every rank of the group.
 
         Collective over the group; blocks. Differentiable: the result is one value that all ranks
-        hold, so each shard's gradient is its slice of the result's.
+        hold; each shard's gradient is therefore a slice of the result's gradient.
         """
         return gather.full_tensor(self)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Reshard this tensor in place; return it.
 
-        Collective over the group; blocks. Each rank receives only what it lacks. Takes memory for
-        the new shards and one bounded buffer. The new shards of a leaf are leaves, without
-        gradients; those of a result are a result, and gradients flow back, collectively. A tensor
-        with RRefs makes new ones, so all ranks must call it then.
+        Collective over the group; blocks. Each rank receives only the parts that it lacks. It takes
+        memory for the new shards and one bounded buffer. If this tensor is a leaf, the new shards
+        are leaves without gradients; if it is a result, they are results, and gradients flow back,
+        collectively. A tensor with RRefs makes new RRefs: then all ranks must call it.
 
         Args:
             resharding_spec: Any spec whose placements are on ranks of the group.
 
         Raises:
-            ValueError: It is no spec, or does not fit the tensor or the group; the tensor stays
-                as it was.
+            ValueError: It is not a spec, or does not fit the tensor or the group; the tensor does
+                not change.
         """
         return self._reshard_(resharding_spec, through_autograd=not graph_tiles(self)[0].is_leaf)
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """As :meth:`reshard`, but another tensor; gradients flow back to this one.
+        """Reshard to another tensor, as :meth:`reshard`; gradients flow back to this tensor.
 
-        Collective over the group, and so is backward through the result. Its ``remote_shards`` are
-        not there.
+        Collective over the group, and so is backward through the result. The result has no
+        ``remote_shards``.
         """
         alias = self._sharded_alike(self._local_shards, self._metadata)
         if not alias._local_shards:
@@ -292,7 +291,7 @@ class ShardedTensor(ShardedTensorBase):
         """RRefs to the other ranks' shards, by global rank; ranks without shards are left out.
 
         Raises:
-            RuntimeError: The tensor was made with ``init_rrefs=False``, or from another one.
+            RuntimeError: The tensor was made with ``init_rrefs=False``, or from another tensor.
         """
         if self._remote is None:
             raise RuntimeError(
@@ -302,14 +301,16 @@ class ShardedTensor(ShardedTensorBase):
         return dict(sorted(self._remote.rrefs.items()))
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """This tensor in another dtype or on other devices; itself if that changes nothing.
+        """This tensor in another dtype or on other devices; the same tensor if nothing changes.
 
-        Local; not collective, but to be called alike on every rank, since the metadata changes.
+        Local; not collective. Call it with the same arguments on every rank, because the metadata
+        changes.
 
         Args:
-            args: As those of torch.Tensor.to. Each rank's shards stay with it, on its current
-                device of that kind; another index is ignored with a warning.
-            kwargs: Likewise, and ``process_group``: the group of the result, where the present
+            args: The arguments of torch.Tensor.to. Each rank's shards stay on that rank, on the
+                current device of the given kind; another index is ignored with a warning.
+            kwargs: As for ``args``, and ``process_group``: the group of the result, where the
+                present group does not serve the new device.
                 one does not serve the new device.
 
         Raises:
@@ -322,7 +323,7 @@ class ShardedTensor(ShardedTensorBase):
         memory_format: torch.memory_format = torch.preserve_format,
         process_group: AnyGroup = None,
     ) -> ShardedTensor:
-        """This tensor in CPU memory; itself if it is there. See :meth:`to`."""
+        """This tensor in CPU memory; the same tensor if it is there. See :meth:`to`."""
         return to_device.to(self, "cpu", memory_format=memory_format, process_group=process_group)
 
     def cuda(
@@ -334,7 +335,7 @@ class ShardedTensor(ShardedTensorBase):
     ) -> ShardedTensor:
         """This tensor on each rank's current CUDA device, always as a new object. See :meth:`to`.
 
-        Shards that are there already are shared, not copied.
+        Shards that are on the device already are shared, not copied.
 
         Raises:
             ValueError: ``device`` is not this rank's current CUDA device.
@@ -344,7 +345,7 @@ class ShardedTensor(ShardedTensorBase):
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Nothing but plain values and the local tensors: torch.load takes it with weights_only.
+        # Only plain values and the local tensors: torch.load accepts them with weights_only.
         _, state = super().__reduce_ex__(protocol)
         saved_by = serialization.rank_info(self._process_group)
         return _rebuild, (*state, saved_by, self._init_rrefs, torch.empty(0, device=self.device))
@@ -359,7 +360,7 @@ def _rebuild(
     init_rrefs: bool,
     on_device: Tensor,
 ) -> ShardedTensor:
-    """The saved tensor, on the current group, its shards where ``on_device`` was loaded."""
+    """The saved tensor, on the current group, with shards on the device of ``on_device``."""
 
     def make() -> ShardedTensor:
         group = serialization.group_to_load_onto(saved_by)
@@ -368,13 +369,13 @@ def _rebuild(
         placed = places(group, loaded.shards_metadata)
         return assemble(ShardedTensor, new_spec, loaded, placed, local, group)
 
-    serialization.check_there_is_a_group()  # before ranks agree on one
+    serialization.check_there_is_a_group()  # before ranks agree on a group
     tensor = ShardedTensor._with_rrefs(make, init_rrefs)
     mark_parameter(tensor, is_parameter)
     return tensor
 
 
-# What torch.load accepts with weights_only=True, besides tensors and containers.
+# torch.load accepts these with weights_only=True, besides tensors and containers.
 torch.serialization.add_safe_globals(
     [
         _rebuild,

@@ -21,7 +21,7 @@ def to(tensor: BaseT, *args: Any, **kwargs: Any) -> BaseT:
     group: AnyGroup = kwargs.pop("process_group", None)
     copy = kwargs.pop("copy", False)
     _check_format(kwargs.pop("memory_format", None))
-    with torch._C.DisableTorchFunctionSubclass():  # the other tensor may be sharded too
+    with torch._C.DisableTorchFunctionSubclass():  # the other tensor may be sharded, too
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = device and _own_device(device), dtype or tensor.dtype
     stays = group is None or resolve(group) is tensor._process_group
@@ -39,7 +39,7 @@ def to_current_device(
     memory_format: torch.memory_format,
     group: AnyGroup,
 ) -> BaseT:
-    """See :meth:`ShardedTensor.cuda`, which is this for the type "cuda"."""
+    """See :meth:`ShardedTensor.cuda`; this serves any type of device."""
     _check_format(memory_format)
     current = _current_device(device_type)
     if device is not None:
@@ -87,7 +87,7 @@ def _current_device(device_type: str) -> torch.device:
 
 
 def _is_on(tensor: ShardedTensorBase, device: torch.device | None) -> bool:
-    """True if all shards are on this type of device, and this rank's on this very one."""
+    """True if all shards are on this type of device, and this rank's shards on this very device."""
     if device is None:
         return True
     places = [shard.placement for shard in tensor.metadata().shards_metadata]

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class TorchShardedNames:
-    """Class methods under the names that they have in torch."""
+    """Class methods under their names in torch."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""New tensors of shards that are known to fit: on a group, or on that of another tensor. Local."""
+"""New tensors of shards that are known to fit: on a given group, or on a tensor's. Local."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assemble(
     shards: list[Shard],
     group: AnyGroup,
 ) -> BaseT:
-    """A tensor of this class on ``group``; ``placed`` are its shards' owners and devices."""
+    """A tensor of this class on ``group``; ``placed`` has the shards' owners and devices."""
     owners = [owner for owner, _ in placed]
     return cls._assemble(spec, metadata, shards, ShardMap(metadata, owners), resolve(group))
 
@@ -39,7 +39,7 @@ def wrap_shards(
     shard_map: ShardMap,
     shards: list[Shard],
 ) -> BaseT:
-    """A tensor on the group of ``operand``, of what the caller knows to fit together."""
+    """A tensor on the group of ``operand``, from parts that the caller knows to fit together."""
     return operand._assemble(spec, metadata, shards, shard_map, operand._process_group)
 
 
@@ -49,11 +49,12 @@ def wrap_results(
     device: torch.device | None = None,
     group: AnyGroup = None,
 ) -> BaseT:
-    """A tensor sharded as ``operand``, of results of its :func:`graph_tiles`.
+    """A tensor sharded as ``operand``, of results of :func:`graph_tiles` on it.
 
     Args:
         operand: The tensor.
-        results: Of the same sizes as its tiles; all of one dtype, and all or none in the graph.
+        results: Tensors of the sizes of the operand's tiles, in one dtype, and all or none in the
+            graph.
         device: The type of device of all ranks' results, without an index; None: the operand's.
         group: The group; None: the operand's.
     """
@@ -66,7 +67,7 @@ def wrap_results(
     if device is not None:
         metadata, spec = metadata.moved(device), spec.moved(device)
         described = [shard.moved(device) for shard in described]
-    # A rank without shards has one result, of its stand-in.
+    # A rank without shards has one result: the stand-in's.
     shards = [Shard(*pair) for pair in zip(results, described, strict=False)]
     process_group = operand._process_group if group is None else resolve(group)
     tensor = operand._assemble(spec, metadata, shards, operand._shard_map, process_group)

@@ -17,23 +17,23 @@ from tilework.tiled.op_table import entry_of
 def local_call(
     name: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> LocalCall | None:
-    """The factor map of a call, by the rule of its operator; None if the rule has none.
+    """The factor map of a call, by the operator's rule; None if the rule gives none.
 
     Args:
         name: The operator.
-        func: The function of torch's that was called.
-        args: With sharded tensors.
-        kwargs: Without.
+        func: The called function of torch.
+        args: The positional arguments, with sharded tensors.
+        kwargs: The keyword arguments, without sharded tensors.
 
     Raises:
-        Exception: Raised by torch, which does not take such arguments.
+        Exception: Raised by torch, as it refuses the arguments.
     """
     rule = entry_of(name).rule
     leaves, form = pytree.tree_flatten(tuple(args))
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
 
     def replaced(others: Sequence[Any]) -> Any:
-        """The arguments with others in place of sharded tensors."""
+        """The arguments with ``others`` in place of sharded tensors."""
         rest = iter(others)
         here = [next(rest) if isinstance(leaf, ShardedTensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(here, form)
@@ -51,7 +51,7 @@ def local_call(
 
 
 def static_key(value: Any) -> Hashable:
-    """Arguments as a key; a bool, say, is another one than the number that it equals."""
+    """Arguments as a key; a bool differs from the number that it equals."""
     if isinstance(value, dict):
         return tuple((name, static_key(item)) for name, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Shape, dtype and flags; functions that read values, which no rank has all of."""
+"""Shape, dtype and flags; functions that read all values are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.sharded.tensor import ShardedTensor
 
 
 def of_wrapper(func: Callable[..., Any]) -> Handler:
-    """The handler of what the wrapper knows itself: global shape, dtype and flags."""
+    """The handler of properties that the wrapper has: global shape, dtype and flags."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -41,7 +41,7 @@ def _new_tensor(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tenso
 
 
 def _new(fill: Callable[..., Any]) -> Handler:
-    """The handler of ``new_zeros`` and its like, of the tensor's own size."""
+    """The handler of ``new_zeros`` and similar functions, for the tensor's own size."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
         tensor, *rest = args
@@ -60,7 +60,7 @@ def _new(fill: Callable[..., Any]) -> Handler:
 
 
 def _split_size(rest: list[Any], has_value: bool) -> tuple[list[int], list[Any]]:
-    """The size among positional arguments, as a sequence or one by one, and what follows it."""
+    """The size among positional arguments, a sequence or numbers, and the other arguments."""
     if rest and not isinstance(rest[0], int):
         return list(rest[0]), rest[1:]
     return (rest[:-1], rest[-1:]) if has_value else (rest, [])

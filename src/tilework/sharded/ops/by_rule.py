@@ -1,7 +1,7 @@
 """Views of all elements, by the operator table's rules: factor maps, evaluated on boxes.
 
-Each tile becomes its box of the result, on the rank where it is; nothing is communicated. Sharded
-dims can be moved and split; they merge with dims that follow them.
+Each tile becomes a box of the result, on the same rank; nothing is communicated. Sharded dims can
+be moved and split; they merge with dims that follow them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_BOX = "its tiles would be no boxes of the new shape: reshard first"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _View:
-    """A view as its rule evaluates it, for all tensors of one layout."""
+    """The result of a view's rule, for all tensors of one layout."""
 
     layout: ResultLayout
     op: LocalOp
@@ -72,7 +72,7 @@ def _view(func: Callable[..., Any], name: str) -> Handler:
 def _evaluate(
     name: str, tensor: ShardedTensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> _View | None:
-    """The view that these arguments make; None if tiles would be no boxes of it."""
+    """The view that these arguments make; None if tiles would not become boxes."""
     if any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
         return None
     named = {SWAPAXES.get(name, name): value for name, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Concatenation of tensors that are sharded alike, along a dim that is not sharded or a new one."""
+"""Concatenation of tensors with the same sharding, along an unsharded dim or a new dim."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _cats(func: Callable[..., Any], name: str) -> Handler:
 def _layout(
     func: Callable[..., Any], name: str, tensors: Sequence[ShardedTensor], dim: int
 ) -> ResultLayout | NotLocal:
-    """The layout of the result; why there is none."""
+    """The layout of the result; or the reason why there is none."""
     first, tilings = tensors[0], [tensor.tiling for tensor in tensors]
 
     def evaluate() -> ResultLayout | NotLocal:
@@ -69,7 +69,7 @@ def _layout(
 def _joined(
     func: Callable[..., Any], first: ShardedTensor, column: Sequence[Tensor], dim: int
 ) -> Tensor:
-    """The result of one tile of each tensor; of stand-ins one, too."""
+    """The results for the tiles of all tensors; or for their stand-ins."""
     if first.local_tiles():
         result: Tensor = func(column, dim)
         return result

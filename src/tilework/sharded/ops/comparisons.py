@@ -39,7 +39,7 @@ def _compares(func: Callable[..., bool]) -> Handler:
             return all(func(tile, other, *args[2:], **others) for tile, other in tiles)
 
         if isinstance(a.process_group, NonMember):
-            return same_here()  # there are no tiles here
+            return same_here()  # this rank has no tiles
         return all(agree(same_here, a.process_group))
 
     return handler

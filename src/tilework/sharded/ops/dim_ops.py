@@ -1,4 +1,4 @@
-"""Operators along dims that are not sharded: each tile has all that its results need.
+"""Operators along dims that are not sharded: each tile has everything that the results need.
 
 Softmax, sorting, cumulated sums, and reductions over some dims. The result is sharded along the
 other dims as before; nothing is communicated.
@@ -45,12 +45,12 @@ def dims_of(tensor: Tensor, dim: Any) -> tuple[int, ...] | None:
 
 
 def unsharded(shape: Sequence[int], dims: Sequence[int], kept: bool = True) -> FactorMap:
-    """The factor map of an operator of which each tile needs all of some dims.
+    """The factor map of an operator that needs all of some dims in each tile.
 
     Args:
-        shape: The tensor's.
-        dims: Those dims.
-        kept: True if the result has them too, of any size.
+        shape: The shape of the tensor.
+        dims: The dims that each tile needs in full.
+        kept: True if the result has these dims, too, of any size.
     """
     inputs = [Factor(size, unshardable=dim in dims) for dim, size in enumerate(shape)]
     outputs = [
@@ -73,7 +73,7 @@ def run_along(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """``func`` on each tile, where it needs all of ``dims``, and of the others nothing."""
+    """``func`` on each tile, where it needs all of ``dims``, and any part of the others."""
     op = _propagate(tensor, dims, kept=True)
     if isinstance(op, NotLocal):
         raise unsupported(func, (tensor, *args), kwargs, SHARDED_DIM.format(op.dim))
@@ -87,7 +87,7 @@ def run_along(
 
 
 def _with_elements(tensor: ShardedTensor, tile: Tensor, dims: Sequence[int]) -> Tensor:
-    """The tile; for an empty one zeros, from which dtypes and extents of results follow."""
+    """The tile, or zeros if it is empty, to find the dtypes and extents of results."""
     if tile.numel():
         return tile
     sizes = enumerate(zip(tile.shape, tensor.shape, strict=True))
@@ -142,10 +142,10 @@ def _dims(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[int, ...] | None:
-    """The dims of which each tile needs all, by the operator's rule; None if it has none."""
+    """The dims that each tile needs in full, by the operator's rule; None without a rule."""
     if kwargs.get("out") is not None:
         return None
-    if name == "normalize":  # it has no rule, and takes p, dim
+    if name == "normalize":  # no rule, and arguments (p, dim)
         args, kwargs = args[1:2] or (kwargs.get("dim", 1),), {}
     try:
         call = local_call(_RULED_AS.get(name, name), func, (tensor, *args), kwargs)

@@ -1,7 +1,7 @@
 """Elementwise operators, and others that keep a tensor's shape: they run on the tiles.
 
-None of their factors is reduced or unshardable, so results have the layout of the operands, which
-must all have the same; nothing is communicated.
+None of their factors is reduced or unshardable. All operands must have the same layout, which the
+results get, too; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 from tilework.tiled.op_table import entry_of
 
-#: Functions that keep the shape, beside the elementwise operators of the table: made of such, or
-#: not computed from elements alone. With "_": only the form that writes to the tensor.
+#: Functions that keep the shape, besides the elementwise operators of the table: compositions of
+#: these, or functions of other values than elements. With "_": only the in-place form.
 _KEEP_SHAPE = """
     _threshold alpha_dropout bernoulli cauchy_ detach dropout empty_like exponential_ fill_
     full_like geometric_ log_normal_ normal_ ones_like rand_like randint_like randn_like random_
@@ -39,7 +39,7 @@ _SHAPE_KEEPING = frozenset(_KEEP_SHAPE.split())
 
 
 def elementwise(func: Callable[..., Any]) -> Handler:
-    """The handler that runs ``func`` on the tiles of its operands, which must be sharded alike."""
+    """The handler that runs ``func`` on the tiles of operands with the same sharding."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         leaves, form = pytree.tree_flatten((args, kwargs))
@@ -122,7 +122,7 @@ def _where(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 
 
 def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | None:
-    """The handler of an elementwise function, and of others that keep the shape."""
+    """The handler of a function that is elementwise or keeps the shape."""
     names = {name, f"{name}_"} if in_place else {name}
     keeps_shape = entry_of(name).is_elementwise or names & _SHAPE_KEEPING
     return elementwise(func) if keeps_shape else None

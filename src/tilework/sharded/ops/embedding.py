@@ -1,7 +1,7 @@
-"""Look-ups in a sharded table. Each rank has ids of its own, and gets the rows of the full table.
+"""Look-ups in a sharded table. Each rank has different ids, and gets rows of the full table.
 
-Each rank asks the owners for the rows that it lacks, each row once; what is done with them is
-torch's own operator on these rows. A tile's gradient is that of the sum of all ranks' losses.
+Each rank asks the owners for the rows that it lacks, each row once, and runs torch's own operator
+on these rows. A tile gets the gradient of the sum of all ranks' losses.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def rows_of(
 ) -> tuple[Tensor, Tensor]:
     """The rows that ``ids`` name, each once and in order, and the row of each id. Collective.
 
-    A rank receives the ids that others look up in its tiles, and the rows that it asks for itself.
+    A rank receives the ids that others look up in its tiles, and the rows that it asked for.
 
     Args:
-        ids: This rank's own.
+        ids: This rank's ids.
         weight: The table.
-        name: The operator's, for errors.
-        refuse: Raises for other arguments that are wrong; then all ranks raise.
+        name: The operator's name, for errors.
+        refuse: Raises if other arguments are wrong; then all ranks raise.
     """
     group = member_of(weight, name)
     tiles = tiles_by_rank(weight, group)
@@ -64,7 +64,7 @@ def rows_of(
 
 
 def _rows(boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    """The start and the end of each run of rows that these tiles have, each once."""
+    """The start and end of each distinct run of rows that these tiles have."""
     return list(dict.fromkeys((box.offsets[0], box.ends[0]) for box in boxes))
 
 
@@ -160,7 +160,7 @@ def _handler(func: Callable[..., Any], names: tuple[str, ...]) -> Any:
 
 
 def _place_of(row: int, ids: Tensor, inverse: Tensor) -> int | None:
-    """The place of a row among the looked-up ones; None if it is not among them."""
+    """The place of a row among the looked-up rows; None if it is not among them."""
     places = inverse[ids == row]
     return int(places[0]) if places.numel() else None
 

@@ -1,6 +1,6 @@
 """Exchanges between ranks inside an operator, and of gradients in its backward.
 
-Here each rank has values and a loss of its own: gradients are those of the sum of all ranks'
+Here each rank has separate values and a separate loss: gradients are those of the sum of all ranks'
 losses, and every rank must run backward.
 """
 
@@ -27,7 +27,7 @@ from tilework.tiled.transfer_plans import replicated_tiling
 def agree_on_gradients(
     count: Callable[[], list[int]], inputs: Sequence[Tensor], group: ProcessGroup
 ) -> list[list[int]]:
-    """The numbers of each rank, once all agree on what needs a gradient.
+    """The numbers of each rank, after all agreed on which inputs need a gradient.
 
     Collective; blocks.
 
@@ -52,10 +52,10 @@ def agree_on_gradients(
 
 
 def exchange(parts: Sequence[Tensor], received: Sequence[int], group: ProcessGroup) -> list[Tensor]:
-    """The flat tensors from each rank, for one sent to each. Collective, also backward.
+    """The flat tensors from each rank, after sending one to each. Collective, also backward.
 
     Args:
-        parts: One for each rank of the group, in its order.
+        parts: A flat tensor for each rank of the group, in the group's order.
         received: The number of elements from each.
         group: The group.
     """
@@ -83,7 +83,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def spread(tensor: ShardedTensor) -> Tensor:
-    """The full tensor on each rank, as a value of its own. Collective, also backward."""
+    """The full tensor on each rank, as a separate value. Collective, also backward."""
     full: Tensor = _Spread.apply(  # type: ignore[no-untyped-call]
         tensor.detach(), *graph_tiles(tensor)
     )
@@ -105,7 +105,7 @@ class _Spread(torch.autograd.Function):
         tensor: ShardedTensor = ctx.tensor
         group, shape = tensor.process_group, tuple(tensor.shape)
         whole = Box((0,) * len(shape), shape)
-        # The gradient is partial: each rank has one of its own.
+        # The gradient is partial: each rank has another addend.
         partial = tuple((Tile(whole, (rank,)),) for rank in get_process_group_ranks(group))
         source = Tiling(shape, partial, "sum" if len(partial) > 1 else None)
         steps = plan(source, tensor.tiling, _global_rank(tensor))
@@ -120,7 +120,7 @@ def _global_rank(tensor: ShardedTensor) -> int:
 
 
 def assemble(shape: Sequence[int], boxes: Sequence[Box], parts: Sequence[Tensor]) -> Tensor:
-    """The tensor whose boxes these parts fill; each gets its part of the gradient."""
+    """The tensor whose boxes these parts fill; each part gets a slice of the gradient."""
     full: Tensor = _Assemble.apply(tuple(shape), boxes, *parts)  # type: ignore[no-untyped-call]
     return full
 
@@ -140,7 +140,7 @@ class _Assemble(torch.autograd.Function):
 
 
 def working_tiles(weight: ShardedTensor) -> list[tuple[Box, Tensor]]:
-    """This rank's tiles that have elements, with their boxes; an empty one if there are none."""
+    """This rank's tiles that have elements, with their boxes; an empty tile if there are none."""
     boxes = weight.tiling.boxes_of(_global_rank(weight))
     tiles = [(b, t) for b, t in zip(boxes, weight.local_tiles(), strict=True) if not b.empty]
     zeros = (0,) * weight.dim()
@@ -148,6 +148,6 @@ def working_tiles(weight: ShardedTensor) -> list[tuple[Box, Tensor]]:
 
 
 def tiles_by_rank(weight: ShardedTensor, group: ProcessGroup) -> list[list[Box]]:
-    """The boxes with elements of each rank of the group, in its order."""
+    """The boxes with elements of each rank of the group, in the group's order."""
     of_rank = [weight.tiling.boxes_of(rank) for rank in group.global_ranks]
     return [[box for box in boxes if not box.empty] for boxes in of_rank]

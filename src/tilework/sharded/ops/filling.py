@@ -1,7 +1,7 @@
-"""torch.nn.init on sharded tensors, where it does not consist of other operators already.
+"""torch.nn.init on sharded tensors, where it is not composed of other operators already.
 
 Random numbers come from each rank's own generator, tile by tile: ranks with the same seed fill
-their tiles with the same numbers. Bounds that follow from a shape follow from the global one.
+their tiles with the same numbers. Bounds that depend on a shape depend on the global shape.
 """
 
 from __future__ import annotations

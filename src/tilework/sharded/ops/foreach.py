@@ -27,7 +27,7 @@ def _item(value: Any, i: int) -> Any:
 
 
 def _addc(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``addcmul`` or ``addcdiv``, whose factor is positional in the lists' form."""
+    """``addcmul`` or ``addcdiv``, where the factor is positional in the form for lists."""
 
     def run(x: Tensor, a: Tensor, b: Tensor, value: float = 1) -> Tensor:
         return operator(x, a, b, value=value)
@@ -36,7 +36,7 @@ def _addc(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _in_place(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operator that has no form of its own that writes its first argument."""
+    """The in-place form of an operator that has none."""
 
     def run(x: Tensor, *args: Any) -> Tensor:
         return x.copy_(operator(x, *args))

@@ -1,4 +1,4 @@
-"""Values that are replicated: a result of each tile, gathered to every rank."""
+"""Values that are replicated: results for the tiles, gathered to every rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tilework.sharded.tensor import ShardedTensor
 def gather_from_tiles(tensor: ShardedTensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """The results of ``compute`` for each tile that has elements, stacked, on every rank.
 
-    Collective: one all_gather, of as many results as the rank with most tiles has. The gathered
+    Collective: one all_gather, of as many results as the rank with the most tiles has. The gathered
     value is replicated: each rank takes its own tiles' part of the gradient.
 
     Args:
-        tensor: One with elements.
-        compute: From a tile to a tensor of one shape for all tiles.
+        tensor: A tensor with elements.
+        compute: Maps a tile to a tensor of a shape that is the same for all tiles.
     """
     group = member_of(tensor, "a reduction")
     results = [compute(tile) for tile in tensor.local_tiles() if tile.numel()]
@@ -37,7 +37,7 @@ def gather_from_tiles(tensor: ShardedTensor, compute: Callable[[Tensor], Tensor]
 
 
 class _GatherRows(torch.autograd.Function):
-    """From rows on the ranks that own them to all rows on all ranks, in the order of owners."""
+    """Gathers all rows to all ranks, in the order of ``owners``."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: ProcessGroup, owners: list[int]) -> Tensor:

@@ -1,7 +1,7 @@
 """Gradients of sharded tensors: those of the tiles, by the tiles' own graph.
 
-What is called alike for DTensors shares only torch's own functions with this: there a rank has one
-local tensor, whose gradient may be partial.
+The functions for DTensors are separate: there a rank has one local tensor, whose gradient may be
+partial.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilework.sharded.ops.tiles import (
 from tilework.sharded.registry import Handler
 from tilework.sharded.tensor import ShardedTensor
 
-# To a type checker these are the values, not the properties.
+# A type checker takes these for the values, not for the properties.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _SHARDED_ALIKE = "expected a ShardedTensor that is sharded alike"
@@ -52,7 +52,7 @@ def _requires_grad_(types: Any, args: Any, kwargs: Any, process_group: Any) -> S
 
 def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> Tensor | None:
     tensor: ShardedTensor = args[0]
-    # Backward may have reached some of the tiles only.
+    # Backward may have reached only some of the tiles.
     return _wrapped_gradient(tensor, [tile.grad for tile in graph_tiles(tensor)])
 
 
@@ -67,7 +67,7 @@ def _set_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 
 
 def _tiles_alike(func: Callable[..., Any], tensor: Any, value: Any) -> list[Any]:
-    """The tiles of ``value``, which must be sharded as ``tensor`` is."""
+    """The tiles of ``value``, which must be sharded like ``tensor``."""
     if not isinstance(value, ShardedTensor) or not isinstance(tensor, ShardedTensor):
         raise unsupported(func, (tensor, value), {}, _SHARDED_ALIKE)
     if value.shape != tensor.shape or not same_layout(tensor, value):
@@ -88,7 +88,7 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
         raise unsupported(_DATA.__set__, args, kwargs, OTHER_LAYOUT)
     tiles, values = graph_tiles(tensor), graph_tiles(value)
     for tile, other in zip(tiles, values, strict=True):
-        tile.data = other  # still the same tensor: an optimizer may know it
+        tile.data = other  # still the same tensor: an optimizer may hold it
     with torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(tensor, value)
     placed = zip(tiles, value.local_shards(), strict=False)
@@ -124,7 +124,7 @@ def _tiles_and_gradients(
 
 
 def _listed(value: Any, length: int) -> list[Any]:
-    """A list of tensors, or of gradients for them; of None for each if there are none."""
+    """A list of tensors, or of gradients for them; a list of None if there are none."""
     if value is None:
         return [None] * length
     return [value] if isinstance(value, Tensor) else list(value)
@@ -160,7 +160,7 @@ def _autograd_grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> An
 
 
 def _wrapped_gradient(tensor: Tensor, gradients: list[Tensor | None]) -> Tensor | None:
-    """The gradient of a tensor, from those of its tiles; zeros for tiles without any."""
+    """The gradient of a tensor, from the tiles' gradients; zeros for tiles without a gradient."""
     if not isinstance(tensor, ShardedTensor):
         return gradients[0]
     if all(gradient is None for gradient in gradients):

@@ -1,8 +1,8 @@
-"""Products with a sharded weight. Each rank has an input of its own, and gets its own result.
+"""Products with a sharded weight. Each rank has a different input, and gets the result for it.
 
-The weight stays where it is. Inputs move to it, those columns that its tiles need; partial products
-move back and are summed. Where the weight has fewer elements than what would move, each rank
-gathers the full weight instead. Backward mirrors forward: a tile's gradient is that of the sum of
+The weight stays in place. The columns of inputs that a tile needs move to the tile; partial
+products move back and are summed. If the weight has fewer elements than these transfers, each rank
+gathers the full weight instead. Backward mirrors forward: a tile gets the gradient of the sum of
 all ranks' losses.
 """
 
@@ -35,10 +35,10 @@ _HINT = "the weight is sharded and has two dims, the input is a plain tensor of 
 
 
 def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "linear") -> Tensor:
-    """``x @ weight.T + bias``, of this rank's ``x``. Collective, also backward.
+    """``x @ weight.T + bias``, for this rank's ``x``. Collective, also backward.
 
-    Bytes that a rank with ``b`` of all ``B`` rows receives, in elements: at most ``B`` times the
-    columns of its own tiles, and ``b`` times the rows of all tiles (so ``b * out`` times the
+    The elements that a rank with ``b`` of all ``B`` rows receives: at most ``B`` times the columns
+    of the rank's tiles, and ``b`` times the rows of all tiles (which is ``b * out`` times the
     number of tiles side by side along the columns); or the full weight if that is less.
     """
     group = member_of(weight, name)
@@ -59,7 +59,7 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
     rows = [counts[0] for counts in agree_on_gradients(check, inputs, group)]
     tiles = tiles_by_rank(weight, group)
     elements = _elements_moved(rows, tiles), weight.numel() * (len(rows) - 1)
-    # Bytes alone decide: how many messages either takes depends on the tiling.
+    # Only bytes decide: the number of messages of both ways depends on the tiling.
     moving_inputs, gathering = (
         DEFAULT_COST.collective_seconds(count * weight.itemsize, messages=0) for count in elements
     )
@@ -85,7 +85,7 @@ def _elements_moved(rows: Sequence[int], tiles: Sequence[Sequence[Box]]) -> int:
 
 
 def _columns(boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    """The start and the length of each run of columns that these tiles need, each once."""
+    """The start and length of each distinct run of columns that these tiles need."""
     return list(dict.fromkeys((box.offsets[1], box.sizes[1]) for box in boxes))
 
 
@@ -112,7 +112,7 @@ def _multiply_at_weight(
     products = [F.linear(inputs[box.offsets[1], box.sizes[1]], tile) for box, tile in own]
     per_rank = zip(*(product.split_with_sizes(rows) for product in products), strict=True)
     parts = [torch.cat([product.reshape(-1) for product in of_rank]) for of_rank in per_rank]
-    # … and send each rank its own.
+    # … and send each rank the products of its rows.
     received = exchange(parts, [mine * sum(b.sizes[0] for b in boxes) for boxes in tiles], group)
     by_box: dict[Box, Tensor] = {}
     for part, boxes in zip(received, tiles, strict=True):
@@ -137,7 +137,7 @@ def _by_columns(
 
 
 def _sum_products(products: Sequence[tuple[Box, Tensor]], x: Tensor, width: int) -> Tensor:
-    """The sum, at each place, of the products of tiles that have it, in the tiling's order."""
+    """The sum, at each place, of all tiles' products there, in the tiling's order."""
     if not products:
         return x.sum(1, keepdim=True).expand(len(x), width) * 0
     edges = sorted({edge for box, _ in products for edge in (box.offsets[0], box.ends[0])})

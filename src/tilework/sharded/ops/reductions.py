@@ -1,9 +1,9 @@
-"""Reductions: over all elements to a plain tensor, over dims that are not sharded to a sharded one.
+"""Reductions: of all elements to a plain tensor, along unsharded dims to a sharded tensor.
 
-A reduction over all elements is one small all_gather of a result per tile (two for argmax,
-argmin and for the gradient of an extremum); every rank then combines the same numbers in the same
-order, so that all get the same bits. The result is replicated: its gradient is taken once. 16-bit
-floats are accumulated in 32 bits.
+A reduction over all elements is a small all_gather of a result per tile (two for argmax, argmin and
+for the gradient of an extremum). Then every rank combines the same numbers in the same order, and
+all get the same bits. The result is replicated: its gradient is taken once. 16-bit floats are
+accumulated in 32 bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Reduce = Callable[[ShardedTensor, torch.dtype, dict[str, Any]], Tensor]
 
 
 def _folded(func: Callable[..., Tensor]) -> Reduce:
-    """The reduction by a function that gives the same from its results of tiles as from all."""
+    """The reduction by a function that can be applied again to the results of tiles."""
 
     def reduce(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
         kind = accumulation_dtype(dtype)
@@ -72,7 +72,7 @@ def _logsumexp(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any
 
 
 def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Tensor:
-    """The squares around each tile's mean, and those of the means around the mean of all."""
+    """The squares around each tile's mean, and the squares of the means around the total mean."""
     kind, n = accumulation_dtype(dtype), tensor.numel()
     correction = options.get("correction")
     if correction is None:
@@ -111,7 +111,7 @@ def _norm(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) ->
 
 
 def _extreme(tensor: ShardedTensor, name: str) -> Tensor:
-    """The greatest or least element; its gradient goes to all that equal it, in equal shares."""
+    """The greatest or least element; equal elements share the gradient equally."""
     fold: Callable[[Tensor], Tensor] = getattr(torch, name)
     with torch.no_grad():
         best = fold(gather_from_tiles(tensor, fold))
@@ -144,7 +144,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def _arg(tensor: ShardedTensor, name: str) -> Tensor:
-    """The place of the extreme in row-major order; the first if there are several."""
+    """The place of the extremum in row-major order; the first if there are several."""
     fold, find = getattr(torch, f"a{name}"), getattr(torch, f"arg{name}")
     with torch.no_grad():
         values = gather_from_tiles(tensor, fold)
@@ -156,7 +156,7 @@ def _arg(tensor: ShardedTensor, name: str) -> Tensor:
 
 
 def _place(index: Tensor, box: Box | None, shape: torch.Size) -> Tensor:
-    """The place in the full tensor, from that in a tile."""
+    """The place in the full tensor, from the place in a tile."""
     if box is None or not shape:
         return index
     within = torch.unravel_index(index, box.sizes)
@@ -184,7 +184,7 @@ def _extremes(name: str) -> Reduce:
 
 _DIM = ("dim", "keepdim")
 _SPREAD = ("dim", "unbiased", "keepdim")
-#: The reduction over all elements (None: it is refused), and the arguments after the tensor.
+#: The reduction over all elements (None: refused), and the arguments after the tensor.
 _REDUCTIONS: dict[str, tuple[Reduce | None, tuple[str, ...]]] = {
     "sum": (_sum, _DIM),
     "nansum": (_nansum, _DIM),
@@ -234,7 +234,7 @@ def _reduction(func: Callable[..., Any], reduce: Reduce | None, names: tuple[str
         member_of(tensor, func.__name__)
         if tensor.numel() == 0 or tensor.is_meta:
             return func(zeros_after(tensor, tensor.shape), *args[1:], **others)
-        # The plain operator says what dtype and shape the result has, and what it refuses.
+        # The plain operator on a meta tensor gives the dtype and shape, or the refusal.
         like = func(torch.zeros((2,) * tensor.dim(), dtype=tensor.dtype), *args[1:], **others)
         result = reduce(tensor, _first(like).dtype, options)
         return _shaped(result, _first(like).shape)

@@ -30,20 +30,21 @@ from tilework.sharded.wrap import wrap_shards
 
 T = TypeVar("T")
 
-#: The most entries in the cache that tensors computed from one tensor share.
+#: The maximum of entries in the cache that tensors computed from one tensor share.
 _MOST_CACHED = 1024
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ResultLayout:
-    """The layout of a result whose tiles are computed from those of a tensor, on the same ranks.
+    """The layout of a result whose tiles are computed from a tensor's tiles, on the same ranks.
 
     Args:
-        size: Its shape.
-        spec: Its sharding spec.
-        shards: All its shards.
-        shard_map: Their owners.
-        numbers: For each tile of the tensor the number of its result; None if it has none.
+        size: The result's shape.
+        spec: The result's sharding spec.
+        shards: All shards of the result.
+        shard_map: The shards and their owners.
+        numbers: For each tile of the tensor the number of the result's tile; None if there is
+            none.
     """
 
     size: torch.Size
@@ -57,7 +58,7 @@ def cached(tensor: ShardedTensor, key: Hashable, make: Callable[[], T]) -> T:
     """The result of ``make``, which depends only on the key and on the tensor's layout."""
     shard_map, shards = tensor._shard_map, tensor._metadata.shards_metadata
     entry = shard_map.results.get((shard_map, key))
-    # Tensors of one shard map that were moved to another device have other placements.
+    # Tensors with the same shard map have other placements after a move to another device.
     if entry is None or entry[0] is not shards:
         if len(shard_map.results) >= _MOST_CACHED:
             shard_map.results.clear()
@@ -73,8 +74,8 @@ def layout_of_boxes(
 
     Args:
         tensor: The tensor.
-        size: The result's.
-        boxes: For each tile that of its result; None: nothing is left of it.
+        size: The size of the result.
+        boxes: For each tile the result's box; None: nothing is left of the tile.
     """
     metadata = tensor._metadata
     shards: list[ShardMetadata] = []
@@ -93,7 +94,7 @@ def layout_of_boxes(
 
 
 def layout_of(tensor: ShardedTensor) -> ResultLayout:
-    """The tensor's own layout."""
+    """The layout of the tensor."""
     shards = tensor._metadata.shards_metadata
     numbers = tuple(range(len(shards)))
     return ResultLayout(tensor.shape, tensor._sharding_spec, shards, tensor._shard_map, numbers)
@@ -119,13 +120,13 @@ def of_tiles(
     apply: Callable[[Tensor, int, Ints], Tensor],
     stand_in: Tensor | None = None,
 ) -> ShardedTensor:
-    """A tensor whose tiles are computed from those of another, each on its rank. Local.
+    """A tensor whose tiles are computed from another tensor's tiles, on the same ranks. Local.
 
     Args:
         tensor: The tensor.
-        layout: The result's.
-        apply: From a tile, its number and the size of its result to the result.
-        stand_in: The result of this rank's stand-in, if it has one and the dtype changes.
+        layout: The layout of the result.
+        apply: Called with a tile, the tile's number and the size of the result; returns the result.
+        stand_in: The result of this rank's stand-in, if there is one and the dtype changes.
     """
     local = []
     for i, shard in zip(tensor.tiling.of(get_rank()), tensor._local_shards, strict=True):

@@ -1,7 +1,7 @@
 """Ranges and single elements of dims: narrow, select, split, unbind, and indexing.
 
-Each tile becomes its part of the range, on the rank where it is; nothing is communicated. Factor
-maps have no ranges, so boxes are evaluated here.
+Each tile becomes a part of the range, on the same rank; nothing is communicated. Factor maps have
+no ranges, therefore boxes are evaluated here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def alias(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def narrow(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
-    """``length`` elements along a dim, from ``start``; tiles without any of them become empty."""
+    """``length`` elements along a dim, from ``start``; tiles outside become empty."""
 
     def make() -> ResultLayout:
         boxes = []
@@ -141,7 +141,7 @@ def _iter(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 def _squeeze(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = sharded_argument(torch.squeeze, args, kwargs)
     dim = options_of(("dim",), args, kwargs).get("dim")
-    # No dims are none here, where a reduction takes them for all.
+    # An empty list means no dims here, but all dims for a reduction.
     dims = () if isinstance(dim, tuple | list) and not dim else dims_of(tensor, dim)
     tensor = alias(tensor)
     for dim in reversed(range(tensor.dim()) if dims is None else dims):

@@ -1,4 +1,4 @@
-"""Local tiles of operands, and sharded tensors of what is computed from them."""
+"""Local tiles of operands, and sharded tensors of results computed from them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ PLAIN_OPERAND = "a plain operand must be a number or a tensor without dims: shar
 
 
 def no_elements(tensor: ShardedTensor, ndim: int = 1) -> Tensor:
-    """No elements, but a place in the graph after the tensor's tiles on this rank."""
+    """An empty tensor with a place in the graph after the tensor's tiles on this rank."""
     return emptied(graph_tiles(tensor)[0], ndim)
 
 
 def emptied(tile: Tensor, ndim: int) -> Tensor:
-    """No elements in so many dims, but a place in the graph after the tile."""
+    """An empty tensor of ``ndim`` dims with a place in the graph after the tile."""
     flat = tile.reshape(-1)[:0]
     return flat.reshape((0,) * ndim) if ndim else flat.sum(dtype=tile.dtype)
 
 
 def zeros_after(tensor: ShardedTensor, shape: Sequence[int]) -> Tensor:
-    """Zeros of the tensor's dtype, with a place in the graph after its tiles on this rank."""
+    """Zeros of the tensor's dtype, with a place in the graph after the tiles on this rank."""
     zeros = torch.zeros(tuple(shape), dtype=tensor.dtype, device=tensor.device)
     if not tensor.requires_grad:
         return zeros
@@ -45,7 +45,7 @@ def zeros_after(tensor: ShardedTensor, shape: Sequence[int]) -> Tensor:
 
 
 def wrap(operand: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
-    """A tensor sharded as ``operand``, of results of its :func:`graph_tiles`."""
+    """A tensor sharded as ``operand``, made of results of :func:`graph_tiles` on it."""
     kind = results[0].device.type
     return wrap_results(
         operand, results, None if kind == operand.device.type else torch.device(kind)
@@ -53,7 +53,7 @@ def wrap(operand: ShardedTensor, results: Sequence[Tensor]) -> ShardedTensor:
 
 
 def settle(operand: ShardedTensor) -> ShardedTensor:
-    """``operand``, after its tiles have been written in place."""
+    """``operand``, after the tiles have been written in place."""
     requires_grad = graph_tiles(operand)[0].requires_grad
     if requires_grad != operand.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
@@ -63,7 +63,7 @@ def settle(operand: ShardedTensor) -> ShardedTensor:
 
 
 class _ComparedLayouts:
-    """The layouts that all ranks of a group have compared, and found the same."""
+    """The layouts that all ranks of a group have compared and found equal."""
 
     def __init__(self) -> None:
         self.of_group: WeakKeyDictionary[ProcessGroup, set[tuple[int, torch.dtype]]]
@@ -71,13 +71,13 @@ class _ComparedLayouts:
 
 
 def member_of(tensor: ShardedTensor, name: str) -> ProcessGroup:
-    """The tensor's group, for what needs all of its ranks.
+    """The tensor's group, for an operation that needs all ranks of the group.
 
-    A tensor is made without communication, so its layout is compared when it is first used:
-    collective then, a set's look-up later.
+    A tensor is made without communication. Its layout is compared at the first use: that call is
+    collective, later calls only look in a set.
 
     Raises:
-        ValueError: This rank is not in it, or another rank has another layout.
+        ValueError: This rank is not in the group, or another rank has another layout.
     """
     group = tensor.process_group
     if isinstance(group, NonMember):
@@ -106,7 +106,7 @@ def sharded_argument(func: Callable[..., Any], args: Any, kwargs: Any) -> Sharde
     """The first argument of a call.
 
     Raises:
-        RuntimeError: It is no sharded tensor.
+        RuntimeError: It is not a sharded tensor.
     """
     tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
     if not isinstance(tensor, ShardedTensor):
