@@ -1,9 +1,10 @@
-"""Agreement of ranks on a program: each group's collectives, in order, are those of all its ranks.
+"""Agreement of ranks on a program: all ranks of a group have the group's collectives in one order.
 
-Ranks compare once, when a program is made. Ranks of unlike shards have unlike local operators, so
-what they compare is what they do together: by group, the operations, reductions, dtypes and lines.
-Each collective of a call then carries a digest of that text, the number of the call, and the number
-of the collective: a rank that runs another program, or none, is told apart at the first one.
+Ranks compare once, when a program is made. Ranks with different shards have different local
+operators; therefore they compare their communication: by group, the operations, reductions, dtypes
+and lines. Each collective of a call then carries a digest of that text, the number of the call, and
+the number of the collective: a rank that runs another program, or none, is found at the first
+collective.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Digests:
     """The digests of a program's collectives.
 
     Attributes:
-        bases: By group, in the order of the program: the digest of its collectives.
+        bases: By group, in the order of the program: the digest of the group's collectives.
         calls: The number of calls so far.
         collectives: By group, a text for each collective.
     """
@@ -43,10 +44,10 @@ class Digests:
 
 
 def agree_on(graph: Graph, name: str) -> Digests:
-    """Compare a program with those of the other ranks of its groups. Collective over each.
+    """Compare a program with other ranks' programs. Collective over each group of the program.
 
     Raises:
-        CaptureError: Programs differ; on every rank of a group whose collectives do.
+        CaptureError: Programs differ; on every rank of a group with different collectives.
     """
     texts: dict[ProcessGroup, list[str]] = {}
     for each in graph.instructions:

@@ -1,7 +1,7 @@
 """The surroundings of a program: checks that it holds, reads of inputs, writes of results.
 
-It is Python that is written for one record, with a comparison of identities for each object that
-the record rests on: some 40 ns each, where a loop over descriptions takes four times as long.
+It is generated Python for one record, with a comparison of identities for each object among the
+record's conditions: some 40 ns each. A loop over descriptions takes four times as long.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 class Held(NamedTuple):
-    """The things that a program rests on besides its inputs.
+    """The conditions of a program besides its inputs.
 
     Attributes:
         options: Options of optimizers, which are inputs.
         way: Objects on the way to the inputs: (place, object).
         constants: Numbers, texts and flags that the step may have read: (place, value).
-        guards: Comparisons of options, and what they came to.
+        guards: Comparisons of options, and their results.
     """
 
     options: list[Option]
@@ -64,7 +64,7 @@ class _Source:
         return name
 
     def read(self, place: Place) -> str:
-        """Python that reads a place."""
+        """Python code that reads a place."""
         owner = self.name(place.owner)
         if place.how == "item":
             key = repr(place.key) if isinstance(place.key, str | int) else self.name(place.key)
@@ -91,8 +91,8 @@ class _Source:
 def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
     """The function before a program: from the leaves of the arguments to the inputs.
 
-    It gives None if something is not as it was, which may still do. Layouts of inputs that stay
-    the same tensors are left to :func:`layouts_hold`.
+    It returns None if something has changed; the record may still hold then. Layouts of inputs that
+    stay the same tensors are left to :func:`layouts_hold`.
     """
     source = _Source()
     checks = [f"{source.read(place)} is {source.name(thing)}" for place, thing in held.way]
@@ -130,10 +130,10 @@ def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
 
 
 def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that tells whether tensors have the layouts that they have now.
+    """A function that tells whether tensors still have their current layouts.
 
-    It may say no where they have, under other modes of torch. Dynamo's guards take 0.07 µs a
-    tensor, reads by Python 0.4.
+    It may return False for unchanged layouts under other modes of torch. Dynamo's guards take
+    0.07 µs a tensor, reads by Python 0.4.
     """
     if _TensorGuards is None:
         known = list(map(layout_of, tensors))
@@ -148,12 +148,12 @@ def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def write_leave(
     graph: Graph, tree: Any, index_of: Callable[[Any], int]
 ) -> Callable[[list[Any], int | None], Any]:
-    """The function behind a program: puts values into their places, and gives the step's result.
+    """The function behind a program: puts values into their places, and returns the step's result.
 
     Args:
         graph: The program.
         tree: The tree of the result.
-        index_of: Gives the place of a value or number among those that outlive a call.
+        index_of: Returns the index of a value or number among those that outlive a call.
     """
     source = _Source()
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tilework.capture.number import Number
 from tilework.capture.places import Argument, is_dtensor
 
-#: Makes a number of an element; the method itself is replaced while a step is recorded.
+#: Makes a number from an element; recording replaces the method itself.
 ITEM: Callable[[Tensor], Any] = Tensor.item
 
 
@@ -33,8 +33,8 @@ class Value:
     """A tensor of the program, or another object that an instruction made.
 
     Attributes:
-        number: Counts the program's values.
-        memory: The memory that the tensor shows; None: no tensor.
+        number: The number of the value in the program.
+        memory: The memory that the tensor shows; None: not a tensor.
         text: The shape and dtype, for people.
         shape: The shape when the step was recorded.
     """
@@ -51,9 +51,9 @@ class Instruction:
     """A call of a function.
 
     Attributes:
-        function: An operator of torch's, or another function that does the same at each call.
+        function: An operator of torch's, or another function that has the same effect at each call.
         args: The arguments, a tree with values and numbers in it.
-        kwargs: Likewise.
+        kwargs: The keyword arguments, in the same form.
         outputs: The result's leaves in order; None: a leaf that nothing needs.
         form: The result's tree: "leaf", "flat" (a sequence of leaves) or "deep".
         writes: Memory that the instruction writes to.
@@ -75,12 +75,12 @@ class Instruction:
     nbytes: int = 0
 
     def inputs(self) -> Iterator[Value]:
-        """The values among the arguments, also those that numbers are computed from."""
+        """The values among the arguments, also values that numbers are computed from."""
         return values_in((self.args, self.kwargs))
 
 
 def values_in(tree: Any) -> Iterator[Value]:
-    """The values in a tree, also those that its numbers are computed from."""
+    """The values in a tree, also values that its numbers are computed from."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Value):
             yield leaf
@@ -96,8 +96,8 @@ class Input:
         value: The value in the program.
         path: The place: see :mod:`~tilework.capture.places`.
         tensor: The tensor that was there, and has to be, if ``layout`` is None.
-        layout: The layout that another tensor has to have; of a DTensor's local tensor the
-            DTensor's. None for arguments, whose layout is in the key of a call.
+        layout: The required layout of another tensor; for a DTensor's local tensor the layout of
+            the DTensor. None for arguments, whose layout is in the key of a call.
     """
 
     value: Value
@@ -112,7 +112,7 @@ class Input:
 
     @property
     def may_change(self) -> bool:
-        """True if another tensor of the same layout may be at the place, which is no argument."""
+        """True if another tensor of the same layout may be at the place, not an argument."""
         return self.layout is not None and not self.is_local
 
     @property
@@ -128,7 +128,7 @@ class Graph:
     Attributes:
         inputs: Tensors from outside, in the order in which the step came to them.
         instructions: In the order of the step.
-        result: What the step returned, with values for tensors.
+        result: The result of the step, with values for tensors.
         places: Places that hold other tensors after the call: (path, tree of values).
     """
 
@@ -144,7 +144,7 @@ class Graph:
     def drop_dead(self) -> None:
         """Drop instructions whose results nothing needs: trials of layouts and strides, mostly.
 
-        Collectives stay, since other ranks take part in them, and so do random draws, since the
+        Collectives stay, because other ranks take part in them. Random draws stay, because the
         generator counts them.
         """
         needed = {value.number for value in self.kept()}
@@ -173,7 +173,7 @@ class Graph:
             ]
 
     def last_uses(self) -> list[list[Value]]:
-        """By instruction, the values that nothing needs after it."""
+        """By instruction, the values that nothing needs afterwards."""
         kept = {value.number for value in self.kept()}
         seen: set[int] = set(kept)
         result: list[list[Value]] = []

@@ -1,8 +1,8 @@
-"""Group operations, recorded at the contract that all collectives of the package go through.
+"""Group operations, recorded at the interface that all collectives of the package use.
 
 While a step is recorded its groups have no fast path, and their methods are replaced by methods
-that run the operation and record an instruction. So collectives of DTensors, of data parallelism
-and of the program itself become instructions by one mechanism.
+that run the operation and record an instruction. Thus a single mechanism makes instructions of
+collectives of DTensors, of data parallelism and of the program itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup
 from tilework.comm.recording import recorded, set_recorder
 from tilework.comm.world import current_world
 
-#: By method: the name of the operation on the fast path, and of its arguments which are the input
-#: and the output. What has no fast path runs by the method.
+#: By method: the name of the operation on the fast path, and the names of the arguments for input
+#: and output. Operations without a fast path run by the method.
 _FAST: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
     "allreduce": ("all_reduce", lambda x: x[0], lambda x: x[0]),
     "broadcast": ("broadcast", lambda x: None, lambda x: x[0]),
@@ -56,9 +56,9 @@ class GroupCall:
 
     Args:
         group: The group.
-        method: The name of its method.
-        opts: The options that it was called with; None: it takes none, and gives a Work.
-        others: Arguments behind the tensors.
+        method: The name of the group's method.
+        opts: The options of the call; None: the method takes none, and returns a Work.
+        others: Arguments after the tensors.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GroupCall:
         self._fast = None if fast is None or self.is_async else fast
 
     def __call__(self, *tensors: Any) -> Work | None:
-        """Run it; the Work if it was started, and not waited for."""
+        """Run the operation; returns the Work if the operation was started and not waited for."""
         if self._fast is not None:
             name, source, target = self._fast
             if self.group.fast_path.run(
@@ -99,7 +99,7 @@ class RecordedWork(Work):
 
     Args:
         work: The Work.
-        note: Records that it was waited for; called once.
+        note: Records the wait; called once.
     """
 
     def __init__(self, work: Work, note: Callable[[], None]) -> None:
@@ -137,8 +137,8 @@ class RecordedGroups:
     """The groups of this rank, whose operations are recorded until :meth:`leave`.
 
     Args:
-        note: Called with each operation after it ran: the call, the tensors and those written.
-            Returns what to call when the operation is waited for.
+        note: Called with each operation after it ran: the call, the tensors and the written
+            tensors. Returns the function to call when the program waits for the operation.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class RecordedGroups:
                 work: Work = run(group, *args)
             finally:
                 set_recorder(recorder)
-            if recorder is None:  # a comparison of ranks, which is no part of the program
+            if recorder is None:  # a comparison of ranks, not part of the program
                 return work
             rest = args
             opts = None
@@ -180,7 +180,7 @@ class RecordedGroups:
         return call
 
     def leave(self) -> None:
-        """Give the groups their methods back."""
+        """Restore the groups' methods."""
         for group, fast_path in self.groups.items():
             group.fast_path = fast_path
             for method in (*_WRITTEN, "empty"):

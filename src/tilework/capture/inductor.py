@@ -1,8 +1,9 @@
 """Programs through torch's Inductor: local operators fused, everything else called in order.
 
-The instructions become an FX graph. What is no plain operator (collectives, random draws, calls of
-the core) becomes one custom operator, which runs the instruction as it is; each such call writes to
-a token, so that no compiler changes their order. Numbers become tensors of no dims.
+The instructions become an FX graph. Everything other than plain operators (collectives, random
+draws, calls of the core) becomes calls of one custom operator, which runs the instruction
+unchanged. Each such call writes to a token, so that no compiler changes the order. Numbers become
+tensors without dims.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tilework.comm.contract import Options
 from tilework.errors import CaptureError
 
 aten = torch.ops.aten
-#: Held while a rank compiles: torch's compiler is not made for several threads.
+#: Held while a rank compiles: torch's compiler is not thread-safe.
 _compiling = threading.Lock()
 
 _library = torch.library.Library("tilework_capture", "DEF")  # type: ignore[no-untyped-call]
@@ -52,7 +53,7 @@ torch.library.register_fake("tilework_capture::call", lambda *_: None, lib=_libr
 
 
 class _Direct(torch._ops.OpOverload):
-    """The operator, which calls of compiled code reach without torch's dispatcher."""
+    """The operator, called by compiled code without torch's dispatcher."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and args[2].__class__ is Tensor:
@@ -64,15 +65,15 @@ torch.ops.tilework_capture.call.default.__class__ = _Direct
 
 
 class _Call:
-    """An instruction that runs as it is, on the tensors that a compiled program passes.
+    """An instruction that runs unchanged, on the tensors that a compiled program passes.
 
     Args:
         each: The instruction.
-        written: The values that it writes to, in the order in which they are passed.
-        read: Those that it only reads.
-        numbers: Numbers among its arguments, passed behind the values as tensors.
-        objects: By number of a value, what is no tensor, from the calls of one run.
-        number: The number of the collective in its group's order, and the group's place.
+        written: The values that the instruction writes to, in the order in which they are passed.
+        read: The values that it only reads.
+        numbers: Numbers among the arguments, passed after the values as tensors.
+        objects: By number of a value, objects that are not tensors, from the calls of one run.
+        number: The number of the collective in the group's order, and the index of the group.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class _Call:
         digest: Callable[[], int] | None,
     ) -> None:
         self.function: Any = each.function
-        if isinstance(self.function, GroupCall):  # memory of what is in flight could be reused
+        if isinstance(self.function, GroupCall):  # memory of a pending operation could be reused
             if self.function.is_point_to_point:
                 raise CaptureError(
                     f"{self.function.method} at {each.site} can't be part of a compiled program, "
@@ -117,7 +118,7 @@ class _Call:
                 written[self.written.index(value.number)].copy_(leaf)
 
     def _lambda(self) -> Callable[..., Any]:
-        """Calls the function with its arguments in their places."""
+        """A function that calls the instruction's function with the arguments in place."""
         scope: dict[str, Any] = {"function": self.function}
         numbers = [id(number) for number in self.numbers]
 
@@ -149,7 +150,7 @@ class Compiled:
     Args:
         graph: The program.
         options: Numbers that are set before a call.
-        groups: The groups of its collectives.
+        groups: The groups of the program's collectives.
     """
 
     def __init__(self, graph: Graph, options: Sequence[Number], groups: Sequence[Any]) -> None:
@@ -166,7 +167,7 @@ class Compiled:
         self._function = _compile(writer.module(), [*examples, *self._options, self._token])
 
     def add_call(self, call: _Call) -> int:
-        """Keep a call; its number in the process."""
+        """Keep a call; returns the call's number in the process."""
         global _next_number
         with _compiling:
             _next_number += 1
@@ -176,12 +177,12 @@ class Compiled:
         return number
 
     def digest_of(self, group: Any, number: int) -> Callable[[], int]:
-        """Gives the digest of a group's collective of that number in the call that runs."""
+        """A function for the digest, in the current call, of a group's collective."""
         place, digests = self._groups.index(group), self._digests
         return lambda: digests[place] + number
 
     def __call__(self, *args: Any) -> list[Any]:
-        """As the Python code of a program: inputs, options, digests."""
+        """Run the program, with the arguments of Python code: inputs, options, digests."""
         count, options = self._count, self._options
         values = args[count : count + len(options)]
         if values != self._values:
@@ -190,7 +191,7 @@ class Compiled:
             self._values = values
         self._digests[:] = args[count + len(options) :]
         try:
-            # Local tensors of other classes as plain ones, which is all that compiled code takes.
+            # Local tensors of other classes as plain tensors, as compiled code takes no others.
             inputs = [x if x.__class__ is Tensor else x.as_subclass(Tensor) for x in args[:count]]
             result: list[Any] = self._function(*inputs, *options, self._token)
             return result
@@ -201,7 +202,7 @@ class Compiled:
 
 def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of functions that torch scripts there
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts functions there
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
@@ -210,7 +211,7 @@ def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
             try:
                 return compile_fx(copy.deepcopy(module), examples)  # type: ignore[return-value]
             except (ImportError, OSError) as error:
-                # A compiler that was killed has left a part of a library in the cache.
+                # A killed compiler has left a partial library in the cache.
                 broken = re.search(r"(/\S+\.so)", str(error))
                 if broken is None or not Path(broken[1]).exists():
                     raise
@@ -309,7 +310,7 @@ class _Writer:
         return self._op(aten.empty.memory_format, list(value.shape), dtype=value.dtype)
 
     def _call(self, each: Instruction) -> None:
-        """An instruction as it is, by the custom operator."""
+        """Write an unchanged instruction, by the custom operator."""
         memories = set(map(id, each.writes))
         values = {value.number: value for value in each.inputs() if value.memory is not None}
         numbers = [x for x in tree_leaves((each.args, each.kwargs)) if isinstance(x, Number)]
@@ -339,7 +340,7 @@ class _Writer:
     # -- numbers -----------------------------------------------------------------------------
 
     def number(self, number: Any) -> Any:
-        """A number as a tensor of no dims; a plain number as it is."""
+        """A number as a tensor without dims; a plain number unchanged."""
         if isinstance(number, Value):
             return self.nodes[number.number]
         if not isinstance(number, Number):
@@ -352,7 +353,7 @@ class _Writer:
 
     def _computed(self, function: Any, inputs: list[Any]) -> Node:
         made = _ON_NUMBERS.get(function)
-        node: Node = inputs[0] if made is None else made(self, *inputs)  # what item() gave
+        node: Node = inputs[0] if made is None else made(self, *inputs)  # the result of item()
         return node
 
     def _with_numbers(self, each: Instruction) -> bool:
@@ -438,7 +439,7 @@ def _commuting(op: Any) -> Callable[..., Node]:
     return lambda w, x, y: w._op(op, x, y) if isinstance(x, Node) else w._op(op, y, x)
 
 
-#: By function of Python's on numbers, the same on tensors of no dims.
+#: By Python function on numbers, the same function on tensors without dims.
 _ON_NUMBERS: dict[Any, Callable[..., Node]] = {
     operator.add: _commuting(aten.add.Tensor),
     operator.mul: _commuting(aten.mul.Tensor),
@@ -448,7 +449,7 @@ _ON_NUMBERS: dict[Any, Callable[..., Node]] = {
     operator.neg: lambda w, x: w._op(aten.neg.default, x),
     operator.abs: lambda w, x: w._op(aten.abs.default, x),
 }
-#: By operator, the same with a tensor of no dims for each number.
+#: By operator, the same operator with a tensor without dims for each number.
 _FORMULAS: dict[str, Callable[..., Node]] = {
     "add": _plus(aten.add),
     "sub": _plus(aten.sub),

@@ -1,9 +1,9 @@
 """Modules as two programs, forward and backward, for training loops that stay as they are.
 
-``torch.compile`` hands functions and modules with DTensors to :class:`CompiledFunction`. The call
-that is recorded takes the gradients of the results at once, by ``torch.autograd.grad`` with
-gradients that are made up: what it records behind the forward pass is the backward pass. Later
-calls run the first program, and autograd runs the second when the program comes to it.
+``torch.compile`` hands functions and modules with DTensors to :class:`CompiledFunction`. The
+recorded call also takes the gradients of the results, by ``torch.autograd.grad`` with made-up
+gradients: the part of the record after the forward pass is the backward pass. Later calls run the
+first program, and autograd runs the second in the program's backward pass.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tilework.parallel.fully_sharded.unit import as_program, is_in_forward
 def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """A function or module that runs recorded programs; see :class:`CompiledFunction`.
 
-    ``DistributedDataParallel`` stays as it is around the program of the module in it: the hooks of
-    the parameters reduce what the backward program gives.
+    ``DistributedDataParallel`` is not changed around the program of its module: the hooks of the
+    parameters reduce the gradients from the backward program.
     """
     owner = _module_of(function)
     if not isinstance(owner, DistributedDataParallel):
@@ -67,7 +67,7 @@ class CompiledFunction:
 
     Args:
         function: The function.
-        backend: "python" or "inductor", as of ``capture``.
+        backend: "python" or "inductor", as for ``capture``.
 
     Raises:
         CaptureError: In the second call, if the function cannot be recorded.
@@ -78,7 +78,8 @@ class CompiledFunction:
         self._without_grad: Program[..., Any] = Program(function, backend, check=True)
         self._passes: dict[Any, list[_Passes]] = {}
         self._is_warm = False
-        #: True if no result needs a gradient: a whole step, or a function of what needs none.
+        #: True if no result needs a gradient: a whole step, or a function of inputs without
+        #: gradients.
         self._is_step = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ class _Joint(Call):
         grads = [unrecorded(_some_grad)(out) for out in outs]
         recorder.begin_backward(len(self.leaves), grads)
         with _without_hooks(needed):
-            # The graph stays: this call's own backward pass is yet to come.
+            # The graph stays for this call's own backward pass.
             found = torch.autograd.grad(outs, needed, grads, retain_graph=True, allow_unused=True)
         used = [i for i, grad in enumerate(found) if grad is not None]
         recorder.needed = [needed[i] for i in used]
@@ -146,7 +147,7 @@ def _needing_grad(places: Places, leaves: Sequence[Any]) -> list[Tensor]:
 
 @contextmanager
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Leave out the hooks of tensors' gradients: autograd calls them with what a program gives."""
+    """Leave out hooks of gradients: autograd calls them with the program's gradients."""
     found = [plain(tensor)._backward_hooks for tensor in tensors]
     kept = [(hooks, dict(hooks)) for hooks in found if hooks]
     for hooks, _ in kept:
@@ -186,10 +187,10 @@ class _Passes:
     """The forward and the backward program of one kind of call.
 
     Args:
-        joint: The record of both.
+        joint: The record of both passes.
         count: The number of leaves of the arguments.
         needed: The tensors whose gradients are taken.
-        result: What the function has returned, as a pattern.
+        result: The result of the function, as a pattern.
     """
 
     def __init__(self, joint: Record, count: int, needed: Sequence[Tensor], result: Any) -> None:
@@ -248,7 +249,7 @@ class _Passes:
         return tree_unflatten(results, self._tree)
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-        """The local results, and what the backward pass needs."""
+        """The local results, and the values that the backward pass needs."""
         kept = self.forward.compute(inputs, [])
         for place, leaf in self.forward.graph.places:
             place.set(self.forward.built(leaf, kept))
@@ -269,7 +270,7 @@ class _Passes:
         return [None if x is None else kept[self.backward.index_of(x)] for x in values]
 
     def differentiable(self) -> list[bool]:
-        """For each local result, whether a gradient comes back for it."""
+        """For each local result, True if a gradient comes back for it."""
         outs = [value_in(leaf) for leaf in self._outs]
         results = [value for leaf in self._leaves if (value := value_in(leaf)) is not None]
         return [value in outs for value in results]
@@ -319,7 +320,7 @@ def _crossing(
     after: Sequence[Instruction],
     grads: Sequence[Any],
 ) -> list[Value]:
-    """The values that the backward program takes from the forward one."""
+    """The values that the backward program takes from the forward program."""
     made = {each.value.number: each.value for each in inputs}
     for each in before:
         made.update({out.number: out for out in each.outputs if out is not None})
@@ -331,7 +332,7 @@ def _crossing(
 def _sources(
     needed: Sequence[Tensor], joint: Record, count: int
 ) -> list[Callable[[Sequence[Any]], Tensor]]:
-    """By tensor that needs a gradient, a function that gives the local tensor in a later call."""
+    """By tensor that needs a gradient, a function for the local tensor in a later call."""
     paths = {id(each.tensor): each for each in joint.graph.inputs}
 
     def source(tensor: Any) -> Callable[[Sequence[Any]], Tensor]:

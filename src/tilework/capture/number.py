@@ -1,10 +1,10 @@
 """Numbers of a program that are not known when the program is made.
 
 ``item()`` of a tensor and the options of an optimizer are numbers which change from call to call.
-While a step is recorded a :class:`Number` stands for each. Python's arithmetic on it makes an
-expression. Handed to an operator of torch's, it is recognised there: as a float it is a *signaling*
-NaN with a tag, whose bits reach torch's dispatcher unchanged, while any arithmetic that Python does
-not tell of (``math.exp``, numpy) makes a *quiet* NaN, which the recorder refuses.
+While a step is recorded a :class:`Number` stands for each. Python arithmetic on it makes an
+expression. An operator of torch recognises it: as a float it is a *signaling* NaN with a tag, whose
+bits reach torch's dispatcher unchanged, while arithmetic outside of Python's operators
+(``math.exp``, numpy) makes a *quiet* NaN, which the recorder refuses.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _QUIET = 1 << 51
 class NumberBook:
     """The numbers of one recording."""
 
-    #: By tag less one. They stay, since autograd keeps operators' floats for the backward pass.
+    #: By tag minus one. They stay, as autograd keeps operators' floats for the backward pass.
     numbers: list[Number] = field(default_factory=list)
-    #: The recorder; None: numbers that come from tensors are not compared.
+    #: The recorder; None: numbers from tensors are not compared.
     recorder: Any = None
-    #: Comparisons of options of optimizers, and what they came to.
+    #: Comparisons of options of optimizers, and their results.
     guards: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = field(default_factory=list)
 
     def find(self, value: float) -> Number | float:
-        """The Number that a float stands for, if the float came from one; else the float.
+        """The Number that a float stands for, if there is one; else the float.
 
         Raises:
             CaptureError: Python computed the float from a Number.
@@ -74,7 +74,7 @@ class Number(float):
     inputs: tuple[Any, ...]
     book: NumberBook
     tag: int
-    #: True if it is known before the program runs.
+    #: True if the number is known before the program runs.
     is_option: bool
 
     def __new__(
@@ -190,7 +190,7 @@ class Number(float):
         return hash(self.value)
 
     def __float__(self) -> float:
-        if in_library[sys._getframe(1).f_code.co_filename]:  # which hands it on to operators
+        if in_library[sys._getframe(1).f_code.co_filename]:  # a library hands it on to operators
             return _float_of(_SIGNALING | self.tag)
         self._refuse("made a plain number")
 
@@ -221,7 +221,7 @@ class Number(float):
 
 
 def value_of(number: Any) -> Any:
-    """The value of a Number in the call that is recorded; others as they are."""
+    """The value of a Number in the call that is recorded; other things unchanged."""
     return number.value if isinstance(number, Number) else number
 
 

@@ -1,4 +1,4 @@
-"""Options of optimizers as inputs of a program: learning rates and the like may change."""
+"""Options of optimizers as inputs of a program: learning rates, for example, may change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Option(NamedTuple):
         group: The number of the group of parameters.
         key: The option.
         part: The place in the option where that is a tuple, such as betas; else None.
-        number: What stands for it in the program.
+        number: The number for the option in the program.
     """
 
     optimizer: Optimizer
@@ -42,7 +42,7 @@ class Option(NamedTuple):
 
 
 class Options:
-    """The floats of ``param_groups``, with numbers of the program in their place meanwhile.
+    """The floats of ``param_groups``, temporarily replaced by numbers of the program.
 
     Args:
         optimizers: The optimizers.

@@ -1,11 +1,11 @@
-"""The places where a step finds tensors and numbers: its variables, and what those refer to.
+"""The places where a step finds tensors and numbers: variables, and the objects that they refer to.
 
-A place is an object and the way to one of its parts: an item, an attribute, or the contents of a
-cell. The search begins at the step's function: its closure, the globals that its code names, its
-defaults, and its ``self``. It goes through modules, optimizers, schedulers, containers and other
-objects of Python, but for groups, meshes and the libraries' own globals.
+A place is an object and the way to a part of it: an item, an attribute, or the contents of a cell.
+The search begins at the step's function: the closure, the globals that the code names, the defaults
+and ``self``. It goes through modules, optimizers, schedulers, containers and other objects of
+Python, except for groups, meshes and the libraries' own globals.
 
-Attributes of an object whose classes are all the program's count only if the code names them: a
+If all classes of an object belong to the program, only the attributes that the code names count: a
 count of epochs in a trainer may change, as long as the step does not read it.
 """
 
@@ -33,18 +33,18 @@ from tilework.dtensor.tensor import DTensor
 from tilework.mesh import DeviceMesh
 from tilework.store.contract import Store
 
-#: Objects that hold no state of a step, or no state that a program reads.
+#: Classes of objects without state of a step, or without state that a program reads.
 _LEAVES = (
     *(ProcessGroup, DeviceMesh, World, Store, types.ModuleType, type, types.BuiltinFunctionType),
     *(str, bytes, int, float, complex, types.CodeType, types.FrameType, types.GeneratorType),
     *(logging.Logger, logging.Handler, io.IOBase),
 )
-#: Code that names one of these may read any attribute.
+#: Functions with which code may read any attribute.
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter", "__getattribute__"))
-#: Hooks of a module that run in its calls, and the other parts that every module has.
+#: Hooks that run in calls of a module, and the other parts that every module has.
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
-#: A step that refers to more objects than so many has everything in view; the rest is not searched.
+#: The maximum of objects to search, for steps that refer to nearly everything.
 _MOST = 200_000
 
 
@@ -68,7 +68,7 @@ class Place(NamedTuple):
         """The thing that is there now.
 
         Raises:
-            LookupError: Nothing is there any more.
+            LookupError: Nothing is there.
         """
         try:
             if self.how == "item":
@@ -113,7 +113,7 @@ class Argument:
         self.number, self.is_dtensor = number, is_dtensor
 
     def of(self, leaves: Sequence[Any]) -> Tensor:
-        """The tensor of a call, of the leaves of its arguments."""
+        """The argument's tensor among the leaves of a call's arguments."""
         leaf: Any = leaves[self.number]
         return leaf._local_tensor if self.is_dtensor else leaf  # type: ignore[no-any-return]
 
@@ -124,13 +124,13 @@ def is_dtensor(thing: Any) -> bool:
 
 
 def layout_of(tensor: Any) -> tuple[Any, ...]:
-    """Everything of a tensor but its elements."""
+    """The layout of a tensor: everything except the elements."""
     shape = tuple(tensor.shape)
     return shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
 
 
 def plain(tensor: Any) -> Any:
-    """The local tensor of a DTensor; others as they are."""
+    """The local tensor of a DTensor; other things unchanged."""
     return tensor._local_tensor if tensor.__class__ is DTensor else tensor
 
 
@@ -139,18 +139,18 @@ class Places:
 
     Args:
         step: The step.
-        arguments: Arguments of the call that are neither tensors nor containers of them.
+        arguments: Arguments of the call that are neither tensors nor containers of tensors.
     """
 
     def __init__(self, step: Callable[..., Any], arguments: Sequence[Any] = ()) -> None:
         self.step, self.arguments = step, arguments
-        #: By id of a tensor, the place, and those of the objects on the way to it.
+        #: By id of a tensor, the place, and the places of the objects on the way to it.
         self.tensors: dict[int, Place] = {}
-        #: By id of an object, the place that it was found at, and the object whose place that is.
+        #: By id of an object, the place where it was found, and the owner of the place.
         self.parents: dict[int, tuple[Place, Any]] = {}
-        #: All places of tensors, with the tensor that was there (None: a gradient's absence).
+        #: All places of tensors, with the tensor there (None: no gradient).
         self.slots: list[tuple[Place, Tensor | None]] = []
-        #: By owner of a place, True if it is the program's: no object of a library's own.
+        #: By owner of a place, True if it belongs to the program, False if to a library.
         self._is_users: dict[int, bool] = {}
         #: Numbers, texts and flags of the user's objects and of modules, with the value.
         self.constants: list[tuple[Place, Any]] = []
@@ -161,17 +161,17 @@ class Places:
         self.optimizers: list[Optimizer] = []
         self._kept: list[Any] = []
         self._graded: set[int] = set()
-        #: Names that the step's code has; and, by name, attributes that the code may not read.
+        #: The names in the step's code; and, by name, attributes that the code may not read.
         self._names: set[str] = set()
         self._unnamed: dict[str, list[tuple[Place, Any, Any]]] = {}
         self._walk()
 
     def find(self, tensor: Tensor) -> Place | None:
-        """The place of a tensor; None: the step can't be seen to hold it."""
+        """The place of a tensor; None: the search has not found it."""
         return self.tensors.get(id(tensor))
 
     def plain_tensors(self) -> list[Tensor]:
-        """The tensors of the places that are no DTensors, but for sparse ones."""
+        """The tensors of the places, without DTensors and sparse tensors."""
         known = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor)}
         return [
             tensor
@@ -180,7 +180,7 @@ class Places:
         ]
 
     def way_to(self, place: Place) -> list[tuple[Place, Any]]:
-        """The places on the way to one, from the step on, and what was found at each."""
+        """The places on the way to a place, from the step on, and the object at each."""
         way: list[tuple[Place, Any]] = []
         found = self._found_at.get(id(place.owner), place.owner)
         while (step := self.parents.get(id(found))) is not None:
@@ -193,13 +193,13 @@ class Places:
         return [each for each in self._kept if isinstance(each, torch.Generator)]
 
     def generator(self, given: torch.Generator) -> torch.Generator | None:
-        """The generator that torch has given another object for; None: the step has made it."""
+        """The step's generator for an object of torch; None: the step has made the generator."""
         state = given.get_state()
         same = (each for each in self.generators() if torch.equal(each.get_state(), state))
         return next(same, None)
 
     def showing(self, tensor: Tensor) -> Tensor | None:
-        """A tensor at some place that shows the same storage; None: there is none."""
+        """A tensor at some place that shows the same storage; None: there is no such tensor."""
         storage = tensor.untyped_storage()._cdata
         for known in self._kept:
             if isinstance(known, Tensor) and known.layout is torch.strided:
@@ -209,7 +209,7 @@ class Places:
         return None
 
     def is_users(self, place: Place) -> bool:
-        """True unless a place belongs to an object that a library keeps for itself."""
+        """False if a place belongs to an object that a library keeps for itself."""
         return place.how == "grad" or self._is_users.get(id(place.owner), True)
 
     def kind_of(self, place: Place) -> type:
@@ -221,7 +221,8 @@ class Places:
     def _walk(self) -> None:
         seen: set[int] = set()
         self._queued = queued = {id(self.step), *map(id, self.arguments)}
-        #: By id of a part such as a module's dict of parameters, the object that it belongs to.
+        #: By id of a part such as a module's dict of parameters, the object that the part belongs
+        #: to.
         self._found_at: dict[int, Any] = {}
         self._todo: list[tuple[Any, str, bool]] = [(self.step, "", True)]
         self._todo += [(leaf, f"args[{i}]", True) for i, leaf in enumerate(self.arguments)]
@@ -263,7 +264,7 @@ class Places:
                 self._name(found.__code__)
 
     def _take(self, place: Place, value: Any, found: Any, is_users: bool) -> None:
-        """Note what is at a place, and search it."""
+        """Note the value at a place, and search it."""
         if isinstance(value, Tensor):
             self._add(place, value, found)
         elif value is None or isinstance(value, bool | int | float | str):
@@ -286,7 +287,7 @@ class Places:
                 (self._todo if is_users else self._later).append((value, place.text, is_users))
 
     def _name(self, code: types.CodeType) -> None:
-        """Note the names in code of the step, and what they are names of."""
+        """Note the names in code of the step, and search what they name."""
         names = set(_names_in(code)) - self._names
         self._names |= names
         for name in list(self._unnamed) if names & _ANY_NAME else names:
@@ -294,7 +295,7 @@ class Places:
                 self._take(place, value, found, True)
 
     def _name_none(self) -> None:
-        """Search the attributes that the code does not name: they may hold inputs."""
+        """Search the attributes that the code does not name, as they may hold inputs."""
         for waiting in self._unnamed.values():
             for place, value, found in waiting:
                 self._take(place, value, found, False)
@@ -330,18 +331,18 @@ class Places:
 
 
 def _is_users(found: Any) -> bool:
-    """True if numbers in an object are the program's business: not those that libraries keep."""
+    """True if numbers in an object belong to the program, not to a library."""
     if isinstance(found, nn.Module | dict | list | tuple | set | types.CellType | type):
         return True
     if isinstance(found, types.FunctionType):
         return not in_library[found.__code__.co_filename]
-    if isinstance(found, Optimizer):  # whose floats are inputs; see ``options``
+    if isinstance(found, Optimizer):  # floats of optimizers are inputs; see ``options``
         return False
     return not type(found).__module__.startswith(("torch.", "tilework.", "collections"))
 
 
 def _has_users_code(found: Any) -> bool:
-    """True for an object that only the program's code reads attributes of."""
+    """True for an object whose attributes only the program's code reads."""
     if isinstance(found, types.ModuleType):
         return True
     kind = found if isinstance(found, type) else type(found)
@@ -353,7 +354,7 @@ def _has_users_code(found: Any) -> bool:
 
 
 def _name_of(place: Place, found: Any) -> str | None:
-    """The name without which code does not come to a place; None: it may without any."""
+    """The name that code needs to reach a place; None: it needs no name."""
     key = place.key
     if isinstance(found, type) and key in ("__init__", "__new__", "__post_init__"):
         return found.__name__
@@ -364,7 +365,7 @@ def _name_of(place: Place, found: Any) -> str | None:
 
 
 def is_users_class(kind: type | types.ModuleType) -> bool:
-    """True for a class or a module of Python that is the program's: of no installed package."""
+    """True for a class or Python module of the program, not of an installed package."""
     is_class = isinstance(kind, type)
     name = kind.__module__ if is_class else kind.__name__
     if name.partition(".")[0] in sys.stdlib_module_names:
@@ -374,17 +375,17 @@ def is_users_class(kind: type | types.ModuleType) -> bool:
 
 
 def _is_of_package(found: Any) -> bool:
-    """True for a function of an installed package: nobody gives it other globals."""
+    """True for a function of an installed package, whose globals do not change."""
     return isinstance(found, types.FunctionType) and "site-packages" in found.__code__.co_filename
 
 
 def _is_searched(found: Any) -> bool:
-    """True for a class or module of Python whose attributes are part of what a step refers to."""
+    """True for a class or Python module whose attributes a step refers to."""
     return isinstance(found, type | types.ModuleType) and is_users_class(found)
 
 
 def _parts_of(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
-    """The parts of an object, each with its place."""
+    """The parts of an object, each with the place."""
     for kinds, parts in _KINDS:
         if isinstance(found, kinds):
             return parts(found, text)
@@ -413,12 +414,12 @@ def _parts_of_sequence(found: Sequence[Any], text: str) -> Iterator[tuple[Place,
 
 
 def _parts_of_cell(cell: types.CellType, text: str) -> Iterator[tuple[Place, Any]]:
-    with suppress(ValueError):  # it may not be set yet
+    with suppress(ValueError):  # the cell may be empty
         yield Place(cell, "cell", None, text), cell.cell_contents
 
 
 def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
-    """Attributes of a class or of a module of Python; those of the classes that a class is of."""
+    """The attributes of a Python module or of a class, also of base classes."""
     if not _is_searched(found):
         return
     spaces = found.__mro__ if isinstance(found, type) else (found,)
@@ -477,7 +478,7 @@ def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tupl
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in code, and texts that may be names."""
+    """The names of globals and attributes in code, and strings that may be names."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -497,7 +498,7 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[Place, Any]
     for name, value in list(module.__dict__.items()):
         if name not in _OF_EVERY_MODULE:
             yield Place(module.__dict__, "item", name, f"{dot}{name}"), value
-    if (unit := module.__dict__.get("_fsdp_state")) is not None:  # of fully_shard
+    if (unit := module.__dict__.get("_fsdp_state")) is not None:  # set by fully_shard
         for name in ("divide_factor", "sums", "hook"):
             value = getattr(unit.reduction, name)
             yield Place(unit.reduction, "attribute", name, f"{dot}{name} of fully_shard"), value

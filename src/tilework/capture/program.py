@@ -30,38 +30,39 @@ MOST_PROGRAMS = 8
 
 
 def capture(step: Callable[P, T], *, backend: str = "python", check: bool = True) -> Program[P, T]:
-    """A step of a training or inference loop as one program of this rank.
+    """Turn a step of a training or inference loop into one program of this rank.
 
-    Collective as the step is. The result is called as ``step`` is. The first call runs ``step`` as
-    it is, so that states which a step makes the first time are there. The second runs it again and
-    records what torch and the groups do: local operators, collectives, random draws. Later calls
-    with arguments of the same layouts run the record, without Python of the model, DTensor's
+    Collective if the step is. The result is called like ``step``. The first call runs ``step``
+    unchanged, so that states which a step makes the first time exist. The second call runs it again
+    and records what torch and the groups do: local operators, collectives, random draws. Later
+    calls with arguments of the same layouts run the record, without Python of the model, DTensor's
     dispatch, autograd or the optimizer's loops. Results, gradients, parameters, optimizer states
-    and buffers are those that ``step`` would give, bit for bit with ``backend="python"``.
+    and buffers are the same as from ``step``, bit for bit with ``backend="python"``.
 
     Tensors that the step reaches (arguments, closure, globals, modules, optimizers) are inputs of
-    the program, and are read anew in each call; floats of ``param_groups``, too, so that schedulers
-    work outside of the step. Arguments of another shape, dtype or layout, other modes (``train()``,
+    the program, and are read again in each call. So are floats of ``param_groups``: schedulers work
+    outside of the step. Arguments of another shape, dtype or layout, other modes (``train()``,
     ``no_grad``, autocast) and other numbers are recorded again, once for each. The Python of the
     step does not run in later calls: prints, counters and appends belong outside.
 
     Args:
         step: The function. It may use DTensors, ``fully_shard``, ``DistributedDataParallel`` and
-            plain modules, call ``backward()``, clip, and step optimizers. A tensor that it returns
+            plain modules, call ``backward()``, clip, and step optimizers. A returned tensor
             has no graph.
         backend: "python" runs torch's operators one after the other. "inductor" compiles them
             together with torch's Inductor, which needs a C++ compiler, takes seconds to minutes,
             and rounds as Inductor does.
-        check: Run each new program once on copies of what the recorded call began with, and compare
-            all that it computes, bit by bit. Takes the time of a step, and copies of what the step
-            writes.
+        check: Run each new program once on copies of the recorded call's inputs, and compare all
+            results, bit by bit. Takes the time of a step, and memory for copies of everything that
+            the step writes.
 
     Returns:
         The program.
 
     Raises:
-        CaptureError: In the call that records: the step does what a program cannot do again, or
-            other ranks recorded another program. Tensors are as they were before the call.
+        CaptureError: In the call that records: the step does something that a program cannot do
+            again, or other ranks recorded another program. Tensors are as they were before the
+            call.
         CollectiveMismatchError: A rank runs the program while others run something else; on all.
 
     Example:
@@ -96,7 +97,7 @@ class Program(Generic[P, T]):
 
     Args:
         step: The step.
-        backend: What runs the records.
+        backend: The backend that runs the records.
         check: True if each record is checked once.
     """
 
@@ -104,11 +105,11 @@ class Program(Generic[P, T]):
         self.__name__ = getattr(step, "__name__", type(step).__name__)
         self.__doc__ = step.__doc__
         self._step, self._backend, self._check = step, backend, check
-        #: By key of a call, the programs and the size for those of several.
+        #: By key of a call, the programs, and the size for programs of several sizes.
         self._records: dict[Any, list[tuple[Record, int | None]]] = {}
         #: Programs of several sizes.
         self._sized: list[Record] = []
-        #: True once the step ran as it is, which makes the states that it makes once.
+        #: True once the step ran unchanged, which makes its one-time states.
         self.is_warm = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -157,7 +158,7 @@ class Program(Generic[P, T]):
     # -- several sizes -----------------------------------------------------------------------
 
     def _unify(self, record: Record) -> None:
-        """Make a program of several sizes of a record and an earlier one, if there is one."""
+        """Make a program of several sizes from a record and an earlier record, if possible."""
         made = None
         for known in self.records:
             made = made or unified(known, record)
@@ -181,7 +182,7 @@ class Program(Generic[P, T]):
         return None
 
     def _checked(self, key: Any, call: Call, record: Record, size: int) -> Any:
-        """The result of a call by the program of several sizes, which the third size checks."""
+        """The result of a call at a third size, which checks the program of several sizes."""
         if record.is_checked:
             result = record.run(call.leaves, size)
             if result is NOT_CURRENT:
@@ -232,7 +233,7 @@ class Program(Generic[P, T]):
         Path(path).write_text(f"{self}\n")
 
     def diff(self, other: Program[..., Any] | str | os.PathLike[str]) -> str:
-        """The lines in which another program, or a saved one, differs; "" if none do. Local.
+        """The lines in which another program, or a saved program, differs; "" if none do. Local.
 
         Example:
             >>> import torch
@@ -259,7 +260,7 @@ _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
 
 
 def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and everything that calls of one program have in common."""
+    """The leaves of a call's arguments, and the key that all calls of a program share."""
     if kwargs or not all(arg.__class__ in _LEAVES for arg in args):
         leaves, tree = _flat((args, kwargs))
     else:
@@ -282,7 +283,7 @@ def _key_of(leaf: Any) -> Any:
         return leaf._spec, local.dtype, local.stride(), local.requires_grad
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad, type(leaf)
-    if isinstance(leaf, float):  # 0.0 equals -0.0, and NaN nothing
+    if isinstance(leaf, float):  # 0.0 equals -0.0, and NaN equals nothing
         return type(leaf), repr(leaf)
     if isinstance(leaf, bool | int | str | type(None)):
         return type(leaf), leaf
@@ -290,7 +291,7 @@ def _key_of(leaf: Any) -> Any:
 
 
 class _Same:
-    """An object as a key: equal to itself alone, and alive as long as the key is."""
+    """An object as a key: equal only to itself, and alive as long as the key is."""
 
     __slots__ = ("thing",)
 

@@ -1,4 +1,4 @@
-"""Programs as Python: straight-line code that calls each operator with its local tensors."""
+"""Programs as Python: straight-line code that calls each operator with local tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Code:
             that outlive the call.
         text: The source.
         kept: The values that ``run`` returns, in order.
-        has_size: True if ``run`` takes a size behind the inputs.
+        has_size: True if ``run`` takes a size after the inputs.
         file: The name of the source in tracebacks.
     """
 
@@ -94,7 +94,7 @@ class _Writer:
         return name
 
     def expression(self, thing: Any) -> str:  # noqa: PLR0911
-        """Python that gives an argument."""
+        """Python code for an argument."""
         if isinstance(thing, Value):
             return f"t{thing.number}"
         if isinstance(thing, float):
@@ -167,7 +167,7 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
     parameters += [f"n{i}" for i in range(len(options))] + [f"d{i}" for i in range(len(groups))]
     body = [*_header(graph, options, groups), *writer.lines, f"return [{', '.join(returned)}]"]
     text = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
-    # In the folder of the library: errors then name the line that has called the program.
+    # In the folder of the library: errors then name the line that called the program.
     file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
     exec(compile(text, file, "exec"), writer.scope)
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)

@@ -1,4 +1,4 @@
-"""A record: one program, the places that it reads and writes, and what must hold for it."""
+"""A record: one program, the places that it reads and writes, and the conditions for it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tilework.errors import CaptureError
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
-#: What a record returns that does not hold any more.
+#: The result of a record that no longer holds.
 NOT_CURRENT = object()
 
 
 class _Purpose:
-    """Names the collective of a program that runs, for errors.
+    """Names the collective of a running program, for errors.
 
     Args:
         name: The step's name.
@@ -60,9 +60,9 @@ class Record:
     Args:
         name: The step's name.
         graph: The program.
-        digests: Those of its collectives.
+        digests: The digests of the program's collectives.
         tree: The tree of the step's result; ``graph.result`` has the leaves.
-        held: What the program rests on besides its inputs.
+        held: The conditions of the program besides its inputs.
     """
 
     def __init__(self, name: str, graph: Graph, digests: Digests, tree: Any, held: Held) -> None:
@@ -84,25 +84,25 @@ class Record:
         self._changed = ""
         self._index = {value.number: i for i, value in enumerate(self.code.kept)}
         self._enter = write_enter(graph, held)
-        #: The inputs that are the same tensors in each call; and a check of their layouts.
+        #: The inputs that are the same tensors in each call, and a check of their layouts.
         self._same: list[Tensor] = [
             each.tensor for each in graph.inputs if not (each.is_argument or each.may_change)
         ]
         self._layouts_hold: Callable[..., bool] = lambda *_: False
         self._leave = write_leave(graph, tree, self.index_of)
-        #: The key of the call, and the layouts of inputs that may be other tensors. Of a program of
-        #: several sizes: with sizes in it.
+        #: The key of the call, and the layouts of inputs that may be other tensors; in a program of
+        #: several sizes, with sizes in it.
         self.signature: Any = None
-        #: Of a program of several sizes: True if a third size has checked it; the two records.
+        #: For a program of several sizes: True if a third size has checked it; the two records.
         self.is_checked = False
         self.made_of: tuple[Record, ...] = ()
-        #: True if layouts of inputs, beside those of arguments, depend on the size.
+        #: True if layouts of inputs, besides the arguments, depend on the size.
         self.signature_has_places = False
 
-    # -- what must hold ----------------------------------------------------------------------
+    # -- conditions --------------------------------------------------------------------------
 
     def is_current(self) -> bool:
-        """True if all that the record rests on still holds. Local."""
+        """True if all conditions of the record still hold. Local."""
         for place, thing in self.way:
             try:
                 if place.get() is not thing:
@@ -122,7 +122,7 @@ class Record:
         return self._options_hold() and self._inputs_hold()
 
     def what_changed(self) -> str:
-        """The reason why the record does not hold any more, in words."""
+        """The reason why the record no longer holds, in words."""
         return self._changed
 
     def _options_hold(self) -> bool:
@@ -150,7 +150,7 @@ class Record:
         for each, layout in zip(self.graph.inputs, self._layouts, strict=True):
             path = each.path
             if each.is_argument:
-                inputs.append(None)  # the key of the call has seen to it
+                inputs.append(None)  # the key of the call has checked it
                 continue
             try:
                 now = path.get()
@@ -173,13 +173,13 @@ class Record:
         return True
 
     def release(self) -> None:
-        """Let go of tensors that other calls will not see."""
+        """Drop tensors that other calls will not see."""
         for each in self.graph.inputs:
             if each.is_argument or each.may_change:
                 each.tensor = None
 
     def signature_of(self, key: Any) -> Any:
-        """The signature of a call that would run this record; None if an input is not there."""
+        """The signature of a call that would run this record; None if an input is missing."""
         try:
             layouts = [layout_of(each.path.get()) for each in self.graph.inputs if each.may_change]
         except (LookupError, AttributeError):
@@ -189,14 +189,14 @@ class Record:
     # -- a call ------------------------------------------------------------------------------
 
     def run(self, leaves: Sequence[Any], size: int | None = None) -> Any:
-        """The result of a call whose arguments have the layouts of the recorded ones.
+        """The result of a call whose arguments have the recorded layouts.
 
         Args:
             leaves: The leaves of the arguments.
-            size: The size, for a record of several.
+            size: The size, for a record of several sizes.
 
         Returns:
-            The result; ``NOT_CURRENT`` where the record does not hold any more: nothing was done.
+            The result; ``NOT_CURRENT`` if the record no longer holds; then nothing was done.
         """
         inputs = self.inputs_of(leaves)
         if inputs is None:
@@ -211,7 +211,7 @@ class Record:
         return self._leave(kept, size)
 
     def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """The inputs of a call; None where the record does not hold any more."""
+        """The inputs of a call; None if the record no longer holds."""
         inputs = self._enter(leaves)
         if inputs is None or not self._layouts_hold(*self._same):
             if not self.is_current():
@@ -225,7 +225,7 @@ class Record:
         return inputs if self._options_hold() else None
 
     def compile(self) -> None:
-        """Have Inductor run the program from now on. Local; takes seconds to minutes."""
+        """Compile the program by Inductor for later calls. Local; takes seconds to minutes."""
         numbers = [option.number for option in self.options]
         self._run = Compiled(self.graph, numbers, self.groups)
         self._guard = torch.no_grad
@@ -237,7 +237,7 @@ class Record:
         digests = self._purpose.digests = self.digests.of_next_call()
         before = provenance.enter(0, self._purpose, None)
         try:
-            # Local tensors may be of classes that see to what programs do with them by themselves.
+            # Local tensors may be of classes with their own handling of operators.
             with torch._C.DisableTorchFunctionSubclass(), self._guard():
                 return self._run(*inputs, *self._sizes(size), *options, *digests)
         finally:
@@ -247,7 +247,7 @@ class Record:
         return (size,) if size is not None and self.code.has_size else ()
 
     def built(self, leaf: Any, kept: Sequence[Any], size: int | None = None) -> Any:
-        """A leaf of the result or of a place, made of the values that outlive a call."""
+        """A leaf of the result or of a place, made from the values that outlive a call."""
         if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
             spec = leaf[2].at(size or 0) if isinstance(leaf[2], SizedSpec) else leaf[2]
             return wrap_as(DTensor, kept[self.index_of(leaf[1])], spec, leaf[3])
@@ -256,7 +256,7 @@ class Record:
         return leaf
 
     def index_of(self, leaf: Value | Number) -> int:
-        """The place of a value or number among those that outlive a call."""
+        """The index of a value or number among those that outlive a call."""
         if isinstance(leaf, Value):
             return self._index[leaf.number]
         numbers = [each for each in self.graph.result if isinstance(each, Number)]

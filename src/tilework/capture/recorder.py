@@ -1,10 +1,9 @@
-"""The recorder of a step: a genuine call, of which torch's dispatcher shows every operator.
+"""The recorder of a step: a genuine call, in which torch's dispatcher shows every operator.
 
-The step runs as it always does, with real tensors; below autograd a mode of torch's notes each
-operator, its arguments and its results. So nothing stands in for a tensor, and layouts, storages,
-versions, hooks and gradients are what they are without a recorder. A tensor is known by itself
-(torch keeps one Python object for each), and one that comes from elsewhere by the memory that it
-shows.
+The step runs as always, with real tensors; below autograd a torch dispatch mode notes each
+operator, the arguments and the results. Since no tensor is replaced, layouts, storages, versions,
+hooks and gradients are the same as without a recorder. A tensor is identified by its Python object
+(torch keeps one for each tensor), or, if it comes from elsewhere, by the memory that it shows.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ T = TypeVar("T")
 aten = torch.ops.aten
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-#: The name of an instruction that finds a tensor by the memory that it shows.
+#: The name of an instruction that makes a tensor from known memory.
 ALIAS = "alias.as_strided"
-#: Operators whose schema does not tell of all that they write: the places of these arguments.
+#: Arguments that operators write to though their schemas do not say so, by position.
 _UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
 _DRAWS = torch.Tag.nondeterministic_seeded
 
@@ -53,22 +52,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph, self.book, self.places = Graph(), NumberBook(), places
         self.book.recorder = self
         self._values: Any = WeakTensorKeyDictionary()
-        #: By object, for what is no tensor: keys of random draws.
+        #: By id, objects that are not tensors: keys of random draws.
         self._objects: dict[int, tuple[object, Value]] = {}
         self._memories: dict[int, Memory] = {}
         self._count = 0
         self._input_memories: set[Memory] = set()
-        #: By memory of an input that the step writes to, the bytes before that.
+        #: By memory of an input that the step writes to, the bytes before the write.
         self.before: dict[Memory, Tensor] = {}
         #: The tensors whose gradients the record takes; see ``modules``.
         self.needed: list[Tensor] = []
         self._groups: RecordedGroups | None = None
 
-    # -- its life ----------------------------------------------------------------------------
+    # -- begin and end -----------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what this thread does meanwhile."""
+        """A context in which everything that this thread does is recorded."""
         self._groups = RecordedGroups(self._note_group_call)
         before = set_recorder(self)
         try:
@@ -79,12 +78,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._groups.leave()
 
     def close(self) -> None:
-        """Let go of the copies; numbers of the record would keep them by the recorder."""
+        """Free the copies, which numbers of the record would keep alive through the recorder."""
         self.book.recorder = None
         self.before.clear()
 
     def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
-        """Note that a backward pass begins with these gradients: arguments from a number on."""
+        """Note that a backward pass begins with these gradients: arguments from ``number`` on."""
         places: Any = self.places
         for i, grad in enumerate(grads):
             places.add_argument(grad, number + i)
@@ -96,7 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if set_recorder(None) is None:  # a part of the step that is no part of the program
+        if set_recorder(None) is None:  # a part of the step outside of the program
             return func(*args, **kwargs)
         try:
             return self._run(func, args, kwargs)
@@ -135,7 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _constant(self, func: Any, tensor: Tensor) -> Tensor:
-        """A tensor that the step makes of Python's numbers: each call makes another."""
+        """Note a tensor that the step makes from Python numbers: each call makes a new tensor."""
         if self._values.get(tensor) is not None or self.places.find(tensor) is not None:
             return tensor  # it was made by an operator, or before the step
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -159,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.book.find(leaf) if isinstance(leaf, float) else leaf
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """A library's read of a value: a number of the program, or what each call must find."""
+        """Note a library's read of a value: a number, or a value that each call must find."""
         value = func(*args)
         if isinstance(value, float):
             return self._number_of(args[0])
@@ -169,7 +168,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def decided(self, function: Callable[[Tensor], T], tensor: Tensor) -> T:
-        """A value that a library reads from a tensor, and each call has to find."""
+        """A value that a library reads from a tensor, and that each call has to find."""
         before = set_recorder(None)
         try:
             plain_tensor: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -190,11 +189,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def decides(self, file: str) -> bool:
-        """True if code of a file may decide by a value, which is compared again in each call."""
+        """True if code of a file may branch on a value, which each call compares again."""
         return decides_itself(file)
 
     def expect(self, function: Callable[..., Any], inputs: Any, value: Any) -> None:
-        """Note that each call has to find a value, since a library has decided by it."""
+        """Note a value that each call has to find, because a library has branched on it."""
         expected = _Expected(function, value, call_site())
         self._note(expected, (tuple(inputs), {}), None, _About((), "call", f"expect {value}"))
 
@@ -255,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._alias_of(tensor)
 
     def share(self, tensor: Tensor, shown: Tensor) -> None:
-        """Note that a tensor is another one, but for the class."""
+        """Note that two tensors are the same except for the class."""
         before = set_recorder(None)
         try:
             self._values[tensor] = self.value_of(shown)
@@ -263,7 +262,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             set_recorder(before)
 
     def _alias_of(self, tensor: Tensor) -> Value:
-        """The value of a tensor that shows known memory, by whatever way it came to that."""
+        """The value of a tensor that shows known memory."""
         begin, end = _extent(tensor)
         if begin == end:
             function, inputs = (
@@ -329,7 +328,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _keep(self, written: Sequence[Any]) -> None:
-        """Keep what inputs hold before the step writes to them."""
+        """Keep the contents of inputs before the step writes to them."""
         for tensor in tree_leaves(list(written)):
             if not _is_tensor(tensor):
                 continue
@@ -382,7 +381,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _forget_storage(self, tensor: Tensor, inputs: Any) -> None:
-        """Forget what lay where new memory is now, unless the tensor shows an argument's memory."""
+        """Forget old memory at the address of new, unless it belongs to an argument."""
         storage = tensor.untyped_storage()._cdata
         memory = self._memories.get(storage)
         if memory is None:
@@ -392,10 +391,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
         del self._memories[storage]
 
-    # -- what torch does not show ------------------------------------------------------------
+    # -- calls that torch does not show-------------------------------------------------------
 
     def call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-        """The result of a call, which becomes one instruction: its arguments may be written."""
+        """The result of a call, which becomes one instruction that may write to the arguments."""
         set_recorder(None)
         try:
             inputs = tree_map(self._input, (tuple(args), dict(kwargs)))
@@ -433,14 +432,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_dynamic(func: Any, args: tuple[Any, ...]) -> bool:
-    """True unless an operator has a result of one shape with these arguments."""
+    """True if the shape of a result depends on values."""
     if func is not aten.index.Tensor:
         return True
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
 class _About(NamedTuple):
-    """Facts of an instruction besides its call; see ``Instruction``."""
+    """Facts of an instruction besides the call; see ``Instruction``."""
 
     written: Sequence[Any]
     kind: str
@@ -449,7 +448,7 @@ class _About(NamedTuple):
 
 
 class Unexpected(CaptureError):
-    """A value of a later call is another than that of the recorded call.
+    """A value in a later call differs from the recorded call.
 
     Args:
         expected: The comparison.
@@ -458,12 +457,12 @@ class Unexpected(CaptureError):
 
     def __init__(self, expected: _Expected, message: str) -> None:
         super().__init__(message)
-        #: True if the program has done nothing yet that stays.
+        #: True if the program has not had any lasting effect yet.
         self.is_early = expected.is_early
 
 
 def mark_early(graph: Graph) -> None:
-    """Mark the comparisons that a program comes to before it writes, draws or communicates."""
+    """Mark the comparisons before a program's first write, draw or communication."""
     lasting = {id(each.value.memory) for each in graph.inputs}
     for each in graph.instructions:
         if isinstance(each.function, _Expected):
@@ -473,10 +472,10 @@ def mark_early(graph: Graph) -> None:
 
 
 class _Expected:
-    """A value that a library has read, to decide what it does: each call must find the same.
+    """A value that a library has branched on: each call must find the same.
 
     Args:
-        func: The operator that reads it.
+        func: The operator that reads the value.
         value: The value.
         site: The line of the user's program.
     """
@@ -505,7 +504,7 @@ def _refuse_sparse(tensor: Tensor) -> None:
 
 
 def BOUNDARY() -> None:
-    """Stands between the forward and the backward pass of a record."""
+    """Mark the border between the forward and the backward pass of a record."""
 
 
 class _Read:
@@ -521,7 +520,7 @@ def _wait(work: Any) -> None:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage, the same memory."""
+    """All bytes of a tensor's storage, sharing the memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

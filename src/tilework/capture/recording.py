@@ -1,4 +1,4 @@
-"""The call that is recorded, and the check of what it gave."""
+"""The call that is recorded, and the check of the record."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _PlacesOfCall(Places):
                 self._numbers[id(tensor)] = Argument(number, is_dtensor)
 
     def add_argument(self, tensor: Any, number: int) -> None:
-        """Take a tensor for a further argument."""
+        """Register a tensor as a further argument."""
         argument = Argument(number, is_dtensor(tensor))
         self._numbers[id(plain(tensor))] = argument
 
@@ -59,7 +59,7 @@ class Call(NamedTuple):
         name: The name of the step.
         leaves: The leaves of the arguments.
         args: The arguments.
-        kwargs: The named ones.
+        kwargs: The keyword arguments.
     """
 
     step: Callable[..., Any]
@@ -79,14 +79,14 @@ def record_call(
     """Run a step, and record it.
 
     Args:
-        call: The call.
-        check: True to run the record once, and compare to the bit.
-        compiles: True to have Inductor compile the record, and compare what that gives.
-        needed: Gets the tensors whose gradients the call has taken, if it takes some.
+            call: The call.
+            check: True to run the record once, and compare bit by bit.
+            compiles: True to compile the record by Inductor, and compare the results.
+            needed: Gets the tensors whose gradients the call has taken, if any.
 
     Returns:
-        The record, None if the step has made groups or optimizer states, which later calls will
-        not; and the result.
+            The record and the result. The record is None if the step has made groups or optimizer
+            states, which later calls will not make.
     """
     leaves = told_apart(call.leaves, Places(call.step))
     args, kwargs = tree_unflatten(leaves, tree_flatten((call.args, call.kwargs))[1])
@@ -138,10 +138,10 @@ def _record_of(
 
 
 def _check(record: Record, begun: Any, compiled: bool = False) -> None:
-    """Run a record on what the step began with, and compare. Collective as the step is.
+    """Run a record on copies of the step's inputs, and compare. Collective if the step is.
 
     Raises:
-        CaptureError: Values differ: in a bit, or if compiled by more than rounding may.
+        CaptureError: Values differ in a bit, or, if compiled, by more than rounding.
     """
     (inputs, kept), generators, result = begun
     states = inputs, _before(inputs, kept)
@@ -166,7 +166,7 @@ def _generators() -> list[torch.Generator]:
 
 
 def _reduce_deferred(places: Places) -> None:
-    """Have gradients that wait for somebody to read them reduced within the step."""
+    """Reduce gradients within the step that would wait until somebody reads them."""
     for place, _ in places.slots:
         if place.how == "grad" and place.owner.__class__ is DTensor:
             deferred = place.owner._deferred_grad
@@ -185,7 +185,7 @@ def _leaf(leaf: Any, recorder: Recorder) -> Any:
 
 
 def _changes(before: Places, after: Places, recorder: Recorder) -> Iterator[tuple[Place, Any]]:
-    """The places that hold other tensors after the step, with what they hold."""
+    """The places that hold other tensors after the step, with the new tensors."""
     then = {_identity(place): tensor for place, tensor in before.slots}
     read = {_identity(x.path) for x in recorder.graph.inputs if isinstance(x.path, Place)}
     for place, tensor in after.slots:
@@ -221,10 +221,10 @@ def _identity(place: Place) -> tuple[int, str, Any]:
 
 
 def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
-    """Numbers, texts and flags that the step left as they were: later calls must find the same.
+    """Numbers, texts and flags that the step did not change: later calls must find them.
 
     Raises:
-        CaptureError: The step has changed some of the program's.
+        CaptureError: The step has changed some that belong to the program.
     """
     now = {_identity(place): value for place, value in after.constants}
     kept = []
@@ -253,7 +253,7 @@ def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
 
 
 def _absent(before: Places, graph: Graph) -> Iterator[tuple[Place, Any]]:
-    """Places that were empty: a step adds to a gradient, and makes an item once."""
+    """Places that were empty: a step adds to an existing gradient, and makes an item once."""
     then = {_identity(place) for place, _ in before.slots}
     yield from ((place, None) for place, tensor in before.slots if tensor is None)
     for place, _ in graph.places:
@@ -263,7 +263,7 @@ def _absent(before: Places, graph: Graph) -> Iterator[tuple[Place, Any]]:
 
 
 def _way_to(graph: Graph, places: Places, after: Places) -> list[tuple[Place, Any]]:
-    """The objects on the way to a program's inputs, and what else the step may have used."""
+    """The objects on the way to a program's inputs, and others that the step may have used."""
     now = {_identity(place): thing for place, thing in after.things}
     found: dict[Any, tuple[Place, Any]] = {
         _identity(place): (place, thing)
@@ -284,7 +284,7 @@ def _way_to(graph: Graph, places: Places, after: Places) -> list[tuple[Place, An
 
 
 def _before(found: Sequence[Input], kept: dict[Memory, Tensor]) -> list[Tensor]:
-    """Inputs as they were before the step wrote to them, in other memory if it did."""
+    """The inputs before the step; in other memory if the step wrote to them."""
     storages = {memory: saved.clone().untyped_storage() for memory, saved in kept.items()}
     before = []
     for each in found:
@@ -299,12 +299,12 @@ def _before(found: Sequence[Input], kept: dict[Memory, Tensor]) -> list[Tensor]:
 
 
 def run_checked(record: Record, call: Call, size: int) -> tuple[bool | None, Any]:
-    """Run a step itself, and the program of several sizes on copies of what it began with.
+    """Run a step itself, and the program of several sizes on copies of the step's inputs.
 
-    Collective as the step is.
+    Collective if the step is.
 
     Returns:
-        True if they gave the same, None if the program does not hold here: then nothing was done;
+        True if both gave the same, None if the program does not hold here, which then did nothing;
         and the result of the step.
     """
     inputs = record.inputs_of(call.leaves)
@@ -332,19 +332,19 @@ def _differing(
     size: int | None = None,
     same: Callable[[Tensor, Tensor], bool] | None = None,
 ) -> str | None:
-    """Run a record on what a call began with, and compare. Collective as the step is.
+    """Run a record on the inputs of a call, and compare. Collective if the step is.
 
     Args:
         record: The record.
-        inputs: The inputs after the call, and as they were before: those that it wrote to in other
-            memory.
+        inputs: The inputs after the call, and before it: in other memory if the call wrote to
+            them.
         generators: Generators of random numbers, with their states before the call.
-        result: What the step has returned.
-        size: The size, for a record of several.
-        same: Compares two tensors; None: to the bit.
+        result: The result of the step.
+        size: The size, for a record of several sizes.
+        same: Compares two tensors; None: bit by bit.
 
     Returns:
-        The name of what differs in a bit; None: nothing does.
+        The name of a differing value; None: there is none.
     """
     same = same or _same_bits
     ends = [(each, each.get_state()) for each, _ in generators]
@@ -379,7 +379,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _nearly(one: Tensor, other: Tensor) -> bool:
-    """True if tensors differ by no more than rounding may, also where an optimizer amplifies it."""
+    """True if tensors differ only by rounding, even if an optimizer amplifies it."""
     if not one.is_floating_point() or not one.numel():
         return one.shape == other.shape
     one, other = one.detach().double(), other.detach().double()
@@ -388,7 +388,7 @@ def _nearly(one: Tensor, other: Tensor) -> bool:
 
 
 def _undo(recorder: Recorder, places: Places) -> None:
-    """Put back what a step has written that cannot be a program. Local."""
+    """Undo the writes of a step that cannot become a program. Local."""
     for each in recorder.graph.inputs:
         memory = each.value.memory
         kept = None if memory is None else recorder.before.pop(memory, None)
@@ -403,14 +403,14 @@ def _undo(recorder: Recorder, places: Places) -> None:
 
 
 def _facts(held: Held) -> dict[Any, Any]:
-    """The things that must hold for a record, by place."""
+    """The values that must hold for a record, by place."""
     facts: dict[Any, Any] = {_identity(place): id(thing) for place, thing in held.way}
     facts.update({_identity(place): (type(value), value) for place, value in held.constants})
     return facts
 
 
 def unified(one: Record, other: Record) -> Record | None:
-    """A program of several sizes of two records; None: they have none. Local."""
+    """A program of several sizes from two records; None: they have none. Local."""
     sizes = first_difference(one.signature, other.signature)
     if sizes is None or one.is_checked or other.is_checked or one.tree != other.tree:
         return None

@@ -1,8 +1,8 @@
 """A program for several sizes: integers of two records that depend on a size.
 
-Two records of a step that were made at two sizes have the same instructions, but for some integers.
-Each such integer is taken for ``a * size + c``, which two records determine; a third size checks.
-Where records differ in more than integers, each size has a record of its own.
+Two records of a step at two sizes have the same instructions, except for some integers. Each such
+integer is taken for ``a * size + c``, which two records determine; a third size checks. If records
+differ in more than integers, each size has a separate record.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Size(NamedTuple):
         """The integer at a size.
 
         Raises:
-            Different: It is none there.
+            Different: It is not an integer there.
         """
         result, rest = divmod(self.factor * size + self.addend, self.divisor)
         if rest:
@@ -45,7 +45,7 @@ class Size(NamedTuple):
         return result
 
     def text(self) -> str:
-        """Python that gives the integer, of a variable ``size``."""
+        """Python code for the integer, with a variable ``size``."""
         if self == (1, 0, 1):
             return "size"
         product = f"size * {self.factor}" if self.factor != 1 else "size"
@@ -80,7 +80,7 @@ def has_size(tree: Any) -> bool:
 
 
 def size_of(pattern: Any, actual: Any) -> int | None:
-    """The size in a call's signature, of the pattern of signatures; None: the pattern has none."""
+    """The size in a call's signature, found by a pattern; None: the pattern has no size."""
     if isinstance(pattern, Size):
         return actual if type(actual) is int and pattern == (1, 0, 1) else None
     if not isinstance(pattern, tuple | list) or not isinstance(actual, tuple | list):
@@ -93,7 +93,7 @@ def size_of(pattern: Any, actual: Any) -> int | None:
 
 
 def fits(pattern: Any, actual: Any, size: int) -> bool:
-    """True if a signature is that of a pattern at a size. Sizes below 2 are cases of their own."""
+    """True if a signature fits a pattern at a size. Sizes below 2 are special cases."""
     try:
         return size >= 2 and bool(at(pattern, size) == actual)
     except Different:
@@ -101,10 +101,10 @@ def fits(pattern: Any, actual: Any, size: int) -> bool:
 
 
 def at(tree: Any, size: int) -> Any:
-    """A tree with its integers at a size.
+    """A tree with the integers at a size.
 
     Raises:
-        Different: The tree has none there.
+        Different: An integer of the tree has no value at the size.
     """
     if isinstance(tree, Size):
         return tree.at(size)
@@ -119,17 +119,17 @@ class Unifier:
     """Unifies two records of a step.
 
     Args:
-        sizes: The size in either.
+        sizes: The sizes in the two records.
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
-        #: By number of a value of the first, that of the second.
+        #: By number of a value of the first record, the number in the second.
         self._values: dict[int, int] = {}
         self._numbers: dict[int, Number] = {}
 
     def integer(self, one: int, other: int) -> Any:
-        """An integer of both; a Size where they differ."""
+        """The common form of two integers; a Size where they differ."""
         if one == other:
             return one
         first, second = self.sizes
@@ -144,7 +144,7 @@ class Unifier:
         """The common form of two arguments.
 
         Raises:
-            Different: They have none.
+            Different: They have no common form.
         """
         if type(one) is not type(other):
             raise Different(f"{one!r} and {other!r}")
@@ -186,7 +186,7 @@ class Unifier:
         """The common form of two programs.
 
         Raises:
-            Different: They have none.
+            Different: They have no common form.
         """
         if len(one.inputs) != len(other.inputs) or len(one.instructions) != len(other.instructions):
             raise Different("another number of instructions")
@@ -250,12 +250,12 @@ class Unifier:
 
 
 def parts_of(spec: DTensorSpec) -> tuple[Any, ...]:
-    """A layout, so that its integers can be compared."""
+    """The parts of a layout, whose integers can be compared."""
     return spec.mesh, spec.placements, spec.order, tuple(spec.shape), spec.strides
 
 
 def same_place(one: Place | Argument, other: Place | Argument) -> bool:
-    """True if two places are one."""
+    """True if two places are the same."""
     if isinstance(one, Argument) or isinstance(other, Argument):
         both = isinstance(one, Argument) and isinstance(other, Argument)
         return both and (one.number, one.is_dtensor) == (other.number, other.is_dtensor)  # type: ignore[union-attr]
@@ -263,7 +263,7 @@ def same_place(one: Place | Argument, other: Place | Argument) -> bool:
 
 
 def comparable(key: Any) -> Any:
-    """The key of a call with its layouts in parts."""
+    """The key of a call with layouts in parts."""
     if isinstance(key, DTensorSpec):
         return parts_of(key)
     return tuple(map(comparable, key)) if isinstance(key, tuple) else key

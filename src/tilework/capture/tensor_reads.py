@@ -1,8 +1,8 @@
 """Reads of tensors' values by Python while a step is recorded: numbers, or errors.
 
 ``item()`` of a float gives a :class:`~tilework.capture.number.Number`. Other reads (numpy, lists,
-branches, prints) would leave today's values in the program without a word: they raise, naming the
-line. The methods of ``torch.Tensor`` are replaced while some thread of the process records.
+branches, prints) would silently leave current values in the program: they raise, naming the line.
+The methods of ``torch.Tensor`` are replaced while any thread of the process records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilework.comm.callsite import call_site, in_library
 from tilework.comm.recording import current_recorder, recorded
 from tilework.errors import CaptureError
 
-#: Methods that read values, and what a program's line does with them.
+#: Methods that read values, with a description for errors.
 _READS = {
     "tolist": "makes a list of a tensor",
     "numpy": "makes a numpy array of a tensor",
@@ -34,10 +34,10 @@ _READS = {
     "__format__": "prints the value of a tensor",
     "__dlpack__": "hands a tensor to another library",
 }
-#: Those by which a library decides, which torch's dispatcher does not show, or not as they are.
+#: Reads on which libraries branch, and which torch's dispatcher does not show faithfully.
 _DECISIONS = ("tolist", "__bool__", "__int__", "__index__")
 _NUMBERS = ("item", "__float__")
-#: Functions of the default generator's state, which recomputed layers use.
+#: Functions of the default generator's state, used by recomputed layers.
 _STATES = ("get_rng_state", "set_rng_state", "manual_seed")
 _lock = threading.Lock()
 _users = 0
@@ -46,7 +46,7 @@ _originals: dict[str, Any] = {}
 
 @contextmanager
 def watched_reads() -> Iterator[None]:
-    """Have reads of this process's recording threads recorded or refused meanwhile."""
+    """A context in which reads by recording threads are recorded or refused."""
     global _users
     with _lock:
         if not _users:
@@ -103,11 +103,11 @@ def _number(name: str) -> Callable[..., Any]:
 
 
 def decides_itself(file: str) -> bool:
-    """True for code of an installed package, but of optimizers, which decide by counts of steps."""
+    """True for code of an installed package, except optimizers, which branch on step counts."""
     return is_installed(file) and not file.startswith(torch.optim.__path__[0])
 
 
-#: Torch's dispatcher does not show it.
+#: torch's dispatcher does not show it.
 _as_subclass: Any = Tensor.as_subclass
 
 
@@ -120,8 +120,8 @@ def _shared(self: Tensor, kind: Any) -> Any:
 
 
 def is_installed(file: str) -> bool:
-    """True for code of an installed package: what it reads to decide what to do is checked again
-    in each call; see ``recorder``.
+    """True for code of an installed package, whose branches on values each call checks again; see
+    ``recorder``.
     """
     return in_library[file] or "site-packages" in file
 

@@ -1,4 +1,4 @@
-"""Things that a step does besides operators, and that a call does only once."""
+"""Effects of a step besides operators, and effects that happen only once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tilework.errors import CaptureError
 
 
 def told_apart(leaves: Sequence[Any], places: Places) -> list[Any]:
-    """Arguments, with another tensor of the same memory for each that is there twice.
+    """Arguments, with another tensor of the same memory for each duplicate.
 
-    An argument may be the tensor of a variable, or another argument, in the call that is recorded
-    and not in later calls: the recorder has to see which of both an operator takes.
+    In the recorded call an argument may be the same tensor as a variable or another argument, but
+    not in later calls: the recorder has to see which of the two an operator takes.
     """
     result: list[Any] = []
     seen: set[int] = set()
@@ -39,7 +39,7 @@ class Unseen:
 
     Args:
         places: What the step refers to.
-        leaves: The leaves of its arguments.
+        leaves: The leaves of the step's arguments.
     """
 
     def __init__(self, places: Places, leaves: Sequence[Any]) -> None:
@@ -63,10 +63,10 @@ class Unseen:
         return states | set(current_world().records)
 
     def refuse_changes(self) -> None:
-        """Refuse what the step has done that a program would not.
+        """Refuse effects of the step that a program would not repeat.
 
         Raises:
-            CaptureError: It did such a thing.
+            CaptureError: The step had such an effect.
         """
         if _python_draws() != self._draws:
             raise CaptureError(
@@ -90,7 +90,7 @@ class Unseen:
                 )
 
     def undo(self) -> None:
-        """Put memories and gradients back."""
+        """Restore memory and gradients."""
         for tensor, memory in self._memories:
             if tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory

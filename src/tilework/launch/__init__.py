@@ -11,8 +11,8 @@ from tilework.launch.spawn import RunningRanks, spawn
 __all__ = ["LaunchSettings", "RankFailedError", "RankPool", "RunningRanks", "ranks", "spawn"]
 
 
-if not TYPE_CHECKING:  # which would take any name for one that is here
+if not TYPE_CHECKING:  # type checkers would take any name as defined
 
     def __getattr__(name: str) -> NoReturn:
-        """An error about a name that the package has not."""
+        """Raise for a name that the package lacks."""
         refuse_left_out(__name__, name)

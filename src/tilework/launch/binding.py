@@ -1,7 +1,7 @@
-"""Ranks on CPUs of their own: which go where, and which CPUs another job of the user has.
+"""Ranks on separate CPUs: the CPUs of each rank, and the CPUs that another job of the user has.
 
-:func:`sets_for` is pure. A job holds its CPUs by locks of the kernel's, one byte of a file for each
-CPU: they end with the launcher, however that ends, and are not its ranks'.
+:func:`sets_for` is pure. A job holds CPUs by file locks, one byte of a file for each CPU. The
+launcher owns the locks, not the ranks: they end with the launcher, however that ends.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _LOCKS: Final = "tilework-cpus"
 
 
 def sets_for(mode: BindMode, ranks: int, topology: Topology) -> CpuSets:
-    """The CPUs of each rank; none if ranks are not bound. Pure.
+    """The CPUs of each rank; empty if ranks are not bound. Pure.
 
     Args:
-        mode: ``cores``: disjoint ones, all of a rank's on one memory node where there are no fewer
-            ranks than nodes; ``numa``: all of a memory node; ``auto``: as ``cores`` if there are
-            enough.
+        mode: ``cores``: disjoint CPUs, a rank's all on one memory node if there are at least as
+            many ranks as nodes; ``numa``: all CPUs of a memory node; ``auto``: as ``cores`` if
+            there are enough.
         ranks: The ranks of this host.
         topology: The CPUs that may be used.
 
     Raises:
-        ValueError: There are fewer cores than ranks that are to have their own.
+        ValueError: There are fewer cores than ranks.
 
     Example:
         >>> one_node = Topology((frozenset({0, 1}),), (frozenset({0}), frozenset({1})))
@@ -75,7 +75,7 @@ def _shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 
 def _counts(ranks: int, cores: Sequence[int]) -> list[int]:
-    """The ranks on each memory node: the next goes where it has the most cores."""
+    """The number of ranks on each memory node: each next rank goes where it gets most cores."""
     counts = [0] * len(cores)
     for _ in range(ranks):
         counts[max(range(len(cores)), key=lambda n: (cores[n] / (counts[n] + 1), -counts[n]))] += 1
@@ -84,15 +84,15 @@ def _counts(ranks: int, cores: Sequence[int]) -> list[int]:
 
 @contextlib.contextmanager
 def bound_sets(mode: BindMode, ranks: int, root: Path = Path("/")) -> Iterator[CpuSets]:
-    """The CPUs of each rank, held until the end; none where ranks are not to be bound.
+    """The CPUs of each rank, held until the end; empty if ranks are not bound.
 
-    ``auto`` binds nothing where CPUs are another job's of this user, or where a control group
-    grants less than all their time: others are at work on them then.
+    ``auto`` binds nothing if another job of this user has CPUs, or if a control group grants less
+    than the full time of all CPUs: others then work on them.
 
     Args:
         mode: As for :func:`sets_for`.
         ranks: The ranks of this host.
-        root: Where ``proc`` and ``sys`` are; for tests.
+        root: The folder of ``proc`` and ``sys``; for tests.
 
     Raises:
         ValueError: As for :func:`sets_for`.
@@ -131,7 +131,7 @@ def hold(cpus: Collection[int]) -> Iterator[bool]:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(Path(tempfile.gettempdir(), f"{_LOCKS}-{os.getuid()}"), flags, 0o600)
-            stack.callback(os.close, fd)  # which ends all locks
+            stack.callback(os.close, fd)  # ends all locks
             for cpu in cpus:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, cpu)
         except OSError:
@@ -143,7 +143,7 @@ def hold(cpus: Collection[int]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def on_cpus(cpus: Collection[int]) -> Iterator[None]:
-    """Let what this thread starts run on some CPUs only; nothing changes if there are none."""
+    """Restrict this thread's child processes to some CPUs; without CPUs nothing changes."""
     if not cpus:
         yield
         return
@@ -156,7 +156,7 @@ def on_cpus(cpus: Collection[int]) -> Iterator[None]:
 
 
 def cpu_list(cpus: Collection[int]) -> str:
-    """CPUs as the kernel writes them.
+    """CPUs in the kernel's format.
 
     Example:
         >>> cpu_list({0, 1, 2, 5})

@@ -1,4 +1,4 @@
-"""``tilework doctor``: what this machine has, what works on it, and why something does not."""
+"""``tilework doctor``: what this machine has, what works, and why something does not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tilework.testing import run_ranks
 
 _TEST_RANKS: Final = 2
 _TEST_TIMEOUT: Final = timedelta(seconds=10)
-#: (name, float32 items, calls) of what the self-test times; the ranks must agree on the calls.
+#: (name, float32 items, calls) of the self-test's timings; the calls must agree on all ranks.
 _TEST_SIZES: Final = (("8 bytes", 2, 100), ("4 MiB", 1 << 20, 10))
 
 State = Literal["yes", "no", "bad"]
@@ -47,7 +47,7 @@ class Finding:
     name: str
     value: str
     state: State = "yes"
-    """``no``: not here, which is no fault; ``bad``: should work and does not."""
+    """``no``: absent, which is not a fault; ``bad``: should work and does not."""
     note: str = ""
     """A note, or the next step."""
 
@@ -82,7 +82,7 @@ def machine() -> list[Finding]:
 
 
 def backends() -> list[Finding]:
-    """The backends that groups can use here, and why not the others."""
+    """The backends that groups can use here, and the reasons against the others."""
     findings = [Finding("threads", "ranks are threads of one process"), _shm(), _hybrid()]
     for name in ("gloo", "nccl", "ucc", "mpi"):
         if is_backend_available(name) and not torch_has(name):
@@ -105,7 +105,7 @@ _HOW_TO_GET: Final = {
 
 
 def self_test() -> list[Finding]:
-    """Two ranks reduce a tensor together: as threads and, where the core is, as processes."""
+    """Two ranks reduce a tensor together: as threads and, if the core loads, as processes."""
     kinds: list[Kind] = ["threads"]
     if core_error() is None:
         kinds.append("processes")
@@ -113,7 +113,7 @@ def self_test() -> list[Finding]:
 
 
 def data_movement() -> list[Finding]:
-    """The ways in which processes exchange large tensors here, and since which sizes."""
+    """The ways in which processes exchange large tensors here, with the sizes."""
     if core_error() is not None:
         return [Finding("calibration", "needs the shared-memory core", "no")]
     return [_single_copy(), _calibration(), _topology()]
@@ -151,7 +151,7 @@ def _why_not_read() -> str:
     return "two copies were measured to be faster here" if measured else "nothing is measured yet"
 
 
-#: What is read from peers' memory, and the tunable that tells from which size on.
+#: Operations that read peers' memory, and the tunable for the size from which they do.
 _READ: Final = {
     "moves": "single_copy_bytes",
     "moves from or to one rank": "single_copy_rooted_bytes",
@@ -161,7 +161,7 @@ _READ: Final = {
 
 
 def _how_it_reads(rank: int) -> tuple[str, list[tuple[int, int]]]:
-    """(how peers are read, the range of sizes of each of _READ)."""
+    """(the way to read peers, the range of sizes for each operation of _READ)."""
     core = _core_group()
     for _ in range(3):
         dist.barrier()  # ranks try each other's memory with the second operation
@@ -187,7 +187,7 @@ def _topology() -> Finding:
 
 
 def calibrate() -> int:
-    """Measure this host's calibration anew, keep it and print it; the exit status."""
+    """Measure this host's calibration again, keep it and print it; returns the exit status."""
     if core_error() is not None:
         print(f"tilework doctor: there is nothing to calibrate: {core_error()}", file=sys.stderr)
         return 1
@@ -237,7 +237,7 @@ def _try(kind: Kind) -> Finding:
     name, began = f"{_TEST_RANKS} {kind}", time.monotonic()
     try:
         figures = _reduce_on(kind)
-    except Exception as error:  # whatever it is, it is what the user wants to know
+    except Exception as error:  # the user wants to know any error
         first = str(error).strip().partition("\n")[0]
         return Finding(name, "failed", "bad", f"{type(error).__name__}: {first}")
     return Finding(name, f"passed in {time.monotonic() - began:.1f} s", note=figures)
@@ -282,7 +282,7 @@ def _cores() -> Finding:
 
 
 def _binding() -> Finding:
-    """Tell of ``tilework run --bind auto`` with as many ranks as there are cores."""
+    """The result of ``tilework run --bind auto`` with as many ranks as cores."""
     cores = len(host_topology().cores)
     with bound_sets("auto", cores) as sets:
         if sets:

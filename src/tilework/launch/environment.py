@@ -13,7 +13,7 @@ from tilework.launch.nodes import NodePlace
 from tilework.launch.settings import LaunchSettings
 from tilework.rendezvous.ended_ranks import ENDS_VARIABLE
 
-#: What another launcher may have left behind; a rank must not take it for its own.
+#: Variables of another launcher, which a rank must not take for its own.
 _FOREIGN: Final = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
     *(
@@ -32,14 +32,14 @@ class Rendezvous:
     """The meeting point of a launch's ranks: a private socket, or a TCP port if asked."""
 
     secret: str = field(repr=False)
-    """Hexadecimal; whoever holds it belongs to this job. Empty: anybody does."""
+    """The secret of this job's processes in hexadecimal; empty: anybody may connect."""
     store: str | None = None
     """``unix:@name``, ``unix:/path`` or ``tcp://host:port`` of the launcher's store; None: rank 0
     serves at ``master``."""
     master: tuple[str, int] | None = None
-    """Host and port that rank 0 is to listen on; None without TCP."""
+    """Host and port for rank 0 to listen on; None without TCP."""
     ends: str | None = None
-    """Where the launcher tells who has ended, if rank 0 serves: as ``store``."""
+    """Where the launcher tells who has ended, if rank 0 serves; in the form of ``store``."""
 
 
 def rank_environment(
@@ -49,10 +49,11 @@ def rank_environment(
     base: Mapping[str, str] | None = None,
     place: NodePlace | None = None,
 ) -> dict[str, str]:
-    """All of ``rank``'s environment: ``base`` (default: this process's) and what is its own.
+    """The whole environment of ``rank``: ``base`` (default: this process's) and the rank's
+    variables.
 
-    The names are torchrun's, so scripts written for it find what they look for, except that
-    MASTER_ADDR and MASTER_PORT exist only where TCP was asked for.
+    The names are torchrun's, so that scripts written for torchrun work, except that MASTER_ADDR and
+    MASTER_PORT exist only where TCP was requested.
     """
     inherited = os.environ if base is None else base
     kept = {name: value for name, value in inherited.items() if not name.startswith(_FOREIGN)}
@@ -75,7 +76,7 @@ def rank_environment(
         own["TILEWORK_STORE"] = rendezvous.store
     if rendezvous.master is not None:
         own["MASTER_ADDR"], own["MASTER_PORT"] = rendezvous.master[0], str(rendezvous.master[1])
-        if rendezvous.store is not None:  # tilework's own ranks meet there all the same
+        if rendezvous.store is not None:  # tilework's own ranks still meet there
             own["TILEWORK_MASTER"] = f"{rendezvous.master[0]}:{rendezvous.master[1]}"
     if rendezvous.ends is not None:
         own[ENDS_VARIABLE] = rendezvous.ends

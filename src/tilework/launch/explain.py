@@ -21,7 +21,7 @@ from tilework.comm.flight.document import (
     printable,
 )
 
-#: Ranks of a job are hardly more; what is beyond is not read.
+#: The maximum of files to read: jobs hardly have more ranks.
 MAX_FILES: Final = 1 << 16
 _NAME: Final = re.compile(r"rank-(\d{1,6})\.json")
 
@@ -46,7 +46,7 @@ class Reading:
 
     records: dict[int, Record]
     problems: list[str]
-    """Files that could not be used, and why; one line each."""
+    """Files that could not be used, with the reasons; one line each."""
 
 
 def explain(folder: Path, as_json: bool = False) -> int:
@@ -54,7 +54,7 @@ def explain(folder: Path, as_json: bool = False) -> int:
 
     Returns:
         0: no rank waits for another, and nothing failed; 1: something is explained; 2: there is
-        no folder, or no record in it that can be read.
+        no folder, or it holds no readable record.
     """
     try:
         reading = read(folder)
@@ -72,10 +72,10 @@ def explain(folder: Path, as_json: bool = False) -> int:
 
 
 def read(folder: Path) -> Reading:
-    """The records in ``folder``, of the latest run that left any there.
+    """The records of the latest run in ``folder``.
 
     Raises:
-        OSError: There is no such folder, or it may not be read.
+        OSError: There is no such folder, or it cannot be read.
     """
     names = sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
     records, problems = [], []
@@ -129,7 +129,7 @@ def _show(folder: Path, reading: Reading, findings: Sequence[Finding]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    # Lines end where the sentence does: what is piped on is not broken at some width.
+    # Lines end with the sentence: piped output is not wrapped at some width.
     console = Console(soft_wrap=True, highlight=False)
 
     def print_line(text: str, style: str = "") -> None:
@@ -149,5 +149,5 @@ def _show(folder: Path, reading: Reading, findings: Sequence[Finding]) -> None:
 
 
 def _near(text: str) -> str:
-    """The text, with paths below the current folder made relative to it."""
+    """The text, with paths below the current folder as relative paths."""
     return text.replace(os.path.join(os.getcwd(), ""), "")

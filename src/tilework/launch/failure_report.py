@@ -1,8 +1,8 @@
-"""Failure reports, which a failing rank sends the launcher through a pipe of its own.
+"""Failure reports, which a failing rank sends to the launcher through a separate pipe.
 
-A traceback printed to stderr would mix with other ranks' output and tell no time. So a rank
-writes one line of JSON to its pipe as soon as its program has failed; a crash in native code
-leaves faulthandler's trace there instead.
+A traceback printed to stderr would mix with other ranks' output and tell no time. Therefore a rank
+writes one line of JSON to this pipe as soon as the program has failed. After a crash in native
+code, faulthandler's trace stands there instead.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tilework.comm.callsite import in_library
 from tilework.errors import text_of
 from tilework.launch.hints import hint
 
-#: A traceback's end says what went wrong, so that is what is kept of a longer one.
+#: The end of a traceback names the error; longer tracebacks lose their beginning.
 MAX_TRACEBACK_CHARS: Final = 128 << 10
-#: The first line of an error's message; longer than any of tilework's own.
+#: The first line of an error's message; longer than any message of tilework.
 MAX_SUMMARY_CHARS: Final = 2000
 _MARK: Final = b'{"tilework": '
 #: Frames in these files belong to the launcher, not to the program.
@@ -43,22 +43,22 @@ def _package_folders() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """A rank's own description of its program's failure."""
+    """A rank's description of the program's failure."""
 
     time: float
-    """``time.monotonic()`` when it failed; comparable between processes of one host."""
+    """``time.monotonic()`` at the failure; comparable between processes of one host."""
     classes: tuple[str, ...]
-    """Class names of the exception and of those it came from, bases included."""
+    """Class names of the exception and of its causes, with bases."""
     summary: str
-    """``ValueError: its message``, one line; empty for ``sys.exit``."""
+    """``ValueError: message``, one line; empty for ``sys.exit``."""
     traceback: str
     """The whole traceback; empty for ``sys.exit``."""
     exit_code: int
     """The exit code of the process."""
     site: str = ""
-    """``file:line`` of the innermost frame of the program's own; empty without any."""
+    """``file:line`` of the innermost frame of the program; empty without any."""
     hint: str = ""
-    """Advice for an error that is not tilework's own; empty without any."""
+    """Advice for an error that does not come from tilework; empty without any."""
 
 
 def describe(error: BaseException, exit_code: int) -> FailureReport:
@@ -77,12 +77,12 @@ def describe(error: BaseException, exit_code: int) -> FailureReport:
 
 
 def encode(report: FailureReport) -> bytes:
-    """As one line for the pipe."""
+    """The report as one line for the pipe."""
     return _MARK + json.dumps(asdict(report)).encode() + b"}\n"
 
 
 def decode(data: bytes) -> tuple[FailureReport | None, str]:
-    """The report in a rank's pipe if there is one, and faulthandler's trace, else empty."""
+    """The report in a rank's pipe, and faulthandler's trace; None and empty without."""
     report, trace = None, []
     for line in data.split(b"\n"):
         if line.startswith(_MARK):
@@ -93,12 +93,12 @@ def decode(data: bytes) -> tuple[FailureReport | None, str]:
 
 
 def _program_lines(trace: Iterable[str]) -> Iterator[str]:
-    """A faulthandler trace without what lies below the program's own frames."""
+    """A faulthandler trace without the frames below the program's."""
     below = False
     for line in trace:
         frame = line.startswith("  File ")
         below = frame and (below or any(f'"{file}"' in line for file in _OWN_FILES))
-        # Python 3.12 and later end it with every native module loaded: of no use here.
+        # Python 3.12 and later end with a list of all native modules, which helps nobody.
         if not below and not line.startswith("Extension modules:"):
             yield line
 
@@ -112,7 +112,7 @@ def _decode_line(line: bytes) -> FailureReport | None:
 
 
 def _site(error: BaseException) -> str:
-    """``file:line`` where the program's own code failed, packages that it uses left out."""
+    """``file:line`` where the program failed, outside of the packages that it uses."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_near(error.filename)}:{error.lineno}"
     frames = [
@@ -139,7 +139,7 @@ def _format(error: BaseException) -> str:
 
 
 def _program_frames(error: BaseException) -> TracebackType | None:
-    """The error's traceback without the launcher's frames at its top."""
+    """The error's traceback without the launcher's frames at the top."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
         frames = frames.tb_next
@@ -147,7 +147,7 @@ def _program_frames(error: BaseException) -> TracebackType | None:
 
 
 def _class_names(error: BaseException | None) -> set[str]:
-    """Qualified names of the classes of ``error`` and of everything that led to it."""
+    """Qualified names of the classes of ``error`` and of all causes."""
     names: set[str] = set()
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -158,7 +158,7 @@ def _class_names(error: BaseException | None) -> set[str]:
 
 
 def summary(error: BaseException) -> str:
-    """``ValueError: its message``, one line, not too long."""
+    """``ValueError: message``, one line, not too long."""
     text = text_of(error).strip().partition("\n")[0]
     name = type(error).__qualname__
     if len(text) > MAX_SUMMARY_CHARS:

@@ -12,7 +12,7 @@ from tilework.launch.traceback_folding import folded
 
 _BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
 
-#: What usually is behind a signal, for those who have not met it before.
+#: The usual reason for a signal.
 _HINTS: Final = {
     "SIGKILL": "somebody killed it; often the kernel, for want of memory (see dmesg)",
     "SIGSEGV": "native code used memory that is not its own",
@@ -40,7 +40,7 @@ def headline(failure: Failure) -> str:
 
 
 def cause(failure: Failure) -> str:
-    """The end of a rank in words, without its number.
+    """The end of a rank in words, without the rank's number.
 
     Example:
         >>> cause(Failure(rank=1, time=0.0, code=3))
@@ -62,7 +62,7 @@ def failure_text(failure: Failure, colour: bool = False) -> str:
 def other_failures_text(root: Failure, failures: Sequence[Failure], colour: bool = False) -> str:
     """A line for each kind of failure of further ranks; empty without any.
 
-    A failure that says no more than that ``root`` failed, or the same, is named by its class alone.
+    If a failure only says that ``root`` failed, or the same, the line has only its class.
     """
     ranks: dict[str, list[int]] = {}
     for failure in failures:
@@ -93,7 +93,7 @@ def _how(failure: Failure) -> str:
 
 
 def _unusual_ending(failure: Failure) -> str:
-    """The ending, where it is not the one that every exception has."""
+    """The ending, unless it is the usual one of an exception."""
     return "" if failure.code == 1 else f" ({_ending(failure)})"
 
 

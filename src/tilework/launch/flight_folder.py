@@ -20,24 +20,24 @@ from tilework.launch.explain import read
 _IN_LOG_DIR: Final = "flight"
 _PREFIX: Final = "tilework-flight-"
 _NAME_BYTES: Final = 8
-#: Whoever has not looked at a folder by then never will.
+#: The age after which nobody will look at a folder any more.
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 
 @dataclass
 class FlightFolder:
-    """The folder that the ranks of one job write their records to; made by the first that does."""
+    """The folder that the ranks of one job write their records to; the first record makes it."""
 
     path: Path
-    #: Whether it is only for this job, and nobody has named it.
+    #: Whether the folder is only for this job, and was not named by the user.
     temporary: bool
-    #: Whether the user has asked for records, or was told of them.
+    #: Whether the user has asked for records, or was told about them.
     wanted: bool = False
     _began: float = field(default_factory=time.time, compare=False)
 
     @staticmethod
     def choose(log_dir: Path | None, environment: Mapping[str, str]) -> FlightFolder:
-        """The user's own, or one beside the logs, or one of a name that nobody guesses."""
+        """The user's folder, or a folder beside the logs, or one with a secret name."""
         named = environment.get(DIRECTORY_VARIABLE)
         if named:
             return FlightFolder(Path(named).absolute(), temporary=False)
@@ -47,7 +47,7 @@ class FlightFolder:
         return FlightFolder(Path(tempfile.gettempdir(), name), temporary=True)
 
     def announce(self) -> str:
-        """The line to print after a failure, naming the folder; "" where nobody waited."""
+        """The line to print after a failure, naming the folder; "" if nobody waited."""
         written = sum(1 for path in self.path.glob("rank-*.json") if self._is_new(path))
         if not written or not self._explains():
             return ""
@@ -56,7 +56,7 @@ class FlightFolder:
         return f"who waited for whom: tilework explain {self.path} (records of {ranks})"
 
     def close(self) -> None:
-        """Remove the folder, unless the user knows of it, and those that old jobs have left."""
+        """Remove the folder, unless the user knows of it, and leftover folders of old jobs."""
         if not self.temporary:
             return
         if not self.wanted:
@@ -81,7 +81,7 @@ class FlightFolder:
 
 
 def _is_old(folder: Path) -> bool:
-    """True for a folder of this user's that nothing was written to for long."""
+    """True for a folder of this user that nobody has written to for long."""
     with contextlib.suppress(OSError):
         status = os.lstat(folder)
         return status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_SECONDS

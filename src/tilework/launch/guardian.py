@@ -1,11 +1,11 @@
 """The guardian: a tiny process that cleans up after a launcher that was killed.
 
-A launcher that gets SIGKILL runs no code any more. On Linux the kernel then kills the ranks,
-but not what they started; elsewhere nobody does. So a shell of a few hundred kilobytes waits
-on a pipe from the launcher: it reads which process groups there are, and when the pipe closes
-without a farewell, it kills them, and then looks for what has left those groups. Every process of
-the job bears its *mark*: in its environment, which programs hand on to what they start, and, if it
-is a fork of a rank that has loaded no other program, in its mappings.
+A launcher that gets SIGKILL runs no more code. On Linux the kernel then kills the ranks, but not
+the processes that they started; elsewhere nobody does. Therefore a shell of a few hundred kilobytes
+waits on a pipe from the launcher. It reads the numbers of process groups; when the pipe closes
+without a farewell, it kills the groups, and then looks for processes that have left them. Every
+process of the job bears the job's *mark*: in the environment, which programs pass to the processes
+that they start, or, in a fork of a rank that has loaded no other program, in the mappings.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if [ -n "$4" ]; then exec "$2" -I -S "$3" "$4" >/dev/null 2>&1 </dev/null; fi
 
 
 class Guardian:
-    """Kills the processes of a job and removes a folder should this process die without closing it.
+    """Kills a job's processes and removes a folder if this process dies without closing it.
 
     Where there is no ``/bin/sh`` it does nothing, and :attr:`pid` is None.
 
     Args:
-        folder: Removed as well; None: nothing.
+        folder: The folder to remove; None: nothing.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -48,7 +48,7 @@ class Guardian:
         self.mark = secrets.token_hex(12)
         reader, self._writer = os.pipe()
         mark = self.mark if sys.platform == "linux" and sys.executable else ""
-        # It must not bear the mark itself, nor that of a job which this launcher is part of.
+        # The guardian must not bear the mark, nor the mark of a job around this launcher.
         environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
         arguments = ["/bin/sh", "-c", _SCRIPT, "tilework-guardian", str(folder or "")]
         self._process: subprocess.Popen[bytes] | None = None
@@ -59,7 +59,7 @@ class Guardian:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # a terminal's Ctrl-C and hang-up are not for it
+                start_new_session=True,  # ignores the terminal's Ctrl-C and hang-up
                 cwd="/",
             )
         except OSError:
@@ -69,22 +69,22 @@ class Guardian:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, None where it could not be started."""
+        """The guardian's process id; None where it could not be started."""
         return None if self._process is None else self._process.pid
 
     def watch(self, group: int) -> None:
-        """Add a process group to those that it would kill."""
+        """Add a process group to kill."""
         self._write(f"{group}\n")
 
     def forget_in_child(self) -> None:
         """Close the pipe in a forked child, so that only the launcher holds it."""
         self._drop_writer()
         if self._process is not None:
-            self._process.returncode = 0  # not this process's child: nothing to wait for
+            self._process.returncode = 0  # not a child of this process: nothing to wait for
             self._process = None
 
     def close(self) -> None:
-        """Say farewell and wait for its end (milliseconds). Idempotent."""
+        """Say farewell and wait for the guardian's end (milliseconds). Idempotent."""
         if self._process is None:
             return
         self._write("done\n")
@@ -93,7 +93,7 @@ class Guardian:
         self._process = None
 
     def _write(self, line: str) -> None:
-        # Somebody may have killed it: that costs the protection, not the job.
+        # If somebody has killed the guardian, the protection is lost, not the job.
         if self._writer >= 0:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._writer, line.encode())

@@ -1,7 +1,7 @@
-"""Advice for errors that are not tilework's own, but are met by programs that use it.
+"""Advice for errors that do not come from tilework, but happen in programs that use it.
 
-Each is a function of the error and of the frames that it came through, outermost first. None
-imports anything: an error that is about a package comes from a program that has loaded it.
+Each hint is a function of the error and of the frames that it came through, outermost first. Hints
+import nothing: an error about a package comes from a program that has loaded the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def hint(error: BaseException) -> str:
         >>> hint(ValueError("too large"))
         ''
     """
-    with suppress(Exception):  # the error itself must be told, whatever objects its frames have
+    with suppress(Exception):  # the error must be reported, whatever objects are in the frames
         text = text_of(error)
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for advise in _ADVICE:

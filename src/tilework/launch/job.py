@@ -1,4 +1,4 @@
-"""A job: the ranks of one program and everything made for them, with one owner."""
+"""A job: the ranks of a program and all resources for them, with one owner."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from tilework.rendezvous.handlers import launcher_store
 from tilework.store import Store, StoreServer
 
 _SECRET_BYTES = 32
-#: For what the launcher itself writes to the store, or reads there.
+#: The timeout of the launcher's own reads and writes of the store.
 _STORE_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
 class Frontend:
-    """The parts of ``tilework run`` that a function called from a larger program lacks."""
+    """The parts of ``tilework run`` that a call from a larger program lacks."""
 
     output: Output
     stdin: StandardInput
@@ -67,15 +67,15 @@ class Frontend:
 class Job:
     """Starts ranks, watches them, ends them and cleans up. A context manager.
 
-    With a ``frontend`` this process is the launcher and nothing else: it passes output on and
-    adopts the processes that ranks leave behind. Without, ranks share this process's stdio.
+    With a ``frontend`` this process is only the launcher: it passes output on and adopts the
+    processes that ranks leave behind. Without, ranks share this process's stdio.
 
     Args:
-        settings: How to start them.
-        program: What each of them runs.
+        settings: The settings of the launch.
+        program: The program of each rank.
         threads: torch's threads for each; None leaves it to the user's environment.
         frontend: See above.
-        cell: The notebook's cell that ranks print to; None: they share this process's stdio.
+        cell: The notebook's cell that ranks print to; None: ranks share this process's stdio.
         nodes: The launchers on other hosts, which start more of the ranks.
     """
 
@@ -103,18 +103,18 @@ class Job:
         self._folder: Path | None = None
         self._adopting = False
         self._desk: Desk | None = None
-        #: The store where the ranks meet, once something was to be said there.
+        #: The store where the ranks meet, once the launcher has used it.
         self._store: Store | None = None
-        #: When processes were started again, by their numbers.
+        #: The times when processes were started again, by rank.
         self._newcomers: dict[int, float] = {}
         least = settings.elastic[0] if settings.elastic is not None else 1
-        #: What ranks that die mean for the job; None: its end.
+        #: The policy for ranks that die; None: the job ends.
         self.recovery = Recovery(settings.restarts, least) if settings.outlives_ranks else None
-        #: Processes that ranks left running and that had to be killed, as "1234 (name)".
+        #: Killed processes that ranks had left running, as "1234 (name)".
         self.left_behind: list[str] = []
 
     def __enter__(self) -> Job:
-        """Start every rank; if one cannot be started, end those that were.
+        """Start every rank; if a start fails, end the started ranks.
 
         Raises:
             OSError: No more processes, descriptors or ports.
@@ -133,7 +133,7 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave nothing behind."""
+        """Close the job."""
         self.close()
 
     def supervise(self, timeout: timedelta | None = None) -> Outcome | None:
@@ -148,7 +148,7 @@ class Job:
         return self._supervisor.outcome
 
     def stop(self, steps: Sequence[Step], timeout: timedelta) -> None:
-        """End the ranks by ``steps`` and wait for that, at most ``timeout``."""
+        """End the ranks by ``steps`` and wait at most ``timeout``."""
         assert self._supervisor is not None
         self._supervisor.stop(steps)
         self._supervisor.run(timeout.total_seconds())
@@ -160,7 +160,7 @@ class Job:
 
     def close(self) -> None:
         """End every rank, wait for it, and remove everything made for the job. Idempotent."""
-        with contextlib.ExitStack() as stack:  # each step, whatever the others raise
+        with contextlib.ExitStack() as stack:  # every step, whatever the others raise
             stack.callback(self._remove_folder)
             stack.callback(self._close_guardian)
             stack.callback(self._close_server)
@@ -195,7 +195,7 @@ class Job:
         return Desk(self._store)
 
     def _note_end(self, rank: RankProcess) -> None:
-        """Tell ranks that wait for one that has ended, should there be any."""
+        """Tell ranks that may wait for this rank that it has ended."""
         rendezvous = self._rendezvous
         place = None if rendezvous is None else rendezvous.store or rendezvous.ends
         if rendezvous is None or place is None or len(self._ranks) < 2:
@@ -207,16 +207,16 @@ class Job:
             EndedRanks(self._store).add(rank.rank)
 
     def _restart(self, rank: RankProcess) -> None:
-        """Put a new process into the place of a rank that has ended."""
+        """Start a new process for a rank that has ended."""
         assert self._rendezvous is not None
-        rank.signal_group(signal.SIGKILL)  # what it has left running
+        rank.signal_group(signal.SIGKILL)  # processes that it has left running
         rank.reap()
         plan = self._plan(rank.rank, self._rendezvous)
-        # The others still wait for one that never came: they take this one for it.
+        # The rank never arrived: the others still wait, and take the new process for it.
         rejoins = self._has_come(rank.rank)
         if rejoins:
             plan.environment[REJOIN_VARIABLE] = "1"
-        # A fresh interpreter: there are threads now, and so no forking.
+        # A fresh interpreter: this process has threads now, and must not fork.
         with contextlib.closing(FreshStarter(plan, self._program)) as starter:
             started = self._start_rank(plan, starter)
         self._ranks.remove(started)
@@ -225,13 +225,13 @@ class Job:
             self._newcomers[started.pid] = time.time()
 
     def _has_come(self, rank: int) -> bool:
-        """True if a rank has come to the store, so that there may be a group that had it."""
+        """True if a rank has come to the store: it may be part of a group."""
         with contextlib.suppress(DistError):
             return self._store is None or InitGeneration.has_come(self._store, rank)
         return True
 
     def _members(self, living: Sequence[RankProcess]) -> Sequence[RankProcess]:
-        """The ranks that train: not those that wait to be let in, nor those left behind."""
+        """The ranks that train, without those that wait to be let in or were left behind."""
         if self._desk is None:
             return living
         try:
@@ -250,7 +250,7 @@ class Job:
         return [rank for rank in living if rank.rank in seats and let_in(rank)]
 
     def _prepare_rendezvous(self) -> Rendezvous:
-        """Make the place where ranks meet; its server does not serve yet."""
+        """Make the place where ranks meet; the server does not serve yet."""
         if self._nodes is not None:
             return Rendezvous(self._nodes.secret, self._nodes.store_url, self._nodes.master)
         secret = secrets.token_bytes(_SECRET_BYTES)
@@ -281,13 +281,13 @@ class Job:
             environment=environment,
             report_fd=-1,
             launcher=os.getpid(),
-            # The kernel watches the starting thread; only the main one surely lives on.
+            # The kernel watches the starting thread; only the main thread surely lives on.
             dies_with_launcher=threading.current_thread() is threading.main_thread(),
             threads=self._threads,
         )
 
     def _start_rank(self, plan: RankPlan, starter: Starter) -> RankProcess:
-        """Start one rank with its pipes, of which this process keeps one end each."""
+        """Start one rank with its pipes, keeping one end of each."""
         reader, writer = os.pipe()
         plan = dataclasses.replace(plan, report_fd=writer)
         ends, standard = None, Standard()
@@ -319,7 +319,7 @@ class Job:
         return sets[rank - self._place.first_rank] if sets else frozenset()
 
     def _drop_in_child(self, reader: int, ends: RankEnds | None) -> None:
-        """In a forked rank: close what belongs to the launcher, or has its standard place now."""
+        """In a forked rank, close descriptors of the launcher, and those already duplicated."""
         os.close(reader)
         if ends is not None:
             ends.close()
@@ -363,11 +363,11 @@ class Job:
         return self.pids if guardian is None else [*self.pids, guardian]
 
     def _end_processes(self) -> None:
-        """Kill what is alive, reap it, and then end what ranks have left behind."""
+        """Kill and reap the living ranks, and then end processes that ranks have left behind."""
         failed = any(rank.ending is None or rank.ending.code != 0 for rank in self._ranks)
         for rank in self._ranks:
-            # What has ended stays in its group until it is reaped, so this cannot hit strangers.
-            # With orphans adopted there is a better way than by group: see below.
+            # An ended rank stays in its group until reaped: this cannot hit strangers.
+            # Where orphans are adopted there is a better way than by group: see below.
             if rank.alive or not self._adopting:
                 rank.signal_group(signal.SIGKILL)
         for rank in self._ranks:
@@ -405,7 +405,7 @@ class Job:
 
 
 def _free_port() -> int:
-    """A TCP port that is free now; rank 0 is to bind it, so this process does not hold it."""
+    """A TCP port that is free now; not held, because rank 0 will bind it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

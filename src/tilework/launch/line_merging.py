@@ -1,9 +1,10 @@
 """Equal lines of several ranks as one line, and the same warning once.
 
-Ranks mostly write the same lines at almost the same time. So a line waits a moment for the other
-ranks': ``[0-3] loading``. The order of each rank's own lines stays. A warning is shown once for
-the job, whenever other ranks give it too. This is for what a person reads: a stdout that goes to
-a pipe or file of its own stays as it is, and files of ``--log-dir`` have everything.
+Ranks mostly write the same lines at almost the same time. Therefore a line waits a moment for the
+other ranks' equal lines: ``[0-3] loading``. The order of each rank's own lines stays. A warning is
+shown once for the job, whenever other ranks give it, too. This serves output that a person reads: a
+separate stdout that goes to a pipe or file stays unchanged, and files of ``--log-dir`` have
+everything.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-#: How long a line waits for those of other ranks.
+#: Seconds that a line waits for other ranks' lines.
 WAIT_SECONDS: Final = 0.04
-#: With more lines than this at once, ranks write data, not messages: nothing is compared.
+#: If ranks write more lines than this at once, they are data, and not compared.
 _MOST_LINES: Final = 256
 _MOST_WARNINGS: Final = 1024
 _WARNING: Final = re.compile(rb"\S.*:\d+: \w*Warning: ")
@@ -53,16 +54,16 @@ class LineMerger:
         self._count = 0
         self._given: Counter[tuple[int, bytes]] = Counter()
         self._shown: Counter[bytes] = Counter()
-        #: Ranks whose last line was a warning that is left out.
+        #: Ranks whose last line was a hidden warning.
         self._hiding: set[int] = set()
 
     @property
     def due(self) -> float | None:
-        """When the first line has waited long enough; None if none waits."""
+        """The time when the first line has waited long enough; None if none waits."""
         return self._queue[0].due if self._queue else None
 
     def feed(self, rank: int, prefix: bytes, data: bytes, now: float) -> bytes:
-        """Take a rank's whole lines, which have the prefix; return what is to be written now."""
+        """Take a rank's whole lines, which have the prefix; return the bytes to write now."""
         lines = data.split(b"\n")[:-1]
         if len(lines) > _MOST_LINES:
             return self.flush() + data
@@ -105,7 +106,7 @@ class LineMerger:
         self._last_of[rank] = self._count
 
     def _is_source(self, rank: int, text: bytes) -> bool:
-        """True for the line of source below a warning that is left out."""
+        """True for the line of source below a hidden warning."""
         if rank not in self._hiding:
             return False
         self._hiding.discard(rank)

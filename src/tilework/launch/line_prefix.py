@@ -8,7 +8,7 @@ from typing import Final
 MAX_LINE_BYTES: Final = 64 << 10
 
 _RESET: Final = b"\x1b[0m"
-#: One for each rank in turn: readable on dark and light backgrounds alike.
+#: Colours for ranks in turn: readable on dark and light backgrounds.
 _COLOURS: Final = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
@@ -26,13 +26,13 @@ def prefix_for(rank: int, colour: bool) -> bytes:
 
 
 class LineAssembler:
-    """Collects bytes and returns full lines, each with the prefix; bytes stay as they are.
+    """Collects bytes and returns full lines, each with the prefix; bytes stay unchanged.
 
     Args:
-        prefix: Put before each line; may be empty.
-        terminal: Whether lines go to a terminal: then a colour that a line leaves switched on
-            ends with it, and of a line rewritten by carriage returns its last state is shown.
-        rank: Whose lines they are.
+        prefix: The text before each line; may be empty.
+        terminal: Whether lines go to a terminal: then a colour that a line leaves on ends with the
+            line, and a line rewritten by carriage returns is shown in the last state.
+        rank: The rank that writes the lines.
     """
 
     def __init__(self, prefix: bytes, terminal: bool, rank: int = 0) -> None:
@@ -57,12 +57,12 @@ class LineAssembler:
         return out
 
     def finish(self) -> bytes:
-        """The last line, should it lack its newline; empty otherwise."""
+        """The last line if the newline is missing; else empty."""
         rest, self._rest = self._rest, b""
         return self._lines(rest) if rest else b""
 
     def _lines(self, block: bytes) -> bytes:
-        """A block of lines without the last newline, with prefixes and that newline."""
+        """The block of lines with prefixes and the last newline, which it lacks."""
         if self._terminal and (b"\r" in block or b"\x1b" in block):
             block = b"\n".join(_tidy(line) for line in block.split(b"\n"))
         return self.prefix + block.replace(b"\n", b"\n" + self.prefix) + b"\n"
@@ -74,7 +74,7 @@ def _tidy(line: bytes) -> bytes:
 
 
 def _last_state(line: bytes) -> bytes:
-    """The visible rest of a line in which a progress bar went back to its start."""
+    """The visible part of a line that a progress bar has rewritten."""
     body = line.rstrip(b"\r")
     return body.rpartition(b"\r")[2] + line[len(body) :]
 
@@ -84,4 +84,4 @@ def _character_border(data: bytes, at: int) -> int:
     for back in range(4):
         if data[at - back] & 0xC0 != 0x80:
             return at - back
-    return at  # not UTF-8 anyway
+    return at  # not UTF-8

@@ -1,4 +1,4 @@
-"""Linux's own system calls, as functions that do nothing, by their result, elsewhere."""
+"""Linux's system calls, as functions that do nothing elsewhere, and say so by the result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` ends, or end now if it already has.
+    """Make the kernel kill this process when ``parent`` ends, or end now if it already has.
 
-    Linux only; elsewhere the guardian (:mod:`tilework.launch.guardian`) sees to it. The kernel
-    watches the *thread* that started this process, so that thread must live as long as the job.
+    Only on Linux; elsewhere the guardian (:mod:`tilework.launch.guardian`) does it. The kernel
+    watches the *thread* that started this process: that thread must live as long as the job.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before the line above.
@@ -26,7 +26,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans(on: bool = True) -> bool:
-    """Become the parent of descendants whose own parent dies; whether that worked."""
+    """Become the parent of descendants whose own parent dies; True if that worked."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
@@ -47,7 +47,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a process was stopped by a signal; a debugger's does not count."""
+    """True if a process was stopped by a signal; a debugger's stop does not count."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -64,7 +64,7 @@ def command_of(pid: int) -> str:
 
 
 def _parents() -> list[tuple[str, str]]:
-    """(process id, parent's process id) of all processes that can be seen."""
+    """(process id, parent's process id) of all visible processes."""
     pairs = []
     try:
         names = os.listdir("/proc")
@@ -74,8 +74,8 @@ def _parents() -> list[tuple[str, str]]:
         try:
             stat = Path("/proc", name, "stat").read_text(errors="replace")
         except OSError:
-            continue  # it ended meanwhile
-        # The command is in parentheses and may itself hold some: "12 (a) b) S 1 …".
+            continue  # the process ended meanwhile
+        # The command is in parentheses and may contain some: "12 (a) b) S 1 …".
         pairs.append((name, stat.rpartition(")")[2].split()[1]))
     return pairs
 

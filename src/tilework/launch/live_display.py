@@ -1,14 +1,14 @@
-"""Rank 0's output on a terminal, where it may be a live display.
+"""Rank 0's output on a terminal, which may be a live display.
 
-Rank 0 writes to a pseudo-terminal, so that programs see a terminal, and what they write is
-passed on at once, not only when a line is complete. Two things are done to it:
+Rank 0 writes to a pseudo-terminal: programs see a terminal, and their output is passed on at once,
+not only in complete lines. Two things are done to it:
 
-* Each line gets the prefix, also when the cursor comes back to rewrite it. The pseudo-terminal
-  is narrower by as much, so nothing wraps.
-* Lines of other ranks appear *above* a display that is being rewritten in place. For that the
-  display's current frame is remembered: erase it, write the line, write the frame again.
-  What a frame is follows from how such displays work: a single line is rewritten after a
-  carriage return; a larger one hides the cursor, and moves it up before each new frame.
+* Each line gets the prefix, also when the cursor comes back to rewrite it. The pseudo-terminal is
+  narrower by the prefix, so that nothing wraps.
+* Lines of other ranks appear *above* a display that is being rewritten in place. For this the
+  display's current frame is remembered: erase it, write the line, write the frame again. A frame
+  is found from the way such displays work: a single line is rewritten after a carriage return; a
+  larger display hides the cursor, and moves it up before each new frame.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _HIDE, _SHOW = b"\x1b[?25l", b"\x1b[?25h"
 _ALTERNATE_ON, _ALTERNATE_OFF = b"\x1b[?1049h", b"\x1b[?1049l"
 _ERASE_LINE, _UP_AND_ERASE = b"\r\x1b[2K", b"\x1b[1A\x1b[2K"
 
-#: An escape sequence that does not end within this is none.
+#: The maximum length of an escape sequence.
 _MAX_PARTIAL_BYTES: Final = 4096
-#: More than any screen holds: then it is no display, just output without a newline.
+#: The maximum of a frame, more than any screen holds; beyond it is output without newlines.
 _MAX_FRAME_BYTES: Final = 64 << 10
 
 
@@ -40,7 +40,7 @@ class LiveDisplay:
     """Turns rank 0's bytes, and other ranks' lines, into bytes for one terminal.
 
     Args:
-        prefix: Put before rank 0's lines; may be empty.
+        prefix: The text before rank 0's lines; may be empty.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -52,7 +52,7 @@ class LiveDisplay:
         self._alternate = False
 
     def feed(self, data: bytes) -> bytes:
-        """Rank 0 wrote ``data``: what the terminal gets."""
+        """The bytes for the terminal after rank 0 wrote ``data``."""
         data = self._partial + data
         cut = _PARTIAL.search(data)
         keep = cut is not None and len(data) - cut.start() <= _MAX_PARTIAL_BYTES
@@ -65,7 +65,7 @@ class LiveDisplay:
         return bytes(out)
 
     def above(self, lines: bytes) -> bytes:
-        """Other ranks wrote whole ``lines``: what the terminal gets."""
+        """The bytes for the terminal after other ranks wrote whole ``lines``."""
         if not self._frame or self._alternate:
             return lines
         frame = bytes(self._frame)
@@ -87,7 +87,7 @@ class LiveDisplay:
         return out
 
     def _token(self, token: bytes) -> bytes:
-        """A token as it is written, after noting its effect on the frame."""
+        """The bytes to write for a token, whose effect on the frame is noted."""
         if token in (_ALTERNATE_ON, _ALTERNATE_OFF):
             self._alternate = token == _ALTERNATE_ON
         if self._alternate:  # a full-screen program addresses the screen by itself
@@ -102,7 +102,7 @@ class LiveDisplay:
         return out
 
     def _note(self, token: bytes, out: bytes) -> None:
-        """Update the frame: what would have to be written again after erasing it."""
+        """Update the frame: the bytes to write again after erasing it."""
         if token in (_HIDE, _SHOW):
             self._hidden = token == _HIDE
             if not self._hidden:  # all but an unfinished line is final now
@@ -113,7 +113,7 @@ class LiveDisplay:
             self._frame += out
 
     def _ends_frame(self, token: bytes) -> bool:
-        """True if what follows ``token`` is written below the frame for good, not over it."""
+        """True if the text after ``token`` stays below the frame, instead of overwriting it."""
         if token == b"\n":
             return not self._hidden
         one_line = b"\n" not in self._frame

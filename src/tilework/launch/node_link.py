@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-#: A link that is cut without a word is noticed after about so many seconds of silence.
+#: Seconds of silence after which a link counts as cut.
 _KEEP_ALIVE: Final = (
     ("TCP_KEEPIDLE", 5),
     ("TCP_KEEPINTVL", 2),
@@ -19,8 +19,8 @@ _KEEP_ALIVE: Final = (
 )
 _MAX_LINE_BYTES: Final = 1 << 16
 _SEND_SECONDS: Final = 5.0
-#: A launcher says so often that it is there; one that has and then says nothing is lost. The
-#: system answers for a process that is stopped, so keep-alive alone does not tell.
+#: The interval at which a launcher says that it is there. A launcher that has said so and then says
+#: nothing is lost. Keep-alive is not enough: the system answers for a stopped process.
 _BEAT_SECONDS: Final = 2.0
 _SILENCE_SECONDS: Final = 20.0
 
@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 
 class NodeLink:
-    """This launcher's connections: node 0's to all others, theirs to node 0, which passes on.
+    """This launcher's connections: on node 0 to all others, else to node 0, which relays.
 
     Args:
         node: This node.
@@ -47,12 +47,12 @@ class NodeLink:
         self._news: list[Message] = []
         self._closed = False
         self._beat_at = 0.0
-        #: When nodes that have begun to say that they are there did so last.
+        #: The time of the last beat of each node that has begun to send beats.
         self._heard: dict[int, float] = {}
 
     @property
     def connected(self) -> set[int]:
-        """The nodes that there is a connection to."""
+        """The nodes with a connection."""
         return set(self._peers)
 
     @property
@@ -62,7 +62,7 @@ class NodeLink:
 
     @property
     def others_finished(self) -> bool:
-        """True if all other nodes have ended well, as far as this one has heard."""
+        """True if all other nodes have ended well, as far as this node has heard."""
         return self._finished | {self._node} >= set(range(len(self._ranks)))
 
     def place_of(self, node: int) -> str:
@@ -83,7 +83,7 @@ class NodeLink:
         peer.settimeout(_SEND_SECONDS)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE:
-            with contextlib.suppress(AttributeError, OSError):  # each system has its own
+            with contextlib.suppress(AttributeError, OSError):  # names differ between systems
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         before = self._peers.pop(node, None)
         if before is not None:
@@ -91,20 +91,20 @@ class NodeLink:
         self._peers[node], self._pieces[node] = peer, b""
 
     def readers(self) -> dict[int, Callable[[], None]]:
-        """Descriptors to wait for until they are readable, with what to do then."""
+        """Descriptors to read, with the functions to call when they are readable."""
         return {peer.fileno(): partial(self._read, node) for node, peer in self._peers.items()}
 
     @property
     def beat_due(self) -> float:
-        """The time of the next :meth:`beat`, as ``time.monotonic()`` tells it."""
+        """The time of the next :meth:`beat`, in ``time.monotonic()``."""
         return self._beat_at
 
     def beat(self) -> None:
-        """Say that this launcher is there, if it is time to, and lose those that do not."""
+        """Send a beat if it is due, and drop nodes whose beats are missing."""
         now = time.monotonic()
         if now < self._beat_at:
             return
-        if now - self._beat_at > _SILENCE_SECONDS / 2:  # this one was stopped itself
+        if now - self._beat_at > _SILENCE_SECONDS / 2:  # this process was stopped itself
             self._heard = dict.fromkeys(self._heard, now)
         self._beat_at = now + _BEAT_SECONDS
         self._send({"kind": _ALIVE, "node": self._node}, but=self._node)
@@ -135,7 +135,7 @@ class NodeLink:
         data = json.dumps(message).encode() + b"\n"
         for node, peer in list(self._peers.items()):
             if node != but:
-                with contextlib.suppress(OSError):  # its end is noticed by reading
+                with contextlib.suppress(OSError):  # reading notices the end
                     peer.sendall(data)
 
     def _read(self, node: int) -> None:

@@ -1,9 +1,9 @@
 """Several hosts: the launchers of one job meet, number their ranks, and hear of each other's ends.
 
-The launcher of node 0 serves the job's store at the address that all are given. There each writes
-how many ranks it starts, and reads how many the others do. Then each keeps a connection to node 0,
-whose launcher passes on what it hears: which rank has failed, that the user ended the job, and, by
-the connection's end, that a launcher is gone.
+The launcher of node 0 serves the job's store at the address that all launchers are given. Each
+launcher writes there how many ranks it starts, and reads the numbers of the others. Then each keeps
+a connection to node 0, whose launcher passes on all messages: which rank has failed, that the user
+ended the job, and, when a connection ends, that a launcher is gone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tilework.store import PrefixStore, Store, StoreServer, TCPStore
 
 #: The time that launchers wait for each other, unless ``--timeout`` says otherwise.
 _PATIENCE: Final = timedelta(minutes=10)
-#: Seconds until the first line about who is awaited; each further one takes twice as long.
+#: Seconds until the first line about missing nodes; the interval then doubles.
 _FIRST_WORD_SECONDS: Final = 3.0
 _POLL_SECONDS: Final = 0.05
 _ANSWER_SECONDS: Final = 30.0
-#: The time in which others read why the job does not begin.
+#: The time for other launchers to read why the job does not begin.
 _HEARD: Final = timedelta(seconds=2)
 
 
@@ -56,14 +56,14 @@ class NodePlace:
 
 @dataclass(frozen=True)
 class Nodes:
-    """This launcher's place among the others, and what connects them. Owns all of it."""
+    """This launcher's place among the others, and the connections, which it owns."""
 
     place: NodePlace
     #: The address of the job's store, as ``TILEWORK_STORE`` has it.
     store_url: str
-    #: Hexadecimal; empty if the user has set none.
+    #: The secret in hexadecimal; empty if the user has set none.
     secret: str
-    #: Host and port for programs that look for MASTER_ADDR; None if nobody asked.
+    #: Host and port for programs that read MASTER_ADDR; None if not requested.
     master: tuple[str, int] | None
     link: NodeLink
     _server: StoreServer | None = None
@@ -76,11 +76,11 @@ class Nodes:
 
 
 def join_nodes(settings: LaunchSettings) -> Nodes:
-    """Meet the other launchers; blocks until all are there. With Ctrl-C as the caller has it.
+    """Meet the other launchers; blocks until all are there. Ctrl-C works as the caller has set it.
 
     Raises:
-        NodesError: They did not come in time, or differ in what must be the same.
-        DistNetworkError: The address cannot be listened on, or nobody serves there.
+        NodesError: Launchers did not come in time, or have settings that must be equal but differ.
+        DistNetworkError: This host cannot listen on the address, or nobody serves there.
     """
     return _Meeting(settings).join()
 
@@ -131,7 +131,7 @@ class _Meeting:
         return Nodes(place, url, self._secret, master, link, server)
 
     def _introduce(self, store: Store) -> None:
-        """Say who this is; nobody else may be it."""
+        """Register this node; raise if another launcher has the same number."""
         settings = self._settings
         token = secrets.token_hex(8)
         mine = {
@@ -151,7 +151,7 @@ class _Meeting:
             )
 
     def _gather(self, store: Store) -> dict[str, Any]:
-        """Node 0's: all nodes' words, once they are there."""
+        """The data of all nodes, once they are there; on node 0."""
         keys = [f"node/{node}" for node in range(self._settings.nnodes)]
 
         def missing() -> list[int]:
@@ -159,7 +159,7 @@ class _Meeting:
 
         self._wait_until(lambda: not missing(), lambda: f"waits for {_named(missing())}")
         words = [json.loads(store.get(key)) for key in keys]
-        # A launcher of before this word says nothing of versions.
+        # A launcher of an older version sends no version.
         for what, name in (("nodes", "--nnodes"), ("version", "their version of tilework")):
             said = [str(word.get(what, "unknown")) for word in words]
             if len({*said, str(self._settings.nnodes)} if what == "nodes" else {*said}) > 1:
@@ -180,7 +180,7 @@ class _Meeting:
         raise NodesError(error)
 
     def _table(self, store: Store) -> dict[str, Any]:
-        """The others': what node 0 has gathered."""
+        """The data that node 0 has gathered; on other nodes."""
         waits = "waits for node 0, which waits for other nodes"
         self._wait_until(lambda: store.check(["table"]), lambda: waits)
         table: dict[str, Any] = json.loads(store.get("table"))
@@ -192,7 +192,7 @@ class _Meeting:
         return table
 
     def _listen(self, store: Store, link: NodeLink, table: dict[str, Any]) -> None:
-        """Node 0's: take the other launchers' connections."""
+        """Accept the other launchers' connections; on node 0."""
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((self._host, 0), family=family) as listener:
             token = secrets.token_hex(16)
@@ -247,7 +247,7 @@ class _Meeting:
 
 
 def _version() -> str:
-    """The version of this package, as it was installed."""
+    """The version of this package as installed."""
     try:
         return metadata.version("tilework")
     except metadata.PackageNotFoundError:  # a folder on the path

@@ -1,8 +1,8 @@
 """Output to the launcher's own stdout and stderr that never blocks.
 
-The launcher must notice a dead rank or a Ctrl-C even while whoever reads its output (``less``,
-a terminal after Ctrl-S) does not read. Making the descriptor non-blocking would make it so for
-the shell as well, since they share it; so each write is preceded by a poll and kept small.
+The launcher must notice a dead rank or a Ctrl-C even while the reader of its output (``less``, a
+terminal after Ctrl-S) does not read. A non-blocking descriptor would be non-blocking for the shell
+as well, since they share it. Instead each write follows a poll and is kept small.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NonblockingOutput:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self._piece = _FILE_PIECE_BYTES if stat.S_ISREG(os.fstat(fd).st_mode) else _PIECE_BYTES
-        #: The reader is gone, or the disk is full: what failed. Later writes are dropped.
+        #: The error if the reader is gone or the disk is full. Later writes are dropped.
         self.broken: OSError | None = None
 
     def fileno(self) -> int:
@@ -43,14 +43,14 @@ class NonblockingOutput:
         return self._pending_bytes
 
     def write(self, data: bytes) -> None:
-        """Queue ``data`` and write what can be written now."""
+        """Queue ``data`` and write as much as possible now."""
         if data and self.broken is None:
             self._pending.append(memoryview(data))
             self._pending_bytes += len(data)
             self.pump()
 
     def pump(self) -> None:
-        """Write what can be written without blocking."""
+        """Write as much as possible without blocking."""
         while self._pending and self._poll.poll(0):
             self._write_piece()
 

@@ -1,4 +1,4 @@
-"""Ranks that are started from a notebook's cell: their lines appear below it."""
+"""Ranks that are started from a notebook's cell: their lines appear below the cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilework.launch.line_prefix import LineAssembler, prefix_for
 from tilework.launch.output import RankEnds
 
 _CHUNK_BYTES: Final = 64 << 10
-#: Seconds to wait, once ranks have ended, for what processes of theirs may still write.
+#: Seconds to wait, after the ranks' end, for the output of their child processes.
 _LAST_SECONDS: Final = 2.0
 
 
@@ -22,9 +22,9 @@ def in_notebook() -> bool:
 
 
 class CellOutput:
-    """The ranks' output, whole lines with their rank in front, written to ``sys.stdout``.
+    """The ranks' output, written to ``sys.stdout`` as whole lines with the rank in front.
 
-    A notebook shows what is written there; of a process's own descriptors it shows pieces at best.
+    A notebook shows everything written there, but at best parts of the process's descriptors.
     """
 
     def __init__(self) -> None:
@@ -33,19 +33,19 @@ class CellOutput:
         self._thread: threading.Thread | None = None
 
     def open(self, rank: int) -> RankEnds:
-        """Make the pipe of one rank, of stdout and stderr both."""
+        """Make the pipe of one rank, for both stdout and stderr."""
         reader, writer = os.pipe()
         assembler = LineAssembler(prefix_for(rank, colour=False), terminal=True)
         self._selector.register(reader, selectors.EVENT_READ, assembler)
         return RankEnds(writer, writer)
 
     def start(self) -> None:
-        """Pass lines on from now on, on a thread. Once all ranks are started: it must not fork."""
+        """Pass lines on, in a thread. Call it after all starts: no forks beside threads."""
         self._thread = threading.Thread(target=self._pass_on, name="tilework cell", daemon=True)
         self._thread.start()
 
     def forget_in_child(self) -> None:
-        """Close what belongs to the notebook's process, in a forked rank."""
+        """Close descriptors of the notebook's process, in a forked rank."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()

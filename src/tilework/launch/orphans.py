@@ -1,4 +1,4 @@
-"""After the ranks have ended: end what they started and left behind."""
+"""Ends processes that ranks have started and left behind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Final
 
 from tilework.launch import linux
 
-#: What a program leaves running on purpose (a compressor, an upload) may take this long.
+#: Seconds for processes that a program leaves running on purpose (a compressor, an upload).
 PATIENCE_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.01
 
 
 def reap_orphans(but: Collection[int]) -> None:
-    """Reap ended processes that this one has adopted; ``but`` are its own children."""
+    """Reap adopted processes that have ended; ``but`` are the process's own children."""
     for pid in linux.children():
         if pid not in but:
             with contextlib.suppress(ChildProcessError):
@@ -28,7 +28,7 @@ def end_orphans(seconds: float, but: Collection[int]) -> list[str]:
     """Wait for adopted processes to end, ``seconds`` seconds, then kill them.
 
     Returns:
-        The killed ones, as "1234 (name)".
+        The killed processes, as "1234 (name)".
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -37,7 +37,7 @@ def end_orphans(seconds: float, but: Collection[int]) -> list[str]:
             return []
         time.sleep(_POLL_SECONDS)
     killed: dict[int, str] = {}
-    # Each kill may hand us the children of the killed one, so look again until there are none.
+    # We may adopt the children of each killed process: look again until there are none.
     while orphans := _others(but):
         for pid in orphans:
             killed.setdefault(pid, f"{pid} ({linux.command_of(pid)})")

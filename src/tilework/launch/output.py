@@ -1,7 +1,7 @@
-"""Ranks' output: through the launcher to its own stdout and stderr, and to files.
+"""Ranks' output: through the launcher to the launcher's stdout and stderr, and to files.
 
-Each rank writes into pipes of the launcher's; rank 0, where the launcher writes to a terminal,
-into a pseudo-terminal. Here is who is connected to what; how bytes become prefixed lines is in
+Each rank writes into pipes of the launcher. Where the launcher writes to a terminal, rank 0 writes
+into a pseudo-terminal. This module connects ranks to destinations; bytes become prefixed lines in
 :mod:`tilework.launch.line_prefix` and :mod:`tilework.launch.live_display`.
 """
 
@@ -29,7 +29,7 @@ if sys.platform != "win32":
     import termios
 
 _CHUNK_BYTES: Final = 64 << 10
-#: More than this waiting to be written: ranks wait as well, as they would without a launcher.
+#: If more bytes than this wait to be written, ranks wait, as they would without a launcher.
 _MAX_PENDING_BYTES: Final = 1 << 20
 
 
@@ -37,9 +37,9 @@ class Screen:
     """A destination: the launcher's stdout or stderr, or both if they are the same.
 
     Args:
-        fd: Its descriptor.
-        live_prefix: What rank 0's lines begin with, if it is shown live here.
-        merged_ranks: The number of ranks of which equal lines become one; 0: each line stays.
+        fd: The descriptor.
+        live_prefix: The prefix of rank 0's lines, if rank 0 is shown live here.
+        merged_ranks: The number of ranks whose equal lines are merged; 0: each line stays.
     """
 
     def __init__(self, fd: int, live_prefix: bytes = b"", merged_ranks: int = 0) -> None:
@@ -93,10 +93,10 @@ class RankStream:
     """The launcher's end of one rank's stdout or stderr (or both).
 
     Args:
-        fd: To read from; owned from here on.
-        screen: Where it goes.
-        assembler: What makes lines of it; None: it is rank 0's live terminal.
-        log: Its file; None without.
+        fd: The descriptor to read from; owned from here on.
+        screen: The destination.
+        assembler: Makes lines of the bytes; None: rank 0's live terminal.
+        log: The rank's file; None without.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RankStream:
         self._assembler = assembler
 
     def read(self) -> bool:
-        """Take a chunk and pass it on; False if there is none now. Does not block."""
+        """Read a chunk and pass it on; False if there is none now. Does not block."""
         if self._fd < 0:
             return False
         try:
@@ -117,7 +117,7 @@ class RankStream:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno != errno.EIO:  # of a pseudo-terminal that nobody has open
+            if error.errno != errno.EIO:  # from a pseudo-terminal that nobody has open
                 raise
             data = b""
         if data:
@@ -127,7 +127,7 @@ class RankStream:
         return bool(data)
 
     def finish(self) -> None:
-        """Read what is left, write the last line even if it is no whole one, and close."""
+        """Read the rest, write the last line even if it is incomplete, and close."""
         while self.read():
             pass
         if self._assembler is not None:
@@ -157,20 +157,20 @@ class RankStream:
 
 
 class LogFile:
-    """A file that gets a rank's bytes as they are. A full disk ends the log, not the job.
+    """A file that gets a rank's bytes unchanged. A full disk ends the log, not the job.
 
     Args:
-        path: Replaced if it exists. Raises OSError if it cannot be written.
+        path: The path; an existing file is replaced. Raises OSError if it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = open(path, "wb", buffering=0)  # noqa: SIM115
-        #: What to tell the user, once: this log is incomplete.
+        #: A message for the user, shown once: this log is incomplete.
         self.problem = ""
 
     def write(self, data: bytes) -> None:
-        """Append; after a failure nothing."""
+        """Append; after a failure do nothing."""
         view = memoryview(data)
         try:
             while view and self._file is not None:
@@ -180,7 +180,7 @@ class LogFile:
             self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -189,7 +189,7 @@ class LogFile:
 
 @dataclass(frozen=True)
 class RankEnds:
-    """A rank's own ends of its output; the launcher closes them once it has started."""
+    """A rank's ends of the output; the launcher closes them once the rank has started."""
 
     stdout: int
     stderr: int
@@ -212,13 +212,13 @@ class Output:
         self._log_dir = settings.log_dir
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        # One pipe for both keeps what a rank writes in order; separate files need separate pipes.
+        # A shared pipe keeps a rank's output in order; separate files need separate pipes.
         self._merged = os.path.sameopenfile(1, 2)
         self.stdout = self._screen(1)
         self.stderr = self.stdout if self._merged else self._screen(2)
         self.streams: list[RankStream] = []
         self._logs: dict[tuple[int, str], LogFile] = {}
-        #: Rank 0's pseudo-terminals: its end, the terminal shown on, and the prefix's width.
+        #: Rank 0's pseudo-terminals: our end, the terminal shown on, and the prefix's width.
         self._masters: list[tuple[int, int, int]] = []
 
     def open(self, rank: int) -> RankEnds:
@@ -238,13 +238,13 @@ class Output:
         self.stderr.lines(text.encode(errors="backslashreplace"))
 
     def report(self, text: str) -> None:
-        """As :meth:`write_notice`, for the end of the job: rank 0's display is over."""
+        """Write a notice at the end of the job, when rank 0's display is over."""
         for screen in self.screens:
             screen.settle()
         self.write_notice(text)
 
     def log_failure(self, rank: int, text: str) -> None:
-        """Put a traceback, which did not go through stderr, into the rank's log of it."""
+        """Put a traceback, which did not go through stderr, into the rank's log of stderr."""
         log = self._logs.get((rank, "stderr"))
         if log is not None:
             log.write(text.encode(errors="backslashreplace"))
@@ -274,7 +274,7 @@ class Output:
             log.close()
 
     def drain(self) -> None:
-        """At the end: read what is left in all pipes, pass it on, and close them."""
+        """Read the rest in all pipes, pass it on, and close them."""
         for stream in self.streams:
             stream.finish()
 
@@ -285,9 +285,9 @@ class Output:
             screen.output.flush(seconds)
 
     def _screen(self, fd: int) -> Screen:
-        # A person reads messages; a stdout of its own may be data for a program.
+        # A person reads messages; a separate stdout may be data for a program.
         is_read = fd == 2 or self._merged or os.isatty(fd)
-        has_prefix = bool(self._prefix(0, False))  # else lines would not say whose they are
+        has_prefix = bool(self._prefix(0, False))  # else lines would not name their rank
         merged_ranks = self._settings.nprocs if is_read and has_prefix else 0
         if os.isatty(fd):
             merged_ranks -= 1  # rank 0 is shown live
@@ -298,7 +298,7 @@ class Output:
         prefix = self._prefix(rank, screen.is_terminal and wants_colour(screen.output.fileno()))
         log = None
         if self._log_dir is not None:
-            log = self._logs.get((rank, name))  # of a rank that was started before
+            log = self._logs.get((rank, name))  # if the rank was started before
             if log is None:
                 path = self._log_dir / f"rank-{rank}.{name}"
                 log = self._logs[rank, name] = LogFile(path)

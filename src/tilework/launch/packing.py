@@ -1,4 +1,4 @@
-"""Functions and values that go to another interpreter, what was typed into this one included."""
+"""Functions and values for another interpreter, also those typed into this one."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Packed:
-    """A value that is loaded only when it is wanted, so that failing to load it is reported."""
+    """A value that is loaded on demand, so that a failure to load it is reported."""
 
     data: bytes
     main: dict[str, Any]
     """The way a fresh process gets the ``__main__`` that functions may have been defined in."""
     sources: dict[str, Any]
-    """The lines of what was typed in, for tracebacks: as ``linecache`` keeps them."""
+    """The typed lines, for tracebacks, in the form of ``linecache``."""
 
     def load(self) -> Any:
-        """The value. Raises whatever loading it raises."""
+        """The value. Raises whatever the loading raises."""
         linecache.cache.update(self.sources)
         if self.main:
             _recreate_main(self.main)
         return _Unpickler(io.BytesIO(self.data)).load()
 
     def load_result(self, rank: int) -> Any:
-        """The value, which a rank returned.
+        """The value that a rank returned.
 
         Raises:
-            TypeError: It cannot be made in this process.
+            TypeError: The value cannot be made in this process.
         """
         try:
             return self.load()
@@ -50,10 +50,10 @@ class Packed:
 
 
 def pack(value: object) -> Packed:
-    """The value, with what another interpreter needs to load it.
+    """The value, with everything that another interpreter needs to load it.
 
     Raises:
-        TypeError: It cannot be pickled.
+        TypeError: The value cannot be pickled.
 
     Example:
         >>> pack([1, 2]).load()
@@ -62,7 +62,7 @@ def pack(value: object) -> Packed:
     typed = main_is_typed()
     try:
         data = _typed_dumps(value) if typed else pickle.dumps(value)
-        # What is defined in this program's main module is pickled by that name.
+        # Definitions in this program's main module are pickled by its name.
         main = _how_to_recreate_main() if b"__main__" in data and not typed else {}
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
@@ -74,7 +74,7 @@ def pack(value: object) -> Packed:
 def main_is_typed() -> bool:
     """True if this process's main module was typed in: no other process can import it."""
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)  # "<stdin>" where that was a pipe
+    file = getattr(main, "__file__", None)  # "<stdin>" if it was a pipe
     known = file is not None and os.path.exists(file)
     return not known and getattr(main, "__spec__", None) is None
 
@@ -85,10 +85,10 @@ def is_recreating_main() -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Lets functions that were typed in find and leave their globals in this ``__main__``."""
+    """Gives functions that were typed in this ``__main__`` for their globals."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """As pickle does, but for cloudpickle's maker of functions."""
+        """Find a class as pickle does, except for cloudpickle's maker of functions."""
         found = super().find_class(module, name)
         return _in_main(found) if name == "_make_function" else found
 
@@ -102,11 +102,11 @@ def _in_main(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _typed_dumps(value: object) -> bytes:
-    """The value, with the code of what was typed in, which has no module to import."""
+    """The pickled value, with typed code, which has no module to import."""
     import cloudpickle  # type: ignore[import-untyped]
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        """cloudpickle forgets the file of code, by which tracebacks find the lines."""
+        """cloudpickle with the files of code, from which tracebacks find the lines."""
 
         dispatch_table = {**cloudpickle.Pickler.dispatch_table, CodeType: _code}  # noqa: RUF012
 
@@ -120,20 +120,20 @@ def _code(code: CodeType) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
 
 
 def _typed_sources() -> dict[str, Any]:
-    """The entries of linecache that belong to no file."""
+    """The entries of linecache without a file."""
     entries = linecache.cache.items()
     return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
 
 
 def _how_to_recreate_main() -> dict[str, Any]:
-    """Multiprocessing's data for a fresh process to get this one's ``__main__``."""
+    """The data by which multiprocessing recreates this ``__main__`` in a fresh process."""
     known = multiprocessing.spawn.get_preparation_data("rank")
     wanted = ("sys_argv", "dir", "orig_dir", "init_main_from_name", "init_main_from_path")
     return {name: value for name, value in known.items() if name in wanted}
 
 
 def _recreate_main(how: dict[str, Any]) -> None:
-    """Load the main module, marked as multiprocessing does it, so that neither starts ranks."""
+    """Load the main module, marked as in multiprocessing, so that it starts no ranks."""
     process = multiprocessing.current_process()
     process._inheriting = True  # type: ignore[attr-defined]
     try:

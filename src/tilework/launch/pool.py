@@ -1,4 +1,4 @@
-"""Ranks that stay between calls, and so between a notebook's cells: :func:`ranks`."""
+"""Ranks that stay between calls, for example between a notebook's cells: :func:`ranks`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tilework.launch.spawn import RunningRanks, spawn
 
 _Result = TypeVar("_Result")
 
-#: How often to look for ranks that ended without a word.
+#: The interval of checks for ranks that ended silently.
 _LOOK_SECONDS: Final = 0.2
-#: How long ranks may take to answer once one has failed: then they wait for it, as a rule.
+#: Seconds for ranks to answer after one has failed: usually they then wait for it.
 _PATIENCE_SECONDS: Final = 1.0
-#: How long ranks may take to answer after a Ctrl-C, and to end once told.
+#: Seconds for ranks to answer after a Ctrl-C, and to end once told.
 _STOP_SECONDS: Final = 6.0
 
 
@@ -42,14 +42,14 @@ class _Answer:
     """The end of a call on a rank."""
 
     result: Packed | None
-    """What the function returned; None where it raised."""
+    """The function's result; None if it raised."""
     failure: FailureReport | None
 
 
 class RankPool:
     """Ranks made by :func:`ranks`; a context manager that ends them.
 
-    Use it from the thread that made it. Ranks end with this process in any case.
+    Use it from the thread that made it. Ranks always end with this process.
     """
 
     def __init__(self, running: RunningRanks, links: list[Connection]) -> None:
@@ -64,16 +64,16 @@ class RankPool:
     def run(self, fn: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Call ``fn(rank, *args)`` on each rank, and return the results in the order of ranks.
 
-        Globals of the main program that ``fn`` assigns stay on its rank: later calls see them.
-        Those that ``fn`` only reads, and that the notebook has, are sent along.
+        Globals of the main program that ``fn`` assigns stay on the rank: later calls see them.
+        Globals that ``fn`` only reads, and that the notebook has, are sent along.
 
         Raises:
             RankFailedError: ``fn`` raised on a rank; the text has that rank's traceback. Ranks that
                 waited for it are interrupted, and their groups aborted. Or a rank died: then the
                 pool is closed.
-            KeyboardInterrupt: The call was interrupted on the ranks too; the pool stays.
-            TypeError: ``fn``, an argument or a result cannot be pickled; or a result is a tensor of
-                several ranks.
+            KeyboardInterrupt: The call was interrupted, on the ranks too; the pool stays.
+            TypeError: ``fn``, an argument or a result cannot be pickled; or a result is a tensor
+                distributed over several ranks.
             ValueError: The pool is closed.
         """
         __tracebackhide__ = True
@@ -103,7 +103,7 @@ class RankPool:
         ]
 
     def close(self) -> None:
-        """End the ranks: their exit handlers run; whoever takes long is killed. Idempotent."""
+        """End the ranks: exit handlers run, and slow ranks are killed. Idempotent."""
         for link in self._links:
             link.close()
         if self._links:
@@ -112,7 +112,7 @@ class RankPool:
         self._kill()
 
     def __enter__(self) -> RankPool:
-        """Itself."""
+        """The object itself."""
         return self
 
     def __exit__(
@@ -121,12 +121,12 @@ class RankPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close the pool."""
         self.close()
 
     def _send(self, call: Packed) -> None:
         __tracebackhide__ = True
-        with _interrupts_deferred():  # else not all ranks would have the call
+        with _interrupts_deferred():  # else only some ranks might get the call
             try:
                 for link in self._links:
                     link.send(call)
@@ -134,7 +134,7 @@ class RankPool:
                 self._raise_ended()
 
     def _collect(self, answers: dict[int, _Answer], seconds: float | None = None) -> None:
-        """Receive what ranks answer, until all have; or ``seconds`` have passed."""
+        """Receive the ranks' answers, until all have answered or ``seconds`` have passed."""
         __tracebackhide__ = True
         deadline = None if seconds is None else time.monotonic() + seconds
         while missing := [link for r, link in enumerate(self._links) if r not in answers]:
@@ -156,9 +156,9 @@ class RankPool:
                 self._raise_ended()
 
     def _interrupt(self, answers: dict[int, _Answer]) -> None:
-        """Raise KeyboardInterrupt on the ranks that have not answered; close if that is vain."""
+        """Raise KeyboardInterrupt on ranks without an answer; close the pool if that fails."""
         __tracebackhide__ = True
-        tries = 3  # those that had not begun the call ignored the first
+        tries = 3  # ranks that had not begun the call ignored the first signal
         for _ in range(tries):
             for rank, pid in enumerate(self.pids):
                 if rank not in answers:
@@ -174,7 +174,7 @@ class RankPool:
             )
 
     def _raise_ended(self) -> None:
-        """Say which rank has ended, and end the others."""
+        """Raise for the rank that has ended, after ending the others."""
         __tracebackhide__ = True
         try:
             self._running.join(timedelta(seconds=_STOP_SECONDS))
@@ -209,18 +209,18 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None = None) -> RankPool:
-    """Start ``nprocs`` ranks that wait for calls: what a call makes, a model say, lives on.
+    """Start ``nprocs`` ranks that wait for calls: a call's objects, such as a model, live on.
 
     The ranks are those of :func:`spawn`: fresh interpreters, whose lines appear in the notebook.
 
     Args:
         nprocs: Number of ranks.
-        backend: What ``init_process_group`` uses unless told otherwise.
-        timeout: How long collectives wait unless told otherwise.
+        backend: The default backend of ``init_process_group``.
+        timeout: The default timeout of collectives.
 
     Raises:
         RankFailedError: A rank could not start.
-        ValueError: An argument cannot work.
+        ValueError: An argument is invalid.
 
     Example:
         >>> import operator
@@ -232,7 +232,7 @@ def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None 
     with contextlib.ExitStack() as stack:
         if sys.platform == "linux":
             address = f"\0tilework-{secrets.token_hex(8)}"
-        else:  # only Linux has names without files
+        else:  # only Linux has sockets without files
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tilework-"))
             address = f"{folder}/pool"
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -250,7 +250,7 @@ def ranks(nprocs: int, *, backend: str | None = None, timeout: timedelta | None 
 
 
 def _links(listener: socket.socket, running: RunningRanks, secret: bytes) -> list[Connection]:
-    """A connection to each rank, in their order."""
+    """A connection to each rank, in the order of ranks."""
     links: dict[int, Connection] = {}
     while len(links) < len(running.pids):
         if running.join(timedelta(milliseconds=1)):
@@ -263,8 +263,8 @@ def _links(listener: socket.socket, running: RunningRanks, secret: bytes) -> lis
 
 
 def _serve(rank: int, address: str, secret: bytes) -> None:
-    """Answer calls until the pool is closed; what each rank of it runs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is of a call
+    """Answer calls until the pool is closed; the program of each rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only a call can be interrupted
     with Client(address, "AF_UNIX") as link, contextlib.suppress(EOFError, OSError):
         link.send_bytes(secret)
         link.send(rank)

@@ -1,4 +1,4 @@
-"""A rank's process as the launcher sees it: alive, or ended in some way."""
+"""A rank's process as the launcher sees it: alive, or ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 from tilework.launch.failure_report import MAX_TRACEBACK_CHARS, FailureReport, decode
 
-#: JSON may need six bytes for a character.
+#: The size of a report: JSON may need six bytes for a character.
 _MAX_REPORT_BYTES: Final = 6 * MAX_TRACEBACK_CHARS + (64 << 10)
 
 
@@ -26,7 +26,7 @@ class Ending:
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended it, None if it exited."""
+        """The signal that ended the process; None if it exited."""
         return -self.code if self.code < 0 else None
 
 
@@ -34,8 +34,8 @@ class Ending:
 class RankProcess:
     """A rank's process, and the pipe for its failure report. Owned by a job.
 
-    An ended process stays unreaped until :meth:`reap` where the system allows it, so that its
-    process group's number cannot pass to strangers while somebody may still signal it.
+    An ended process stays unreaped until :meth:`reap` where the system allows it: no stranger can
+    get the number of the process group while somebody may still signal the group.
     """
 
     rank: int
@@ -43,26 +43,26 @@ class RankProcess:
     report_fd: int
     ending: Ending | None = None
     asked_to_end: bool = False
-    """True if the launcher has told it to end; its ending is then no failure."""
+    """True if the launcher has told the process to end; the end is then not a failure."""
     _report: bytearray = field(default_factory=bytearray)
     _pidfd: int = -1
     _reaped: bool = False
     _words: FailureReport | None = None
 
     def __post_init__(self) -> None:
-        """Get a descriptor that tells of the end, where there are such."""
+        """Get a descriptor that tells of the end, where the system has them."""
         os.set_blocking(self.report_fd, False)
         with contextlib.suppress(AttributeError, OSError):
             self._pidfd = os.pidfd_open(self.pid)
 
     @property
     def alive(self) -> bool:
-        """True if it has not ended as far as the launcher knows."""
+        """True if the process has not ended as far as the launcher knows."""
         return self.ending is None
 
     @property
     def report(self) -> FailureReport | None:
-        """Its failure report, as soon as it was received."""
+        """The failure report, once it was received."""
         if self._words is None and self._report:
             self._words = decode(bytes(self._report))[0]
         return self._words
@@ -74,7 +74,7 @@ class RankProcess:
 
     @property
     def end_fd(self) -> int | None:
-        """Readable when the process has ended; None where it must be asked for."""
+        """Readable when the process has ended; None where the launcher must ask."""
         return self._pidfd if self._pidfd >= 0 else None
 
     def check(self) -> None:
@@ -96,21 +96,21 @@ class RankProcess:
                     self._report += data
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank's process alone, if it is alive."""
+        """Send a signal only to the rank's process, if it is alive."""
         if self.alive and not self._reaped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and to whatever it started and left in its group."""
+        """Send a signal to the rank and to everything in the rank's process group."""
         if self._reaped:
             return
         try:
             os.killpg(self.pid, number)
-        except ProcessLookupError:  # it has not got as far as leading its group
+        except ProcessLookupError:  # the rank does not lead its group yet
             self.signal(number)
         except PermissionError:
-            pass  # macOS: nobody but an ended process is left in it
+            pass  # macOS: only an ended process is left in the group
 
     def reap(self) -> None:
         """Give the process id back, and all descriptors. The process must have ended."""
@@ -141,13 +141,13 @@ class RankProcess:
             return self._lost()
         if pid == 0:
             return None
-        # Its number is free from here on: what it left behind must go now or never.
+        # The process number is free from here on: end leftover processes now or never.
         self.signal_group(signal.SIGKILL)
         self._reaped = True
         return os.waitstatus_to_exitcode(status)
 
     def _lost(self) -> int:
-        """Somebody else in this program waited for our child; its status is theirs."""
+        """The exit code if other code of this program has waited for the child."""
         self._reaped = True
         return self._words.exit_code if self._words is not None else 0
 

@@ -1,9 +1,9 @@
 """Programs of ranks: a script, a module or a function. All are values that can be pickled.
 
-A script or module becomes the process's ``__main__`` exactly as ``python SCRIPT`` or
-``python -m MODULE`` make it, and stays so until the process ends: threads and exit handlers
-that outlive its last line (an asynchronous checkpoint, say) still find its classes there,
-which they would not after ``runpy.run_path``.
+A script or module becomes the process's ``__main__`` exactly as with ``python SCRIPT`` or
+``python -m MODULE``, and stays ``__main__`` until the process ends. Threads and exit handlers that
+outlive the last line (for example, an asynchronous checkpoint) therefore still find its classes
+there, unlike after ``runpy.run_path``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Script:
     arguments: tuple[str, ...] = ()
 
     def run(self, rank: int) -> None:
-        """Run it as ``__main__``. Raises whatever it raises."""
+        """Run the script as ``__main__``. Raises whatever the script raises."""
         sys.argv = [self.path, *self.arguments]
         if not os.path.isfile(self.path) or _is_archive(self.path):
             _set_first_path(None)  # run_path adds the folder or archive itself
             runpy.run_path(self.path, run_name="__main__")
             return
-        # As Python does: beside the file itself, wherever a symbolic link to it may lie.
+        # As in Python: the folder of the file itself, not of a symbolic link to it.
         _set_first_path(os.path.dirname(os.path.realpath(self.path)))
         path = os.path.abspath(self.path)
         main = _new_main(path, SourceFileLoader("__main__", path), None)
@@ -54,7 +54,7 @@ class Module:
     arguments: tuple[str, ...] = ()
 
     def run(self, rank: int) -> None:
-        """Run it as ``__main__``. Raises ImportError where there is none, or what it raises."""
+        """Run the module as ``__main__``. Raises ImportError if there is none, or its errors."""
         sys.argv = ["-m", *self.arguments]
         _set_first_path(os.getcwd())
         spec, code = _find_module(self.name)
@@ -71,10 +71,10 @@ class Function:
     function: Callable[..., object]
     arguments: tuple[Any, ...]
     folder: str
-    """The place of what it returns, a file for each rank; none of a rank that returns None."""
+    """The place of results, a file for each rank; no file for a rank that returns None."""
 
     def run(self, rank: int) -> None:
-        """Call it. Raises whatever it raises; TypeError if the result cannot be pickled."""
+        """Call the function. Raises its errors, or TypeError if the result cannot be pickled."""
         result = self.function(rank, *self.arguments)
         if result is not None:
             data = pickle.dumps(pack(result))
@@ -86,7 +86,7 @@ Program = Script | Module | Function
 
 
 def _new_main(path: str | None, loader: object, spec: ModuleSpec | None) -> ModuleType:
-    """A fresh ``__main__`` in ``sys.modules``, with what the interpreter itself puts there."""
+    """A fresh ``__main__`` in ``sys.modules``, with the attributes that Python sets."""
     main = ModuleType("__main__")
     main.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __spec__=spec)
     main.__dict__["__builtins__"] = sys.modules["builtins"]
@@ -95,14 +95,14 @@ def _new_main(path: str | None, loader: object, spec: ModuleSpec | None) -> Modu
 
 
 def _set_first_path(folder: str | None) -> None:
-    """Replace what the launcher's own start put first on ``sys.path``; None: remove it."""
+    """Replace the launcher's own first entry of ``sys.path``; None: remove it."""
     if getattr(sys.flags, "safe_path", False):  # python -P: nothing was put there
         return
     sys.path[:1] = [] if folder is None else [folder]
 
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
-    """A module's file and code, of ``name.__main__`` if it is a package."""
+    """A module's file and code; for a package those of ``name.__main__``."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -113,7 +113,7 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
                     name=name,
                 )
     except ModuleNotFoundError as error:
-        # Of a.b.c, a or a.b is missing; anything else is the program's own import.
+        # a or a.b of a.b.c is missing; any other name comes from an import in the program.
         if error.name is None or not name.startswith(error.name):
             raise
         spec = None

@@ -1,9 +1,9 @@
 """A rank's process: set it up, run the program, report its failure, end.
 
-A forked rank ends without the interpreter's own finalisation: it shares torch's memory with
-its siblings, and taking torch apart object by object would copy all of it (seconds for four
-ranks, measured). What programs rely on at exit is done by hand: threads are joined, exit
-handlers run, open files are closed.
+A forked rank ends without the interpreter's finalisation. It shares torch's memory with its
+siblings, and taking torch apart object by object would copy all of it (seconds for four ranks,
+measured). The steps that programs rely on at exit are done by hand: join threads, run exit
+handlers, close open files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilework.launch.failure_report import describe, encode, summary
 from tilework.launch.program import Program
 from tilework.launch.sweep import MARK_VARIABLE, map_mark
 
-#: What a launcher handles itself and a rank must not inherit.
+#: The signals that a launcher handles and a rank must not inherit.
 HANDLED_SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP", "SIGWINCH", "SIGUSR1")
@@ -41,19 +41,19 @@ class RankPlan:
 
     rank: int
     environment: dict[str, str]
-    """All of it, not only the additions."""
+    """The whole environment, not only the additions."""
     report_fd: int
-    """Write end of the pipe for the failure report."""
+    """The write end of the pipe for the failure report."""
     launcher: int
-    """Process id of the launcher."""
+    """The process id of the launcher."""
     dies_with_launcher: bool
-    """True to have the kernel kill this process when the launcher's thread ends."""
+    """True to make the kernel kill this process when the launcher's thread ends."""
     threads: int | None
-    """torch's threads; None where the user has chosen."""
+    """The number of torch's threads; None where the user has chosen."""
 
 
 def enter(plan: RankPlan) -> None:
-    """Make this process rank ``plan.rank``: its environment, its signals, its parent's death."""
+    """Make this process rank ``plan.rank``: environment, signals, and death of the parent."""
     if plan.dies_with_launcher:
         linux.die_with_parent(plan.launcher)
     os.environ.clear()
@@ -61,7 +61,7 @@ def enter(plan: RankPlan) -> None:
     if MARK_VARIABLE in os.environ:
         map_mark(os.environ[MARK_VARIABLE])
     os.set_inheritable(plan.report_fd, False)
-    # An own file, so that a trace is whole however many ranks crash at once.
+    # A separate file for each rank, so that traces of simultaneous crashes do not mix.
     faulthandler.enable(plan.report_fd, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -72,7 +72,7 @@ def enter(plan: RankPlan) -> None:
 
 
 def reset_signals() -> None:
-    """Python's own handlers, except for what was ignored already (``nohup``); and SIGUSR1."""
+    """Restore Python's handlers, except for ignored signals (``nohup``); watch SIGUSR1."""
     signal.set_wakeup_fd(-1)
     for number in HANDLED_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -85,18 +85,18 @@ def reset_signals() -> None:
 
 
 def forget_exit_handlers() -> None:
-    """Drop the exit handlers that this process inherited: they belong to its parent."""
+    """Drop inherited exit handlers: they belong to the parent."""
     atexit._clear()
 
 
 def resume_gc() -> None:
-    """Collect garbage again, of what is made from now on (see :func:`frozen_heap`)."""
+    """Collect garbage again, among new objects only (see :func:`frozen_heap`)."""
     gc.enable()
 
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """While forking: keep the collector from writing to, and so copying, what ranks share."""
+    """Keep the collector from writing to memory that forks share, which would copy it."""
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -113,7 +113,7 @@ def run_interruptibly(program: Program, plan: RankPlan) -> int:
     try:
         reset_signals()
         return run_program(program, plan)
-    except KeyboardInterrupt:  # in the moment before the program ran, or after it had failed
+    except KeyboardInterrupt:  # just before the program ran, or after it had failed
         return 128 + signal.SIGINT
 
 
@@ -124,7 +124,7 @@ def run_program(program: Program, plan: RankPlan) -> int:
         program.run(plan.rank)
     except BaseException as error:
         code = _exit_code(error)
-        # A child that the program forked may come by here too: it is no rank.
+        # A child that the program forked may arrive here, too: it is not a rank.
         if os.getpid() != me:
             _call_hook(error)
             _flush()
@@ -143,11 +143,11 @@ def end(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        _leave_groups()  # its exit handler may have been the parent's, and so dropped
+        _leave_groups()  # the exit handler may have been the parent's, and dropped
         _flush()
         _close_files()
     except BaseException as error:
-        # Ctrl-C while waiting for a thread, as a rule; the status is known already.
+        # Usually Ctrl-C while waiting for a thread; the status is known already.
         if not isinstance(error, KeyboardInterrupt | SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
     finally:
@@ -168,18 +168,18 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _report(error: BaseException, code: int, fd: int) -> None:
-    """Send the failure report; a pipe that nobody reads any more is no error."""
+    """Send the failure report; a pipe without a reader is not an error."""
     data = memoryview(encode(describe(error, code)))
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(fd, data) :]
-    # A hook that the program set may do more than print (post a message, say).
+    # A hook of the program may do more than print (for example, post a message).
     if _hook() is not sys.__excepthook__:
         _call_hook(error)
 
 
 def abort_groups(reason: str) -> None:
-    """Tell peers at once, with the reason, instead of when exit handlers have run."""
+    """Tell peers the reason at once, before exit handlers run."""
     world = sys.modules.get("tilework.comm.world")  # not loaded: no groups
     if world is not None:
         with contextlib.suppress(Exception):
@@ -199,9 +199,10 @@ def _call_hook(error: BaseException) -> None:
 
 
 def _hook() -> Callable[..., object]:
-    """The program's hook for what it does not catch; not torch.distributed's around it.
+    """The program's hook for uncaught exceptions, without the hook of torch.distributed around it.
 
-    That prints the traceback of each rank with the rank in front, as the launcher does for all.
+    torch's hook prints each rank's traceback with the rank in front, which the launcher does
+    already.
     """
     hook = sys.excepthook
     if str(getattr(hook, "__module__", "")).startswith("torch.distributed"):
@@ -212,14 +213,14 @@ def _hook() -> Callable[..., object]:
 
 
 def _close_files() -> None:
-    """Close files that the program left open, as the interpreter's end would.
+    """Close files that the program left open, as the interpreter would at the end.
 
-    Only objects made since the fork are looked at: what the launcher had is frozen.
+    Only objects made since the fork are searched: the launcher's objects are frozen.
     """
     own = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
     gc.collect()
     files = [o for o in gc.get_objects() if isinstance(o, io.IOBase) and id(o) not in own]
-    # Outermost first: a text layer or a compressor still writes to what lies below it.
+    # Outermost first: a text layer or a compressor still writes to the layer below.
     for file in sorted(files, key=_depth):
         with contextlib.suppress(Exception):
             if not file.closed and file.writable():

@@ -1,6 +1,6 @@
 """The answer to a rank's death in a job that may go on: start it again, go on without it, or end.
 
-And the report of it: what happened when.
+Also the report of events with their times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 from tilework.launch.failure_text import cause
 from tilework.launch.root_cause import Failure
 
-#: The error of a rank that the others went on without: its end is no consequence of theirs.
+#: The error of a rank that was left behind: its end does not follow from another failure.
 _EXCLUDED = "tilework.errors.ExcludedError"
 
 
@@ -38,11 +38,11 @@ class Happening:
 
 @dataclass
 class Recovery:
-    """The policy of one job, and its record.
+    """The policy of one job, and the record of events.
 
     Args:
-        restarts: How often ranks may be started again, all of them together.
-        least: The fewest ranks to go on with.
+        restarts: How often ranks may be started again, in total.
+        least: The smallest number of ranks to go on with.
     """
 
     restarts: int
@@ -50,18 +50,18 @@ class Recovery:
     happenings: list[Happening] = field(default_factory=list)
     #: Ranks that have ended in order.
     _finished: list[Happening] = field(default_factory=list)
-    #: Those that the group had at last; None if it has not changed.
+    #: The last members of the group; None if the group has not changed.
     _seats: Sequence[int] | None = None
     _used: int = 0
     _began: float = field(default_factory=time.monotonic)
     _began_wall: float = field(default_factory=time.time)
 
     def answer(self, failure: Failure, others: int) -> Answer:
-        """The answer to a failure, with as many other ranks alive that train; noted.
+        """The answer to a failure while ``others`` other ranks train; the answer is noted.
 
-        A rank that failed because it lost another one runs a program that does not outlive ranks:
-        then the job ends, as any other. So it does where the others have finished: nobody is left
-        who would do what this one was about to do, such as write the model.
+        A rank that fails because it lost another rank runs a program that does not outlive ranks:
+        then the job ends like any other job. It also ends if the other ranks have finished: nobody
+        is left to do the rest, such as writing the model.
 
         Example:
             >>> recovery = Recovery(restarts=1, least=2)
@@ -93,11 +93,11 @@ class Recovery:
         self._finished.append(Happening(seconds, rank, "ended (exit code 0)"))
 
     def note(self, rank: int | None, text: str) -> None:
-        """Note what has happened now."""
+        """Note an event with the current time."""
         self.happenings.append(Happening(time.monotonic() - self._began, rank, text))
 
     def note_told(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Note what the ranks have told."""
+        """Note events that ranks have reported."""
         for event in events:
             self._seats = event["seats"] if event["kind"] in _CHANGES else self._seats
             describe = _TEXTS.get(event["kind"])

@@ -1,8 +1,8 @@
 """The root cause among ranks' failures, not its consequences. Pure; no processes here.
 
-When a rank dies, its peers fail a moment later because they miss it, and the launcher may hear
-of them first. So failures are collected for a moment. Among them, one that does not look like
-the consequence of another is preferred, and then the earliest.
+When a rank dies, its peers fail a moment later because they miss it, and the launcher may hear of
+them first. Therefore failures are collected for a moment. A failure that does not look like the
+consequence of another is preferred; among equals, the earliest.
 """
 
 from __future__ import annotations
@@ -15,74 +15,74 @@ from typing import Final
 
 from tilework.launch.failure_report import FailureReport
 
-#: How long to collect when something that looks like a cause has been seen.
+#: Seconds to collect failures after a failure that looks like a cause.
 SETTLE_SECONDS: Final = 0.1
-#: How long to wait for a cause when only consequences have been seen.
+#: Seconds to wait for a cause when only consequences have been seen.
 PATIENCE_SECONDS: Final = 0.5
 
-#: A death by signal is noticed later than it happened, reports carry the time of the failure.
+#: A death by signal is noticed late; a report carries the exact time of the failure.
 _NOTICED_LATE_SECONDS: Final = 0.1
 
-#: Classes that say "another rank is at fault", or may well follow from that.
+#: Classes that say "another rank is at fault", or probably follow from such a fault.
 _CONSEQUENCES: Final = re.compile(
     r"tilework\.errors\.(PeerLostError|DistNetworkError|DistStoreError|CollectiveTimeoutError)"
     r"|builtins\.ConnectionError"
     r"|torch\.distributed\.Dist(Backend|Network|Store)Error"
 )
-#: torch's Gloo says it in plain RuntimeErrors.
+#: torch's Gloo says so in plain RuntimeErrors.
 _CONSEQUENCE_TEXTS: Final = re.compile(r"gloo/transport|Connection closed by peer")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed by itself, not because the launcher ended it."""
+    """The failure of a rank that the launcher did not end."""
 
     rank: int
     time: float
-    """``time.monotonic()`` when it failed, or when that was noticed."""
+    """``time.monotonic()`` at the failure, or when it was noticed."""
     code: int
-    """Exit code, or minus the number of the signal that ended it."""
+    """Exit code, or minus the number of the signal that ended the rank."""
     report: FailureReport | None = None
-    """Its report; None after a signal or ``os._exit``."""
+    """The rank's report; None after a signal or ``os._exit``."""
     crash_trace: str = ""
     """faulthandler's trace of a crash in native code."""
     node: str = ""
-    """The node that it ran on, in words, if that is another one: there its traceback is printed."""
+    """The node of the rank in words, if it is another node, which prints the traceback there."""
     lost_node: str = ""
-    """The ranks in words, if their whole node is gone, and ``rank`` is but the first of them."""
+    """The ranks in words, if their whole node is gone; ``rank`` is the first of them."""
 
     @property
     def exit_status(self) -> int:
-        """As a shell shows it."""
+        """The exit status as a shell shows it."""
         return 128 - self.code if self.code < 0 else self.code
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended it; None if it exited."""
+        """The signal that ended the rank; None if it exited."""
         return -self.code if self.code < 0 else None
 
     @property
     def traceback(self) -> str:
-        """Its traceback, or the trace of its crash; empty if it left neither."""
+        """The traceback, or the trace of the crash; empty if the rank left neither."""
         return self.report.traceback if self.report and self.report.traceback else self.crash_trace
 
     @property
     def is_consequence(self) -> bool:
         """True if this may be a consequence of another rank's failure."""
         if self.report is None:
-            return self.signal == signal.SIGABRT  # native code gives up so when a peer is gone
+            return self.signal == signal.SIGABRT  # native code aborts when a peer is gone
         return any(map(_CONSEQUENCES.fullmatch, self.report.classes)) or bool(
             _CONSEQUENCE_TEXTS.search(self.report.summary)
         )
 
     @property
     def is_echo(self) -> bool:
-        """True if another rank has said the same before, and ended a group with that."""
+        """True if the message repeats another rank's, which ended a group with it."""
         return self.report is not None and "aborted by rank " in self.report.summary
 
     @property
     def happened(self) -> float:
-        """The best guess of when it really happened."""
+        """The best guess of the real time of the failure."""
         return self.time - (_NOTICED_LATE_SECONDS if self.report is None else 0.0)
 
 
@@ -97,7 +97,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def settle_time(failures: Sequence[Failure]) -> float:
-    """``time.monotonic()`` from which on no further failure needs to be waited for."""
+    """``time.monotonic()`` after which there is no need to wait for further failures."""
     first = min(failure.time for failure in failures)
     only_consequences = all(failure.is_consequence for failure in failures)
     return first + (PATIENCE_SECONDS if only_consequences else SETTLE_SECONDS)

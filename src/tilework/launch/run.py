@@ -1,4 +1,4 @@
-"""``tilework run``: what happens between the command line and the exit status."""
+"""``tilework run``: from the command line to the exit status."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tilework.launch.supervise import Outcome
 #: Imported once before forking, so that no rank has to.
 _PRELOADED = ("torch", "tilework.distributed", "tilework.comm.backends.shm")
 
-#: A reader that has stopped reading is waited for after a normal end, not after a failure.
+#: After a failure, seconds to wait for a reader that has stopped reading; else no limit.
 _LAST_FLUSH_SECONDS = 1.0
 
 
 def run(settings: LaunchSettings, program: Program) -> int:
     """Run ``program`` on every rank and return the exit status; blocks until all is over.
 
-    For a process that is the launcher and nothing else, in its main thread: handles its
-    signals, and passes its stdin, stdout and stderr on.
+    For a process that is only the launcher, in the main thread: handles signals, and passes stdin,
+    stdout and stderr on.
 
     Returns:
-        0; that of the rank whose failure ended the job (128 + number for a signal); or
+        0; the exit status of the rank whose failure ended the job (128 + number for a signal); or
         128 + number of the signal that this process got (130 for Ctrl-C).
 
     Raises:
@@ -48,7 +48,7 @@ def run(settings: LaunchSettings, program: Program) -> int:
     die_quietly()
     _occupy_standard_descriptors()
     threads = threads_per_rank(settings.nprocs, os.environ)
-    # Before torch is loaded: its threads are counted out then.
+    # Before torch is loaded, which decides the number of threads.
     os.environ.update(thread_environment(settings.nprocs, os.environ))
     with contextlib.ExitStack() as stack:
         cpus = stack.enter_context(bound_sets(settings.bind, settings.nprocs))
@@ -70,7 +70,7 @@ def _run_here(
     if settings.start == "fork":
         _preload()
     flight = FlightFolder.choose(settings.log_dir, os.environ)
-    os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # the ranks' environment is made of ours
+    os.environ[DIRECTORY_VARIABLE] = str(flight.path)  # ranks inherit our environment
     output = Output(settings)
     with contextlib.closing(output), contextlib.closing(StandardInput()) as stdin:
         return _run(settings, program, threads, _Parts(output, stdin, flight, nodes, cpus))
@@ -78,7 +78,7 @@ def _run_here(
 
 @dataclass(frozen=True)
 class _Parts:
-    """Input and output of one run."""
+    """The input and output of one run."""
 
     output: Output
     stdin: StandardInput
@@ -87,7 +87,7 @@ class _Parts:
     cpus: CpuSets = ()
 
     def print_failure(self, failure: Failure) -> None:
-        """Print the root failure, after what that rank wrote before it."""
+        """Print the root failure, after all earlier output of that rank."""
         for stream in self.output.streams:
             stream.read()
         self.output.report(failure_text(failure, wants_colour(2)))
@@ -136,8 +136,8 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
         )
         with Job(settings, program, threads, front, nodes=parts.nodes) as job:
             outcome = job.supervise()
-    # From here on there is nothing to clean up, and a signal ends this process at once again,
-    # even if nobody reads what is still to be written.
+    # From here on there is nothing to clean up, and a signal again ends this process at once,
+    # even if nobody reads the rest of the output.
     assert outcome is not None
     parts.output.drain()
     parts.print_summary(outcome, job.left_behind, job.recovery)
@@ -147,13 +147,13 @@ def _run(settings: LaunchSettings, program: Program, threads: int | None, parts:
 
 def _preload() -> None:
     for name in _PRELOADED:
-        # What cannot be imported here fails in the ranks that need it, and is reported as theirs.
+        # A failing import fails again in the ranks that need it, and is reported there.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
 
 def _occupy_standard_descriptors() -> None:
-    """Open what the caller has closed (``<&-``), or a pipe of ours would take its number."""
+    """Open descriptors closed by the caller (``<&-``), whose numbers our pipes would take."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -13,7 +13,7 @@ from tilework.launch.binding import BindMode
 StartMethod = Literal["fork", "spawn"]
 PrefixMode = Literal["auto", "all", "others", "none"]
 
-#: Backends that ranks in processes of their own can use by name.
+#: Backends that ranks in separate processes can use by name.
 KNOWN_BACKENDS: Final = ("shm", "hybrid", "gloo", "nccl", "ucc", "mpi")
 #: Device types that a backend may be chosen for, as in "cpu:shm,cuda:nccl".
 KNOWN_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
@@ -21,10 +21,10 @@ KNOWN_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "meta")
 
 @dataclass(frozen=True)
 class LaunchSettings:
-    """The settings of a launch; validated when made.
+    """The settings of a launch; validated on construction.
 
     Raises:
-        ValueError: A setting cannot work; the message says what to give instead.
+        ValueError: A setting cannot work; the message says which values work.
 
     Example:
         >>> LaunchSettings(nprocs=4, backend="shm").start
@@ -34,7 +34,7 @@ class LaunchSettings:
     nprocs: int
     """Number of ranks, at least 1."""
     start: StartMethod = "fork"
-    """``fork``: from a process that has imported torch; ``spawn``: a fresh interpreter each."""
+    """``fork``: from a process that has imported torch; ``spawn``: fresh interpreters."""
     backend: str | None = None
     """The default backend of ``init_process_group``."""
     timeout: timedelta | None = None
@@ -42,14 +42,14 @@ class LaunchSettings:
     log_dir: Path | None = None
     """The folder for ``rank-K.stdout`` and ``rank-K.stderr``, in addition to the terminal."""
     master_port: int | None = None
-    """TCP port on 127.0.0.1 by which ranks meet; 0: any free one; None: no TCP at all."""
+    """The TCP port on 127.0.0.1 where ranks meet; 0: any free port; None: no TCP at all."""
     prefix: PrefixMode = "auto"
-    """Whose lines begin with ``[rank]``; ``auto``: everyone's if there are several ranks."""
+    """The ranks whose lines begin with ``[rank]``; ``auto``: all if there are several ranks."""
 
     restarts: int = 0
-    """How often ranks that died may be started again, all together."""
+    """How often ranks that died may be started again, in total."""
     elastic: tuple[int, int] | None = None
-    """The fewest and the most ranks that the job may go on with; None: it ends with any."""
+    """The minimum and maximum of ranks to go on with; None: the job ends with any rank."""
     grace: timedelta = timedelta(seconds=2)
     """The time that ranks have to end, when the user ends the job, before SIGKILL."""
     bind: BindMode = "none"
@@ -57,7 +57,7 @@ class LaunchSettings:
     nnodes: int = 1
     """The number of hosts whose launchers start the job's ranks together, ``nprocs`` each."""
     node_rank: int = 0
-    """This host's number among them."""
+    """This host's number among the nodes."""
     rdzv: tuple[str, int] | None = None
     """Host and port at which the launchers meet; the launcher of node 0 serves there."""
 
@@ -67,7 +67,7 @@ class LaunchSettings:
         return self.restarts > 0 or self.elastic is not None
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse settings that cannot work."""
         self._check_elastic()
         self._check_nodes()
         if self.nprocs < 1:
@@ -118,7 +118,7 @@ class LaunchSettings:
 
 
 def check_backend(spec: str) -> None:
-    """Raise ValueError unless ``spec`` names backends ranks can use: "shm", "cpu:shm,cuda:nccl".
+    """Raise ValueError unless ``spec`` names backends for ranks: "shm", "cpu:shm,cuda:nccl".
 
     Example:
         >>> check_backend("smh")

@@ -10,7 +10,7 @@ from typing import Final
 
 from tilework.launch.rank import HANDLED_SIGNALS
 
-#: Those that mean: end the job.
+#: The signals that end the job.
 ENDING_SIGNALS: Final = frozenset(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
@@ -19,7 +19,7 @@ ENDING_SIGNALS: Final = frozenset(
 
 
 def die_quietly() -> None:
-    """Until there is anything to clean up, an ending signal ends this process without a word."""
+    """Make ending signals end this process silently, while there is nothing to clean up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os._exit(128 + number)
@@ -28,9 +28,9 @@ def die_quietly() -> None:
 
 
 class SignalInbox:
-    """Collects signals instead of having them interrupt; a context manager, main thread only.
+    """Collects signals instead of letting them interrupt; a context manager, main thread only.
 
-    What was ignored before (``nohup``) stays ignored.
+    Signals that were ignored before (``nohup``) stay ignored.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class SignalInbox:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Put back the handlers of before."""
+        """Restore the former handlers."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -74,11 +74,11 @@ class SignalInbox:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The wake-up pipe already has it."""
+    """Do nothing: the wake-up pipe already has the signal."""
 
 
 def _install(handlers: dict[int, object]) -> dict[int, object]:
-    """Install all that are not ignored; what they replace."""
+    """Install handlers for signals that are not ignored; returns the replaced handlers."""
     before: dict[int, object] = {}
     for number, handler in handlers.items():
         if signal.getsignal(number) is not signal.SIG_IGN:

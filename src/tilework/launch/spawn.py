@@ -28,21 +28,21 @@ from tilework.launch.supervise import Outcome
 
 _Result = TypeVar("_Result")
 
-#: All steps of ending ranks politely, and a little.
+#: The time for all steps of ending ranks politely, with a margin.
 _STOP_TIME = timedelta(seconds=termination.KILL_SECONDS + 1)
 
 
 class RunningRanks:
     """Ranks started by :func:`spawn` with ``join=False``; a context manager that ends them.
 
-    Join it or close it from the thread that made it. Ranks that are still alive when this
-    process ends are ended with it.
+    Join it or close it from the thread that made it. Ranks that are still alive at the end of this
+    process are ended then.
     """
 
     def __init__(self, job: Job, folder: str) -> None:
         self._job = job
         self._folder = folder
-        #: What each rank returned, in their order, once :meth:`join` has returned True.
+        #: The ranks' results, in the order of ranks, once :meth:`join` has returned True.
         self.results: list[Any] = []
 
     @property
@@ -72,14 +72,14 @@ class RunningRanks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _result(self, rank: int) -> Any:
-        """The result of a rank; None of a rank that called ``sys.exit(0)``, say."""
+        """The result of a rank; None for a rank that called ``sys.exit(0)``."""
         file = Path(self._folder, str(rank))
         if not file.exists():
             return None
         return cast(Packed, pickle.loads(file.read_bytes())).load_result(rank)
 
     def __enter__(self) -> RunningRanks:
-        """Itself."""
+        """The object itself."""
         return self
 
     def __exit__(
@@ -88,7 +88,7 @@ class RunningRanks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close the ranks."""
         self.close()
 
 
@@ -105,7 +105,7 @@ def spawn(
     backend: str | None = ...,
     timeout: timedelta | None = ...,
 ) -> list[_Result]:
-    """The ranks' results, once all have ended."""
+    """The ranks' results, after all have ended."""
 
 
 @overload
@@ -121,7 +121,7 @@ def spawn(
     backend: str | None = ...,
     timeout: timedelta | None = ...,
 ) -> RunningRanks:
-    """The ranks, at once; see below for the arguments."""
+    """The running ranks, at once; see below for the arguments."""
 
 
 def spawn(
@@ -138,29 +138,29 @@ def spawn(
 ) -> list[_Result] | RunningRanks:
     """Call ``fn(rank, *args)`` in ``nprocs`` processes, set up as by ``tilework run``.
 
-    Blocks until all have ended and returns their results (``join=True``), else returns at once.
-    When a rank fails, the others are ended within three seconds. No process outlives the call, nor
+    Blocks until all ranks have ended and returns their results (``join=True``), else returns at
+    once. When a rank fails, the others are ended within three seconds. No rank outlives the call or
     this process. Ranks share this process's output; a notebook shows their lines with the rank in
     front.
 
     Args:
-        fn: What each rank runs; its result must be picklable.
-        args: Its arguments after the rank.
+        fn: The function for each rank; the result must be picklable.
+        args: Arguments after the rank.
         nprocs: Number of ranks.
         join: Whether to wait.
         daemon: Accepted for torch's sake: ranks always end with this process.
         start_method: torch's name of ``start``.
         start: ``spawn``: fresh interpreters; ``fn`` and ``args`` must be picklable, and a script
-            needs its ``if __name__ == "__main__":``. What was typed into a notebook or at a prompt
-            is sent as it is. ``fork``: quicker, but only for programs
-            without threads so far; exit handlers registered before do not run in ranks.
-        backend: What ``init_process_group`` uses unless told otherwise.
-        timeout: How long collectives wait unless told otherwise.
+            needs ``if __name__ == "__main__":``. Code typed into a notebook or at a prompt is sent
+            along. ``fork``: quicker, but only for programs without threads so far; exit handlers
+            registered before do not run in ranks.
+        backend: The default backend of ``init_process_group``.
+        timeout: The default timeout of collectives.
 
     Raises:
         RankFailedError: A rank failed; its text has that rank's traceback.
         TypeError: ``fn`` or ``args`` cannot be pickled.
-        ValueError: An argument cannot work.
+        ValueError: An argument is invalid.
         RuntimeError: A script lacks its ``if __name__ == "__main__":``.
 
     Warns:
@@ -196,7 +196,7 @@ def spawn(
 
 
 def _check_caller(start: StartMethod) -> None:
-    """Refuse what would never end, and warn of what may hang."""
+    """Refuse a call that would never end, and warn of a call that may hang."""
     if is_recreating_main():
         raise RuntimeError(
             "spawn() was called while a rank it had started was loading the program: put the call "

@@ -13,8 +13,8 @@ from tilework.launch.packing import Packed, pack
 from tilework.launch.program import Program
 from tilework.launch.rank import RankPlan, enter, run_interruptibly
 
-#: What the fresh interpreter is given with ``-c``. The payload is a file that all ranks share,
-#: hence ``pread``; the path comes first since loading anything else may need it.
+#: The fresh interpreter's program, given with ``-c``. All ranks share the file of the payload,
+#: hence ``pread``. The path comes first since loading anything else may need it.
 BOOT: Final = (
     "import os,pickle,sys;"
     "fd,rank,report=map(int,sys.argv[1:]);"
@@ -26,17 +26,17 @@ BOOT: Final = (
 
 @dataclass(frozen=True)
 class PackedProgram:
-    """A program that is loaded only when it runs, so that failing to load it is reported."""
+    """A program that is loaded only when it runs, so that a failure to load it is reported."""
 
     packed: Packed
 
     def run(self, rank: int) -> None:
-        """Load the program and run it. Raises whatever that raises."""
+        """Load the program and run it. Raises whatever the program raises."""
         cast(Program, self.packed.load()).run(rank)
 
 
 def payload(plan: RankPlan, program: Program) -> bytes:
-    """The data that all ranks of a launch share, for :func:`main`; rank and pipe come as arguments.
+    """The data that all ranks of a launch share, for :func:`main`; rank and pipe are arguments.
 
     Raises:
         TypeError: The function or its arguments cannot be pickled.
@@ -62,7 +62,7 @@ def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
         threads=plan.threads,
     )
     enter(plan)
-    # Also lets a Ctrl-C in that was held back while nothing could handle it.
+    # Also delivers a Ctrl-C that was held back while nothing could handle it.
     code = run_interruptibly(cast(Program, packed), plan)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the interpreter's end would show a trace
     sys.exit(code)

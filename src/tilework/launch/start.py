@@ -1,10 +1,9 @@
-"""Start one rank's process: by fork from this one, or as a fresh interpreter.
+"""Start one rank's process: by a fork of this one, or as a fresh interpreter.
 
-Either way the rank leads a group of its own and has no controlling terminal: Ctrl-C
-reaches the launcher alone, and everything the rank starts can be signalled as one group. It leads a
-session of its own only where there is a terminal to be rid of: Linux may share cores between
-sessions before it shares them between processes (sched_autogroup), and a rank could not yield
-to another.
+Either way the rank leads a process group and has no controlling terminal: Ctrl-C reaches only the
+launcher, and everything that the rank starts can be signalled as one group. The rank leads a
+session only where there is a terminal to be rid of: Linux may share cores between sessions before
+it shares them between processes (sched_autogroup), and then a rank could not yield to another.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ from tilework.launch.spawned import BOOT, payload
 
 @dataclass(frozen=True)
 class Standard:
-    """The descriptors that a rank gets as its standard ones; None: the launcher's own."""
+    """The standard descriptors of a rank; None: the launcher's own."""
 
     stdin: int | None = None
     stdout: int | None = None
     stderr: int | None = None
 
     def pairs(self) -> list[tuple[int, int]]:
-        """(source, 0 to 2) for those that are not the launcher's own."""
+        """(source, 0 to 2) for the descriptors that are not the launcher's own."""
         sources = (self.stdin, self.stdout, self.stderr)
         return [(fd, target) for target, fd in enumerate(sources) if fd is not None]
 
 
 class Starter(Protocol):
-    """Starts ranks of one program; closed when all have been started."""
+    """Starts ranks of one program; close it when all have been started."""
 
     def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
         """Start ``plan.rank``; return its process id.
 
         Args:
-            plan: What the rank must know.
-            standard: Its standard descriptors.
-            drop: What a forked child calls to close the launcher's descriptors.
+            plan: The plan of the rank's process.
+            standard: The rank's standard descriptors.
+            drop: Closes the launcher's descriptors; a forked child calls it.
         """
         ...
 
     def close(self) -> None:
-        """Release what starting needed. Idempotent."""
+        """Release the resources for starting. Idempotent."""
         ...
 
 
@@ -62,10 +61,11 @@ class ForkStarter:
     """Starts ranks by forking this process.
 
     Args:
-        program: What to run.
-        whole_process: The program replaces this process's own (``tilework run``): its exit
-            handlers, those of libraries imported before the fork included, are the rank's.
-            False for a function called from a larger program, whose handlers are its own.
+        program: The program to run.
+        whole_process: True if the program replaces this process's own (``tilework run``): the
+            process's exit handlers, also those of libraries imported before the fork, then belong
+            to the rank. False for a function called from a larger program, which keeps its exit
+            handlers.
     """
 
     def __init__(self, program: Program, whole_process: bool) -> None:
@@ -90,7 +90,7 @@ class ForkStarter:
         self._heap.close()
 
     def _live(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> NoReturn:
-        """The child's whole life; nothing may leave it and run on in the launcher's frames."""
+        """The child's whole life; the call must never return into the launcher's frames."""
         code = 1
         try:
             if has_terminal():
@@ -113,11 +113,11 @@ class ForkStarter:
 
 
 class FreshStarter:
-    """Starts ranks as fresh interpreters. Owns a file that all of them read; close it after.
+    """Starts ranks as fresh interpreters. Owns a file that all ranks read; close it afterwards.
 
     Args:
-        plan: Any rank's; what differs between ranks is given to :meth:`start`.
-        program: What to run. Raises TypeError if it cannot be pickled.
+        plan: The plan of any rank; the differences between ranks are given to :meth:`start`.
+        program: The program to run. Raises TypeError if it cannot be pickled.
     """
 
     def __init__(self, plan: RankPlan, program: Program) -> None:
@@ -129,9 +129,9 @@ class FreshStarter:
             view = view[self._file.write(view) :]
 
     def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
-        """Start an interpreter and return its process id. There is nothing to ``drop`` in it."""
+        """Start an interpreter and return its process id. It has nothing to ``drop``."""
         own = [self._file.fileno(), plan.report_fd]
-        # Numbers that clash with no descriptor this process hands out meanwhile or passes on.
+        # Numbers that clash with no descriptor that this process opens meanwhile or passes on.
         free = max([*own, *(fd for fd, _ in standard.pairs())]) + 1
         targets = [free, free + 1]
         moves = [*standard.pairs(), *zip(own, targets, strict=True)]
@@ -143,7 +143,7 @@ class FreshStarter:
             plan.environment,
             file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in moves],
             **({"setsid": True} if has_terminal() else {"setpgroup": 0}),
-            # Held back until the rank can end quietly, instead of a traceback from the import.
+            # Held back until the rank can end quietly, without a traceback from the import.
             setsigmask=[signal.SIGINT],
             # Ignored by Python; a fresh interpreter decides for itself.
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],

@@ -1,7 +1,7 @@
 """Standard input: rank 0 gets it, the others get nothing.
 
-A pipe or file is simply handed on. A terminal cannot be, as rank 0 is not in the foreground group:
-the launcher passes on whole lines as the user types them, for ``input()`` and ``breakpoint()``.
+A pipe or file is simply handed on. A terminal cannot be handed on, as rank 0 is not in the
+foreground group: the launcher passes on whole lines, for ``input()`` and ``breakpoint()``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 from typing import Final
 
-#: While another job has the terminal, look this often whether it is ours again.
+#: The interval of checks whether the terminal is ours again.
 _RECHECK_SECONDS: Final = 0.5
 
 
@@ -27,13 +27,13 @@ class StandardInput:
             os.set_blocking(self._writer, False)
 
     def of(self, rank: int) -> int | None:
-        """The descriptor that ``rank`` gets as its stdin; None: the launcher's own."""
+        """The descriptor for the stdin of ``rank``; None: the launcher's own."""
         if rank > 0:
             return self.nothing
         return self._reader if self._reader >= 0 else None
 
     def wanted(self) -> bool:
-        """True if input is to be polled: never while another job has the terminal."""
+        """True if input should be polled: never while another job has the terminal."""
         return self._writer >= 0 and time.monotonic() >= self._not_before
 
     @property
@@ -42,9 +42,9 @@ class StandardInput:
         return self._not_before if self._writer >= 0 and not self.wanted() else None
 
     def pass_on(self) -> None:
-        """The terminal is readable: take a line. Does not block."""
+        """Pass on a line from the readable terminal. Does not block."""
         if not _in_foreground():
-            # What is typed now is for somebody else, and reading it would stop this process.
+            # The input is for somebody else, and reading it would stop this process.
             self._not_before = time.monotonic() + _RECHECK_SECONDS
             return
         try:
@@ -59,11 +59,11 @@ class StandardInput:
             self._writer = -1
 
     def descriptors(self) -> list[int]:
-        """All that a forked rank must close."""
+        """The descriptors that a forked rank must close."""
         return [fd for fd in (self.nothing, self._reader, self._writer) if fd >= 0]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptors. Idempotent."""
         for fd in self.descriptors():
             os.close(fd)
         self.nothing = self._reader = self._writer = -1

@@ -1,6 +1,6 @@
-"""The launcher's loop: wait for ranks, pass their output on, end all when one fails.
+"""The launcher's loop: wait for ranks, pass output on, end all ranks when one fails.
 
-One thread, one ``poll``. What it decides is in pure modules: which failure to blame
+One thread, one ``poll``. The decisions are in pure modules: which failure to blame
 (:mod:`~tilework.launch.root_cause`) and how to end ranks (:mod:`~tilework.launch.termination`).
 """
 
@@ -27,13 +27,13 @@ from tilework.launch.signals import ENDING_SIGNALS, SignalInbox
 from tilework.launch.stdin import StandardInput
 from tilework.launch.termination import Step
 
-#: Where the system does not tell of a process's end, ask this often.
+#: The interval of checks where the system does not tell of a process's end.
 _ASK_SECONDS: Final = 0.02
-#: How often to look whether those that are left were finished with, once ranks have died.
+#: The interval of checks, after deaths, whether the remaining ranks are still needed.
 _LOOK_SECONDS: Final = 0.2
-#: How often adopted processes that have ended are cleared away.
+#: The interval of reaping adopted processes.
 _REAP_SECONDS: Final = 5.0
-#: How long ranks may be stopped once all others have finished, and how often to look.
+#: The time that ranks may be stopped after all others have finished, and the interval of checks.
 _STOPPED_SECONDS: Final = 10.0
 _LOOK_FOR_STOPPED_SECONDS: Final = 1.0
 
@@ -45,45 +45,45 @@ class Outcome:
     root: Failure | None = None
     """The failure to blame; None if no rank failed, or the user ended the job."""
     others: tuple[Failure, ...] = ()
-    """Ranks that failed by themselves besides."""
+    """Other ranks that failed by themselves."""
     interrupted: int | None = None
     """The signal by which the user ended the job."""
     lost_output: OSError | None = None
-    """The error that ended it, if the launcher's own output cannot be written any more."""
+    """The error that ended the job, if the launcher could not write its output."""
 
     @property
     def exit_status(self) -> int:
         """The launcher's exit status."""
         if self.interrupted is not None:
             return 128 + self.interrupted
-        if self.lost_output is not None:  # as any program at the head of a broken pipe
+        if self.lost_output is not None:  # as for any program at the head of a broken pipe
             return 128 + signal.SIGPIPE if self.lost_output.errno == errno.EPIPE else 1
         return 0 if self.root is None else self.root.exit_status
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The endpoints that the loop serves besides the ranks; each may be missing."""
+    """The endpoints that the loop serves besides the ranks; all optional."""
 
     output: Output | None = None
     stdin: StandardInput | None = None
     inbox: SignalInbox | None = None
     on_failure: Callable[[Failure], None] = lambda failure: None
-    """Called with the failure to blame, and with those that the job outlives, once known."""
+    """Called with the failure to blame, and with failures that the job outlives."""
     on_asked: Callable[[], None] = lambda: None
     """Called when the user asks the ranks for their flight records."""
     recovery: Recovery | None = None
     """Given if the job may go on without a rank."""
     restart: Callable[[RankProcess], None] = lambda rank: None
-    """Puts a new process into the place of a rank."""
+    """Starts a new process for a rank."""
     members: Callable[[Sequence[RankProcess]], Sequence[RankProcess]] = lambda ranks: ranks
-    """Those of some ranks that train: not those that wait to be let in, or that are out."""
+    """Selects ranks that train, without those that wait to be let in or are out."""
     grace: float = termination.KILL_SECONDS
     """Seconds from the user's signal to SIGKILL."""
     on_end: Callable[[RankProcess], None] = lambda rank: None
     """Called once for each rank that has ended, if the job goes on."""
     own_children: Callable[[], Sequence[int]] | None = None
-    """Given if orphans of ranks become this process's children: those that are none."""
+    """Given if this process adopts orphans of ranks: the children that are not orphans."""
     link: NodeLink | None = None
     """Given if other launchers start ranks of the job on other hosts."""
 
@@ -101,12 +101,12 @@ class Supervisor:
     _steps: list[Step] = field(default_factory=list)
     _stop_began: float | None = None
     _reap_at: float = 0.0
-    #: Since when all ranks that live are stopped, and no others are left.
+    #: The time since which all living ranks are stopped.
     _stopped_since: float | None = None
     _told_end: bool = False
-    #: Failures that were answered, by process: the job outlives them, or was ended for the last.
+    #: Answered failures, by process: the job outlives them, or ended for the last.
     _outlived: dict[int, Failure] = field(default_factory=dict)
-    #: Processes whose end was passed on.
+    #: Processes whose end was reported.
     _ended: set[int] = field(default_factory=set)
     _told_failures: list[Failure] = field(default_factory=list)
 
@@ -134,11 +134,11 @@ class Supervisor:
             return Outcome(interrupted=self._interrupted, lost_output=self._lost_output)
         if self._root is None:
             return Outcome()
-        failures = dict(self._failures)  # as known by now, the cause's exit status included
+        failures = dict(self._failures)  # as known by now, with the cause's exit status
         return Outcome(failures.pop(self._root.rank), tuple(failures.values()))
 
     def stop(self, steps: Sequence[Step]) -> None:
-        """Begin to end all ranks, instead of what may have begun already."""
+        """Begin to end all ranks, replacing earlier steps."""
         self._steps = list(steps)
         self._stop_began = time.monotonic()
         self._step()
@@ -151,7 +151,7 @@ class Supervisor:
     # Waiting and reading
 
     def _serve(self, deadline: float | None) -> None:
-        """Wait for something to happen, or for the next thing due, and deal with it."""
+        """Wait for the next event or deadline, and handle it."""
         callbacks = self._readers()
         poll = select.poll()
         for fd in callbacks:
@@ -170,7 +170,7 @@ class Supervisor:
         self._clear_orphans()
 
     def _readers(self) -> dict[int, Callable[[], object]]:
-        """Descriptors to wait for until they are readable, with what to do then."""
+        """Descriptors to read, with the functions to call when they are readable."""
         callbacks: dict[int, Callable[[], object]] = {}
         for rank in self.ranks:
             if rank.alive and rank.end_fd is not None:
@@ -190,7 +190,7 @@ class Supervisor:
         return callbacks
 
     def _writers(self) -> dict[int, Callable[[], object]]:
-        """Descriptors to wait for until they are writable."""
+        """Descriptors to write, with the functions to call when they are writable."""
         screens = self._screens()
         return {s.output.fileno(): s.output.pump for s in screens if s.output.pending_bytes}
 
@@ -198,7 +198,7 @@ class Supervisor:
         return self.around.output.screens if self.around.output is not None else ()
 
     def _poll_timeout(self, deadline: float | None) -> int | None:
-        """Milliseconds until something is due; None: nothing is."""
+        """Milliseconds until the next deadline; None: there is none."""
         due = [] if deadline is None else [deadline]
         if self._stop_began is not None and self._steps:
             due.append(self._stop_began + self._steps[0].after)
@@ -243,7 +243,7 @@ class Supervisor:
                 self.around.output.resize()
 
     def _end_by(self, number: int) -> None:
-        """The user wants an end; who says so twice means it."""
+        """End the ranks on the user's signal; a second signal ends them at once."""
         if self._stop_began is not None:
             self.stop(termination.at_once())
         else:
@@ -252,7 +252,7 @@ class Supervisor:
             self._tell_others(node_link.INTERRUPTED, signal=number)
 
     def _suspend(self) -> None:
-        """Ctrl-Z: the ranks are not in our group, so stop them too, and wake them with us."""
+        """Ctrl-Z: stop the ranks, too, as they are not in our group, and wake them with us."""
         for rank in self.ranks:
             rank.signal_group(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -262,7 +262,7 @@ class Supervisor:
     # Failures
 
     def _note_lost_output(self) -> None:
-        """End the job when nobody can read what it writes: the reader left, the disk is full."""
+        """End the job when its output is lost: the reader left, or the disk is full."""
         outputs = [screen.output for screen in self._screens()]
         broken = [output.broken for output in outputs if output.broken is not None]
         if broken and self._stop_began is None:
@@ -279,7 +279,7 @@ class Supervisor:
             reported = rank.alive and rank.report is not None and rank.rank not in self._failures
             if failed or reported:
                 if not self._failures and watch.LAUNCHER_SIGNAL is not None:
-                    # While they are still where the failure found them.
+                    # While they still are where the failure found them.
                     self._dump_flight_records(watch.LAUNCHER_SIGNAL)
                 known = rank.rank in self._failures
                 failure = self._failures[rank.rank] = _failure(rank)
@@ -287,7 +287,7 @@ class Supervisor:
                     self._tell_others(node_link.FAILED, **_told(failure))
 
     def _pass_ends_on(self) -> None:
-        """Tell of ranks that have ended without an end of the job."""
+        """Report ranks that have ended while the job goes on."""
         for rank in self.ranks:
             if not rank.alive and rank.rank not in self._failures:
                 self._pass_end_on(rank)
@@ -302,7 +302,7 @@ class Supervisor:
     # Other hosts
 
     def _others_need_us(self) -> bool:
-        """True while all is well and others still run; tells them when this node has ended."""
+        """True while other nodes still run without a failure; tells them of this node's end."""
         link = self.around.link
         if link is None or self._stop_began is not None or self._failures:
             return False
@@ -316,7 +316,7 @@ class Supervisor:
             self.around.link.tell(kind, **facts)
 
     def _hear_others(self) -> None:
-        """Note what other nodes' launchers have told."""
+        """Note messages of other nodes' launchers."""
         for message in self.around.link.take() if self.around.link is not None else ():
             kind = message["kind"]
             if kind == node_link.INTERRUPTED and self._stop_began is None:
@@ -350,7 +350,7 @@ class Supervisor:
         )
 
     def _outlives(self, rank: RankProcess) -> bool:
-        """True if the job goes on although this rank has failed, or while it is about to end."""
+        """True if the job goes on although this rank has failed, or while this is undecided."""
         recovery = self.around.recovery
         if rank.pid in self._outlived:
             return True
@@ -375,7 +375,7 @@ class Supervisor:
         return True
 
     def _to_blame(self, failure: Failure) -> list[Failure]:
-        """The failures that ended the job: this one, and the loss that it followed from."""
+        """The failures that ended the job: the given one, and the loss that caused it."""
         before = [each for each in self._outlived.values() if not each.is_consequence]
         if not failure.is_consequence or not before:
             return [failure]
@@ -388,7 +388,7 @@ class Supervisor:
             self.around.on_failure(failure)
 
     def _end_outsiders(self) -> None:
-        """End ranks that the others have finished without: stopped ones, and ones not let in."""
+        """End ranks that were not part of the finish: stopped ranks, and those not let in."""
         living = [rank for rank in self.ranks if rank.alive]
         finished = any(rank.ending and rank.ending.code == 0 for rank in self.ranks)
         recovery = self.around.recovery
@@ -401,7 +401,7 @@ class Supervisor:
 
     @property
     def _has_finished_ranks(self) -> bool:
-        """True while some ranks live, all others have finished, and the job has no trouble."""
+        """True while some ranks live, and all others have finished without failures."""
         if self._stop_began is not None or self._failures:
             return False
         endings = [rank.ending.code for rank in self.ranks if rank.ending is not None]
@@ -421,13 +421,13 @@ class Supervisor:
                 self._failures[rank.rank] = Failure(rank.rank, now, -signal.SIGSTOP)
 
     def _dump_flight_records(self, number: int) -> None:
-        """Have the ranks write their flight records, those that listen for it."""
+        """Make the ranks that listen for it write their flight records."""
         for rank in self.ranks:
             if rank.alive and rank.report is None and linux.catches(rank.pid, number):
                 rank.signal(number)
 
     def _decide(self) -> None:
-        """Decide which failure to blame, once no better candidate need be waited for."""
+        """Decide which failure to blame, once no better candidate can come."""
         if not self._undecided:
             return
         failures = list(self._failures.values())
@@ -455,11 +455,11 @@ class Supervisor:
             rank.signal_group(number)
             return
         rank.signal(number)
-        rank.signal(signal.SIGCONT)  # one that was stopped could not obey
+        rank.signal(signal.SIGCONT)  # a stopped rank could not obey
 
 
 def _told(failure: Failure) -> Message:
-    """A failure as other nodes' launchers hear of it."""
+    """A failure as a message to other nodes' launchers."""
     report = failure.report
     return {
         "rank": failure.rank,
@@ -470,9 +470,9 @@ def _told(failure: Failure) -> Message:
 
 
 def _failure(rank: RankProcess) -> Failure:
-    """The failure of a rank, from its report and its ending so far."""
+    """The failure of a rank, from the report and the ending so far."""
     report, ending = rank.report, rank.ending
     code = ending.code if ending is not None else report.exit_code if report is not None else 1
-    # What ended by a signal did not end by what it had said before, unless its code says so too.
+    # A signal ended the rank, not the reported error, unless the exit code agrees with the report.
     moment = report.time if report is not None else ending.time if ending is not None else 0.0
     return Failure(rank.rank, moment, code, report, rank.crash_trace)

@@ -1,7 +1,7 @@
 """Ends every process that bears the mark of a job: ``python sweep.py MARK``. Linux.
 
-Run by the guardian when the launcher is gone, as a program of its own: it imports nothing of this
-library, and it does not need what the job needed.
+The guardian runs it as a separate program when the launcher is gone. It imports nothing from this
+library, and does not need anything that the job needed.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import signal
 import sys
 import time
 
-#: The variable by which the processes of a job are known.
+#: The environment variable that marks the processes of a job.
 MARK_VARIABLE = "TILEWORK_JOB"
-#: In the name of a mapping that a rank's forks inherit, before the mark.
+#: The prefix of the mark in the name of a mapping that a rank's forks inherit.
 MAPPING = "tilework-job-"
-#: A process that is just being forked may be missed: so look until nothing was found twice.
+#: A process just being forked may be missed: repeat until two rounds find nothing.
 _QUIET_LOOKS = 2
 _PAUSE_SECONDS = 0.02
 _LONGEST_SECONDS = 30.0
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that bear a mark, this one not among them."""
+    """The processes that bear a mark, except for this one."""
     in_environment = f"{MARK_VARIABLE}={mark}".encode()
     in_mappings = f"{MAPPING}{mark}".encode()
     found = []
@@ -40,9 +40,9 @@ def marked(mark: str) -> list[int]:
 
 
 def map_mark(mark: str) -> bool:
-    """True if this process has a page whose name has the mark, as its forks will; Linux alone.
+    """True if this process now has a page whose name has the mark, as forks will; only on Linux.
 
-    It stays mapped. Python's own mmap would keep a descriptor beside it, for forks to inherit.
+    The page stays mapped. Python's own mmap would also keep a descriptor, which forks inherit.
     """
     try:
         fd = os.memfd_create(f"{MAPPING}{mark}", os.MFD_CLOEXEC)
@@ -60,12 +60,12 @@ def map_mark(mark: str) -> bool:
 
 
 def sweep(mark: str) -> None:
-    """Kill all of them, and what they start meanwhile."""
+    """Kill all marked processes, and those that they start meanwhile."""
     quiet, deadline = 0, time.monotonic() + _LONGEST_SECONDS
     while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
         found = marked(mark)
         for pid in found:
-            # It may have ended, or be another user's by now.
+            # It may have ended, or now belong to another user.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         quiet = 0 if found else quiet + 1
@@ -76,7 +76,7 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         return b""
 
 

@@ -1,4 +1,4 @@
-"""The steps that end ranks: asked, asked again, then killed, all within three seconds. Pure."""
+"""The steps that end ranks: ask, ask again, then kill, all within three seconds. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ KILL_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class Step:
-    """Signals to send at one moment."""
+    """The signals to send at one moment."""
 
     after: float
     """Seconds since the stop began."""
     signal: int
     spare_failed: bool = False
-    """True if ranks that have failed, and are cleaning up by themselves, are left alone."""
+    """True to leave alone ranks that have failed and are cleaning up."""
 
 
 def after_failure() -> list[Step]:
-    """A rank failed: the others are asked to end; the failed one may finish its exit handlers."""
+    """The steps after a failure: the failed rank may finish its exit handlers."""
     return [
         Step(0.0, signal.SIGTERM, spare_failed=True),
         Step(KILL_SECONDS / 2, signal.SIGTERM),
@@ -32,11 +32,11 @@ def after_failure() -> list[Step]:
 
 
 def after_signal(number: int, grace: float = KILL_SECONDS) -> list[Step]:
-    """The user ended the job: ranks get what the launcher got, so ``finally`` blocks run.
+    """The steps after a user's signal: ranks get the same signal, and run ``finally`` blocks.
 
     Args:
         number: The signal.
-        grace: Seconds until they are killed.
+        grace: Seconds until ranks are killed.
     """
     first = number if number == signal.SIGINT else signal.SIGTERM
     return [

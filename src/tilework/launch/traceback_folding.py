@@ -1,7 +1,7 @@
 """Tracebacks for a person: frames of tilework and torch folded to a line.
 
-The text of a traceback is folded, not the traceback itself: the launcher that prints it has no
-more than the text, and keeps the whole of it for a rank's log.
+The text of a traceback is folded, not the traceback itself: the launcher that prints it has only
+the text, and keeps the full text for a rank's log.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tilework.comm.callsite import in_library
 #: ``full`` shows every frame.
 VARIABLE: Final = "TILEWORK_TRACEBACK"
 _OWN_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-#: The margin of an exception group has bars.
+#: A frame's first line; the margin of an exception group has bars.
 _FRAME: Final = re.compile(r'(?P<margin>[ |]*)  File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 
 
 def folded(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """``text`` with each run of frames of tilework, torch and the interpreter as one line.
 
-    Unchanged where ``TILEWORK_TRACEBACK=full``, or where no frame is the program's own.
+    Unchanged with ``TILEWORK_TRACEBACK=full``, or if no frame belongs to the program.
 
     Example:
         >>> folded('  File "train.py", line 7, in step')
@@ -49,7 +49,7 @@ def folded(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> list[tuple[re.Match[str] | None, list[str]]]:
-    """Frames, each with the lines that show its source, and single lines between frames."""
+    """Frames, each with the lines of source, and single lines between frames."""
     blocks: list[tuple[re.Match[str] | None, list[str]]] = []
     inside = ""
     for line in lines:
