@@ -3,14 +3,14 @@
 A :class:`Box` is a region of a tensor, a :class:`Tiling` says which ranks hold which boxes, and
 ``sharding`` is the one module that knows which boxes placements on a mesh mean.
 
-Two planners stand on this, because two questions are asked:
+There are two planners, for two questions:
 
 - :func:`plan` goes from any tiling to any other. It finds, for one rank, the boxes that it sends
-  and receives, and the collective that this amounts to, if any. ShardedTensor, whose shards may be
-  anywhere, has nothing else, and a mesh needs it where no sequence of collectives is cheap.
+  and receives, and the equivalent collective, if there is one. ShardedTensor, whose shards may be
+  anywhere, uses only this planner; a mesh needs it where no sequence of collectives is cheap.
 - :func:`redistribution_steps` goes from one layout on a mesh to another. It searches for the
-  cheapest sequence of collectives along the mesh's axes, which is found without looking at boxes,
-  runs without packing, and can be differentiated and printed step by step. One kind of step
+  cheapest sequence of collectives along the mesh's axes. The sequence is found without looking at
+  boxes, runs without packing, and can be differentiated and printed step by step. One kind of step
   is a plan.
 
 Both take their prices from :class:`CostModel`, and so does the choice of layouts for operators.

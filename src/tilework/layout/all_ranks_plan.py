@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-#: The most edges that a table shows: the heaviest ones.
+#: The maximum of edges in a table, which shows the heaviest.
 MOST_ROWS = 20
 
 
 @dataclass(frozen=True)
 class AllRanksPlan:
-    """The plans of all ranks: to look at, to test, and to predict. Made by :func:`plan_all_ranks`.
+    """The plans of all ranks, for display, tests and predictions; by :func:`plan_all_ranks`.
 
     ``print`` shows it as a line and a table, and rich draws it.
     """
@@ -32,7 +32,7 @@ class AllRanksPlan:
     plans: tuple[Plan, ...]
     cost: CostModel = field(default_factory=CostModel)
     itemsize: int = 4
-    """Bytes per element in what is printed."""
+    """Bytes per element, for printing."""
 
     def edges(self, itemsize: int) -> dict[tuple[int, int], int]:
         """The bytes that move, by (sender, receiver), ascending."""
@@ -50,7 +50,7 @@ class AllRanksPlan:
 
     @property
     def kind(self) -> Kind:
-        """The collective that does the same."""
+        """The collective that is equivalent to the plans."""
         return self.plans[0].collective.kind if self.plans else "none"
 
     @cached_property
@@ -106,14 +106,14 @@ def plan_all_ranks(
     cost: CostModel | None = None,
     itemsize: int = 4,
 ) -> AllRanksPlan:
-    """The plans of ``ranks`` (None: all that hold anything before or after).
+    """The plans of ``ranks`` (None: all that hold tiles before or afterwards).
 
     Args:
-        source: The tiling that the tensor has.
-        target: The tiling that it gets.
+        source: The tiling before.
+        target: The tiling afterwards.
         ranks: The global ranks whose plans are made.
-        cost: As for :func:`plan`; also what predictions are made with.
-        itemsize: Bytes per element in what is printed.
+        cost: As for :func:`plan`; also for predictions.
+        itemsize: Bytes per element, for printing.
 
     Raises:
         ValueError: The shapes differ.
@@ -133,6 +133,6 @@ def plan_all_ranks(
     return AllRanksPlan(plans, DEFAULT_COST if cost is None else cost, itemsize)
 
 
-# The names that these had before, kept for those who use them.
+# The former names, kept for programs that use them.
 WholePlan = AllRanksPlan
 whole = plan_all_ranks

@@ -62,16 +62,16 @@ class Box:
 
     @property
     def empty(self) -> bool:
-        """True if it has no element."""
+        """True if the box has no element."""
         return 0 in self.sizes
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices of the full tensor that give this region."""
+        """The slices of the full tensor for this region."""
         return tuple([slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True)])
 
     def intersection(self, other: Box) -> Box | None:
-        """The box that both share; None if they share nothing. Empty boxes share nothing."""
+        """The intersection of both boxes; None if it is empty."""
         offsets, sizes = [], []
         for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low = a if a > b else b
@@ -83,7 +83,7 @@ class Box:
         return trusted_box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """True if every element of ``other`` is in this box; an empty one is in any."""
+        """True if every element of ``other`` is in this box; any box contains an empty box."""
         if other.empty:
             return True
         return all(
@@ -95,7 +95,7 @@ class Box:
         """The same box, in coordinates that count from the start of ``other``.
 
         Raises:
-            ValueError: It starts before ``other`` does.
+            ValueError: The box starts before ``other``.
 
         Example:
             >>> str(Box((6, 2), (2, 3)).relative_to(Box((5, 0), (5, 10))))
@@ -112,13 +112,13 @@ class Box:
 
 
 _new = object.__new__
-# A slot's descriptor writes where a frozen dataclass refuses.
+# The descriptor of a slot can write where a frozen dataclass refuses.
 _set_offsets = Box.__dict__["offsets"].__set__
 _set_sizes = Box.__dict__["sizes"].__set__
 
 
 def trusted_box(offsets: Ints, sizes: Ints) -> Box:
-    """A box of tuples that are known to be right: five times as fast as checking them."""
+    """A box of tuples that are known to be valid: five times as fast as with checks."""
     box = _new(Box)
     _set_offsets(box, offsets)
     _set_sizes(box, sizes)

@@ -1,4 +1,4 @@
-"""Boxes as columns of numbers: what is asked of many boxes, without an object for each."""
+"""Boxes as columns of numbers: queries about many boxes, without an object for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilework.layout.signed_corners import (
     strides_for,
 )
 
-#: In more dims a box has too many corners: twice as many with each dim.
+#: The maximum of dims for corners, whose number doubles with each dim.
 _MOST_CORNERED = 4
 
 
@@ -48,14 +48,14 @@ class BoxColumns:
         self.ends: list[Column] = [flat_ends[dim::ndim] for dim in range(ndim)]
 
     def cover(self, lows: Ints, highs: Ints) -> bool:
-        """True if they cover the box from ``lows`` to ``highs``, each element once."""
+        """True if the boxes cover the box from ``lows`` to ``highs``, each element once."""
         if not self.count:
             return False
         around = tuple(map(min, self.starts)) == lows and tuple(map(max, self.ends)) == highs
         return around and self.cover_their_bounds()
 
     def cover_their_bounds(self) -> bool:
-        """True if they cover the box around them, each element once."""
+        """True if the boxes cover their bounding box, each element once."""
         starts, ends = self._differing()
         if not starts:
             return self.count == 1
@@ -65,7 +65,7 @@ class BoxColumns:
         strides = strides_for(lows, highs)
         plus, minus = signed_corners(starts, ends, strides)
         full_plus, full_minus = signed_corners([[x] for x in lows], [[x] for x in highs], strides)
-        if len(starts) == 2:  # in a third of the time
+        if len(starts) == 2:  # takes a third of the time
             return left_over_2d(plus, minus) == left_over_2d(full_plus, full_minus)
         return sorted(plus + full_minus) == sorted(minus + full_plus)
 
@@ -80,7 +80,7 @@ class BoxColumns:
         return i, j
 
     def _corners_show_disjoint(self) -> bool:
-        """True if corners show that no two overlap: always in two dims, else if there is no gap."""
+        """True if corners show that no boxes overlap: always in two dims, else without a gap."""
         starts, ends = self._differing()
         if len(starts) != 2:
             return self.cover_their_bounds()
@@ -90,7 +90,7 @@ class BoxColumns:
         return left is not None and nowhere_two_2d(left, stride, low)
 
     def first_gap(self, shape: Ints) -> Box:
-        """A box that none of these covers, if they are in bounds, disjoint, and leave any."""
+        """A box without covered elements; the boxes are in bounds, disjoint, and leave a gap."""
         if not self.count:
             return Box((0,) * len(shape), shape)
         return self._grow(first_free(self.starts, self.ends, shape), shape)
@@ -107,12 +107,12 @@ class BoxColumns:
         return Box(tuple(first), tuple([end - at for at, end in zip(first, ends, strict=True)]))
 
     def differing_dims(self) -> list[int]:
-        """The dims in which not all boxes are alike."""
+        """The dims in which boxes differ."""
         spans = zip(self.starts, self.ends, strict=True)
         return [dim for dim, span in enumerate(spans) if not all(map(_is_constant, span))]
 
     def _differing(self) -> tuple[list[Column], list[Column]]:
-        """Starts and ends in those dims."""
+        """The starts and ends in the differing dims."""
         dims = self.differing_dims()
         return [self.starts[dim] for dim in dims], [self.ends[dim] for dim in dims]
 

@@ -1,4 +1,4 @@
-"""An index of many boxes: those that overlap a given one."""
+"""An index of many boxes, to find those that overlap a given box."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from tilework.layout.box import Box
 from tilework.layout.box_columns import BoxColumns
 from tilework.layout.signed_corners import Column
 
-#: So many queries cost less than making blocks.
+#: Up to this number, queries cost less than making blocks.
 FEW_QUERIES = 4
 
 
 class BoxIndex:
-    """Boxes in blocks of neighbours, so that only blocks that touch a box are looked into.
+    """Boxes in blocks of neighbours, so that a query only looks into blocks that touch the box.
 
     There are about sqrt(n) blocks of sqrt(n) boxes, made by sorting in one dim after another and
-    cutting evenly (S. Leutenegger, M. Lopez, J. Edgington, *STR*, ICDE 1997). Making them takes
-    O(n log n), a query O(sqrt(n)) and the size of the result, unless boxes are long in every
-    dim. The first few queries look at all boxes, which is cheaper where no more follow.
+    cutting evenly (S. Leutenegger, M. Lopez, J. Edgington, *STR*, ICDE 1997). Making the blocks
+    takes O(n log n), a query O(sqrt(n)) plus the size of the result, unless boxes are long in every
+    dim. The first few queries look at all boxes, which is cheaper if no more follow.
 
     Args:
-        boxes: Of one number of dims; empty ones are never found.
+        boxes: The boxes, of one number of dims; empty boxes are never found.
 
     Example:
         >>> BoxIndex([Box((0,), (5,)), Box((5,), (5,))]).overlapping(Box((4,), (3,)))
@@ -74,7 +74,7 @@ def _overlapping(
 
 
 def _blocks_of(members: list[int], sort_by: list[Column], blocks: int) -> Iterator[list[int]]:
-    """The members in about so many blocks; those of a block are near each other."""
+    """The members in about ``blocks`` blocks of members near each other."""
     if not sort_by or blocks <= 1:
         if members:
             yield members

@@ -1,4 +1,4 @@
-"""Chunks of an extent: sizes and offsets as ``torch.chunk`` has them, or from explicit sizes."""
+"""Chunks of an extent: sizes and offsets as in ``torch.chunk``, or from explicit sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilework.layout.box import Box
 
 
 def chunk_size(extent: int, n: int) -> int:
-    """The size of each chunk but the last ones: ``extent / n``, rounded up.
+    """The size of a full chunk: ``extent / n``, rounded up.
 
     Raises:
         ValueError: ``n`` is below 1, or ``extent`` is negative.
@@ -26,9 +26,9 @@ def chunk_size(extent: int, n: int) -> int:
 
 
 def chunk_sizes(extent: int, n: int) -> list[int]:
-    """The sizes of ``n`` chunks: full ones, then a shorter one, then empty ones.
+    """The sizes of ``n`` chunks: full chunks, then a shorter one, then empty ones.
 
-    ``torch.chunk`` gives the same sizes, but leaves out the empty ones.
+    ``torch.chunk`` gives the same sizes, but leaves out empty chunks.
 
     Example:
         >>> chunk_sizes(10, 4), chunk_sizes(2, 4)
@@ -40,9 +40,9 @@ def chunk_sizes(extent: int, n: int) -> list[int]:
 
 
 def chunk_offsets(extent: int, n: int) -> list[int]:
-    """The offsets of the ``n`` chunks: each a full chunk after the one before.
+    """The offsets of the ``n`` chunks: each a full chunk after the last.
 
-    So an empty chunk may start past the end of the extent, where nothing is.
+    An empty chunk may therefore start past the end of the extent, where nothing is.
 
     Example:
         >>> chunk_offsets(10, 4), chunk_offsets(2, 4)
@@ -53,7 +53,7 @@ def chunk_offsets(extent: int, n: int) -> list[int]:
 
 
 def chunk_at(extent: int, n: int, place: int) -> tuple[int, int]:
-    """Offset and size of one of the ``n`` chunks; an empty one is at the end of the extent.
+    """Offset and size of one of the ``n`` chunks; an empty chunk is at the end of the extent.
 
     Example:
         >>> [chunk_at(10, 4, place) for place in range(4)]
@@ -75,10 +75,10 @@ def offsets_of(sizes: Iterable[int]) -> list[int]:
 
 
 def infer_chunking(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
-    """The dim that is split into ``len(boxes)`` chunks, as ``torch.chunk`` does it, in this order.
+    """The dim that is split into ``len(boxes)`` chunks as by ``torch.chunk``, in this order.
 
-    None if the boxes are something else: a grid, uneven sizes, another order. The first dim
-    counts where several would do.
+    None if the boxes are something else: a grid, uneven sizes, another order. If several dims fit,
+    it is the first.
 
     Example:
         >>> infer_chunking((4, 6), [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))])

@@ -1,4 +1,4 @@
-"""The collective that does the same as a plan, recognised from both tilings."""
+"""The collective that is equivalent to a plan, recognised from both tilings."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that does the same as a plan, and the ranks that take part in it.
+    """A collective that is equivalent to a plan, and the ranks that take part.
 
-    All ranks have the same kind. Ranks that exchange nothing with each other may be in groups
-    of their own, each of which does the collective; all_to_all is always one of all.
+    All ranks have the same kind. Ranks that exchange nothing with each other may be in separate
+    groups, each of which does the collective; all_to_all always has a single group of all.
     """
 
     kind: Kind
     ranks: Ints
-    """Those that take part together with this rank, ascending; empty if it takes no part."""
+    """The ranks that take part together with this rank, ascending; empty if it takes no part."""
     root: int | None = None
     """The rank that has everything before (broadcast, scatter) or afterwards (gather)."""
 
@@ -74,7 +74,7 @@ def _nothing_moves(source: Tiling, target: Tiling) -> bool:
 
 
 class _Mismatch(Exception):
-    """The plans are not those of this collective."""
+    """The plans are not equivalent to this collective."""
 
 
 def _require(condition: bool) -> None:
@@ -84,7 +84,7 @@ def _require(condition: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Two tilings of which each rank holds at most one tile with elements."""
+    """Two tilings where each rank holds at most one tile with elements."""
 
     source: Tiling
     target: Tiling
@@ -103,7 +103,7 @@ class _Ends:
 
 
 def _only_tile(tiling: Tiling, rank: int) -> int | None:
-    """The one tile that a rank holds; an empty one only if it holds no other."""
+    """The only tile with elements that a rank holds; else an empty tile or None."""
     tiles = tiling.of(rank)
     if len(tiles) > 1:
         tiles = tuple([i for i in tiles if not tiling.tiles[i].box.empty]) or tiles[:1]
@@ -112,7 +112,7 @@ def _only_tile(tiling: Tiling, rank: int) -> int | None:
 
 
 def _all_gather(ends: _Ends) -> tuple[Kind, Groups]:
-    """Groups whose members want one tile, of which each has another part, or one has all."""
+    """Groups whose members need the same tile; each has another part of it, or one has all."""
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -143,7 +143,7 @@ def _gather(ends: _Ends) -> tuple[Kind, Groups]:
 
 
 def _from_one(ends: _Ends) -> Groups:
-    """Groups of which one rank has what the others want, and nobody else wants or has it."""
+    """Groups where one rank has what the others need, and nobody else needs or has it."""
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[int, set[int]] = defaultdict(set)
@@ -166,7 +166,7 @@ def _from_one(ends: _Ends) -> Groups:
 
 
 def _reduction(ends: _Ends) -> tuple[Kind, Groups]:
-    """Groups whose members have one box in all terms, and want it all or each a part of it."""
+    """Groups whose members have the same box in all terms, and need all or each a part."""
     source, target = ends.source, ends.target
     _require(len(source.terms) > 1 and len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -197,7 +197,7 @@ def _filled(tiling: Tiling, tile: int) -> bool:
 
 
 def _make_up(tiling: Tiling, tiles: Collection[int], volume: int) -> bool:
-    """True if these are different tiles of so many elements in all."""
+    """True if these are different tiles with ``volume`` elements in total."""
     return len(set(tiles)) == len(tiles) and volume == sum(
         [tiling.tiles[tile].box.volume for tile in tiles]
     )

@@ -1,4 +1,4 @@
-"""The cost model: what moving bytes is expected to take. Every choice by price is made with it."""
+"""The cost model: the expected time to move bytes. All choices by price use it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class AxisChange(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of messages, and which ranks share a host. It chooses and predicts, nothing else.
+    """The cost of messages, and which ranks share a host. It only serves choices and predictions.
 
-    The defaults are what shared memory takes on a small machine (``benchmarks/``), and a network of
-    10 Gbit/s.
+    The defaults are measurements of shared memory on a small machine (``benchmarks/``), and a
+    network of 10 Gbit/s.
 
     Args:
         latency: Seconds of a message or collective, however short, within a host.
         seconds_per_byte: Seconds that each byte adds.
-        network_latency: As ``latency``, between hosts.
-        network_seconds_per_byte: As ``seconds_per_byte``, between hosts.
-        hosts: The host of each rank, by any name; ranks that are not in it share one.
+        network_latency: The same as ``latency``, between hosts.
+        network_seconds_per_byte: The same as ``seconds_per_byte``, between hosts.
+        hosts: The host of each rank, by any name; ranks that are not listed share a host.
 
     Raises:
         ValueError: A cost is negative.
@@ -70,7 +70,7 @@ class CostModel:
         """The price of a collective.
 
         Args:
-            nbytes: Sent or received by the busiest rank, whichever is more.
+            nbytes: The bytes sent or received by the busiest rank, the larger of both.
             messages: The number of messages whose latency counts.
             between_hosts: True if some of the ranks are on different hosts.
         """
@@ -79,7 +79,7 @@ class CostModel:
         return messages * self.latency + nbytes * self.seconds_per_byte
 
     def parts(self, nbytes: int, most: int) -> int:
-        """The number of parts, at most ``most``, in which as many ranks best send ``nbytes``."""
+        """The number of parts, at most ``most``, in which that many ranks best send ``nbytes``."""
         if not self.latency:
             return most
         return max(1, min(most, math.isqrt(int(nbytes * self.seconds_per_byte / self.latency))))
@@ -94,15 +94,15 @@ class CostModel:
     def redistribution_bytes(self, nbytes: float, changes: Iterable[AxisChange]) -> float:
         """The estimated price of a redistribution, in bytes that a rank moves, latencies included.
 
-        In bytes and not in seconds, so that prices of whole numbers add up exactly, and equal ways
-        have equal prices. Along one axis that is the price of the steps that
-        :func:`~tilework.layout.redistribution_steps` finds, if shards are even. Along several it
-        adds up what each costs alone, where steps may do several axes at once: it searches for
-        nothing, as it is computed for every candidate that is compared.
+        Bytes serve instead of seconds: prices in integers add up exactly, and equal ways have equal
+        prices. Along one axis it is the price of the steps from
+        :func:`~tilework.layout.redistribution_steps`, if shards are even. Along several axes it
+        adds up the prices of single axes, though steps may do several axes at once: it does not
+        search, as it is computed for every candidate in a comparison.
 
         Args:
-            nbytes: Of a rank's local tensor before.
-            changes: Of each axis that is not as it was.
+            nbytes: The bytes of a rank's local tensor before.
+            changes: The changes of each axis that changes.
 
         Example:
             >>> change = AxisChange(4, Partial(), Replicate())
@@ -110,7 +110,7 @@ class CostModel:
             16144.0
         """
         price = 0.0
-        # In the order in which each is cheapest: what makes local tensors smaller first.
+        # In the cheapest order: first the changes that make local tensors smaller.
         for length, source, target in sorted(changes, key=_by_size_afterwards):
             share = (length - 1) / length
             match source, target:
@@ -129,7 +129,7 @@ class CostModel:
         return price
 
     def reduction_bytes(self, nbytes: float, length: int) -> float:
-        """The least that it takes to reduce local tensors of ``nbytes`` along an axis."""
+        """The minimum of bytes to reduce local tensors of ``nbytes`` along an axis."""
         return (length - 1) / length * nbytes
 
 
@@ -139,5 +139,5 @@ def _by_size_afterwards(change: AxisChange) -> int:
     return 2 if isinstance(change.source, Partial) else 3
 
 
-#: The prices where nobody says otherwise.
+#: The default prices.
 DEFAULT_COST = CostModel()

@@ -1,9 +1,9 @@
-"""Exact covers in many dims, where a box has too many corners: cut where no box is crossed.
+"""Exact covers in many dims, where a box has too many corners: by cuts that cross no box.
 
-A region is cut at every coordinate of a dim that no box crosses, and the slabs in other dims in
-turn. Grids, and all else that was chunked dim by dim, come apart into single boxes, in O(n log n)
-for each dim. What does not come apart, as a pinwheel, is a cover if no two boxes overlap and their
-volumes add up.
+A region is cut at every coordinate of a dim where no box is crossed, and the slabs are cut in the
+other dims in turn. Grids, and all other results of chunking dim by dim, come apart into single
+boxes, in O(n log n) for each dim. Boxes that do not come apart, such as a pinwheel, are a cover if
+no two overlap and their volumes add up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilework.layout.signed_corners import Column
 
 
 class _Region(NamedTuple):
-    """A region, the boxes in it, and the dims in which some of these do not span it."""
+    """A region, the boxes in it, and the dims in which some boxes do not span the region."""
 
     members: Sequence[int]
     lows: list[int]
@@ -27,11 +27,11 @@ class _Region(NamedTuple):
 
 
 def cover_by_cuts(starts: Sequence[Column], ends: Sequence[Column]) -> bool:
-    """True if boxes cover the box around them, each element once. None is empty.
+    """True if boxes cover the box around them, each element once. No box is empty.
 
     Args:
-        starts: Of all boxes, in each dim.
-        ends: Likewise.
+        starts: The starts of all boxes, in each dim.
+        ends: The ends of all boxes, in each dim.
 
     Example:
         >>> cover_by_cuts([[0, 2]], [[2, 5]]), cover_by_cuts([[0, 3]], [[2, 5]])
@@ -63,7 +63,7 @@ def cover_by_cuts(starts: Sequence[Column], ends: Sequence[Column]) -> bool:
 def _slabs(
     starts: Sequence[Column], ends: Sequence[Column], region: _Region
 ) -> list[_Region] | None:
-    """The parts of a region between cuts in one dim; none if there is no cut, None for a gap."""
+    """The parts of a region between cuts in one dim; empty if there is no cut, None for a gap."""
     for dim in region.dims:
         start, end = starts[dim], ends[dim]
         ordered = sorted(region.members, key=start.__getitem__)
@@ -104,12 +104,13 @@ def _is_full(starts: Sequence[Column], ends: Sequence[Column], region: _Region) 
 def first_free(starts: Sequence[Column], ends: Sequence[Column], shape: Sequence[int]) -> list[int]:
     """The first point of a shape, in any order by coordinates, that no box has.
 
-    Dim by dim: where the boxes' sections do not add up to the shape's, one is free. O(n log n) for
-    each dim.
+    Dim by dim: if the boxes' sections do not add up to the shape's section, it has a free point.
+    O(n log n) for each dim.
 
     Args:
-        starts: Of all boxes, in each dim. They are within the shape, disjoint, and leave a point.
-        ends: Likewise.
+        starts: The starts of all boxes, in each dim. Boxes are within the shape, disjoint, and
+            leave a point.
+        ends: The ends of all boxes, in each dim.
         shape: The extents.
 
     Example:

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 #: The starts and the ends of boxes, in each dim.
 Spans = list[tuple[list[int], list[int]]]
 
-#: So many boxes are compared pair by pair.
+#: Up to this number of boxes are compared pair by pair.
 FEW = 16
 
 
@@ -32,7 +32,7 @@ def find_pair(spans: Spans, count: int, few: int = FEW) -> tuple[int, int] | Non
 
 
 def _neighbours(starts: list[int], ends: list[int]) -> tuple[int, int] | None:
-    """Two boxes that overlap in one dim: if any do, two do that follow each other."""
+    """Two boxes that overlap in one dim: if any do, then two neighbours do."""
     order = sorted(range(len(starts)), key=starts.__getitem__)
     return next(((i, j) for i, j in pairwise(order) if ends[i] > starts[j]), None)
 
@@ -48,9 +48,9 @@ def _compare(spans: Spans, members: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _divide(spans: Spans, members: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """The boxes before a dividing line and those after it; those that cross it are in both.
+    """The boxes before a dividing line and the boxes after it; boxes that cross it are in both.
 
-    None if no line leaves clearly fewer of them on each side.
+    None if no line leaves clearly fewer boxes on each side.
     """
     count = len(members)
     best, fewest = None, 1.25 * count

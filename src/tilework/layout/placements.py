@@ -33,17 +33,17 @@ class _PlacementKind:
         return repr(self)
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """True if it shards a dim; this one, if ``dim`` is given."""
+        """True if the placement shards a dim; the dim ``dim``, if given."""
         refuse_torch_caller(self, _OURS)
         return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
-        """True if all ranks along the axis hold the same."""
+        """True if all ranks along the axis hold the same values."""
         refuse_torch_caller(self, _OURS)
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """True if the ranks' values are still to be reduced; by this, if ``reduce_op`` is given."""
+        """True if the ranks' values must still be reduced; by ``reduce_op``, if given."""
         refuse_torch_caller(self, _OURS)
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
@@ -53,12 +53,12 @@ class Shard(_PlacementKind):
     """A mesh axis splits ``dim`` into as many shards as the axis is long.
 
     Args:
-        dim: The tensor dim; negative ones count from the last.
+        dim: The tensor dim; negative numbers count from the last.
         sizes: The size of each shard; None: as ``torch.chunk`` splits.
 
     Raises:
         ValueError: ``sizes`` is empty or has a negative number.
-        TypeError: ``dim`` is no whole number, or ``sizes`` are none.
+        TypeError: ``dim`` or an item of ``sizes`` is not an integer.
 
     Example:
         >>> Shard(0), Shard(-1, sizes=(3, 5))
@@ -81,7 +81,7 @@ class Shard(_PlacementKind):
     def local_shard_size_and_offset(
         curr_local_size: int, num_chunks: int, rank: int
     ) -> tuple[int, int]:
-        """The size and the offset of a shard of a dim that ``torch.chunk`` splits.
+        """The size and the offset of a shard of a dim split as by ``torch.chunk``.
 
         Args:
             curr_local_size: The size of the dim that is split.
@@ -105,12 +105,12 @@ class Shard(_PlacementKind):
 
 @dataclass(frozen=True, slots=True)
 class Replicate(_PlacementKind):
-    """All ranks along a mesh axis hold the same."""
+    """All ranks along a mesh axis hold the same values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial(_PlacementKind):
-    """The value is the reduction of what the ranks along a mesh axis hold.
+    """The value is the reduction of the tensors that the ranks along a mesh axis hold.
 
     Args:
         reduce_op: The reduction, by name: "sum", "avg", "product", "min", "max", "band", "bor" or
@@ -137,7 +137,7 @@ def placements_in(placements: Any) -> tuple[Any, ...]:
     """The placements that a function was given, one for each axis of a mesh.
 
     Raises:
-        TypeError: It is a placement by itself, or no sequence.
+        TypeError: It is a single placement, or not a sequence.
 
     Example:
         >>> placements_in([Shard(0), Replicate()])
@@ -163,7 +163,7 @@ def order_in(order: Any) -> Ints:
     """The axes that a function was given, in the order in which they shard.
 
     Raises:
-        TypeError: They are no whole numbers.
+        TypeError: They are not integers.
 
     Example:
         >>> order_in([1, 0])
@@ -173,10 +173,10 @@ def order_in(order: Any) -> Ints:
 
 
 def native_placement(placement: Any) -> Any:
-    """A placement of this library's; torch's are taken by their meaning. Others as they are.
+    """A placement of this library; torch's placements are converted. Others unchanged.
 
     Raises:
-        TypeError: It is one of torch's that says nothing by itself.
+        TypeError: It is a placement of torch that has no meaning alone.
 
     Example:
         >>> from torch.distributed import tensor as torch_tensor
@@ -216,8 +216,8 @@ def check_placements(
     """Raise unless placements and order fit a mesh with axes of these lengths.
 
     Raises:
-        ValueError: They are not as many as the axes, or axes name different reductions.
-        TypeError: Something is no placement, or the order is none.
+        ValueError: There are more or fewer placements than axes, or axes name different reductions.
+        TypeError: Something is not a placement, or the order not an order.
     """
     for placement in placements:
         if not isinstance(placement, _PlacementKind):

@@ -12,9 +12,9 @@ from tilework.layout.cost import DEFAULT_COST, CostModel
 from tilework.layout.tile_transfers import Piece, TileTransfers, keeps_terms
 from tilework.layout.tiling import Tiling
 
-#: The most peers that a printed plan names, in each direction.
+#: The maximum of peers in a printed plan, in each direction.
 _MOST_PEERS = 10
-#: The order of the pieces that two ranks exchange; the parts of one are in their own order.
+#: The order of the pieces that two ranks exchange; parts of a piece keep their order.
 _PLACE = ("dst_tile", "src_tile")
 
 
@@ -22,24 +22,24 @@ _PLACE = ("dst_tile", "src_tile")
 class Plan:
     """The part of one rank in moving a tensor from tiling ``source`` to tiling ``target``.
 
-    What two ranks exchange is in the same order at both: by target tile, source tile (so
-    that terms ascend), and where it starts.
+    Two ranks exchange pieces in the same order: by target tile, source tile (so that terms ascend),
+    and start.
     """
 
     rank: int
     source: Tiling
     target: Tiling
     sends: tuple[Piece, ...]
-    """To others; those to one receiver follow each other, receivers ascend."""
+    """The pieces to other ranks, by receiver, ascending."""
     receives: tuple[Piece, ...]
-    """From others; those from one sender follow each other, senders ascend."""
+    """The pieces from other ranks, by sender, ascending."""
     keeps: tuple[Piece, ...]
-    """Copied from the rank's own tiles."""
+    """The pieces copied from the rank's own tiles."""
     fills: Ints
-    """The target tiles of this rank that no piece reaches, as a partial target's value is in other
-    terms: they get the identity element of the target's reduction."""
+    """The target tiles of this rank that no piece reaches, because a partial target's value is in
+    other terms: they get the identity element of the target's reduction."""
     collective: Collective
-    """The collective that does the same as all ranks' plans."""
+    """The collective that is equivalent to all ranks' plans."""
 
     @cached_property
     def reduces(self) -> bool:
@@ -47,7 +47,7 @@ class Plan:
         return len(self.source.terms) > 1 and not keeps_terms(self.source, self.target)
 
     def __str__(self) -> str:
-        """A line, and one for each peer; :func:`plan_all_ranks` has all ranks in a table."""
+        """A summary, and a line for each peer; :func:`plan_all_ranks` shows all ranks."""
         moved = zip(("sends", "receives"), (self.sends, self.receives), ("to", "from"), strict=True)
         lines = [f"{self.collective.kind}: rank {self.rank}'s part"]
         for verb, pieces, preposition in moved:
@@ -76,19 +76,18 @@ class Plan:
 def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = None) -> Plan:
     """The part of ``rank`` in moving a tensor from tiling ``source`` to tiling ``target``.
 
-    Every rank plans for itself, nothing is communicated, and all plans fit together. A rank is sent
-    only what it lacks, and of the owners of a box one sends it: one on the receiver's host
-    if there is one, and each a share.
+    Every rank plans for itself, nothing is communicated, and all plans fit together. A rank
+    receives only the pieces that it lacks. One owner sends a box, an owner on the receiver's host
+    if there is one, and owners share the work.
 
-    The terms of a partial source meet where they go to, to be reduced there in order
-    (``reduces``). Of a partial target the first term gets the value, and the others the identity
-    element of the reduction (``fills``); with "avg" all terms get the value. But if both are
-    partial, with as many terms and the same reduction, terms are moved apart and
-    nothing is reduced.
+    The terms of a partial source meet at the receiver, to be reduced there in order (``reduces``).
+    The first term of a partial target gets the value, and the others the identity element of the
+    reduction (``fills``); with "avg" all terms get the value. But if both are partial, with equally
+    many terms and the same reduction, terms are moved separately and nothing is reduced.
 
     Args:
-        source: The tiling that the tensor has.
-        target: The tiling that it gets; of the same shape.
+        source: The tiling before.
+        target: The tiling afterwards; of the same shape.
         rank: The global rank whose part is planned; it may have no part.
         cost: The cost of messages, and which ranks share a host. The same on every rank.
 
@@ -107,7 +106,7 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
 
 
 def transfers_between(source: Tiling, target: Tiling, cost: CostModel | None) -> TileTransfers:
-    """The transfers that the plans of all ranks are made from."""
+    """The transfers of the plans of all ranks."""
     if source.shape != target.shape:
         raise ValueError(
             f"a plan goes from one layout of a shape to another layout of the same shape, got "

@@ -1,7 +1,7 @@
-"""States of the search for steps: layouts without what does nothing, and how much moves between.
+"""States of the search for steps: layouts in reduced form, and the number of elements that move.
 
-Only the innermost splits of a dim can be undone by a collective along their axes: what the ranks
-along another axis hold does not lie side by side.
+Only the innermost splits of a dim can be undone by a collective along their axes: the parts on the
+ranks along another axis are not adjacent.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from tilework.layout.sharding import (
     splits_of,
 )
 
-#: :func:`shards`, computed once: a search asks for the same few again and again.
+#: :func:`shards`, cached, as a search asks for the same few again and again.
 shards_once = lru_cache(maxsize=4096)(shards)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """A layout as the search for steps sees it: without axes of length 1, which do nothing."""
+    """A layout for the search for steps: without axes of length 1, which do nothing."""
 
     splits: tuple[Splits, ...]
-    """Those of each dim, the outermost first."""
+    """The splits of each dim, the outermost first."""
     partial: Ints
-    """The axes along which the value is still to be reduced, ascending."""
+    """The axes along which the value is not reduced yet, ascending."""
     filled: Ints = ()
-    """Those along which the target is partial where the source was not, or otherwise."""
+    """The axes along which the target is partial in another way than the source."""
 
     def gathered(self, dim: int, count: int) -> ShardState:
         """The state without the innermost ``count`` splits of a dim."""
         return self._with(dim, self.splits[dim][:-count])
 
     def sharded(self, dim: int, splits: Splits) -> ShardState:
-        """The state with these splits of a dim besides; their axes are no longer partial."""
+        """The state with additional splits of a dim, whose axes are no longer partial."""
         return self._with(dim, self.splits[dim] + splits).reduced(axes_of(splits))
 
     def reduced(self, axes: Sequence[int]) -> ShardState:
@@ -55,11 +55,11 @@ class ShardState:
 
 
 def state_of(shape: Ints, lengths: Ints, layout: Layout) -> ShardState:
-    """A layout's state.
+    """The state of a layout.
 
     Raises:
         ValueError: The layout does not fit the mesh or the shape.
-        TypeError: Something is no placement.
+        TypeError: Something is not a placement.
     """
     splits = splits_of(shape, lengths, layout)
     if 1 in lengths:
@@ -97,10 +97,10 @@ def most_elements(
 
 
 def most_moved(shape: Ints, lengths: Ints, source: ShardState, target: ShardState) -> int:
-    """The most elements that a rank sends or receives so that all get what they lack.
+    """The maximum of elements that a rank sends or receives so that all ranks get their shards.
 
-    A rank lacks what is in its shard of ``target``, and not in that of ``source``. Ranks with the
-    same shard share the sending of it.
+    A rank needs the elements of its shard of ``target`` that are not in its shard of ``source``.
+    Ranks with the same shard share the sending.
     """
     before, after = (
         {axis for splits in state.splits for axis in axes_of(splits)} for state in (source, target)
@@ -124,7 +124,7 @@ def most_moved(shape: Ints, lengths: Ints, source: ShardState, target: ShardStat
 def _extents_by_rank(
     extent: int, lengths: Ints, axes: Sequence[int], source: Splits, target: Splits
 ) -> list[Ints]:
-    """A shard's size before, afterwards, and of what stays, for each combination of coordinates."""
+    """A shard's size before, afterwards, and in common, for each combination of coordinates."""
     (starts, sizes), (starts_after, sizes_after) = (
         shards_once(extent, lengths, splits) for splits in (source, target)
     )

@@ -1,11 +1,11 @@
 """Sharding of tensors by mesh axes: the one place that knows where shards begin and end.
 
-Several axes may shard one dim, in an order: the outermost splits the whole extent, the next one
-splits each of its shards, and so on. ``splits`` of a dim is that order as a tuple, each entry an
-axis and the sizes of the shards that it makes. All else follows from it: the shards of a dim
-(:func:`shards`), the one at a mesh coordinate (:func:`shard_at`), their sizes
-(:func:`shard_extents`), the way back from sizes to splits (:func:`infer_splits`), the normal form
-of a layout (:func:`normal_layout`), and its tiling (:func:`mesh_tiling`).
+Several axes may shard one dim, in an order: the outermost axis splits the whole extent, the next
+splits each of these shards, and so on. The ``splits`` of a dim are that order as a tuple; each
+entry is an axis and the sizes of the shards that the axis makes. Everything else follows from the
+splits: the shards of a dim (:func:`shards`), the shard at a mesh coordinate (:func:`shard_at`),
+their sizes (:func:`shard_extents`), the inverse from sizes to splits (:func:`infer_splits`), the
+normal form of a layout (:func:`normal_layout`), and its tiling (:func:`mesh_tiling`).
 
 The same functions serve the dims of tensors and the factors of operators.
 """
@@ -60,15 +60,15 @@ def shard_sizes(extent: int, length: int, sizes: Ints | None) -> Ints | None:
 
 
 def shards(extent: int, lengths: Ints, splits: Splits) -> tuple[Ints, Ints]:
-    """Offsets and sizes of all shards of an extent; none where explicit sizes do not fit.
+    """Offsets and sizes of all shards of an extent; empty if explicit sizes do not fit.
 
-    One for each combination of coordinates along the axes of ``splits``, the last of which runs
-    fastest: in the order of offsets.
+    There is a shard for each combination of coordinates along the axes of ``splits``, the last axis
+    running fastest: in the order of offsets.
 
     Args:
         extent: The extent that is sharded.
         lengths: The number of ranks along each axis of the mesh.
-        splits: The axes that shard it.
+        splits: The axes that shard the extent.
 
     Example:
         >>> shards(8, (2, 2), ((1, (5, 3)), (0, None)))
@@ -106,7 +106,7 @@ def shard_at(
 
 @lru_cache(maxsize=4096)
 def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
-    """The different sizes that shards of an extent have, ascending; none where sizes do not fit.
+    """The different sizes that shards of an extent have, ascending; empty if sizes do not fit.
 
     Example:
         >>> shard_extents(8, (2, 2), ((1, (5, 3)), (0, None)))
@@ -122,15 +122,15 @@ def shard_extents(extent: int, lengths: Ints, splits: Splits) -> Ints:
 
 
 def infer_splits(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[Ints | None, ...] | None:
-    """The sizes of each axis's shards, from those of all shards: the inverse of :func:`shards`.
+    """The sizes of each axis's shards, from all shards' sizes: the inverse of :func:`shards`.
 
     Args:
-        sizes: Of all shards, in the order of offsets.
-        lengths: The number of ranks along each axis that shards, the outermost first.
+        sizes: The sizes of all shards, in the order of offsets.
+        lengths: The number of ranks along each sharding axis, the outermost first.
 
     Returns:
-        For each axis the sizes (None: as ``torch.chunk`` splits); None if no placement has such
-        shards, as an axis splits alike everywhere.
+        For each axis the sizes (None: as ``torch.chunk`` splits); None if no placement has these
+        shards, because an axis splits equally everywhere.
 
     Example:
         >>> infer_splits((3, 2, 2, 1), (2, 2)), infer_splits((3, 2, 1, 2), (2, 2))
@@ -155,9 +155,10 @@ def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
 
 
 def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
-    """The number of each combination of coordinates along ``axes`` among those along ``others``.
+    """The number of each combination of coordinates along ``axes`` among the combinations of
+    ``others``.
 
-    Combinations are numbered from 0 on; the last axis runs fastest. The others are among the axes.
+    Combinations are numbered from 0; the last axis runs fastest. ``axes`` contains ``others``.
 
     Example:
         >>> combination_index((0, 1), (1,), (2, 3))
@@ -171,7 +172,7 @@ def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints)
 
 
 def _sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
-    """The sum of each combination of one number of each; the last runs fastest."""
+    """The sum of each combination of one number per sequence; the last runs fastest."""
     sums = [0]
     for numbers in choices:
         sums = [total + number for total in sums for number in numbers]
@@ -182,13 +183,13 @@ def _sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
 
 
 def splits_of(shape: Ints, lengths: Ints, layout: Layout) -> tuple[Splits, ...]:
-    """The splits of each dim of a layout, in normal form: sizes only where they are no chunks'.
+    """The splits of each dim of a layout, in normal form: sizes only if they are not chunks'.
 
-    Axes of length 1 count.
+    Axes of length 1 are included.
 
     Raises:
         ValueError: The layout does not fit the mesh or the shape.
-        TypeError: Something is no placement.
+        TypeError: Something is not a placement.
     """
     check_placements(lengths, layout.placements, layout.order)
     splits: list[Splits] = [() for _ in shape]
@@ -222,8 +223,8 @@ def _normal_sizes(
 def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
     """The layout with these splits of dims, in normal form: equal layouts are equal values.
 
-    Dims are not negative, sizes are None where an axis splits as ``torch.chunk`` does, and the
-    order is None where it is that of the axes.
+    Dims are not negative, sizes are None if an axis splits as ``torch.chunk`` does, and the order
+    is None if it is the order of the axes.
 
     Args:
         layout: Any layout.
@@ -237,9 +238,9 @@ def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
 
 
 def normal_order(count: int, splits: Sequence[Splits]) -> Ints | None:
-    """The order of ``count`` axes that have these splits; None if it is that of the axes.
+    """The order of ``count`` axes that have these splits; None if it is the order of the axes.
 
-    Axes that share no dim may shard in any order: in the normal form they are in place.
+    Axes that share no dim may shard in any order: the normal form keeps them in place.
     """
     order = list(range(count))
     for of_dim in splits:
@@ -265,20 +266,20 @@ def mesh_tiling(
     *,
     order: Sequence[int] | None = None,
 ) -> Tiling:
-    """The tiling that placements on a mesh mean.
+    """The tiling of a tensor with these placements on a mesh.
 
-    Where several axes shard one dim, the first splits the whole extent and the next each of its
-    shards. Each combination of coordinates along the Partial axes is a term of its own.
+    Where several axes shard one dim, the first splits the whole extent, and the next splits each of
+    these shards. Each combination of coordinates along the Partial axes is a separate term.
 
     Args:
         shape: The tensor's global shape.
         mesh: The ranks, in lists one level deep for each axis of the mesh.
-        placements: One for each axis.
+        placements: A placement for each axis.
         order: The axes in the order in which they shard; None: from the first to the last.
 
     Raises:
-        ValueError: The mesh is ragged or has a rank twice, placements or order do not fit to its
-            axes, a dim does not exist, sizes do not add up, or axes name different reductions.
+        ValueError: The mesh is ragged or has a rank twice, placements or order do not fit the axes,
+            a dim does not exist, sizes do not add up, or axes name different reductions.
 
     Example:
         >>> tiling = mesh_tiling((4, 6), [[0, 1], [2, 3]], [Shard(0), Replicate()])
@@ -297,7 +298,7 @@ def mesh_tiling(
     if layout.order is not None:
         sharding = [axis for axis in layout.order if axis in sharding]
     spans = _spans(lengths)
-    # Where in ``ranks`` each combination of coordinates along some axes is, from the first.
+    # The index in ``ranks`` of each combination of coordinates along some axes.
     cells, copies, firsts = (
         _sums_of_combinations([spans[axis] for axis in axes])
         for axes in (sharding, kinds[Replicate], kinds[Partial])
@@ -313,7 +314,7 @@ def mesh_tiling(
 
 
 def _spans(lengths: Ints) -> list[range]:
-    """The places, among all ranks of a mesh, of those along each axis from the first rank on."""
+    """For each axis the indices, in a mesh's list of ranks, of ranks along it from the first."""
     spans, stride = [], 1
     for length in reversed(lengths):
         spans.append(range(0, stride * length, stride))
@@ -345,7 +346,7 @@ def _boxes(
 def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tiling:
     """The tiling with a chunk of ``dim`` for each entry of ``owners``, as ``torch.chunk`` splits.
 
-    A rank may own several chunks. An empty chunk is where it would be if the extent went on.
+    A rank may own several chunks. An empty chunk lies where it would in a larger extent.
 
     Raises:
         ValueError: There is no owner, or no such dim.
@@ -367,7 +368,7 @@ def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tilin
 
 
 def existing_dim(dim: int, shape: Ints) -> int:
-    """The number, from 0 on, of a tensor dim that may count from the last.
+    """The number, from 0, of a tensor dim that may count from the last.
 
     Raises:
         ValueError: There is no such dim.

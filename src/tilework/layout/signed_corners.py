@@ -1,12 +1,12 @@
 """Signed corners of boxes: a test of exact covers in any arrangement of boxes.
 
-Count each corner of a box with the sign of its parity: in two dims plus where it starts in both or
+Count each corner of a box with a sign by parity: in two dims plus where the box starts in both or
 ends in both, minus at the other two. These points are the mixed difference of the box's indicator
-function, and a function that is zero far away is determined by its mixed difference. So some
-boxes cover another one, each of its points once, if and only if their signed corners add up to its
-own. No box is compared with another.
+function, and a function that is zero far away is determined by its mixed difference. Therefore some
+boxes cover another box, each point once, if and only if their signed corners add up to the corners
+of that box. No box is compared with another.
 
-A point is one number: its coordinates times strides, added up, in the order of coordinates.
+A point is a single number: the sum of its coordinates times strides, in the order of coordinates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Column = list[int]
 
 
 def strides_for(lows: list[int], highs: list[int]) -> list[int]:
-    """Strides by which all points between ``lows`` and ``highs`` are different numbers."""
+    """Strides with which all points between ``lows`` and ``highs`` have different numbers."""
     strides = [1]
     for low, high in zip(reversed(lows[1:]), reversed(highs[1:]), strict=True):
         strides.append(strides[-1] * (high - low + 1))
@@ -30,10 +30,10 @@ def strides_for(lows: list[int], highs: list[int]) -> list[int]:
 def signed_corners(
     starts: list[Column], ends: list[Column], strides: list[int]
 ) -> tuple[list[int], list[int]]:
-    """The corners that count plus, and those that count minus.
+    """The corners with sign plus, and the corners with sign minus.
 
-    In two dims the first half of those that count plus is where boxes start in both dims, and the
-    first half of the others where they start in the first dim and end in the second.
+    In two dims, in the first half of the plus corners boxes start in both dims; in the first half
+    of the minus corners boxes start in the first dim and end in the second.
     """
     plus: list[int] = []
     minus: list[int] = []
@@ -53,7 +53,7 @@ def signed_corners(
 def left_over_2d(plus: list[int], minus: list[int]) -> dict[int, int] | None:
     """The points at which corners in two dims do not cancel, with what is left there.
 
-    None if two boxes have the same corner of one kind, and so overlap.
+    None if two boxes have the same corner of one kind, and therefore overlap.
     """
     n = len(plus) // 2
     p, q, r, s = set(plus[:n]), set(plus[n:]), set(minus[:n]), set(minus[n:])
@@ -70,15 +70,15 @@ def left_over_2d(plus: list[int], minus: list[int]) -> dict[int, int] | None:
 
 
 def nowhere_two_2d(left: dict[int, int], stride: int, low: int) -> bool:
-    """True if no point is in two boxes, told from what is left of their corners.
+    """True if no point is in two boxes, decided by the remaining corners.
 
-    Row by row, the differences along a row are kept up to date. The number of boxes is 0 or 1
-    everywhere in it if and only if its differences are 1 and -1 by turns.
-    O(n log n) for n points that are left (and moving the entries of a sorted list, which is fast).
+    Row by row, the differences along a row are updated. The number of boxes is 0 or 1 everywhere in
+    the row if and only if the differences alternate between 1 and -1. O(n log n) for n remaining
+    points (and moving the entries of a sorted list, which is fast).
 
     Args:
         left: From :func:`left_over_2d`.
-        stride: Of the first dim.
+        stride: The stride of the first dim.
         low: The least coordinate in the second dim.
     """
     row: list[int] = []  # the places of differences, ascending
@@ -106,7 +106,7 @@ def _keep_sorted(row: list[int], at: int, present: bool) -> None:
 
 
 def _by_turns(row: list[int], difference: dict[int, int], i: int) -> bool:
-    """True if the differences next to an entry, and its own, are 1 and -1 by turns."""
+    """True if the differences at an entry and next to it alternate between 1 and -1."""
     first = max(i - 1, 0)
     near = [difference[at] for at in row[first : i + 2]]
     sign = near[0] if near else 1

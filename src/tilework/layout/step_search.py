@@ -1,4 +1,4 @@
-"""The search for the cheapest steps from one layout to another: what is possible, and prices."""
+"""The search for the cheapest steps from one layout to another: possible steps and prices."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ StepKind = Literal[
     "slice", "fill", "all_reduce", "reduce_scatter", "all_to_all", "all_gather", "plan"
 ]
 
-#: A plan costs the latency of so many messages: ranks agree on it, pack and unpack what moves.
+#: The latency of a plan in messages: ranks agree on the plan, pack and unpack.
 _PLAN_MESSAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge of the search: a step, the state that it leads to, and its price."""
+    """An edge of the search: a step, the state after the step, and the price."""
 
     kind: StepKind
     axes: Ints
-    """Those along which the collective is, in the order in which they shard."""
+    """The axes of the collective, in the order in which they shard."""
     state: ShardState
     nbytes: int
-    """Bytes sent or received by the busiest rank, whichever is more."""
+    """Bytes sent or received by the busiest rank, the larger of both."""
     seconds: float
 
 
@@ -40,21 +40,21 @@ class Edge:
 class SearchSpace:
     """The states between two layouts, and the steps that lead from one to another.
 
-    Every state that the search visits has the target's splits as its outermost ones as long as no
-    others are among them: what is in its place is left there.
+    In every state that the search visits, the outermost splits are the target's, as far as no
+    others are among them: splits that are in place stay there.
     """
 
     shape: Ints
     lengths: Ints
     ranks: Ints
-    """All of the mesh, the last axis runs fastest."""
+    """All ranks of the mesh, the last axis running fastest."""
     source: ShardState
     target: ShardState
     itemsize: int
     cost: CostModel
 
     def edges(self, at: ShardState) -> Iterator[Edge]:
-        """The steps from one state on. A free step comes alone."""
+        """The steps from a state. If one of them is free, it is the only one."""
         free = next(self._slices(at), None)
         if free is not None:
             yield free
@@ -118,7 +118,7 @@ class SearchSpace:
     def _exchanged(
         self, at: ShardState, after: ShardState, dims: tuple[int, int], off: Splits
     ) -> int:
-        """The most elements that a rank sends or receives in an all_to_all."""
+        """The maximum of elements that a rank sends or receives in an all_to_all."""
         here, there = dims
         on = after.splits[there][-len(off) :]
         pairs = combination_index(axes_of(off), axes_of(on), self.lengths)
@@ -162,16 +162,16 @@ class SearchSpace:
         seconds = self.cost.collective_seconds(nbytes, messages, between_hosts)
         return Edge(kind, axes, after, nbytes, seconds)
 
-    # -- what is where ---------------------------------------------------------------------------
+    # -- splits in place -------------------------------------------------------------------------
 
     def _growing(self, at: ShardState) -> Iterator[int]:
-        """The dims whose splits are the target's outermost ones, and not all of them."""
+        """The dims whose splits are the target's outermost splits, but not all of them."""
         for dim, (splits, wanted) in enumerate(zip(at.splits, self.target.splits, strict=True)):
             if len(splits) < len(wanted) and splits == wanted[: len(splits)]:
                 yield dim
 
     def _misplaced(self, at: ShardState, dim: int) -> int:
-        """The number of a dim's innermost splits that are not where the target has them."""
+        """The number of a dim's innermost splits that the target has elsewhere."""
         return len(at.splits[dim]) - _common(at.splits[dim], self.target.splits[dim])
 
     def _members(self, axes: Ints) -> int:
@@ -193,7 +193,7 @@ class SearchSpace:
 
 
 def _common(splits: Splits, others: Splits) -> int:
-    """The number of outermost splits that are the same."""
+    """The number of equal outermost splits."""
     count = 0
     for split, other in zip(splits, others, strict=False):
         if split != other:
@@ -202,14 +202,14 @@ def _common(splits: Splits, others: Splits) -> int:
     return count
 
 
-#: The price of a path: picoseconds (in whole numbers, as sums of floats depend on their order), and
-#: then its steps: the fewest, and those first that leave less to move.
+#: The price of a path: picoseconds (integers, because sums of floats depend on the order), then the
+#: steps: the fewest first, and among these the steps that leave less to move.
 Price = tuple[int, int, tuple[tuple[int, Ints], ...]]
 _FIRST = ("slice", "all_reduce", "reduce_scatter", "all_to_all", "all_gather", "plan", "fill")
 
 
 def cheapest(space: SearchSpace) -> list[Edge]:
-    """The steps of least cost (Dijkstra 1959). Every rank finds the same of equal ones."""
+    """The steps of least cost (Dijkstra 1959). Of equal paths every rank finds the same."""
     counter = 0
     waiting: list[tuple[Price, int, ShardState]] = [((0, 0, ()), 0, space.source)]
     reached: dict[ShardState, tuple[Price, ShardState, Edge]] = {}
@@ -233,7 +233,7 @@ def cheapest(space: SearchSpace) -> list[Edge]:
 def _path(
     source: ShardState, at: ShardState, reached: dict[ShardState, tuple[Price, ShardState, Edge]]
 ) -> list[Edge]:
-    """The edges from the source to a state that was reached."""
+    """The edges from the source to a reached state."""
     edges = []
     while at != source:
         _, at, edge = reached[at]

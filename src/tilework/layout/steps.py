@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A collective along some axes of the mesh (or none), in which every rank takes part."""
+    """A collective of every rank, along some axes of the mesh (or none)."""
 
     kind: StepKind
-    """``slice`` and ``fill`` communicate nothing; ``plan`` moves whatever must be moved."""
+    """``slice`` and ``fill`` communicate nothing; ``plan`` moves any boxes."""
     axes: Ints
-    """Those along which it is, in the order in which they shard."""
+    """The axes of the step, in the order in which they shard."""
     source: Layout
     """The layout before."""
     target: Layout
     """The layout afterwards."""
     nbytes: int
-    """Bytes sent or received by the busiest rank, whichever is more."""
+    """Bytes sent or received by the busiest rank, the larger of both."""
     seconds: float
     """Its expected duration."""
 
@@ -49,7 +49,7 @@ class Steps:
     target: Layout
     steps: tuple[Step, ...]
     names: tuple[str, ...]
-    """Of the axes, for what is printed."""
+    """The names of the axes, for printing."""
 
     @property
     def nbytes(self) -> int:
@@ -136,12 +136,12 @@ def redistribution_steps(
     ranks: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Steps:
-    """The cheapest steps by which a tensor gets from one layout on a mesh to another.
+    """The cheapest steps from one layout of a tensor on a mesh to another.
 
-    Nothing is communicated, and every rank finds the same. A step is one collective along one axis,
-    or along several at once where that is cheaper. Axes that replicate before and afterwards, and
-    splits that are in their place, are left alone; axes of length 1 cost nothing. A tensor that is
-    partial in another reduction than the target's is reduced first.
+    Nothing is communicated, and every rank finds the same steps. A step is a collective along one
+    axis, or along several at once where that is cheaper. Axes that replicate before and afterwards,
+    and splits that are in place, are left alone; axes of length 1 cost nothing. A tensor that is
+    partial in another reduction than the target is reduced first.
 
     Args:
         shape: The tensor's global shape.
@@ -149,15 +149,15 @@ def redistribution_steps(
         source: The placement of each axis before.
         target: The placement of each axis afterwards.
         source_order: The axes in the order in which they shard; None: from the first to the last.
-        target_order: Likewise.
+        target_order: The order of the target, in the same form.
         itemsize: Bytes per element.
         cost: The cost of collectives, and which ranks share a host.
-        ranks: The mesh's global ranks, the last axis runs fastest; None: from 0 on.
-        names: Of the axes, for what is printed; None: their numbers.
+        ranks: The mesh's global ranks, the last axis running fastest; None: from 0 on.
+        names: The names of the axes, for printing; None: their numbers.
 
     Raises:
         ValueError: Placements, orders or names do not fit the mesh or the shape.
-        TypeError: Something is no placement.
+        TypeError: Something is not a placement.
 
     Example:
         >>> from tilework.layout import Partial, Replicate, Shard
@@ -214,7 +214,7 @@ def _steps(
 
 
 def _reduction(layout: Layout, lengths: Ints) -> str:
-    """The reduction of the axes along which there is something to reduce; "" without any."""
+    """The reduction of the partial axes; "" if there are none."""
     for placement, length in zip(layout.placements, lengths, strict=True):
         if isinstance(placement, Partial) and length > 1:
             return placement.reduce_op

@@ -12,10 +12,10 @@ from tilework.layout.box import Box, Ints, trusted_box
 from tilework.layout.cost import CostModel
 from tilework.layout.tiling import Tiling
 
-#: The reductions with an identity element, which fills a term that has no value of its own.
+#: The reductions with an identity element, which fills a term without a value.
 HAVE_IDENTITY = frozenset({"sum", "product", "min", "max", "band", "bor", "bxor"})
 
-#: Bytes per element where a choice is made before the dtype is known.
+#: Bytes per element for choices before the dtype is known.
 ASSUMED_ITEMSIZE = 4
 
 
@@ -23,26 +23,27 @@ class Piece(NamedTuple):
     """A box that one rank has and another gets; or that a rank copies, if both are the same."""
 
     box: Box
-    """In the coordinates of the full tensor."""
+    """The box in the coordinates of the full tensor."""
     src: int
     dst: int
     src_tile: int
-    """The index, in the source tiling's ``tiles``, of the tile that it is taken from."""
+    """The index, in the source tiling's ``tiles``, of the tile that the piece is taken from."""
     dst_tile: int
-    """The index, in the target tiling's ``tiles``, of the tile that it becomes a part of."""
+    """The index, in the target tiling's ``tiles``, of the tile that the piece becomes a part of."""
     term: int
-    """The index of the source's term that it belongs to."""
+    """The index of the source's term that the piece belongs to."""
 
 
 class TileTransfers:
-    """The pieces that move between two tilings, for one rank at a time, alike on all ranks.
+    """The pieces that move between two tilings, for one rank at a time, consistent on all ranks.
 
-    No rank is sent what it has. What several ranks have is sent by one of them to each receiver:
+    No rank receives a piece that it has. If several ranks have a piece, one of them sends it to
+    each receiver:
 
     - If ranks are arranged in copies, as along a replicated axis of a mesh: the owner in the
-      receiver's own copy.
-    - Otherwise the owners of a tile take turns, those on the receiver's host if there are any.
-      If there are fewer receivers than owners, boxes are split so that more owners send.
+      receiver's copy.
+    - Otherwise the owners of a tile take turns, owners on the receiver's host first. If there are
+      fewer receivers than owners, boxes are split so that more owners send.
     """
 
     def __init__(self, source: Tiling, target: Tiling, cost: CostModel) -> None:
@@ -70,13 +71,13 @@ class TileTransfers:
                 yield from (piece for piece in self._pieces(s, d, dst) if piece.src == rank)
 
     def received_by(self, rank: int) -> Iterator[Piece]:
-        """The pieces that ``rank`` gets from others, and those that it copies itself."""
+        """The pieces that ``rank`` gets from others, and the pieces that it copies itself."""
         for d in self.target.of(rank):
             for s in self.sources(d):
                 yield from self._pieces(s, d, rank)
 
     def sources(self, d: int) -> list[int]:
-        """The source's tiles that overlap a tile of the target, in terms that go into it."""
+        """The source's tiles that overlap a tile of the target, in terms that contribute to it."""
         box, term = self.target.tiles[d].box, self.target.term_of(d)
         if self.term_by_term:
             return self.source.overlapping(term, box)
@@ -99,7 +100,7 @@ class TileTransfers:
                 yield Piece(part, src, dst, s, d, term)
 
     def _requests(self, s: int) -> list[tuple[int, int]]:
-        """The target's tiles that overlap a tile, each with a rank that lacks what they share."""
+        """The target's tiles that overlap a tile, each with a rank that lacks the shared part."""
         tile, term = self.source.tiles[s], self.source.term_of(s)
         terms = (term,) if self.term_by_term else self.valued
         overlapping = [d for t in terms for d in self.target.overlapping(t, tile.box)]
@@ -110,14 +111,14 @@ class TileTransfers:
         return owners[0] if self._copies is None else owners[self._copies[dst]]
 
     def _assigned_senders(self, s: int) -> dict[tuple[int, int], Ints]:
-        """The senders of what is requested of a tile; where they are several each sends a part."""
+        """The senders for each request to a tile; if there are several, each sends a part."""
         if s not in self._senders:
             self._senders[s] = self._by_turns(s, self._requests(s))
         return self._senders[s]
 
     def _by_turns(self, s: int, requests: list[tuple[int, int]]) -> dict[tuple[int, int], Ints]:
         owners = self.source.tiles[s].owners
-        # The first tile is first sent by its first owner, the next one by its second.
+        # The first owner sends the first tile first, the second owner the next.
         if len(requests) >= len(owners) and not self._cost.hosts:
             first = s % len(owners)
             turn = cycle([(owner,) for owner in owners[first:] + owners[:first]])
@@ -140,14 +141,14 @@ class TileTransfers:
         return tuple([owner for owner in owners if self._cost.near(owner, dst)]) or owners
 
     def _parts(self, s: int, d: int, most: int) -> int:
-        """The number of parts into which it pays to split what two tiles share."""
+        """The number of parts into which it pays to split the overlap of two tiles."""
         box = self.source.tiles[s].box.intersection(self.target.tiles[d].box)
         assert box is not None
         return min(self._cost.parts(box.volume * ASSUMED_ITEMSIZE, most), max(box.sizes, default=1))
 
 
 def keeps_terms(source: Tiling, target: Tiling) -> bool:
-    """True if each term is moved on its own, and nothing is reduced."""
+    """True if each term is moved separately, and nothing is reduced."""
     terms = len(source.terms)
     return terms > 1 and terms == len(target.terms) and source.reduce_op == target.reduce_op
 
@@ -156,7 +157,7 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
     """The target's terms that get a value; the others get the reduction's identity element.
 
     Raises:
-        NotImplementedError: It has none.
+        NotImplementedError: The reduction has no identity element.
     """
     op, terms = target.reduce_op, range(len(target.terms))
     if op is None or op == "avg" or keeps_terms(source, target):
@@ -173,8 +174,9 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
 def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
     """The copy of the source that each rank belongs to, if ranks are arranged in copies.
 
-    That is: all tiles have as many owners, and those that hold a tile hold the same tiles before
-    and the same tiles afterwards. The place of a rank among the owners is the number of its copy.
+    That is: all tiles have equally many owners, and ranks that share a tile hold the same tiles
+    before, and the same tiles afterwards. A rank's place among the owners is the number of the
+    copy.
     """
     filled = [tile for tile in source.tiles if not tile.box.empty]
     count = len(filled[0].owners) if filled else 1
@@ -192,7 +194,7 @@ def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
 
 
 def _split(box: Box, parts: int) -> list[Box]:
-    """The box in so many parts, along the first dim that is long enough; there is one."""
+    """The box in ``parts`` parts, along the first dim that is long enough; there is one."""
     if parts == 1:
         return [box]
     dim = next(d for d, size in enumerate(box.sizes) if size >= parts)

@@ -22,10 +22,10 @@ class Tile:
 
     Args:
         box: The region of the tensor.
-        owners: Global ranks, at least one, none twice; the preferred one first.
+        owners: Global ranks, at least one, none twice; the preferred owner first.
 
     Raises:
-        ValueError: There is no owner, or one is named twice.
+        ValueError: There is no owner, or an owner is named twice.
 
     Example:
         >>> Tile(Box((0, 0), (5, 10)), (0, 4)).owners
@@ -43,7 +43,7 @@ class Tile:
 
 
 _new = object.__new__
-# A slot's descriptor writes where a frozen dataclass refuses.
+# The descriptor of a slot can write where a frozen dataclass refuses.
 _set_box = Tile.__dict__["box"].__set__
 _set_owners = Tile.__dict__["owners"].__set__
 
@@ -58,13 +58,13 @@ def trusted_tile(box: Box, owners: Ints) -> Tile:
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """The boxes of a tensor and the ranks that hold them: what every sharding comes down to.
+    """The boxes of a tensor and the ranks that hold them: the general form of a sharding.
 
-    The tensor's value is the reduction of its terms, each of which covers the tensor exactly.
-    There is one term unless the value is partial: the sum (say) of what several ranks hold.
-    Tiles without elements may be anywhere.
+    The tensor's value is the reduction of the tiling's terms, each of which covers the tensor
+    exactly. There are several terms only if the value is partial: for example, the sum of the
+    tensors that several ranks hold. Tiles without elements may be anywhere.
 
-    Local tensors of a rank are always listed as :meth:`of` lists its tiles.
+    Local tensors of a rank are always listed in the order of :meth:`of`.
 
     Args:
         shape: The tensor's global shape.
@@ -104,7 +104,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """All tiles of all terms, in order; elsewhere a tile is named by its index in here."""
+        """All tiles of all terms, in order; elsewhere a tile is named by the index in here."""
         return self.terms[0] if len(self.terms) == 1 else sum(self.terms, ())
 
     @cached_property
@@ -142,7 +142,7 @@ class Tiling:
             zip(chain.from_iterable(owners), zip(range(len(owners))), strict=False)
         )
         if len(sole) == len(owners) == sum(map(len, owners)):
-            return sole  # each rank has one tile of its own
+            return sole  # each rank has exactly one tile
         held: defaultdict[int, list[int]] = defaultdict(list)
         for i, ranks in enumerate(owners):
             for rank in ranks:
@@ -155,16 +155,16 @@ class Tiling:
 
     @cached_property
     def digest(self) -> int:
-        """A number below 2**63 that is the same in every process where the tiling is equal.
+        """A number below 2**63 that is equal in every process where the tiling is equal.
 
-        Different tilings have different ones, as far as BLAKE2 tells them apart.
+        Different tilings have different digests, up to collisions of BLAKE2.
         """
         text = repr(self._content).encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
 
     @cached_property
     def _content(self) -> tuple[object, ...]:
-        """All of it, as numbers: quick to compare."""
+        """The whole tiling as numbers: quick to compare."""
         boxes = [tile.box for tile in self.tiles]
         owners = [tile.owners for tile in self.tiles]
         numbers = [box.offsets for box in boxes], [box.sizes for box in boxes], owners
@@ -176,7 +176,7 @@ class Tiling:
         return self is other or self._content == other._content
 
     def __hash__(self) -> int:
-        # A few tiles tell most tilings apart, and thousands would take longer than a plan.
+        # A few tiles distinguish most tilings, and thousands would take longer than a plan.
         ends = [(len(term), term[:1], term[-1:]) for term in (self.terms[0], self.terms[-1])]
         return hash((self.shape, *ends, self.reduce_op))
 

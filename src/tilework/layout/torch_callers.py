@@ -1,7 +1,7 @@
-"""Objects of this library's in functions of torch.distributed's: an error that says whose they are.
+"""Errors for objects of this library that are given to functions of torch.distributed.
 
-torch asks the objects that it is given a few things before it uses them. Asked by its code, they
-say what it would take instead.
+torch queries some attributes of its arguments before it uses them. If torch's code asks them, these
+objects raise, and say what torch takes instead.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ _CALLERS = ("torch.distributed", "torch.nn.parallel")
 
 
 def refuse_torch_caller(what: object, instead: str) -> None:
-    """Raise TypeError if the method that calls this was called by torch.distributed's own code.
+    """Raise TypeError if the method that calls this was called by code of torch.distributed.
 
     Args:
         what: The object that was given to torch's function.
-        instead: The sentence's rest: whose it is, and what torch takes instead.
+        instead: The rest of the sentence: the object's library, and what torch takes instead.
     """
     if called_by_torch(2):
         raise TypeError(f"{what!r} is {instead}")
 
 
 def called_by_torch(depth: int = 1) -> bool:
-    """True if the function that calls this was called by torch.distributed's own code.
+    """True if the function that calls this was called by code of torch.distributed.
 
     Args:
-        depth: The number of calls between that code and this function, but for this one's.
+        depth: The number of calls between that code and this function, without this call.
     """
     caller: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
     return caller.startswith(_CALLERS)

@@ -1,4 +1,4 @@
-"""Checks that boxes do not overlap and that they cover a shape; errors name those at fault."""
+"""Checks that boxes do not overlap and that they cover a shape; errors name the boxes at fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def find_overlap(
 ) -> tuple[int, int] | None:
     """Two boxes that overlap, the lower number first; None if no two do.
 
-    The boxes are given as their offsets and their sizes. Empty ones overlap nothing.
+    The boxes are given by offsets and sizes. Empty boxes overlap nothing.
 
     Raises:
         ValueError: The boxes differ in their number of dims.
@@ -30,7 +30,7 @@ def check_disjoint(boxes: Sequence[Box]) -> None:
     """Raise if two boxes share an element.
 
     Raises:
-        ValueError: Two overlap (the message names both), or they differ in their number of dims.
+        ValueError: Two boxes overlap (the message names both), or have different numbers of dims.
 
     Example:
         >>> check_disjoint([Box((0,), (5,)), Box((4,), (5,))])
@@ -44,8 +44,8 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Raise unless the boxes cover the shape, each element once. Empty boxes may be anywhere.
 
     Raises:
-        ValueError: A box has another number of dims or is out of bounds, two overlap, or a part is
-            not covered; the message names them.
+        ValueError: A box has another number of dims or is out of bounds, two boxes overlap, or a
+            part of the shape is not covered; the message names them.
 
     Example:
         >>> check_boxes((10,), [Box((0,), (5,)), Box((5,), (5,))])
@@ -71,7 +71,7 @@ def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _are_stacked(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """True if the boxes are ranges of dim 0, in order: most tensors are, and it is soon seen."""
+    """True if the boxes are ranges of dim 0, in order: the usual case, and quickly checked."""
     if not shape or not boxes:
         return False
     rest, begin, zeros = shape[1:], 0, (0,) * (len(shape) - 1)

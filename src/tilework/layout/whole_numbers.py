@@ -1,4 +1,4 @@
-"""Whole numbers that functions are given: dims, sizes, axes; nothing that could be made one."""
+"""Checks of integer arguments (dims, sizes, axes), without conversions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tilework.layout.box import Ints
 
 
 def whole_number(number: Any, takes: str) -> int:
-    """A whole number: no bool, nor a float or a text that could be made one.
+    """The number, if it is an integer: not a bool, a float or a text.
 
     Args:
-        number: What was given.
-        takes: What is expected, for errors.
+        number: The argument.
+        takes: The expected value, for errors.
 
     Raises:
-        TypeError: It is none.
+        TypeError: The argument is not an integer.
 
     Example:
         >>> whole_number("1", "Shard takes a dim, a whole number")
@@ -35,10 +35,10 @@ def whole_number(number: Any, takes: str) -> int:
 
 
 def whole_numbers(numbers: Any, takes: str) -> Ints:
-    """Several of them, of any iterable.
+    """The numbers of any iterable, if all are integers.
 
     Raises:
-        TypeError: It is no iterable, or not all in it are whole numbers.
+        TypeError: The argument is not an iterable, or has items that are not integers.
 
     Example:
         >>> whole_numbers([2, 3], "shape has a size for each dim")

@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from tilework.comm.world import World, current_world
 
-#: torch's functions that read or write the state of its default generator.
+#: torch's functions that read or write the state of the default generator.
 _STATE_NAMES: Final = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
 _PLACES: tuple[Any, ...] = (torch, torch.random)
 
-#: torch's functions that draw from it, by the names that they have wherever they stand.
+#: torch's functions that draw from the default generator, by name.
 _DRAWING: Final = frozenset(
-    # One to a line would be half the file.
+    # A list with a name per line would be half the file.
     """
     rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial
     poisson binomial uniform_ normal_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_
@@ -35,12 +35,12 @@ _DRAWING: Final = frozenset(
     """.split()  # noqa: SIM905
 )
 
-#: Held while torch's default generator has the state of one rank's.
+#: Held while torch's default generator has the state of a rank's generator.
 _borrowed = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    # A child has no other thread that could give it back; nor may it have another rank's state.
+    # A child lacks the thread that would release it, and must not get another rank's state.
     os.register_at_fork(
         before=_borrowed.acquire,
         after_in_parent=_borrowed.release,
@@ -49,16 +49,16 @@ if hasattr(os, "register_at_fork"):
 
 
 def give_generator(world: World) -> None:
-    """Let a rank have a generator of its own, in the state of torch's default one."""
+    """Give a rank a separate generator, in the state of torch's default generator."""
     world.generator = torch.Generator()
     world.generator.set_state(torch.default_generator.get_state())
 
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Let ``torch.manual_seed`` and the like act on the calling rank's own generator.
+    """Make ``torch.manual_seed`` and similar functions act on the calling rank's own generator.
 
-    Threads that are no ranks go on with torch's default one.
+    Threads that are not ranks still use torch's default generator.
     """
     _patch.enter()
     try:
@@ -68,11 +68,11 @@ def own_generators() -> Iterator[None]:
 
 
 class OwnDraws(TorchFunctionMode):
-    """While entered: this thread fills plain tensors from its rank's own generator.
+    """While entered: this thread fills plain tensors from the rank's own generator.
 
-    Functions of torch that draw run with the state of that generator in torch's default one, one
-    thread at a time. So a rank that seeds gets the numbers of a process of its own, whatever other
-    ranks draw meanwhile.
+    Functions of torch that draw run with the state of the rank's generator in torch's default
+    generator, one thread at a time. A rank that seeds thus gets the numbers of a separate process,
+    whatever other ranks draw meanwhile.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -96,13 +96,13 @@ class OwnDraws(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The result of ``func``, with numbers of this rank's generator where it draws any."""
+        """The result of ``func``, with numbers of this rank's generator if it draws any."""
         keywords = kwargs or {}
         drawing = getattr(func, "__name__", "") in _DRAWING
         if not drawing or keywords.get("generator") is not None:
             return func(*args, **keywords)
         if types:
-            # Not with the lock: a DTensor communicates. What its class draws comes by here again.
+            # Without the lock: a DTensor communicates. Draws of its class arrive here again.
             with self:
                 return _of_class(func, types, args, keywords)
         shared = torch.default_generator
@@ -181,9 +181,9 @@ def _of_rank(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``fork_rng``, in which a rank draws as ever: torch recomputes checkpointed layers there.
+    """``fork_rng`` in which a rank still draws from its own generator.
 
-    It does so within backward, where it has put all modes away.
+    torch recomputes checkpointed layers in it, within backward, where all modes are off.
     """
 
     @wraps(original)

@@ -1,7 +1,7 @@
 """Two real hosts on one machine: network namespaces joined by a link that may be slow.
 
-Each has its own interfaces, addresses and (abstract) Unix sockets, so that ranks on different
-ones share no memory and reach each other over the link only. Needs Linux, root, ``ip`` and ``tc``.
+Each host has separate interfaces, addresses and (abstract) Unix sockets: ranks on different hosts
+share no memory and reach each other only over the link. Needs Linux, root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _PORT = 29400
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace with one interface besides its loopback."""
+    """A network namespace with one interface besides the loopback."""
 
     name: str
     interface: str
     address: str
 
     def enter(self) -> None:
-        """Move the calling thread, and those that it starts, there. There is no way back."""
+        """Move the calling thread, and threads that it starts, to the host, forever."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.name}") as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter network namespace {self.name}")
 
     def run(self, *command: str) -> str:
-        """Run a command there; return what it prints."""
+        """Run a command on the host; return its output."""
         return _run("ip", "netns", "exec", self.name, *command)
 
     def sent_bytes(self) -> int:
-        """Bytes that have left over the link, all headers included."""
+        """The number of bytes sent over the link, with all headers."""
         return int(self.run("cat", f"/sys/class/net/{self.interface}/statistics/tx_bytes"))
 
 
 def why_no_hosts() -> str | None:
-    """Why hosts cannot be made here; None if they can."""
+    """The reason why hosts cannot be made here; None if they can."""
     if os.name != "posix" or os.geteuid() != 0:
         return "making network namespaces needs root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -104,7 +104,7 @@ def run_on_hosts(
 ) -> list[_Result]:
     """Run ``fn(rank)`` in processes, rank r on ``hosts[host_of[r]]``; return the results.
 
-    Each rank has a default group of all of them. They meet at a store on rank 0's host.
+    Each rank has a default group of all ranks. They meet at a store on rank 0's host.
     """
 
     def body(rank: int) -> _Result:
@@ -122,7 +122,7 @@ def joined(
     backend: str | None = "hybrid",
     timeout: timedelta = timedelta(seconds=30),
 ) -> Iterator[dist.Store]:
-    """Make this process, which must have no other thread, a rank of a group of all of them."""
+    """Make this process, which must have no other thread, a rank of a group of all ranks."""
     hosts[host_of[rank]].enter()
     address, size = hosts[host_of[0]].address, len(host_of)
     with dist.TCPStore(address, _PORT, size, rank == 0, timeout, secret=b"two hosts") as store:
@@ -131,7 +131,7 @@ def joined(
         dist.destroy_process_group()
         if store.add("ended", 1) == size:
             store.set("all ended", "")
-        if rank == 0:  # it serves the store, which the others need to the end
+        if rank == 0:  # rank 0 serves the store, which the others need to the end
             store.wait(["all ended"])
 
 

@@ -32,7 +32,7 @@ from tilework.testing.generators import OwnDraws, give_generator, own_generators
 _Result = TypeVar("_Result")
 Kind = Literal["threads", "processes"]
 
-#: How long ranks that were told to stop may take to notice.
+#: Seconds for stopped ranks to notice the stop.
 _GRACE_SECONDS = 3.0
 
 
@@ -57,27 +57,27 @@ def run_ranks(
 ) -> list[_Result]:
     """Run ``fn(rank, *args)`` on ``n`` ranks, and return their results in the order of ranks.
 
-    Each rank has a default group of all ranks meanwhile. Real programs with real values: in
-    threads nothing is spawned or pickled, and it costs a few milliseconds. Random numbers are
-    those of processes: each rank has a generator of its own, which begins in the state of torch's
-    default one, and which ``torch.manual_seed`` and its siblings set and tell.
+    During the run each rank has a default group of all ranks. Programs and values are real: threads
+    spawn and pickle nothing, and cost a few milliseconds. Random numbers are as in processes: each
+    rank has a separate generator, which begins in the state of torch's default generator, and which
+    ``torch.manual_seed`` and related functions set and read.
 
     Args:
         n: The number of ranks.
-        fn: What each rank runs; may be a closure. In processes its result must be picklable.
-        args: Handed to ``fn``.
+        fn: The program of each rank; may be a closure. In processes the result must be picklable.
+        args: Further arguments of ``fn``.
         kind: "threads" of this process, or "processes" forked from it.
-        backend: The default group's; None: threads for threads, shm for processes.
+        backend: The default group's backend; None: threads for threads, shm for processes.
         timeout: For the whole run, and for each operation of the default group.
         init: Whether to make the default group before ``fn``, and destroy it after.
-        return_exceptions: Put what a rank raised in its place instead of raising.
+        return_exceptions: Put a rank's exception in the place of the result instead of raising.
 
     Raises:
-        TypeError, ValueError: An argument is none of these.
-        Exception: The one that a rank raised first (so the cause rather than what followed), with
-            a note that names the rank.
+        TypeError, ValueError: An argument is invalid.
+        Exception: The first exception of a rank (the cause, not a consequence), with a note that
+            names the rank.
         RankFailedError: A process died.
-        TimeoutError: With the stacks of the ranks that are stuck.
+        TimeoutError: The run took too long; the error has the stacks of stuck ranks.
 
     Example:
         >>> import tilework.distributed as dist
@@ -128,7 +128,7 @@ class _Program:
     init: bool
 
     def run(self, rank: int, store: Store, default_backend: str) -> Any:
-        """On one rank, in a World of its own."""
+        """Run the program on one rank, in a separate World."""
         if not self.init:
             return self.fn(rank, *self.args)
         init_process_group(
@@ -221,7 +221,7 @@ def _stack_of(thread: threading.Thread) -> str:
 
 @dataclass
 class _Child:
-    """A forked rank, and the pipe that its outcome comes through."""
+    """A forked rank, and the pipe for its outcome."""
 
     pid: int
     pipe: int
@@ -233,7 +233,7 @@ class _Child:
 def _in_processes(program: _Program) -> list[_Outcome]:
     secret = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory(prefix="tilework-") as folder:
-        # Only Linux has socket names without files.
+        # Only Linux has sockets without files.
         linux = sys.platform.startswith("linux")
         address = f"@tilework-{secrets.token_hex(16)}" if linux else f"{folder}/store"
         server = StoreServer.listen_unix(address, secret)
@@ -272,7 +272,7 @@ def _fork(program: _Program, rank: int, address: str, secret: bytes) -> _Child:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the one that forked it is gone."""
+    """Make the kernel kill this process when its parent is gone."""
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -300,7 +300,7 @@ def _process_rank(program: _Program, rank: int, address: str, secret: bytes, pip
 def _pickled(outcome: _Outcome) -> bytes:
     try:
         data = pickle.dumps(outcome)
-        pickle.loads(data)  # some exceptions pickle, and then do not unpickle
+        pickle.loads(data)  # some exceptions pickle, but do not unpickle
     except Exception as error:
         cause = outcome.error or error
         text = "".join(traceback.format_exception(cause))
@@ -309,7 +309,7 @@ def _pickled(outcome: _Outcome) -> bytes:
 
 
 def _collect(program: _Program, children: Sequence[_Child]) -> None:
-    """Read what the ranks send until all have ended, or time is up."""
+    """Read the ranks' outcomes until all have ended, or time is up."""
     deadline = time.monotonic() + program.timeout.total_seconds() + 1.0
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -350,7 +350,7 @@ def _outcome(program: _Program, rank: int, child: _Child) -> _Outcome:
     code = child.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     message = f"rank {rank} {how} before its function returned"
-    # A death comes before whatever other ranks raised because of it.
+    # A death comes before the errors that it caused on other ranks.
     return _Outcome(error=RankFailedError(message, rank, code), when=0.0)
 
 

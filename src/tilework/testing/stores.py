@@ -1,4 +1,4 @@
-"""The contract of stores as tests: a store is done when it passes.
+"""The contract of stores as tests: a store is complete when it passes.
 
 Example (a test module of a store)::
 
@@ -38,14 +38,14 @@ from tilework.store.checks import MAX_INTEGER
 T = TypeVar("T")
 Pair = tuple[Store, Store]
 
-#: A time-out that is meant to pass, and the longest that this may take on a busy machine.
+#: A time-out that is meant to pass, and the longest time for it on a busy machine.
 SHORT = timedelta(seconds=0.05)
 SHORT_AT_MOST_SECONDS = 2.0
 #: A time-out that must not pass.
 LONG = timedelta(seconds=20)
 
 
-#: What a type checker would not let pass, hence Any.
+#: Invalid values; Any, because a type checker would refuse them.
 _WRONG_TYPES: Sequence[Callable[[Any], object]] = (
     lambda store: store.set(1, "v"),
     lambda store: store.set("k", 1),
@@ -72,7 +72,7 @@ _WRONG_VALUES: Sequence[Callable[[Store], object]] = (
 
 
 class Background:
-    """A call on a thread of its own."""
+    """A call in a separate thread."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         self._fn = fn
@@ -81,7 +81,7 @@ class Background:
         self._thread.start()
 
     def result(self) -> Any:
-        """The result of the call; raises what it raised."""
+        """The result of the call; raises its exception."""
         self._thread.join(LONG.total_seconds())
         assert not self._thread.is_alive(), "the call has not come back"
         if isinstance(self._outcome, BaseException):
@@ -98,11 +98,11 @@ class Background:
 class StoreContract(ABC):
     """Subclass it in a test module and supply :meth:`open_pair`."""
 
-    #: Whether values that are no UTF-8 can be compared and appended.
+    #: Whether values that are not UTF-8 can be compared and appended.
     binary_updates = True
-    #: Whether the largest value is tried; it takes a while where it goes through a disk.
+    #: Whether the largest value is tried; it takes a while on a disk.
     large_values = True
-    #: Whether it has queues, and knows only its users' keys.
+    #: Whether the store has queues, and lists only its users' keys.
     queues = True
     #: Keys that the store takes: the empty key, the longest key, and characters beyond ASCII.
     keys: Sequence[str] = ("", "a/b", "é\n ", "k" * MAX_KEY_BYTES)
@@ -111,9 +111,9 @@ class StoreContract(ABC):
 
     @abstractmethod
     def open_pair(self, folder: Path) -> AbstractContextManager[Pair]:
-        """Two stores with the same content, empty; perhaps one object twice.
+        """Two stores with the same content, empty; may be the same object twice.
 
-        ``folder`` is an empty directory for what they need. Both are closed on leaving.
+        ``folder`` is an empty directory for their files. Both are closed at the end.
         """
 
     @pytest.fixture

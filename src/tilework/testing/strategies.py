@@ -1,8 +1,8 @@
-"""Hypothesis strategies for what goes through a process group, and whole random programs of it.
+"""Hypothesis strategies for arguments of process groups, and for whole random programs.
 
-A :class:`Program` is a list of operations that every rank runs; :func:`run_program` runs it on a
-rank and compares each result with the one computed from all contributions at once, which every
-rank can do because contributions follow from rank and seed. Needs hypothesis.
+A :class:`Program` is a list of operations that every rank runs. :func:`run_program` runs it on a
+rank and compares each result with the expected result, computed from all contributions at once.
+Every rank can compute it because contributions follow from rank and seed. Needs hypothesis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilework.testing.groups.values import (
     reduce_op,
 )
 
-#: What a random reduction may be: those that are exact on small whole numbers.
+#: Candidates for a random reduction: reductions that are exact on small integers.
 _EXACT = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
@@ -37,7 +37,7 @@ def dtypes() -> st.SearchStrategy[torch.dtype]:
 
 
 def shapes(max_dims: int = 3, max_side: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of a few elements, scalars and empty ones among them, now and then a large one."""
+    """Shapes of a few elements, also scalar and empty shapes, and rarely a large shape."""
     small = st.lists(st.integers(0, max_side), max_size=max_dims).map(tuple)
     return st.one_of(small, small, small, st.sampled_from([(70_001,), (3, 25_000)]))
 
@@ -63,7 +63,7 @@ class Step:
     #: Name of the reduction, for operations that reduce.
     reduction: str
     async_op: bool
-    #: Tells this step's values from those of others.
+    #: Distinguishes this step's values from other steps'.
     seed: int
 
     def contribution(self, rank: int, part: int = 0) -> Tensor:
@@ -116,7 +116,7 @@ def programs(draw: st.DrawFn, max_ranks: int = 4, max_steps: int = 12) -> Progra
 
 @dataclass(frozen=True)
 class Started:
-    """An operation under way: what it writes, and what must be there in the end."""
+    """An operation under way: the tensors that it writes, and their expected contents."""
 
     work: dist.Work | None
     outputs: list[Tensor]
@@ -129,7 +129,7 @@ _Starter = Callable[[Step, int, int, AnyGroup], Started]
 def run_program(program: Program, rank: int) -> None:
     """Run ``program`` on this rank of the default group. Collective.
 
-    Asynchronous steps are waited for when all have been started, so they overlap.
+    It waits for asynchronous steps after all have been started, so that they overlap.
 
     Raises:
         AssertionError: A result differs; the message holds the step.

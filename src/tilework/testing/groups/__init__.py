@@ -1,4 +1,4 @@
-"""The contract of process groups as tests: a backend is done when it passes.
+"""The contract of process groups as tests: a backend is complete when it passes.
 
 Example (a test module of a backend)::
 
@@ -9,7 +9,7 @@ Example (a test module of a backend)::
         def run(self, n, fn):
             return run_ranks(n, fn, backend="mine")
 
-Needs pytest. A backend with fewer dtypes lists them in ``dtypes``; one that is slow to start
+Needs pytest. A backend with fewer dtypes lists them in ``dtypes``; a backend that is slow to start
 shortens ``world_sizes``.
 """
 

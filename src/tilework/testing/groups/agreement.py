@@ -1,4 +1,4 @@
-"""When ranks disagree, do not come, or are given nonsense: everyone hears of it, nobody hangs."""
+"""Ranks that disagree, are missing, or pass nonsense: every rank raises, and none hangs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _MOVES: dict[str, Callable[[torch.Tensor, Any], object]] = {
     "all_to_all_single": lambda t, g: dist.all_to_all_single(_long(t), _long(t), group=g),
 }
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-#: Pairs of as many bytes.
+#: Pairs of dtypes with the same number of bytes.
 _ODD = {
     "shape": (torch.zeros(2, 3), torch.zeros(6)),
     "float8": (torch.zeros(4, dtype=torch.float8_e5m2), torch.zeros(4, dtype=torch.float8_e4m3fn)),
@@ -79,7 +79,7 @@ class MismatchSuite(GroupSuite):
     """Ranks that call different things all raise CollectiveMismatchError, naming both."""
 
     def assert_mismatch(self, common: _Call, odd: _Call, *words: str) -> None:
-        """Rank 1 of three calls ``odd``, the others ``common``; all must raise soon."""
+        """Rank 1 of three calls ``odd``, the others ``common``; all ranks must raise soon."""
 
         def body(rank: int) -> Failure:
             still_works(3)
@@ -123,7 +123,7 @@ class MismatchSuite(GroupSuite):
                 group = dist.new_group()
                 if rank == 1:
                     heard.append(_failure(lambda t, g: dist.recv(t, 0, group=g), odd, group))
-                else:  # which may hear of it while it sends, or not at all
+                else:  # a sender may notice while it sends, or not at all
                     _failure(lambda t, g: dist.send(t, 1, group=g), common, group)
             return heard
 
@@ -189,7 +189,7 @@ class MismatchSuite(GroupSuite):
 
     def test_all_gather_whose_outputs_do_not_fit(self) -> None:
         def gather(size: int) -> _Call:
-            # What a rank expects of itself always fits, or it would be misuse.
+            # A rank's expectation of itself always fits, or it would be misuse.
             outputs = [torch.zeros(4), torch.zeros(size), torch.zeros(4)]
             return lambda: dist.all_gather(outputs, torch.ones(size))
 

@@ -1,4 +1,4 @@
-"""Inputs that are outputs, views that are more than their memory, work without its group."""
+"""Inputs that are outputs, views that are more than their memory, a Work without its group."""
 
 from __future__ import annotations
 

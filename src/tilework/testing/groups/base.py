@@ -22,7 +22,7 @@ from tilework.errors import DistBackendError
 from tilework.testing.groups.values import DTYPES, Case, cases, defined, reduce_op
 
 T = TypeVar("T")
-#: A test function, or a class of them.
+#: A test function, or a class of tests.
 Tests = TypeVar("Tests", bound=Callable[..., Any])
 
 #: Short enough for a test, long enough for a busy machine to get ranks as far as they should.
@@ -32,7 +32,7 @@ LONG = timedelta(seconds=20)
 
 
 def needs(*promises: Capability) -> Callable[[Tests], Tests]:
-    """Mark a test, or all of a class, that a backend without one of ``promises`` cannot pass."""
+    """Mark a test, or a class of tests, that needs all ``promises`` of a backend."""
 
     def mark(tests: Tests) -> Tests:
         if isinstance(tests, type):
@@ -48,13 +48,13 @@ def needs(*promises: Capability) -> Callable[[Tests], Tests]:
 
 
 class GroupSuite(ABC):
-    """Tests of one topic. A subclass says how ranks are run; see ProcessGroupContract."""
+    """Tests of one topic. A subclass defines how to run ranks; see ProcessGroupContract."""
 
-    #: The backend's class, which says what it lacks: those tests are skipped, by name.
+    #: The backend's class, which lists the missing features: their tests are skipped, by name.
     group_type: ClassVar[type[ProcessGroup]] = ProcessGroup
     #: World sizes of the tests that take ``n``.
     world_sizes: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5)
-    #: What the backend moves and reduces.
+    #: The dtypes that the backend moves and reduces.
     dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES
     #: Elements of the tests of large messages: several chunks of any backend.
     large: ClassVar[int] = 1_500_001
@@ -64,7 +64,7 @@ class GroupSuite(ABC):
         """Run ``fn(rank)`` on ``n`` ranks, each with an initialised default group.
 
         Returns the ranks' results in rank order; raises the first rank's exception. Must not
-        take longer than about twenty seconds, however wrong the backend is.
+        take longer than about twenty seconds, even if the backend is wrong.
         """
 
     @pytest.fixture(autouse=True)
@@ -76,8 +76,8 @@ class GroupSuite(ABC):
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Pytest's hook: ``n`` runs over the world sizes, ``async_op`` over both forms.
 
-        A test that takes both meets each size and each form, but not each size in each form:
-        sizes take turns, and begin with one form or the other by the name of the test.
+        A test that takes both meets each size and each form, but not each size in each form: sizes
+        alternate between the forms, starting by the name of the test.
         """
         taken = {"n", "async_op"} & {*metafunc.fixturenames}
         if taken == {"n", "async_op"} and len(self.world_sizes) > 1:
@@ -96,7 +96,7 @@ class GroupSuite(ABC):
         return cases(self.dtypes)
 
     def sums(self) -> Iterator[Case]:
-        """Those that the backend can sum."""
+        """The cases that the backend can sum."""
         return (case for case in self.cases() if self.reduces("SUM", case.dtype))
 
     def reduces(self, op: str, dtype: torch.dtype) -> bool:
@@ -125,7 +125,7 @@ class Failure:
 
 
 def failure_of(fn: Callable[[], object]) -> Failure:
-    """Call ``fn``, which must raise a DistBackendError; say how and how fast it did."""
+    """Call ``fn``, which must raise a DistBackendError; return the error and the time."""
     start = time.monotonic()
     try:
         result = fn()
@@ -160,17 +160,17 @@ def inside(group: AnyGroup) -> dist.ProcessGroup:
 
 
 def brief_group(limit: timedelta) -> dist.ProcessGroup:
-    """A new group of all ranks whose operations, though not its making, have a short timeout."""
+    """A new group of all ranks with a short timeout for operations, but not for its creation."""
     group = inside(dist.new_group())
     try:
         group.set_timeout(limit)
-    except NotImplementedError:  # torch's engines are made with it
+    except NotImplementedError:  # torch's engines only have a timeout at creation
         group = inside(dist.new_group(timeout=limit))
     return group
 
 
 def still_works(n: int, group: AnyGroup = None) -> None:
-    """Check by an all_reduce that the group of ``n`` ranks is as good as new."""
+    """Check by an all_reduce that the group of ``n`` ranks still works."""
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [n] * 3

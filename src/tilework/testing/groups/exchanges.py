@@ -124,7 +124,7 @@ class AllToAllSuite(GroupSuite):
                     dist.all_to_all_single(output, whole, [2, 2], wrong)
             with refused():
                 dist.all_to_all_single(torch.zeros(3), torch.zeros(3))
-            with refused():  # half a row each
+            with refused():  # half a row for each rank
                 dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(3, 2))
             with refused():
                 dist.all_to_all_single(torch.zeros(3, 2), torch.zeros(6), None, [3, 3])

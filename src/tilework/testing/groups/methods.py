@@ -1,4 +1,4 @@
-"""The ProcessGroup interface itself, as a backend's callers use it."""
+"""The ProcessGroup interface itself, as callers of a backend use it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _F32 = torch.float32
 
 
 def mine(rank: int, *shape: int) -> torch.Tensor:
-    """Rank's contribution."""
+    """The contribution of a rank."""
     return pattern(rank, shape or (4,), _F32)
 
 

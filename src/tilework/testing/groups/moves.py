@@ -22,7 +22,7 @@ class BroadcastSuite(GroupSuite):
         def body(rank: int) -> None:
             for turn, case in enumerate(self.cases()):
                 root = turn % n
-                # The root may send what cannot be written: nothing is written there.
+                # The root may send a read-only tensor, as nothing is written there.
                 tensor = case.make(root) if rank == root else case.blank()
                 finish(dist.broadcast(tensor, src=root, async_op=async_op), async_op)
                 assert_same(tensor, case.value(root), case)

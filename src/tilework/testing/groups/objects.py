@@ -13,7 +13,7 @@ from tilework.testing.groups.values import assert_same
 
 
 def thing(rank: int) -> Any:
-    """The object of ``rank``: of another type and size than its neighbours'."""
+    """The object of ``rank``: of another type and size than the neighbours' objects."""
     things: list[Any] = [
         None,
         {"rank": rank, "nested": [1, (2, {"x": b"y" * rank})]},
@@ -34,7 +34,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 class ObjectSuite(GroupSuite):
-    """The object forms."""
+    """The operations on objects."""
 
     def test_all_gather_object(self, n: int) -> None:
         def body(rank: int) -> None:

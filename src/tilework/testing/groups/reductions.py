@@ -1,4 +1,4 @@
-"""Operations that combine: values, order, precision and which combinations are refused."""
+"""Operations that combine: values, order, precision and refused combinations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AllReduceSuite(GroupSuite):
                     tensor = pattern(rank, (9,), dtype)
                     dist.all_reduce(tensor, op=reduce_op(op))
                     expected = folded(op, [pattern(r, (9,), dtype) for r in range(n)])
-                    # A mean may be a product with 1/n: as good, but not the same bits.
+                    # A mean may be a product with 1/n: just as good, but with other bits.
                     if op == "AVG":
                         assert_near(tensor, expected, f"{op} of {dtype}")
                     else:
@@ -157,7 +157,7 @@ class ReduceSuite(GroupSuite):
                 tensor = case.make(rank)
                 finish(dist.reduce(tensor, dst=root, async_op=async_op), async_op)
                 total = folded("SUM", [case.value(r) for r in range(n)])
-                # What is not the root's keeps its own contribution, no partial sums.
+                # The tensors of other ranks keep their contribution, without partial sums.
                 assert_same(tensor, total if rank == root else case.value(rank), case)
 
         self.run(n, body)
@@ -250,7 +250,7 @@ class ReduceSuite(GroupSuite):
 
 
 class PrecisionSuite(GroupSuite):
-    """Reductions run in rank order, so their bits depend on nothing but the values."""
+    """Reductions run in rank order: their bits depend only on the values."""
 
     def test_same_bits_on_every_rank_and_run(self) -> None:
         def body(rank: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Groups of some of the ranks: who is in, how ranks translate, and that groups do not mix."""
+"""Groups of some of the ranks: membership, translation of ranks, and that groups do not mix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 
 
 class SubGroupSuite(GroupSuite):
-    """new_group and its siblings."""
+    """new_group and related functions."""
 
     def test_operations_in_a_sub_group(self, async_op: bool) -> None:
         members = [1, 3]

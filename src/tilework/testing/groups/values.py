@@ -1,7 +1,7 @@
-"""Tensors with known contents: what a rank contributes and what must come of it.
+"""Tensors with known contents: the contributions of ranks and the expected results.
 
-Values are small integers, exact in every dtype, so that results can be compared bit for bit and
-a wrong rank, offset or order shows at once. Where rounding matters a test draws its own.
+Values are small integers, exact in every dtype: results can be compared bit for bit, and a wrong
+rank, offset or order shows at once. Where rounding matters a test draws its own values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES: tuple[torch.dtype, ...] = (*FLOATS, *SIGNED, *UNSIGNED, torch.bool, *COM
 
 #: Scalar, empty, one element, odd, several dims, empty within several dims.
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3))
-#: How a tensor lies in memory; "expanded" repeats elements, so nothing can be written there.
+#: The layouts in memory; "expanded" repeats elements, and cannot be written.
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded")
 
 _BIT_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,7 +39,7 @@ _BITWISE = ("BAND", "BOR", "BXOR")
 def pattern(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor of small whole numbers that differ by ``seed`` (often a rank) and position.
 
-    Never zero, so that products stay telling.
+    Never zero, so that products show errors.
 
     Example:
         >>> pattern(1, (3,), torch.int32)
@@ -50,13 +50,13 @@ def pattern(seed: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return make(seed, size, dtype).clone()
 
 
-#: Elements of a tensor worth remembering: a process that holds much memory is slow to fork.
+#: The largest size to cache: a process that holds much memory is slow to fork.
 _SMALL = 10_000
 
 
 @functools.lru_cache(maxsize=1024)
 def _remembered(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    # Made once for all ranks that are threads and for all that compare with it.
+    # Made once for all ranks in threads, and for all comparisons.
     with torch.inference_mode(False):
         return _numbers(seed, shape, dtype)
 
@@ -100,7 +100,7 @@ class Case:
         return laid_out(pattern(seed, self.shape, self.dtype), self.layout)
 
     def blank(self) -> Tensor:
-        """A tensor to be overwritten: in this layout unless it could not be written."""
+        """A tensor to overwrite: in this layout if it can be written."""
         layout = "contiguous" if self.layout == "expanded" else self.layout
         return laid_out(pattern(77, self.shape, self.dtype), layout)
 
@@ -111,7 +111,7 @@ class Case:
 
 
 def laid_out(values: Tensor, layout: str) -> Tensor:
-    """The same values lying differently in memory.
+    """The same values in another memory layout.
 
     Example:
         >>> laid_out(torch.zeros(2, 3), "strided").stride()
@@ -123,7 +123,7 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     elif layout == "strided" and shape:
         view = torch.empty((*shape[:-1], 2 * shape[-1]), dtype=values.dtype)[..., ::2]
     elif layout == "offset":
-        # Three elements in: no vector load of the whole tensor is aligned.
+        # Starts at the third element: no vector load of the whole tensor is aligned.
         view = torch.empty(values.numel() + 3, dtype=values.dtype)[3:].view(shape)
     else:
         return values.clone()
@@ -168,9 +168,9 @@ def assert_same(actual: Tensor, expected: Tensor, what: object = "") -> None:
 
 
 def assert_near(actual: Tensor, expected: Tensor, what: object = "") -> None:
-    """Raise AssertionError unless all elements agree but for one rounding in their dtype.
+    """Raise AssertionError unless all elements agree up to one rounding in their dtype.
 
-    (torch.testing says it better, but takes half a second to import in every forked rank.)
+    (torch.testing has better messages, but takes half a second to import in every forked rank.)
     """
     exact = expected.to(torch.complex128 if expected.is_complex() else torch.float64)
     error = (actual.to(exact.dtype) - exact).abs()

@@ -1,4 +1,4 @@
-"""Asynchronous operations: what their Work and its future tell, and in which order they end."""
+"""Asynchronous operations: their Work, its future, and the order in which they end."""
 
 from __future__ import annotations
 
