@@ -21,7 +21,7 @@ from tilework.comm.debug import logger
 from tilework.comm.dispatch import DispatchGroup
 from tilework.comm.elastic.ledger import StoreLedger, identity_key
 from tilework.comm.elastic.watched_store import WatchedStore
-from tilework.comm.group_wait import MEANS_ERRORS, GroupWait
+from tilework.comm.waits.group import MEANS_ERRORS, GroupWait
 from tilework.comm.world import GroupRecord, World
 from tilework.errors import (
     DistBackendError,

@@ -12,15 +12,15 @@ from typing import Any
 from tilework.comm.agreement import agree_equal
 from tilework.comm.backend import BackendConfig, core_error
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.cyclic_waits import notice_cycles
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.shrink import shrink
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
 from tilework.comm.group_plan import GroupPlan, identity_on, told_to_all
-from tilework.comm.group_wait import MEANS_ERRORS, GroupWait, lack_of_means
 from tilework.comm.init_generation import InitGeneration
-from tilework.comm.late_waits import notice_late_ranks
 from tilework.comm.rank_watch import RankWatch
+from tilework.comm.waits.cycles import notice_cycles
+from tilework.comm.waits.group import MEANS_ERRORS, GroupWait, lack_of_means
+from tilework.comm.waits.late import notice_late_ranks
 from tilework.comm.world import (
     AnyGroup,
     GroupMember,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm import long_waits
 from tilework.comm.backends import operation_header, reference, threads, threads_collectives
 from tilework.comm.backends.native import NativeGroup
+from tilework.comm.waits import long_waits
 from tilework.comm.world import get_default_group
 from tilework.testing import run_ranks
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilework.comm.flight.deadlocks import blocking, circles, waits
 from tilework.comm.flight.diagnosis import Finding, diagnose
 from tilework.comm.flight.document import (
     MAX_ENTRIES,
@@ -24,7 +25,6 @@ from tilework.comm.flight.document import (
 )
 from tilework.comm.flight.history import History, named
 from tilework.comm.flight.ring import Entry
-from tilework.comm.flight.waits import blocking, circles, waits
 
 SITE = "train.py:7 in step"
 

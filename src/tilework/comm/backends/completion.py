@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from tilework.comm import long_waits
 from tilework.comm.backends.engine_protocol import Fault, FaultArgs
+from tilework.comm.waits import long_waits
 
 #: Seconds between looks of a thread that waits without a limit.
 _LOOK_SECONDS = 0.1

@@ -25,7 +25,6 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm import long_waits
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
@@ -46,6 +45,7 @@ from tilework.comm.backends.threads_collectives import (
     fill,
     reduced,
 )
+from tilework.comm.waits import long_waits
 from tilework.errors import DistBackendError
 
 #: Seconds between looks of a waiting rank: so many, and so many more for each rank, since the looks

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tilework.comm.flight.deadlocks import IN_A_CIRCLE, Wait, blocking, circles, is_send, waits
 from tilework.comm.flight.document import Record
 from tilework.comm.flight.history import Group, History, failed, named, stuck
 from tilework.comm.flight.ring import ANY_PEER, FAILED, RUNNING, Entry
@@ -16,7 +17,6 @@ from tilework.comm.flight.stragglers import (
     stragglers,
     without,
 )
-from tilework.comm.flight.waits import IN_A_CIRCLE, Wait, blocking, circles, is_send, waits
 
 #: In the order of telling.
 Kind = Literal[

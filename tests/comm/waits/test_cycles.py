@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilework.distributed as dist
-from tilework.comm import cyclic_waits, long_waits
+from tilework.comm.waits import cycles, long_waits
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -274,7 +274,7 @@ def test_legal_programs_over_overlapping_groups_end(order: list[int], draw: Any)
     with pytest.MonkeyPatch.context() as patch:
         # Every wait counts as a long one, and is looked at all the time.
         patch.setattr(long_waits, "AFTER_SECONDS", 0.0)
-        patch.setattr(cyclic_waits, "_PERIOD", 0.0)
+        patch.setattr(cycles, "_PERIOD", 0.0)
         _run_all(program, 3)
 
 
@@ -302,5 +302,5 @@ def test_legal_programs_of_messages_end(order: list[tuple[int, int]], draw: Any)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(long_waits, "AFTER_SECONDS", 0.0)
         for name in ("_PERIOD", "_MESSAGE_SECONDS", "_ASKED_SECONDS"):
-            patch.setattr(cyclic_waits, name, 0.0)
+            patch.setattr(cycles, name, 0.0)
         _run_all(program, 3)

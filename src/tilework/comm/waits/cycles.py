@@ -24,13 +24,14 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 
-from tilework.comm import own_threads, provenance
+from tilework.comm import provenance
 from tilework.comm.callbacks import callbacks_due
 from tilework.comm.callsite import call_site
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight.ring import RUNNING, Entry
-from tilework.comm.rank_waits import collective_wait, look_while_waiting
-from tilework.comm.wait_graph import Message, WaitGraph, WaitRecord, describe, held_up_by
+from tilework.comm.waits import own_threads
+from tilework.comm.waits.by_rank import collective_wait, look_while_waiting
+from tilework.comm.waits.wait_graph import Message, WaitGraph, WaitRecord, describe, held_up_by
 from tilework.comm.world import World
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store

@@ -9,8 +9,8 @@ import pytest
 
 from tilework.comm import groups
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.group_wait import GroupWait
 from tilework.comm.rank_watch import RankWatch
+from tilework.comm.waits.group import GroupWait
 from tilework.errors import (
     CollectiveMismatchError,
     DistBackendError,

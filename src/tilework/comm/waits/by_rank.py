@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
-from tilework.comm import long_waits
 from tilework.comm.contract import MessageWait, ProcessGroup
+from tilework.comm.waits import long_waits
 from tilework.comm.world import World, current_world
 
 

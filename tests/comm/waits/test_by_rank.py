@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm import long_waits
-from tilework.comm.rank_waits import collective_wait, look_while_waiting, message_wait
+from tilework.comm.waits import long_waits
+from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, message_wait
 from tilework.comm.world import World, current_world
 from tilework.testing import run_ranks
 

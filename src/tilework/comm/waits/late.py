@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from tilework.comm import long_waits
 from tilework.comm.contract import MessageWait, ProcessGroup
-from tilework.comm.cyclic_waits import operation_name
-from tilework.comm.rank_waits import collective_wait, look_while_waiting, message_wait
+from tilework.comm.waits import long_waits
+from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, message_wait
+from tilework.comm.waits.cycles import operation_name
 from tilework.comm.world import World
 from tilework.store.late_notice import LateNotice, ranks_in_words
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tilework.comm.flight.waits import IN_A_CIRCLE
+from tilework.comm.flight.deadlocks import IN_A_CIRCLE
 
 #: The most records that a rank reads in one look.
 _MAX_READ = 256

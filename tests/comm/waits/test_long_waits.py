@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tilework.comm import long_waits
+from tilework.comm.waits import long_waits
 
 
 def test_it_is_called_for_a_long_wait_only(monkeypatch: pytest.MonkeyPatch) -> None:

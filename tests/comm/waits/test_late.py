@@ -36,7 +36,7 @@ def test_one_line_says_who_is_awaited_where_and_what_it_did_last(
     lines = [line for line in "".join(told).splitlines() if "waits for rank 2" in line]
     assert len(lines) == 1
     assert "rank 0 waits for rank 2 in all_reduce" in lines[0]
-    assert "test_late_waits.py" in lines[0]
+    assert "test_late.py" in lines[0]
     assert "rank 2 last entered #1 barrier" in lines[0]
 
 
@@ -101,7 +101,7 @@ def test_messages(
     run_ranks(3, program, backend=backend)
     lines = [line for line in "".join(told).splitlines() if "waits for" in line]
     assert expected in lines[0]
-    assert "test_late_waits.py" in lines[0]
+    assert "test_late.py" in lines[0]
     assert ("rank 2 last entered #1 barrier" in lines[0]) is (wait is not recv_from_any)
 
 

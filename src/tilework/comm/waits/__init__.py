@@ -1,0 +1,1 @@
+"""What happens while a rank waits for others: lines on stderr, cycles, errors of groups."""
