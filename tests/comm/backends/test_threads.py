@@ -10,7 +10,7 @@ import torch
 import tilework.distributed as dist
 from tilework.comm.backends import operation_header, reference, threads, threads_collectives
 from tilework.comm.backends.native import NativeGroup
-from tilework.comm.waits import long_waits
+from tilework.comm.waits import by_rank
 from tilework.comm.world import get_default_group
 from tilework.testing import run_ranks
 
@@ -81,7 +81,7 @@ def test_a_waiting_rank_awaits_those_only_that_have_not_come(
                 assert is_seen.wait(30)
         dist.barrier()
 
-    monkeypatch.setattr(long_waits, "look", look)
+    monkeypatch.setattr(by_rank, "look_if_long", look)
     run_ranks(3, program)
     assert awaited[-1] in ((1, [2]), None)
 

@@ -1,4 +1,4 @@
-"""The objects that look at a rank's long waits."""
+"""Long waits: the functions that look at them, and the objects of a rank that do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.waits import long_waits
+from tilework.comm.waits import by_rank
 from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, message_wait
 from tilework.comm.world import World, current_world
 from tilework.testing import run_ranks
@@ -28,7 +28,7 @@ class Counter:
 
 
 def test_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_waits, "_functions", [])
+    monkeypatch.setattr(by_rank, "_functions", [])
     look_while_waiting(Counter)
     look_while_waiting(Counter)
 
@@ -46,7 +46,7 @@ def test_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         return []
 
     waited = threading.Event()
-    assert len(long_waits._functions) == 1
+    assert len(by_rank._functions) == 1
     assert set(run_ranks(2, receiving)[0]) <= {(False, True)}
 
 
@@ -56,3 +56,24 @@ def test_there_may_be_no_wait() -> None:
         return collective_wait(groups) is None and message_wait(groups) is None
 
     assert run_ranks(2, program) == [True, True]
+
+
+def test_it_is_called_for_a_long_wait_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(by_rank, "_functions", [lambda: calls.append("called")])
+    by_rank.look_if_long(time.monotonic())
+    assert not calls
+    by_rank.look_if_long(time.monotonic() - 2 * by_rank.AFTER_SECONDS)
+    assert calls == ["called"]
+
+
+def test_a_function_is_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(by_rank._functions)
+    monkeypatch.setattr(by_rank, "_functions", [*before])
+
+    def first() -> None:
+        pass
+
+    for function in (first, first):
+        by_rank.add_function(function)
+    assert by_rank._functions == [*before, first]

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilework.distributed as dist
-from tilework.comm.waits import cycles, long_waits
+from tilework.comm.waits import by_rank, cycles
 from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
 from tilework.testing import run_ranks
 
@@ -273,7 +273,7 @@ def test_legal_programs_over_overlapping_groups_end(order: list[int], draw: Any)
 
     with pytest.MonkeyPatch.context() as patch:
         # Every wait counts as a long one, and is looked at all the time.
-        patch.setattr(long_waits, "AFTER_SECONDS", 0.0)
+        patch.setattr(by_rank, "AFTER_SECONDS", 0.0)
         patch.setattr(cycles, "_PERIOD", 0.0)
         _run_all(program, 3)
 
@@ -300,7 +300,7 @@ def test_legal_programs_of_messages_end(order: list[tuple[int, int]], draw: Any)
         return "fine"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_waits, "AFTER_SECONDS", 0.0)
+        patch.setattr(by_rank, "AFTER_SECONDS", 0.0)
         for name in ("_PERIOD", "_MESSAGE_SECONDS", "_ASKED_SECONDS"):
             patch.setattr(cycles, name, 0.0)
         _run_all(program, 3)

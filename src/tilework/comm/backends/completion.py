@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from tilework.comm.backends.engine_protocol import Fault, FaultArgs
-from tilework.comm.waits import long_waits
+from tilework.comm.waits import by_rank
 
 #: Seconds between looks of a thread that waits without a limit.
 _LOOK_SECONDS = 0.1
@@ -54,7 +54,7 @@ class PythonCompletion:
         while not self._is_done_within(self._look_seconds if timeout < 0 else timeout):
             if timeout >= 0:
                 return False
-            long_waits.look(begun)
+            by_rank.look_if_long(begun)
         if self._fault is not None:
             raise Fault(*self._fault)
         return True

@@ -45,7 +45,7 @@ from tilework.comm.backends.threads_collectives import (
     fill,
     reduced,
 )
-from tilework.comm.waits import long_waits
+from tilework.comm.waits import by_rank
 from tilework.errors import DistBackendError
 
 #: Seconds between looks of a waiting rank: so many, and so many more for each rank, since the looks
@@ -166,7 +166,7 @@ class _Hub:
             meeting.changed.wait(min(left, self.look_seconds))
             self.lock.release()  # a look may abort this group
             try:
-                long_waits.look(start)
+                by_rank.look_if_long(start)
             finally:
                 self.lock.acquire()
 
@@ -221,7 +221,7 @@ class _ReceiveCompletion(PythonCompletion):
                 return False
             self._look()
             if timeout < 0:
-                long_waits.look(begun)
+                by_rank.look_if_long(begun)
         return True
 
 

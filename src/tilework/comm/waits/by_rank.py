@@ -1,14 +1,51 @@
-"""The waits of this rank's thread for others, as those see them who look at long waits."""
+"""The waits of this rank's thread for others, and the functions that look at long waits.
+
+Every engine that is tilework's own calls these functions now and then while a thread waits: engines
+in Python by :func:`look_if_long`, the core by itself.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
+from tilework.comm import provenance
+from tilework.comm.callsite import call_site
 from tilework.comm.contract import MessageWait, ProcessGroup
-from tilework.comm.waits import long_waits
+from tilework.comm.flight.ring import RUNNING, Entry
 from tilework.comm.world import World, current_world
+
+try:
+    from tilework import _core
+except ImportError:  # installed without the core
+    _core = None  # type: ignore[assignment]
+
+#: Seconds of waiting after which a wait is a long one.
+AFTER_SECONDS = 0.3
+
+_functions: list[Callable[[], None]] = []
+
+
+def add_function(function: Callable[[], None]) -> None:
+    """Add one that is called; it must be quick, and what it raises ends the wait. Idempotent."""
+    if function in _functions:
+        return
+    _functions.append(function)
+    if _core is not None:
+        _core.set_long_wait(_call, AFTER_SECONDS)
+
+
+def _call() -> None:
+    for function in _functions:
+        function()
+
+
+def look_if_long(begun: float) -> None:
+    """Call the function if the wait that began at ``begun`` (time.monotonic()) is a long one."""
+    if time.monotonic() - begun > AFTER_SECONDS:
+        _call()
 
 
 class Looker(Protocol):
@@ -21,7 +58,7 @@ class Looker(Protocol):
 
 def look_while_waiting(kind: type[Looker]) -> None:
     """Have threads that wait long call ``look`` of their rank's ``kind``. Idempotent."""
-    long_waits.add_function(_look_of(kind))
+    add_function(_look_of(kind))
 
 
 @cache
@@ -52,3 +89,15 @@ def message_wait(groups: Iterable[ProcessGroup]) -> tuple[ProcessGroup, MessageW
         if wait is not None:
             return group, wait
     return None
+
+
+def operation_name(group: ProcessGroup, number: int, entry: Entry | None = None) -> str:
+    """The operation that the calling thread waits in, for a person; ``entry``: if it is known."""
+    if entry is None:
+        running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
+        last = running[-1] if running else None
+        entry = next((e for e in running if e.number == number), last)
+    title = provenance.named(entry.what if entry else f"operation #{number}")
+    site = call_site() or (entry.site if entry else "")
+    place = f" at {site}" if site else ""
+    return f"{title}{place} (group {group.group_name!r})"

@@ -6,9 +6,13 @@ import time
 from collections.abc import Sequence
 
 from tilework.comm.contract import MessageWait, ProcessGroup
-from tilework.comm.waits import long_waits
-from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, message_wait
-from tilework.comm.waits.cycles import operation_name
+from tilework.comm.waits.by_rank import (
+    AFTER_SECONDS,
+    collective_wait,
+    look_while_waiting,
+    message_wait,
+    operation_name,
+)
 from tilework.comm.world import World
 from tilework.store.late_notice import LateNotice, ranks_in_words
 
@@ -51,7 +55,7 @@ class LateWaits:
     def _is_due(self, now: float, place: tuple[str, float]) -> bool:
         """True if it is time for a line about the wait at ``place``."""
         if place != self._place:
-            self._place, self._notice = place, LateNotice(now - long_waits.AFTER_SECONDS)
+            self._place, self._notice = place, LateNotice(now - AFTER_SECONDS)
         return self._notice.due(now)
 
     def _tell_message(self, group: ProcessGroup, wait: MessageWait) -> None:

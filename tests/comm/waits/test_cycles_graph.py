@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.comm.waits.wait_graph import Message, WaitGraph, WaitRecord, describe, held_up_by
+from tilework.comm.waits.cycles import Message, WaitGraph, WaitRecord, describe, held_up_by
 
 #: A rank's program: the groups whose next operation it calls, in order.
 Programs = list[list[str]]
