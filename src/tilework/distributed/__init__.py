@@ -48,6 +48,7 @@ from tilework.comm.debug import (
     set_debug_level,
     set_debug_level_from_env,
 )
+from tilework.comm.flight.stragglers import find_stragglers
 from tilework.comm.groups import (
     DEFAULT_TIMEOUT as default_pg_timeout,  # torch's name
 )
@@ -74,7 +75,6 @@ from tilework.comm.on_rank import assert_same, on_rank
 from tilework.comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from tilework.comm.profiling import record_comm
 from tilework.comm.reduce_op import RedOpType, ReduceOp, make_premul_sum, supports_complex
-from tilework.comm.stragglers import find_stragglers
 from tilework.comm.world import (
     GroupMember,
     get_backend,
