@@ -2,7 +2,7 @@
 // a storage's memory as soon as the storage gets other memory (resize_, share_memory_), however many
 // tensors refer to the storage. Every torch storage carries the function that frees its memory: while it
 // is held, another stands there, which leaves the memory to the last hold. Where that word stands is found
-// out, and tried, by src/tilework/comm/backends/memory_hold.py; no header of torch is used.
+// out, and tried, by src/tilework/comm/backends/shm/memory_hold.py; no header of torch is used.
 #pragma once
 
 #include <nanobind/nanobind.h>

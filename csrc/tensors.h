@@ -39,7 +39,7 @@ struct TensorView {
 /// Set torch's types and its exchange table; once per process. False if this torch has no table.
 bool set_tensor_types(PyObject* tensor_type, PyObject* parameter_type, PyObject* increment_version);
 
-/// Places in torch's tensors, found out by comm/backends/tensor_layout.py; offsets in bytes.
+/// Places in torch's tensors, found out by comm/backends/shm/tensor_layout.py; offsets in bytes.
 struct TensorLayout {
   size_t impl;        // in the Python object: the address of the object behind it
   size_t flags;       // there: the word with the bit

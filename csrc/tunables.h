@@ -1,5 +1,5 @@
 // Sizes at which one algorithm takes over from another. They are measured per host
-// (src/tilework/comm/backends/calibration.py) and written into a segment by the rank that makes it, so
+// (src/tilework/comm/backends/shm/calibration.py) and written into a segment by the rank that makes it, so
 // that all ranks of a group use the same. The bits of results do not depend on them.
 #pragma once
 

@@ -31,7 +31,7 @@ SMOKE = (
     "tests/layout/test_box.py",
     "tests/layout/test_chunking.py",
     "tests/csrc/test_completion.py",
-    "tests/comm/backends/test_shm_fast_path.py",
+    "tests/comm/backends/shm/test_shm_group_fast_path.py",
     "tests/store/test_address.py",
     "tests/mesh/test_spec.py",
     "tests/dtensor/test_api.py",

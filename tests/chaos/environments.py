@@ -10,7 +10,7 @@ from tests.chaos.processes import Processes
 from tests.chaos.rank_program import Setting
 from tests.chaos.threads import Threads
 from tilework.comm.backend import DistributedBackendOptions
-from tilework.comm.backends import hybrid_hosts
+from tilework.comm.backends.hybrid import hosts
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def two_hosts() -> None:
     def identity(request: DistributedBackendOptions) -> str:
         return f"host {request.global_ranks_in_group[request.group_rank] // 2}"
 
-    hybrid_hosts.host_identity = identity
+    hosts.host_identity = identity
 
 
 ENVIRONMENTS = {

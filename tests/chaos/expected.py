@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.plan import AT_ODDS, EARLY, LATE, LOST, Trial
 from tests.chaos.rank_program import Report, Restart
-from tilework.comm.backends.shm import CannotShareMemoryError
+from tilework.comm.backends.shm.shm_backend import CannotShareMemoryError
 from tilework.errors import DistError
 
 #: How soon a lost rank must be noticed. A busy machine is allowed for.

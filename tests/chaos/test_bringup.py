@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import tilework.distributed as dist
 from tests.chaos.rank_program import settled
 from tests.faults.forked_ranks import Holdings
-from tilework.comm.backends import shm
+from tilework.comm.backends.shm import shm_backend
 from tilework.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_shm_available(), reason="the core is not built")
@@ -39,7 +39,7 @@ def test_no_bytes_from_strangers_keep_a_group_from_being_made(noises: list[bytes
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                     stranger.connect(f"\0{name}")
                     stranger.send(noise)
-        group = shm.create_shm_group(request(store, rank), None)
+        group = shm_backend.create_shm_group(request(store, rank), None)
         group.barrier()
         group.close()
         return "made"
@@ -104,11 +104,11 @@ def test_a_false_host_is_refused_and_nothing_is_left(answer: str) -> None:
     before = Holdings.now()
     with dist.HashStore() as store, false_host(store, ANSWERS[answer]()):
         with pytest.raises(dist.DistBackendError, match="as the host said"):
-            shm.create_shm_group(request(store, 1), None)
+            shm_backend.create_shm_group(request(store, 1), None)
         assert b"cannot share memory" in store.get("shm/refused")
     assert settled(before).within(before)
 
 
 @given(st.text())
 def test_any_verdict_is_an_error(verdict: str) -> None:
-    assert isinstance(shm._error_of(verdict), dist.DistBackendError)
+    assert isinstance(shm_backend._error_of(verdict), dist.DistBackendError)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from tilework.comm.backends.torch_engines import GlooGroup
+from tilework.comm.backends.torch.torch_engines import GlooGroup
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.agreement import MismatchSuite, TimeoutSuite
@@ -98,7 +98,7 @@ class TestShmSingleCopy(
     large = 400_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
-        with patch("tilework.comm.backends.shm.group_tunables", lambda *_: READING):
+        with patch("tilework.comm.backends.shm.shm_backend.group_tunables", lambda *_: READING):
             return run_ranks(n, fn, kind="threads", backend="shm", timeout=LIMIT)
 
 

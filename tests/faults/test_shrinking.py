@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends import hybrid_hosts
-from tilework.comm.backends.hybrid import HybridGroup
+from tilework.comm.backends.hybrid import hosts
+from tilework.comm.backends.hybrid.hybrid_backend import HybridGroup
 from tilework.errors import RankFailedError
 from tilework.store import UnixStore
 from tilework.testing import run_ranks
@@ -166,7 +166,7 @@ def test_ranks_of_two_hosts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def host(request: dist.DistributedBackendOptions) -> str:
         return str(request.global_ranks_in_group[request.group_rank] % 2)
 
-    monkeypatch.setattr(hybrid_hosts, "host_identity", host)
+    monkeypatch.setattr(hosts, "host_identity", host)
 
     def program(rank: int) -> tuple[int, ...]:
         dist.barrier()

@@ -1,7 +1,7 @@
 """Other users of the machine, and processes that are no part of the job: they get nothing.
 
-See also tests/store/test_server.py (garbage, secrets) and tests/comm/backends/test_shm_bringup.py
-(the socket by which a shm group is made).
+See also tests/store/test_server.py (garbage, secrets) and, for the socket by which a shm group is
+made, tests/comm/backends/shm/test_shm_backend_bringup.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
-from tilework.comm.backends import shm
+from tilework.comm.backends.shm import shm_backend
 from tilework.errors import DistError, DistNetworkError, DistStoreError
 from tilework.store import FileStore, Store, StoreServer, TCPStore, UnixStore, wire
 from tilework.testing import run_ranks
@@ -189,7 +189,7 @@ def test_a_flood_of_connections_stops_no_group(who: str, hello: bytes, tmp_path:
         if rank > 0:  # the stranger is there first
             os.read(begun, 1)
         request = dist.DistributedBackendOptions(store, rank, 3, LIMIT, "g", (0, 1, 2))
-        group = shm.create_shm_group(request, None)
+        group = shm_backend.create_shm_group(request, None)
         group.barrier()
         say("made")
         group.close()
@@ -217,9 +217,9 @@ def test_who_knows_the_nonce_must_be_a_rank_that_is_awaited() -> None:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                     stranger.settimeout(5.0)
                     stranger.connect(f"\0{name}")
-                    stranger.send(shm._HELLO.pack(bytes.fromhex(nonce), other))
+                    stranger.send(shm_backend._HELLO.pack(bytes.fromhex(nonce), other))
                     handed.append(socket.recv_fds(stranger, 1, 4)[1])
-        group = shm.create_shm_group(request, None)
+        group = shm_backend.create_shm_group(request, None)
         group.barrier()
         group.close()
         return handed

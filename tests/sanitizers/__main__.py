@@ -26,8 +26,8 @@ ON_THREADS = (
     "tests/comm/test_contract.py::TestShmBetweenThreads",
     "tests/comm/test_contract.py::TestShmSingleCopy",
     "tests/comm/test_collectives_properties.py::test_random_programs_on_shm",
-    "tests/comm/backends/test_shm_fast_path.py::test_what_only_moves_may_be_in_rows",
-    "tests/comm/backends/test_shm_fast_path.py::test_rows_within_each_other",
+    "tests/comm/backends/shm/test_shm_group_fast_path.py::test_what_only_moves_may_be_in_rows",
+    "tests/comm/backends/shm/test_shm_group_fast_path.py::test_rows_within_each_other",
     "tests/chaos/test_random_faults.py::test_every_fault[shm-threads]",
 )
 #: Also as processes, which the thread sanitizer cannot see together.

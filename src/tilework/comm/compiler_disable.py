@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tilework.comm import collectives, groups, objects, p2p
-from tilework.comm.backends.calls import Call
-from tilework.comm.backends.shm_group import PostedWork
+from tilework.comm.backends.native_work import Call
+from tilework.comm.backends.shm.shm_group import PostedWork
 from tilework.comm.functional.async_tensor import AsyncTensor
 
 _REASON = (

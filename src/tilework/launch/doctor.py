@@ -19,14 +19,14 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.backend import core_error, is_backend_available, torch_has
-from tilework.comm.backends.calibration import (
+from tilework.comm.backends.shm.calibration import (
     SINGLE_COPY_VARIABLE,
     below,
     cache_sizes,
     host_calibration,
     host_facts,
 )
-from tilework.comm.backends.topology import plan_for
+from tilework.comm.backends.shm.topology import plan_for
 from tilework.cores import cpu_quota, host_topology, usable_cores
 from tilework.launch.binding import bound_sets
 from tilework.testing import run_ranks

@@ -25,7 +25,7 @@ from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Outcome
 
 #: Imported once before forking, so that no rank has to.
-_PRELOADED = ("torch", "tilework.distributed", "tilework.comm.backends.shm")
+_PRELOADED = ("torch", "tilework.distributed", "tilework.comm.backends.shm.shm_backend")
 
 #: After a failure, seconds to wait for a reader that has stopped reading; else no limit.
 _LAST_FLUSH_SECONDS = 1.0

@@ -6,7 +6,7 @@ import contextlib
 from datetime import timedelta
 
 from tilework.comm.backend import DistributedBackendOptions
-from tilework.comm.backends import hybrid_hosts
+from tilework.comm.backends.hybrid import hosts
 from tilework.comm.backends.network_interfaces import reachable_address
 from tilework.comm.world import current_world
 from tilework.rendezvous import rendezvous
@@ -78,7 +78,7 @@ def join(
 def _host(store: Store, rank: int, size: int) -> str:
     ranks = tuple(range(size))
     request = DistributedBackendOptions(store, rank, size, store.timeout, "rpc", ranks)
-    return hybrid_hosts.host_identity(request)
+    return hosts.host_identity(request)
 
 
 def _addresses(

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import pytest
 
 import tilework.distributed as dist
-from tilework.comm.backends import hybrid_hosts
-from tilework.comm.backends.hybrid import HybridGroup
+from tilework.comm.backends.hybrid import hosts
+from tilework.comm.backends.hybrid.hybrid_backend import HybridGroup
 from tilework.comm.backends.mpi import MpiGroup
 from tilework.store import FileStore
 from tilework.testing.groups import ProcessGroupContract
@@ -81,7 +81,7 @@ class TestHybridOverMpi(AllReduceSuite, GatherSuite, MessageSuite):
             return str(request.global_ranks_in_group[request.group_rank] % 2)
 
         monkeypatch.setenv("TILEWORK_LINK", "mpi")
-        monkeypatch.setattr(hybrid_hosts, "host_identity", identity)
+        monkeypatch.setattr(hosts, "host_identity", identity)
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:
         return on_ranks(n, fn, "hybrid")

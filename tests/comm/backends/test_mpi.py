@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tilework.comm.backends import hybrid
+from tilework.comm.backends.hybrid import hybrid_backend
 from tilework.testing import run_ranks
 
 HERE = Path(__file__).parent
@@ -38,7 +38,7 @@ LOOPBACK = {
 def test_the_contract(folder: Path, tmp_path: Path) -> None:
     is_open_mpi = (folder / "bin" / "ompi_info").exists()
     allowances = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    sources = Path(hybrid.__file__).parents[3]
+    sources = Path(hybrid_backend.__file__).parents[4]
     command = [str(folder / "bin" / "mpiexec"), *(allowances if is_open_mpi else []), "-n", "3"]
     command += [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-c", os.devnull, "--rootdir", str(HERE), str(HERE / "mpi_contract.py")]
@@ -61,6 +61,6 @@ def test_the_contract(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_link_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(hybrid.LINK_VARIABLE, "pigeons")
+    monkeypatch.setenv(hybrid_backend.LINK_VARIABLE, "pigeons")
     with pytest.raises(ValueError, match=r"one of gloo, mpi, got 'pigeons'"):
         run_ranks(2, lambda rank: None, backend="hybrid", timeout=timedelta(seconds=10))

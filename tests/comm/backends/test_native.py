@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends.calls import Call
+from tilework.comm.backends.native_work import Call
 from tilework.testing import run_ranks
 
 

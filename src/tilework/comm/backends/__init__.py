@@ -23,21 +23,21 @@ def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any)
 
 def _built_in(name: str) -> _Create:
     if name == Backend.THREADS:
-        from tilework.comm.backends.threads import create_threads_group
+        from tilework.comm.backends.threads.threads_backend import create_threads_group
 
         return create_threads_group
     if name == Backend.SHM:
-        from tilework.comm.backends.shm import create_shm_group
+        from tilework.comm.backends.shm.shm_backend import create_shm_group
 
         return create_shm_group
     if name == Backend.HYBRID:
-        from tilework.comm.backends.hybrid import create_hybrid_group
+        from tilework.comm.backends.hybrid.hybrid_backend import create_hybrid_group
 
         return create_hybrid_group
     if name == Backend.MPI and not torch_has(name):
         from tilework.comm.backends.mpi import create_mpi_group
 
         return create_mpi_group
-    from tilework.comm.backends.torch_engines import ENGINES
+    from tilework.comm.backends.torch.torch_engines import ENGINES
 
     return ENGINES[name]

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.engine_protocol import Kind, Operation, op_type, split_parts
-from tilework.comm.backends.reference import combine
 from tilework.comm.backends.tensor_memory import as_bytes
-from tilework.comm.backends.torch_calls import OF_TRUTH, kind_of
-from tilework.comm.backends.torch_engines import EngineGroup, TorchEngine
+from tilework.comm.backends.threads.reference import combine
+from tilework.comm.backends.torch.torch_calls import OF_TRUTH, kind_of
+from tilework.comm.backends.torch.torch_engines import EngineGroup, TorchEngine
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.watched_store import while_looking

@@ -16,12 +16,6 @@ from datetime import timedelta
 from torch import Tensor
 
 from tilework.comm import profiling, provenance
-from tilework.comm.backends.calls import (
-    Effects,
-    EngineCall,
-    MessageCall,
-    awaited_message,
-)
 from tilework.comm.backends.engine_protocol import Engine, Operation, Parts
 from tilework.comm.backends.labels import (
     call_label,
@@ -29,7 +23,13 @@ from tilework.comm.backends.labels import (
     same_shapes,
     shape_label,
 )
-from tilework.comm.backends.memory_hold import (
+from tilework.comm.backends.native_work import (
+    Effects,
+    EngineCall,
+    MessageCall,
+    awaited_message,
+)
+from tilework.comm.backends.shm.memory_hold import (
     at_held_address,
     hold_memory,
     hold_operation,

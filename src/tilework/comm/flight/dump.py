@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Final
 
+from tilework.comm.backends.per_device import DispatchGroup
 from tilework.comm.callsite import format_site, in_library, user_frame
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.dispatch import DispatchGroup
 from tilework.comm.flight import document
 from tilework.comm.flight.document import Fault, GroupLog, Record, Stack, file_name
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE, WATCHER_NAME

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.reference import combine
+from tilework.comm.backends.threads.reference import combine
 from tilework.comm.transfer.local_transfer import LocalTransfer
 from tilework.comm.transfer.round_shares import Part, region_shares, regions, rounds_for
 from tilework.layout import Box, Piece

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm.backends.per_device import backend_for
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.dispatch import backend_for
 from tilework.comm.functional import primitives
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, check_reduction
 from tilework.comm.transfer.identity_element import identity_element

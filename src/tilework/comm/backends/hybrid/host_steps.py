@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type, split_parts
-from tilework.comm.backends.hybrid_hosts import Hosts
-from tilework.comm.backends.reference import combine
+from tilework.comm.backends.hybrid.hosts import Hosts
+from tilework.comm.backends.threads.reference import combine
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
 
 #: Up to this many bytes hosts send each other everything instead of reducing in shares: fewer

@@ -1,6 +1,6 @@
 """A rank's end of a hybrid group: its operations, and the frames from other ranks.
 
-See :mod:`.hybrid`.
+See :mod:`.hybrid_backend`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tilework.comm.backends.engine_protocol import (
     Operation,
     Parts,
 )
-from tilework.comm.backends.hybrid_hosts import Hosts
-from tilework.comm.backends.hybrid_point_to_point import PointToPoint
-from tilework.comm.backends.hybrid_steps import STEPS
-from tilework.comm.backends.hybrid_waits import TransferWaits
+from tilework.comm.backends.hybrid.host_steps import STEPS
+from tilework.comm.backends.hybrid.hosts import Hosts
+from tilework.comm.backends.hybrid.messages import PointToPoint
+from tilework.comm.backends.hybrid.transfer_threads import TransferWaits
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import disagreement, header_length, header_of
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.tensor_memory import as_bytes
-from tilework.comm.backends.torch_completion import TorchCompletion
+from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.reduce_op import AnyReduceOp
 
 #: Seconds between looks of a rank that waits for another host.

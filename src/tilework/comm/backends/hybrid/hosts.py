@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tilework.comm.backend import DistributedBackendOptions
 from tilework.comm.backends.native import NativeGroup
-from tilework.comm.backends.shm import CannotShareMemoryError, create_shm_group
+from tilework.comm.backends.shm.shm_backend import CannotShareMemoryError, create_shm_group
 from tilework.store import PrefixStore
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -7,7 +7,7 @@ import threading
 import weakref
 from functools import partial
 
-from tilework.comm.backends.hybrid_waits import TransferWaits
+from tilework.comm.backends.hybrid.transfer_threads import TransferWaits
 
 
 def never() -> bool:

@@ -14,9 +14,9 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.backend import DistributedBackendOptions, core_error
-from tilework.comm.backends import calibration, shm
-from tilework.comm.backends.calibration import group_tunables, host_calibration
-from tilework.comm.backends.topology import plan_for
+from tilework.comm.backends.shm import calibration, shm_backend
+from tilework.comm.backends.shm.calibration import group_tunables, host_calibration
+from tilework.comm.backends.shm.topology import plan_for
 from tilework.cores import Topology
 from tilework.testing import run_ranks
 
@@ -223,7 +223,7 @@ def test_ranks_bound_to_a_core_each_have_one_each(
         return int(group.engine.group.tunables()["slow_outbox_ns"])
 
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(shm, "affinity", affinity)
+    monkeypatch.setattr(shm_backend, "affinity", affinity)
     monkeypatch.setattr(calibration, "usable_cores", lambda cpus=None: len(cpus or ()))
     monkeypatch.setattr(_core, "calibrate", calibrate)
     assert run_ranks(2, program, backend="shm") == [12345, 12345]
@@ -235,7 +235,7 @@ def test_ranks_have_loaded_before_it_measures(
 ) -> None:
     came: list[int] = []
     came_before: list[int] = []
-    join = shm._join
+    join = shm_backend._join
 
     def join_late(request: DistributedBackendOptions) -> Any:
         time.sleep(0.3)
@@ -246,7 +246,7 @@ def test_ranks_have_loaded_before_it_measures(
         came_before.extend(came)
         return dict(MEASURED), []
 
-    monkeypatch.setattr(shm, "_join", join_late)
+    monkeypatch.setattr(shm_backend, "_join", join_late)
     monkeypatch.setattr(_core, "calibrate", calibrate)
     run_ranks(2, lambda rank: None, backend="shm")
     assert came_before == [1]

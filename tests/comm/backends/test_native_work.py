@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import tilework.distributed as dist
-from tilework.comm.backends.shm_group import PostedWork
+from tilework.comm.backends.shm.shm_group import PostedWork
 from tilework.testing import run_ranks
 
 

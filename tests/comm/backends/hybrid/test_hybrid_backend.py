@@ -1,4 +1,4 @@
-"""Hybrid groups on one machine that pretends to be several hosts. See also test_hybrid_hosts.py."""
+"""Hybrid groups on one machine that pretends to be several hosts. See also test_hosts.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends import hybrid_engine, hybrid_hosts, shm
-from tilework.comm.backends.hybrid import HybridGroup
-from tilework.comm.backends.hybrid_hosts import Hosts
+from tilework.comm.backends.hybrid import hosts, hybrid_engine
+from tilework.comm.backends.hybrid.hosts import Hosts
+from tilework.comm.backends.hybrid.hybrid_backend import HybridGroup
+from tilework.comm.backends.shm import shm_backend
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
 from tilework.testing.groups.agreement import TimeoutSuite
@@ -40,7 +41,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, host_of: Callable[[int], int]) -> N
     def identity(request: dist.DistributedBackendOptions) -> str:
         return str(host_of(request.global_ranks_in_group[request.group_rank]))
 
-    monkeypatch.setattr(hybrid_hosts, "host_identity", identity)
+    monkeypatch.setattr(hosts, "host_identity", identity)
 
 
 def hybrid(n: int, fn: Callable[[int], T]) -> list[T]:
@@ -163,10 +164,10 @@ def test_ranks_that_cannot_share_memory_after_all_are_hosts_of_their_own(
 
     def create(request: dist.DistributedBackendOptions, options: object) -> object:
         if request.group_size > 1:
-            raise shm.CannotShareMemoryError("a wall is between")
-        return shm.create_shm_group(request, options)
+            raise shm_backend.CannotShareMemoryError("a wall is between")
+        return shm_backend.create_shm_group(request, options)
 
-    monkeypatch.setattr(hybrid_hosts, "create_shm_group", create)
+    monkeypatch.setattr(hosts, "create_shm_group", create)
 
     def body(rank: int) -> int:
         tensor = pattern(rank, (300,), torch.float32)

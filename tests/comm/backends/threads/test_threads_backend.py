@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends import operation_header, reference, threads, threads_collectives
+from tilework.comm.backends import operation_header
 from tilework.comm.backends.native import NativeGroup
+from tilework.comm.backends.threads import reference, threads_backend, threads_collectives
 from tilework.comm.waits import by_rank
 from tilework.comm.world import get_default_group
 from tilework.testing import run_ranks
@@ -42,7 +43,7 @@ def test_headers_are_compared_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch
         compared.append(len(headers))
         return disagreement(headers)
 
-    monkeypatch.setattr(threads, "disagreement", counted)
+    monkeypatch.setattr(threads_backend, "disagreement", counted)
     run_ranks(8, lambda rank: dist.barrier())
     assert compared == [8]
 
@@ -95,7 +96,7 @@ def test_operations_of_many_ranks_leave_no_meeting() -> None:
         group = get_default_group()
         dist.barrier()
         assert isinstance(group, NativeGroup)
-        assert isinstance(group.engine, threads.ThreadsEngine)
+        assert isinstance(group.engine, threads_backend.ThreadsEngine)
         return len(group.engine.hub.meetings)
 
     assert set(run_ranks(100, program)) == {0}

@@ -27,8 +27,8 @@ from tilework.comm.backends.network_interfaces import address_towards
 from tilework.comm.backends.operation_header import disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
 from tilework.comm.backends.tensor_memory import as_bytes
-from tilework.comm.backends.torch_calls import CALLS, c10d, kind_of
-from tilework.comm.backends.torch_completion import TorchCompletion
+from tilework.comm.backends.torch.torch_calls import CALLS, c10d, kind_of
+from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.elastic.watched_store import while_looking

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tilework.comm import profiling, provenance
-from tilework.comm.backends.calls import Call, waiting_for
 from tilework.comm.backends.engine_protocol import (
     MANY_INPUTS,
     MANY_OUTPUTS,
@@ -26,7 +25,8 @@ from tilework.comm.backends.engine_protocol import (
     op_type,
 )
 from tilework.comm.backends.native import NativeGroup, label
-from tilework.comm.backends.tensor_layout import tell_core
+from tilework.comm.backends.native_work import Call, waiting_for
+from tilework.comm.backends.shm.tensor_layout import tell_core
 from tilework.comm.callsite import call_site, in_library
 from tilework.comm.contract import CompletedWork, MessageWait, Work, shape_of
 from tilework.comm.flight.ring import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tests.comm.backends.test_hybrid import pretend
+from tests.comm.backends.hybrid.test_hybrid_backend import pretend
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 from tests.faults.workload import leave, random_steps, until_error
 from tilework.testing.strategies import run_program

@@ -1,4 +1,5 @@
-"""Making a shm group where something is wrong: strangers, deaths. See also test_shm_hosts.py."""
+"""Making a shm group where something is wrong: strangers, deaths. See also
+test_shm_backend_hosts.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 import tilework.distributed as dist
 from tests.tables import each
-from tilework.comm.backends import shm
+from tilework.comm.backends.shm import shm_backend
 from tilework.comm.groups import init_process_group
 from tilework.testing import run_ranks
 
@@ -31,7 +32,7 @@ def test_a_rank_that_dies_while_joining_fails_the_others_at_once(path: str) -> N
 
     def program(rank: int) -> str:
         if rank == 1:
-            shm._map = die  # type: ignore[assignment]
+            shm_backend._map = die  # type: ignore[assignment]
         init_process_group("shm", store=dist.FileStore(path), rank=rank, world_size=3)
         return "made"
 
@@ -68,7 +69,7 @@ def test_a_stranger_at_the_socket_is_handed_nothing(hello: bytes) -> None:
     def program(rank: int) -> str:
         if rank == 1:
             assert knock(store, hello) == []
-        group = shm.create_shm_group(request(store, rank), None)
+        group = shm_backend.create_shm_group(request(store, rank), None)
         group.barrier()
         group.close()
         return "made all the same"
@@ -80,7 +81,7 @@ def test_the_socket_name_does_not_tell_the_nonce() -> None:
     store = dist.HashStore()
 
     def program(rank: int) -> bool:
-        shm.create_shm_group(request(store, rank), None).close()
+        shm_backend.create_shm_group(request(store, rank), None).close()
         name, nonce, _ = store.get("shm/host").decode().split(" ", 2)
         return nonce in name
 
@@ -95,13 +96,13 @@ def test_another_user_is_handed_nothing_even_with_the_nonce(path: str) -> None:
             os.chmod(path, 0o666)  # what it may read is not the point here
             nonce = store.get("shm/host").decode().split(" ", 2)[1]
             os.seteuid(65534)
-            handed = knock(store, shm._HELLO.pack(bytes.fromhex(nonce), 1))
+            handed = knock(store, shm_backend._HELLO.pack(bytes.fromhex(nonce), 1))
             os.seteuid(0)
             store.set("thief", f"was handed {handed}")
         else:
             if rank == 1:
                 store.wait(["thief"])
-            group = shm.create_shm_group(request(store, rank), None)
+            group = shm_backend.create_shm_group(request(store, rank), None)
             group.barrier()
             group.close()
         return store.get("thief").decode()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tilework.comm.backends.topology import Plan, plan_for
+from tilework.comm.backends.shm.topology import Plan, plan_for
 from tilework.cores import affinity, host_topology, usable_cores
 
 try:

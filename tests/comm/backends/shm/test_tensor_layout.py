@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilework.comm.backends import shm_group, tensor_layout
+from tilework.comm.backends.shm import shm_group, tensor_layout
 
 _core = pytest.importorskip("tilework._core")
 needs_registration = pytest.mark.skipif(

@@ -26,7 +26,7 @@ from tilework.comm.backends.engine_protocol import (
     op_type,
     split_parts,
 )
-from tilework.comm.backends.reference import combine
+from tilework.comm.backends.threads.reference import combine
 
 #: (outputs, values): copies to be made when every rank has read its peers' tensors.
 Writes = list[tuple[Parts, Sequence[Tensor]]]

@@ -37,7 +37,7 @@ from tilework.comm.backends.message_matcher import (
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import Header, disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
-from tilework.comm.backends.threads_collectives import (
+from tilework.comm.backends.threads.threads_collectives import (
     READ_BY_ALL,
     Share,
     copy_flat,

@@ -2,9 +2,9 @@
 
 Every collective begins with a meeting: the ranks of each host gather their headers in shared
 memory, the first rank of each host exchanges them with the other hosts over a socket, and all
-compare them. Only then data moves (:mod:`.hybrid_steps`), so that what Gloo cannot survive,
+compare them. Only then data moves (:mod:`.host_steps`), so that what Gloo cannot survive,
 sizes that differ, never reaches it. Deaths and aborts come over the control channel
-(:mod:`.control_channel`).
+(:mod:`~tilework.comm.backends.control_channel`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ from typing import Any, ClassVar, Final
 
 from tilework.comm.backend import Backend, DistributedBackendOptions
 from tilework.comm.backends.control_channel import ControlChannel, connect_all
-from tilework.comm.backends.hybrid_engine import LOOK_SECONDS, Connections, HybridEngine, Link
-from tilework.comm.backends.hybrid_hosts import Hosts, share_memory
+from tilework.comm.backends.hybrid.hosts import Hosts, share_memory
+from tilework.comm.backends.hybrid.hybrid_engine import (
+    LOOK_SECONDS,
+    Connections,
+    HybridEngine,
+    Link,
+)
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.network_interfaces import reachable_address
-from tilework.comm.backends.torch_engines import (
+from tilework.comm.backends.torch.torch_engines import (
     check_available,
     end_connections,
     make_gloo_backend,

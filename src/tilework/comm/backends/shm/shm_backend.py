@@ -23,8 +23,8 @@ from datetime import timedelta
 from typing import Any
 
 from tilework.comm.backend import DistributedBackendOptions, core_error
-from tilework.comm.backends.calibration import group_tunables
-from tilework.comm.backends.shm_group import ShmEngine, ShmGroup
+from tilework.comm.backends.shm.calibration import group_tunables
+from tilework.comm.backends.shm.shm_group import ShmEngine, ShmGroup
 from tilework.comm.elastic.ledger import MemoryLedger
 from tilework.comm.elastic.watched_store import look
 from tilework.cores import affinity, cpu_quota

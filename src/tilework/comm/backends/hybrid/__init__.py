@@ -1,0 +1,1 @@
+"""The ``hybrid`` backend: shared memory within each host, torch's engines between hosts."""

@@ -1,0 +1,1 @@
+"""The ``shm`` backend: shared memory of the ranks of one host."""

@@ -1,0 +1,1 @@
+"""The ``threads`` backend: ranks that are threads of one process."""

@@ -1,0 +1,1 @@
+"""torch's own engines as backends."""
