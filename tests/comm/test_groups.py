@@ -14,7 +14,7 @@ import torch
 import tilework.distributed as dist
 from tests.comm.conftest import Join, Runner
 from tilework.comm import groups
-from tilework.comm.rank_watch import RankWatch
+from tilework.comm.making.rank_watch import RankWatch
 from tilework.testing import run_ranks
 
 

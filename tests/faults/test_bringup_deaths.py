@@ -22,7 +22,7 @@ import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import SeenError, join
 from tests.tables import pairs
-from tilework.comm import group_plan
+from tilework.comm.making import group_plan
 from tilework.errors import CollectiveMismatchError, DistError, PeerLostError
 
 LIMIT = timedelta(minutes=5)
@@ -206,7 +206,7 @@ def main(rank, folder, port, phase):
         return
     try:
         if phase == "making" and rank == 1:
-            from tilework.comm import group_plan
+            from tilework.comm.making import group_plan
             group_plan.make_backend = lambda *args: os._exit(0)
         dist.init_process_group(timeout=timedelta(minutes=2))
         if phase == "new_group" and rank == 1:

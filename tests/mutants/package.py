@@ -180,10 +180,10 @@ COMPARISONS = [
     ),
     fault(
         "objects: strangers' pickles are loaded",
-        "comm/objects.py",
+        "comm/operations/objects.py",
         "    if pg is None or weights_only or pg.authenticated:\n",
         "    if True:\n",
-        "tests/comm/test_objects.py",
+        "tests/comm/operations/test_objects.py",
     ),
     fault(
         "consensus: a refusal is overheard",

@@ -25,7 +25,7 @@ ON_THREADS = (
     "--deselect=tests/csrc/test_peer_memory.py::test_unmapped_memory_ends_its_owner_alone",
     "tests/comm/test_contract.py::TestShmBetweenThreads",
     "tests/comm/test_contract.py::TestShmSingleCopy",
-    "tests/comm/test_collectives_properties.py::test_random_programs_on_shm",
+    "tests/comm/operations/test_collectives_properties.py::test_random_programs_on_shm",
     "tests/comm/backends/shm/test_shm_group_fast_path.py::test_what_only_moves_may_be_in_rows",
     "tests/comm/backends/shm/test_shm_group_fast_path.py::test_rows_within_each_other",
     "tests/chaos/test_random_faults.py::test_every_fault[shm-threads]",
@@ -34,7 +34,7 @@ ON_THREADS = (
 PROCESSES = (
     *ON_THREADS,
     "tests/comm/test_contract.py::TestShmBetweenProcesses",
-    "tests/comm/test_collectives_properties.py::test_random_programs_between_processes",
+    "tests/comm/operations/test_collectives_properties.py::test_random_programs_between_processes",
     "tests/chaos/test_random_faults.py::test_every_fault[shm]",
 )
 #: Without garbage, which is written behind every rule, in forks, whose threads cannot be followed.

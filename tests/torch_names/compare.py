@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilework.comm.torch_names import ATTRIBUTE
+from tilework.comm.per_call.torch_names import ATTRIBUTE
 from tilework.from_torch import DIFFERENCES, LEFT_OUT, MODULES, Difference
 
 #: Single names of modules that are not of torch.distributed, and the packages here that have them.

@@ -28,8 +28,8 @@ from tilework.capture.graph import ITEM, Graph, Instruction, Value
 from tilework.capture.group_calls import GroupCall
 from tilework.capture.number import Number
 from tilework.capture.recorder import ALIAS
-from tilework.comm import provenance
 from tilework.comm.contract import Options
+from tilework.comm.per_call import provenance
 from tilework.errors import CaptureError
 
 aten = torch.ops.aten

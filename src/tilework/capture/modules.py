@@ -24,7 +24,7 @@ from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
 from tilework.capture.record import Record
 from tilework.capture.recorder import BOUNDARY
 from tilework.capture.recording import Call, record_call
-from tilework.comm.recording import current_recorder, unrecorded
+from tilework.comm.per_call.recording import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError

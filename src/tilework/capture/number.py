@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from tilework.comm.callsite import call_site, in_library
+from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.errors import CaptureError
 
 _SIGNALING = 0x7FF0 << 48

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tilework.comm.callsite import in_library
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.per_call.callsite import in_library
 from tilework.comm.world import World
 from tilework.dtensor.tensor import DTensor
 from tilework.mesh import DeviceMesh

@@ -17,7 +17,7 @@ from tilework.capture.record import NOT_CURRENT, Record
 from tilework.capture.recording import Call, record_call, run_checked, unified
 from tilework.capture.sizes import comparable, fits, size_of
 from tilework.capture.table import table_of
-from tilework.comm.recording import current_recorder
+from tilework.comm.per_call.recording import current_recorder
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError

@@ -20,7 +20,7 @@ from tilework.capture.number import Number
 from tilework.capture.options import Option
 from tilework.capture.places import Argument
 from tilework.capture.sizes import Size, has_size
-from tilework.comm import provenance
+from tilework.comm.per_call import provenance
 from tilework.dtensor.tensor import DTensor
 
 _SYMBOLS: dict[Any, str] = {

@@ -19,8 +19,8 @@ from tilework.capture.places import Place, layout_of
 from tilework.capture.python_code import Code, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
 from tilework.capture.sizes import SizedSpec, comparable, has_size
-from tilework.comm import provenance
-from tilework.comm.callsite import call_site
+from tilework.comm.per_call import provenance
+from tilework.comm.per_call.callsite import call_site
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.save_planning import cut_box
-from tilework.comm.collectives import broadcast
-from tilework.comm.objects import device_of
+from tilework.comm.operations.collectives import broadcast
+from tilework.comm.operations.objects import device_of
 from tilework.comm.world import get_default_group, get_rank
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor

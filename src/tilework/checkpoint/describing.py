@@ -19,7 +19,7 @@ from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.memory import full_crc32
 from tilework.checkpoint.objects import is_lazy
 from tilework.checkpoint.save_planning import TensorToSave
-from tilework.comm.checks import has_memory
+from tilework.comm.per_call.checks import has_memory
 from tilework.dtensor import DTensor
 from tilework.layout import Box, Partial, Replicate
 from tilework.layout.box import whole_box

@@ -18,8 +18,8 @@ from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.load_planning import Need, Unit, Wanted, blocks_of, is_for_all
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.reading import PartReader, copy_region
-from tilework.comm.collectives import all_gather_into_tensor, all_to_all_single
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.collectives import all_gather_into_tensor, all_to_all_single
 from tilework.layout import Box
 
 #: The bytes that a rank reads for a round, unless a single unit is longer.

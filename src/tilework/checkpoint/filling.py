@@ -24,7 +24,7 @@ from tilework.checkpoint.objects import has_state, is_lazy, unwrapped
 from tilework.checkpoint.parameter_names import Places
 from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.values import decode_value, is_plain_sequence
-from tilework.comm.checks import awaited, has_memory
+from tilework.comm.per_call.checks import awaited, has_memory
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.errors import CheckpointError

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilework.checkpoint.flat_state import FlatState, Value, children_of, dotted
 from tilework.checkpoint.format import MOST_DEPTH, Path
 from tilework.checkpoint.values import KIND, decode_value, encode_value, is_plain_sequence
-from tilework.comm.checks import awaited
+from tilework.comm.per_call.checks import awaited
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 

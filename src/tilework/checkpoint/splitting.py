@@ -19,8 +19,8 @@ from tilework.checkpoint.load_planning import LoadPlan, SharedPart, Wanted
 from tilework.checkpoint.memory import crc32
 from tilework.checkpoint.reading import PartReader
 from tilework.checkpoint.targets import Targets
-from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 
 

@@ -189,7 +189,7 @@ class FastPath:
         """Run a collective, and block until it is done; True if that was done.
 
         Args:
-            operation: The name of a function of ``comm.collectives``.
+            operation: The name of a function of ``comm.operations.collectives``.
             inputs: Read on this rank: a tensor, one for each rank, or nothing.
             outputs: Written on this rank, likewise; for a broadcast always the tensor.
             reduce_op: How to combine, where it does.

@@ -15,9 +15,9 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.shrink import shrink
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
-from tilework.comm.group_plan import GroupPlan, identity_on, told_to_all
-from tilework.comm.init_generation import InitGeneration
-from tilework.comm.rank_watch import RankWatch
+from tilework.comm.making.group_plan import GroupPlan, identity_on, told_to_all
+from tilework.comm.making.init_generation import InitGeneration
+from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.waits.cycles import notice_cycles
 from tilework.comm.waits.group import MEANS_ERRORS, GroupWait, lack_of_means
 from tilework.comm.waits.late import notice_late_ranks

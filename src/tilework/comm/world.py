@@ -22,11 +22,11 @@ from weakref import WeakSet
 import torch
 
 from tilework.comm.backend import Backend, BackendConfig
-from tilework.comm.callbacks import end_idle_threads, finish_callbacks
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import watch
 from tilework.comm.flight.notes import Notes
-from tilework.comm.rank_watch import RankWatch
+from tilework.comm.making.rank_watch import RankWatch
+from tilework.comm.per_call.callbacks import end_idle_threads, finish_callbacks
 from tilework.rendezvous import detect_environment
 from tilework.store.contract import Store
 

@@ -8,7 +8,6 @@ without it (``store_based_barrier``, ``get_default_group``, ``make_premul_sum``,
 
 from typing import TYPE_CHECKING, Any
 
-from tilework.comm import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
 from tilework.comm.backend import (
     Backend,
     BackendConfig,
@@ -21,25 +20,6 @@ from tilework.comm.backend import (
     is_shm_available,
     is_ucc_available,
     is_xccl_available,
-)
-from tilework.comm.breakpoints import breakpoint
-from tilework.comm.coalescing import CoalescedWork, coalescing_manager
-from tilework.comm.collectives import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    gather,
-    monitored_barrier,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
 )
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.debug import (
@@ -63,7 +43,27 @@ from tilework.comm.groups import (
     shrink_group,
     split_group,
 )
-from tilework.comm.objects import (
+from tilework.comm.operations import compiler_disable as _uncompiled  # noqa: F401  # for torch.compile
+from tilework.comm.operations.breakpoints import breakpoint
+from tilework.comm.operations.coalescing import CoalescedWork, coalescing_manager
+from tilework.comm.operations.collectives import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    monitored_barrier,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
+from tilework.comm.operations.objects import (
     all_gather_object,
     broadcast_object_list,
     gather_object,
@@ -71,9 +71,9 @@ from tilework.comm.objects import (
     scatter_object_list,
     send_object_list,
 )
-from tilework.comm.on_rank import assert_same, on_rank
-from tilework.comm.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from tilework.comm.profiling import record_comm
+from tilework.comm.operations.on_rank import assert_same, on_rank
+from tilework.comm.operations.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from tilework.comm.per_call.profiling import record_comm
 from tilework.comm.reduce_op import RedOpType, ReduceOp, make_premul_sum, supports_complex
 from tilework.comm.world import (
     GroupMember,

@@ -13,15 +13,15 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from tilework.comm.coalescing import CoalescedWork as _CoalescingManager
-from tilework.comm.coalescing import coalescing_manager as _coalescing_manager
-from tilework.comm.collectives import all_gather_into_tensor as _all_gather_base
-from tilework.comm.collectives import reduce_scatter_tensor as _reduce_scatter_base
 from tilework.comm.contract import Work as _Work
 from tilework.comm.functional.running import group_named as _resolve_process_group
 from tilework.comm.groups import DEFAULT_TIMEOUT
 from tilework.comm.groups import abort_process_group as _abort_process_group
-from tilework.comm.objects import device_of
+from tilework.comm.operations.coalescing import CoalescedWork as _CoalescingManager
+from tilework.comm.operations.coalescing import coalescing_manager as _coalescing_manager
+from tilework.comm.operations.collectives import all_gather_into_tensor as _all_gather_base
+from tilework.comm.operations.collectives import reduce_scatter_tensor as _reduce_scatter_base
+from tilework.comm.operations.objects import device_of
 from tilework.comm.reduce_op import make_premul_sum as _make_nccl_premul_sum
 from tilework.comm.world import AnyGroup, NonMember, resolve
 from tilework.comm.world import get_default_group as _get_default_group

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tilework.comm.checks import awaited
+from tilework.comm.per_call.checks import awaited
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from tilework.comm.recording import unrecorded
+from tilework.comm.per_call.recording import unrecorded
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
     digest_of,

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.provenance import OF_A_DTENSOR, carrying
+from tilework.comm.operations.collectives import all_reduce
+from tilework.comm.per_call.provenance import OF_A_DTENSOR, carrying
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import stable_digest
 

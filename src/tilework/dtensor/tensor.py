@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilework.comm import provenance
+from tilework.comm.per_call import provenance
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, in_place_views, local_graph, origins
 from tilework.dtensor.base import DTensorBase, data_of, wrap_as

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilework.comm.checks import awaited
+from tilework.comm.per_call.checks import awaited
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.spec import DTensorSpec, Ints, spec_of

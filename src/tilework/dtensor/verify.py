@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from tilework.comm.agreement import agree
-from tilework.comm.callsite import call_site
-from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.objects import device_of
+from tilework.comm.operations.collectives import all_gather_into_tensor
+from tilework.comm.operations.objects import device_of
+from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import get_default_group, is_initialized
 from tilework.dtensor.debug.formatting import layout_text
 from tilework.dtensor.plain_replicas import apart, compare_plain, shown

@@ -21,7 +21,7 @@ from types import TracebackType
 
 from tilework.comm.elastic.desk import Desk
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
-from tilework.comm.init_generation import InitGeneration
+from tilework.comm.making.init_generation import InitGeneration
 from tilework.errors import DistError
 from tilework.launch import linux, orphans
 from tilework.launch.binding import CpuSets, on_cpus

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.objects import broadcast_object_list, gather_object
+from tilework.comm.operations.objects import broadcast_object_list, gather_object
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket
 from tilework.parallel.comm_hooks.default_hooks import group_or_default

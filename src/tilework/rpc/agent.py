@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from tilework.comm.callbacks import run_soon
-from tilework.comm.callsite import Site, user_frame
+from tilework.comm.per_call.callbacks import run_soon
+from tilework.comm.per_call.callsite import Site, user_frame
 from tilework.errors import DistError, RpcTimeoutError
 from tilework.rpc.calls import BlockingCall, Call, Calls, CreatingCall, FutureCall, Task
 from tilework.rpc.entries import Owned

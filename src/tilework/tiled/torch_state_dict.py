@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from tilework.comm.objects import broadcast_object_list
+from tilework.comm.operations.objects import broadcast_object_list
 from tilework.comm.world import is_initialized
 from tilework.tiled.tensor import TiledTensor
 

@@ -2,7 +2,8 @@
 
 torch calls these methods from Python (``torch.distributed.all_reduce``) and from C++ (DDP's
 reducer, the functional collectives). Both arrive at the same methods here, which hand the tensors
-to :mod:`tilework.comm.collectives`: there they are checked, and moved as any other call would be.
+to :mod:`tilework.comm.operations.collectives`: there they are checked, and moved as any other call
+would be.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from tilework.comm import collectives, p2p
 from tilework.comm.backend import BackendConfig
-from tilework.comm.compiler_disable import leave_function
 from tilework.comm.contract import Options, ProcessGroup, SeveralWorks, Work
-from tilework.comm.group_plan import GroupPlan
-from tilework.comm.sparse import all_reduce_sparse
+from tilework.comm.making.group_plan import GroupPlan
+from tilework.comm.operations import collectives, p2p
+from tilework.comm.operations.compiler_disable import leave_function
+from tilework.comm.operations.sparse import all_reduce_sparse
 from tilework.comm.world import GroupRecord, World
 from tilework.errors import CollectiveTimeoutError
 from tilework.store import PrefixStore

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilework.distributed as dist
 from tests.comm.transfer.reference import same
 from tests.tables import each
-from tilework.comm import collectives
+from tilework.comm.operations import collectives
 from tilework.comm.transfer import run, run_plan
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import (

@@ -14,7 +14,7 @@ from torch import Tensor
 import tilework.distributed as dist
 from tests.comm.transfer.reference import Case, cases, same
 from tests.hypothesis_settings import examples
-from tilework.comm import collectives
+from tilework.comm.operations import collectives
 from tilework.comm.transfer import run_plan
 from tilework.layout import plan
 from tilework.testing import run_ranks

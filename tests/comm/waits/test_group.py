@@ -9,7 +9,7 @@ import pytest
 
 from tilework.comm import groups
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.rank_watch import RankWatch
+from tilework.comm.making.rank_watch import RankWatch
 from tilework.comm.waits.group import GroupWait
 from tilework.errors import (
     CollectiveMismatchError,

@@ -15,7 +15,6 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from tilework.comm import profiling, provenance
 from tilework.comm.backends.engine_protocol import Engine, Operation, Parts
 from tilework.comm.backends.labels import (
     call_label,
@@ -35,7 +34,6 @@ from tilework.comm.backends.shm.memory_hold import (
     hold_operation,
 )
 from tilework.comm.backends.tensor_memory import check_overlaps, plain, rows, stand_in
-from tilework.comm.callsite import call_site
 from tilework.comm.contract import (
     CompletedWork,
     MessageWait,
@@ -47,6 +45,8 @@ from tilework.comm.contract import (
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
+from tilework.comm.per_call import profiling, provenance
+from tilework.comm.per_call.callsite import call_site
 from tilework.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.comm import profiling
 from tilework.comm.backends.engine_protocol import Completion, Engine, FaultArgs
 from tilework.comm.backends.shm.memory_hold import HeldMemory, fits_storage
-from tilework.comm.callbacks import callback_ended, expect_callback, run_soon
-from tilework.comm.callsite import call_site
 from tilework.comm.contract import MessageWait, Work
 from tilework.comm.flight.ring import Ring, Slot
+from tilework.comm.per_call import profiling
+from tilework.comm.per_call.callbacks import callback_ended, expect_callback, run_soon
+from tilework.comm.per_call.callsite import call_site
 from tilework.errors import CollectiveTimeoutError, DistBackendError
 
 

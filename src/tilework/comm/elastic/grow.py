@@ -28,7 +28,7 @@ from tilework.comm.elastic.events import note_event
 from tilework.comm.elastic.ledger import Ledger, StoreLedger, identity_key
 from tilework.comm.elastic.party import drive
 from tilework.comm.elastic.shrink import PATIENCE
-from tilework.comm.group_plan import GroupPlan, Watch
+from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import World, current_world
 from tilework.errors import DistBackendError, DistError, PeerLostError
 from tilework.rendezvous.liveness import has_ended, process_identity

@@ -17,7 +17,7 @@ from tilework.comm.elastic.meeting_store import (
     serve_store,
 )
 from tilework.comm.elastic.party import drive, party_of
-from tilework.comm.group_plan import GroupPlan, Watch
+from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import GroupRecord, World, current_world
 from tilework.errors import (
     DistBackendError,

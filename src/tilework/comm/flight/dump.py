@@ -20,11 +20,11 @@ from types import FrameType
 from typing import Final
 
 from tilework.comm.backends.per_device import DispatchGroup
-from tilework.comm.callsite import format_site, in_library, user_frame
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import document
 from tilework.comm.flight.document import Fault, GroupLog, Record, Stack, file_name
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE, WATCHER_NAME
+from tilework.comm.per_call.callsite import format_site, in_library, user_frame
 from tilework.comm.world import World, current_world, live_worlds
 
 #: Records by the time as of which they are: of two threads that write one, the later wins.

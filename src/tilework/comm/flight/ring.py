@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from tilework.comm.callsite import Site, format_site, in_library
+from tilework.comm.per_call.callsite import Site, format_site, in_library
 
 #: The number of operations that a group remembers on each rank, unless the variable is set.
 DEFAULT_CAPACITY: Final = 256

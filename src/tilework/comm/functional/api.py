@@ -1,7 +1,8 @@
 """Functional collectives: each returns a new tensor and leaves its inputs as they are.
 
-Every function here is collective over ``group``, as those of :mod:`tilework.comm.collectives`
-are, and so is the backward pass of its result: every rank of the group must run it.
+Every function here is collective over ``group``, as those of
+:mod:`tilework.comm.operations.collectives` are, and so is the backward pass of its result: every
+rank of the group must run it.
 
 Results are asynchronous: large ones may still be in flight, and wait by themselves when they
 are first used (:class:`~tilework.comm.functional.waiting.AsyncTensor`); small ones are plain
@@ -35,8 +36,8 @@ from tilework.comm.functional.running import (
     run,
     size_of,
 )
+from tilework.comm.per_call.torch_names import torch_names
 from tilework.comm.reduce_op import AnyReduceOp
-from tilework.comm.torch_names import torch_names
 from tilework.comm.world import AnyGroup
 
 #: The ``group`` of functional collectives.

@@ -4,7 +4,7 @@ Each function starts one collective and returns the Work of what may still be in
 is done. With ``async_op`` it returns at once, and inputs must stay as they are until the work is
 done. Functional collectives (``kinds``) and the steps of a DTensor's redistribution both call these
 with tensors that they have checked and made contiguous; collectives that users call check more
-(``comm.collectives``).
+(``comm.operations.collectives``).
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.tracing import constant, traced, transformed
 from tilework.comm.groups import new_group
+from tilework.comm.per_call import checks
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank, native_group
 
 #: Smaller collectives are done before the call returns: another thread would cost more.

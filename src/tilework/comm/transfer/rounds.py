@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilework.comm import collectives
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations import collectives
 from tilework.comm.transfer.local_transfer import LocalTransfer
 from tilework.comm.transfer.packing import PackedRows, cached_views
 from tilework.comm.transfer.reduce_rounds import ReducingTensors, rounds_to_reduce

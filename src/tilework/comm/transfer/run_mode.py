@@ -15,8 +15,9 @@ from typing import NoReturn
 
 import torch
 
-from tilework.comm import agreement, collectives
+from tilework.comm import agreement
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations import collectives
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Plan, Tiling
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tilework.comm import collectives
 from tilework.comm.backends.per_device import backend_for
+from tilework.comm.operations import collectives
 from tilework.comm.transfer.local_transfer import MOVED, LocalTransfer, flat, in_rows
 from tilework.layout import Piece
 

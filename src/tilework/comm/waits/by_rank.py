@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
-from tilework.comm import provenance
-from tilework.comm.callsite import call_site
 from tilework.comm.contract import MessageWait, ProcessGroup
 from tilework.comm.flight.ring import RUNNING, Entry
+from tilework.comm.per_call import provenance
+from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import World, current_world
 
 try:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.rank_watch import RankWatch
+from tilework.comm.making.rank_watch import RankWatch
 from tilework.errors import (
     CollectiveMismatchError,
     DistBackendError,

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Collection, Iterator
 from types import FrameType
 
-from tilework.comm.callsite import in_library
+from tilework.comm.per_call.callsite import in_library
 
 #: The folder of the standard library.
 _STDLIB = os.path.join(os.path.dirname(os.__file__), "")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.recording import current_recorder
+from tilework.comm.operations.collectives import all_reduce
+from tilework.comm.per_call.recording import current_recorder
 from tilework.dtensor.debug import explain
 from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import TensorText, moving

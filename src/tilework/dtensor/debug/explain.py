@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.callsite import call_site, user_frame
+from tilework.comm.per_call.callsite import call_site, user_frame
 from tilework.comm.world import current_world
 from tilework.dtensor.debug.event_log import Event, Log
 from tilework.dtensor.debug.formatting import layout_text, tensor_text

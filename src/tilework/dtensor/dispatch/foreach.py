@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.collectives import all_reduce
+from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.overlapping import is_window

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm import provenance
+from tilework.comm.per_call import provenance
 from tilework.dtensor.dispatch.overlapping import check_writable
 from tilework.dtensor.dispatch.results import came_from
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in

@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.comm import provenance
+from tilework.comm.per_call import provenance
 from tilework.dtensor.base import DTensorBase, memory_of, owner_of
 from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.content import content_digest

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from tilework.comm import provenance
-from tilework.comm.provenance import carrying
+from tilework.comm.per_call import provenance
+from tilework.comm.per_call.provenance import carrying
 from tilework.dtensor.debug.formatting import layout_text
 from tilework.dtensor.provenance.digests import stable_digest
 from tilework.dtensor.provenance.mode import mode

@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tilework.comm.callsite import call_site
-from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.objects import device_of
+from tilework.comm.operations.collectives import all_gather_into_tensor
+from tilework.comm.operations.objects import device_of
+from tilework.comm.per_call.callsite import call_site
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.spec import DTensorSpec, Ints

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm import provenance
 from tilework.comm.agreement import agree_equal
-from tilework.comm.collectives import broadcast
-from tilework.comm.recording import recorded
+from tilework.comm.operations.collectives import broadcast
+from tilework.comm.per_call import provenance
+from tilework.comm.per_call.recording import recorded
 from tilework.comm.world import current_world
 from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.random import philox

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tilework.comm import provenance
 from tilework.comm.contract import Work
 from tilework.comm.functional.running import AT_ONCE_BYTES
+from tilework.comm.per_call import provenance
 from tilework.dtensor.provenance.meaning import Moved, TensorText, carried, moving
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.collective_steps import LOCAL_STEPS, RunStep, prepare_step

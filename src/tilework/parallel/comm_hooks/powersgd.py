@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.collectives import all_reduce
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.recording import refuse_count
+from tilework.comm.operations.collectives import all_reduce
+from tilework.comm.per_call.recording import refuse_count
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket

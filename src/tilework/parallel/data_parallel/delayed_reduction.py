@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilework.comm.collectives import all_reduce
+from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 from tilework.parallel.data_parallel.leaves import GradLeaf
 from tilework.parallel.data_parallel.reducer import Reducer

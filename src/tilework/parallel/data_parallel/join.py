@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.groups import new_group
+from tilework.comm.operations.collectives import all_gather_into_tensor
 from tilework.comm.world import current_world
 
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from tilework.comm.agreement import agree
-from tilework.comm.collectives import all_reduce, broadcast
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.recording import unrecorded
+from tilework.comm.operations.collectives import all_reduce, broadcast
+from tilework.comm.operations.sparse import all_reduce_sparse
+from tilework.comm.per_call.recording import unrecorded
 from tilework.comm.reduce_op import ReduceOp
-from tilework.comm.sparse import all_reduce_sparse
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tilework.comm.agreement import agree
-from tilework.comm.collectives import broadcast
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.collectives import broadcast
 from tilework.dtensor.plain_replicas import compare_plain, content_of
 from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.provenance.mode import mode

@@ -18,8 +18,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tilework.comm.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from tilework.comm.contract import ProcessGroup, Work
+from tilework.comm.operations.collectives import (
+    all_gather_into_tensor,
+    all_reduce,
+    reduce_scatter_tensor,
+)
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.transfer.large_buffers import empty_tensor
 from tilework.cores import has_spare_core

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from tilework.comm.collectives import broadcast
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.collectives import broadcast
 from tilework.comm.world import current_world, get_default_group
 from tilework.dtensor import DTensor
 from tilework.dtensor.spec import spec_of

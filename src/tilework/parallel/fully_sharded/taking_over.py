@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilework.comm.agreement import agree
-from tilework.comm.collectives import all_gather_into_tensor
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.objects import device_of
+from tilework.comm.operations.collectives import all_gather_into_tensor
+from tilework.comm.operations.objects import device_of
 from tilework.dtensor import DTensor
 from tilework.dtensor.provenance.content import hash_of
 from tilework.dtensor.provenance.mode import mode

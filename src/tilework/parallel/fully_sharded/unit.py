@@ -31,8 +31,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tilework.comm.collectives import all_reduce
-from tilework.comm.provenance import carrying
+from tilework.comm.operations.collectives import all_reduce
+from tilework.comm.per_call.provenance import carrying
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.provenance.digests import digest_of, stable_digest
 from tilework.dtensor.provenance.history import history_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.objects import load_plain
+from tilework.comm.operations.objects import load_plain
 from tilework.parallel.resilient.catalog import (
     Catalog,
     Described,

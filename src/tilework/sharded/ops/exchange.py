@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilework.comm.agreement import agree_equal
-from tilework.comm.collectives import all_to_all_single
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations.collectives import all_to_all_single
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_process_group_ranks
 from tilework.layout import Box, Tile, Tiling, plan

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm import provenance
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.control_channel import ControlChannel, FrameKind
 from tilework.comm.backends.engine_protocol import (
@@ -39,6 +38,7 @@ from tilework.comm.backends.operation_header import disagreement, header_length,
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.torch_completion import TorchCompletion
+from tilework.comm.per_call import provenance
 from tilework.comm.reduce_op import AnyReduceOp
 
 #: Seconds between looks of a rank that waits for another host.

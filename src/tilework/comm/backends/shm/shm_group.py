@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm import profiling, provenance
 from tilework.comm.backends.engine_protocol import (
     MANY_INPUTS,
     MANY_OUTPUTS,
@@ -27,7 +26,6 @@ from tilework.comm.backends.engine_protocol import (
 from tilework.comm.backends.native import NativeGroup, label
 from tilework.comm.backends.native_work import Call, waiting_for
 from tilework.comm.backends.shm.tensor_layout import tell_core
-from tilework.comm.callsite import call_site, in_library
 from tilework.comm.contract import CompletedWork, MessageWait, Work, shape_of
 from tilework.comm.flight.ring import (
     ANY_PEER,
@@ -37,6 +35,8 @@ from tilework.comm.flight.ring import (
     describe,
     outcome,
 )
+from tilework.comm.per_call import profiling, provenance
+from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.comm.reduce_op import RedOpType
 
 try:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from tilework.comm import provenance
 from tilework.comm.backend import Backend, DistributedBackendOptions, is_backend_available
 from tilework.comm.backends.engine_protocol import Fault, FaultArgs, Operation, Parts
 from tilework.comm.backends.failure_log import FailureLog
@@ -32,6 +31,7 @@ from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.elastic.watched_store import while_looking
+from tilework.comm.per_call import provenance
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 from tilework.store.torch_bridge import as_torch_store

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.comm import checks
 from tilework.comm.agreement import agree_equal
-from tilework.comm.objects import broadcast_object_list
+from tilework.comm.operations.objects import broadcast_object_list
+from tilework.comm.per_call import checks
 from tilework.comm.world import AnyGroup, member
 from tilework.errors import text_of
 

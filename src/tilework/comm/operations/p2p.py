@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm import checks
 from tilework.comm.contract import ProcessGroup, Work
-from tilework.comm.fast_function import fast_function
+from tilework.comm.per_call import checks
+from tilework.comm.per_call.fast_function import fast_function
 from tilework.comm.world import AnyGroup, member
 
 

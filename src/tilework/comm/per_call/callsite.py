@@ -15,7 +15,7 @@ Site = tuple[CodeType, int]
 
 def _folders() -> tuple[str, ...]:
     """Code that is never the user's own: this package's, torch's, and the interpreter's."""
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations if torch is not None else None
     return (*(os.path.join(folder, "") for folder in (own, *(folders or ()))), "<frozen ")

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.faults.forked_ranks import ForkedRanks, Say
-from tilework.comm.rank_watch import RankWatch
+from tilework.comm.making.rank_watch import RankWatch
 from tilework.rendezvous.liveness import process_identity, thread_identity
 from tilework.store import FileStore, HashStore, PrefixStore, StoreServer, UnixStore
 

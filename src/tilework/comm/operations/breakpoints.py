@@ -7,8 +7,8 @@ import sys
 from collections import Counter
 from datetime import timedelta
 
-from tilework.comm.callsite import call_site
-from tilework.comm.collectives import barrier
+from tilework.comm.operations.collectives import barrier
+from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import current_world, get_rank
 
 

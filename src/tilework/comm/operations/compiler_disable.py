@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from tilework.comm import collectives, groups, objects, p2p
+from tilework.comm import groups
 from tilework.comm.backends.native_work import Call
 from tilework.comm.backends.shm.shm_group import PostedWork
 from tilework.comm.functional.async_tensor import AsyncTensor
+from tilework.comm.operations import collectives, objects, p2p
 
 _REASON = (
     "tilework's operations that write in place are not traced; in a compiled function use those "

@@ -26,7 +26,7 @@ def fast_function(inputs: str = "", outputs: str = "") -> Callable[[_Function], 
 
     Example:
         >>> import pickle, types
-        >>> from tilework.comm.collectives import barrier
+        >>> from tilework.comm.operations.collectives import barrier
         >>> isinstance(barrier, types.FunctionType), pickle.loads(pickle.dumps(barrier)) is barrier
         (True, True)
     """

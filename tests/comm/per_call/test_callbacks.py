@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tilework.comm.callbacks import finish_callbacks, run_soon
+from tilework.comm.per_call.callbacks import finish_callbacks, run_soon
 
 PROGRAM = """
 import sys, time

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm import checks, collectives, p2p
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations import collectives, p2p
+from tilework.comm.per_call import checks
 from tilework.comm.world import AnyGroup, current_world, member
 from tilework.errors import DistBackendError
 

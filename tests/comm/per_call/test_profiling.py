@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm import profiling
 from tilework.comm.backend import core_error
+from tilework.comm.per_call import profiling
 from tilework.testing import run_ranks
 
 SHM = pytest.param(

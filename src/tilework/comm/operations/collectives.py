@@ -20,10 +20,10 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from tilework.comm import checks
-from tilework.comm.coalescing import finish, options
 from tilework.comm.contract import Work
-from tilework.comm.fast_function import fast_function
+from tilework.comm.operations.coalescing import finish, options
+from tilework.comm.per_call import checks
+from tilework.comm.per_call.fast_function import fast_function
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp, check_reduction
 from tilework.comm.world import AnyGroup, member
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilework.comm import collectives
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.operations import collectives
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
 

@@ -1,0 +1,1 @@
+"""The operations on groups: collectives, messages, and what is built of them."""
