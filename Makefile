@@ -25,8 +25,8 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip --disable-pip-version-check install --quiet
 writing := env -u PYTHONDONTWRITEBYTECODE $(bin)/python
 compile := $(writing) -m compileall -qq -j 0
-core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wildcard csrc/*)
-cpp := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.cpp)
+core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wildcard csrc/*/*)
+cpp := $(wildcard $(foreach folder,csrc/* tests/csrc/* tests/sanitizers,$(folder)/*.h $(folder)/*.cpp))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench sanitize chaos simulate mutants fuzz fuzz-programs lint format docs wheel install core clean

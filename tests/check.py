@@ -2,7 +2,8 @@
 
 Runs everything at once, and prints a line with the seconds of each. The tests are a fixed smoke
 set, then those that mirror the files changed since the upstream branch (``--since``):
-``tests/a/test_b*.py`` for ``src/tilework/a/b.py``, ``tests/csrc/test_c*.py`` for ``csrc/c.cpp``.
+``tests/a/test_b*.py`` for ``src/tilework/a/b.py``, ``tests/csrc/a/test_b*.py`` for
+``csrc/a/b.cpp``.
 Tests that have not begun within the budget are skipped, and counted; ``make test`` runs all.
 """
 
@@ -30,7 +31,7 @@ SMOKE = (
     "tests/test_style.py",
     "tests/layout/test_box.py",
     "tests/layout/test_chunking.py",
-    "tests/csrc/test_completion.py",
+    "tests/csrc/transport/test_completion.py",
     "tests/comm/backends/shm/test_shm_group_fast_path.py",
     "tests/store/test_address.py",
     "tests/mesh/test_spec.py",
@@ -68,7 +69,13 @@ class Check:
 
 def linters() -> list[Check]:
     """The checks of ``make lint``; the compiler's warnings are errors of the build itself."""
-    cpp = [str(p) for p in sorted((ROOT / "csrc").rglob("*")) if p.suffix in (".cpp", ".h")]
+    folders = ("csrc", "tests/csrc", "tests/sanitizers")
+    cpp = [
+        str(path)
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".cpp", ".h")
+    ]
     # torch leaves some of its functions untyped, which only programs on it notice.
     programs = ("--allow-untyped-calls", "--no-warn-unused-ignores", "examples", "benchmarks")
     return [
@@ -114,7 +121,8 @@ def tests_of(path: Path) -> list[Path]:
         case ("tests", _, *_):
             return _modules(path.parent, "")
         case ("csrc", *_):
-            return _modules(Path("tests/csrc"), path.stem) or _modules(Path("tests/csrc"), "")
+            folder = Path("tests") / path.parent
+            return _modules(folder, path.stem) or _modules(folder, "")
         case ("src", "tilework", *_):
             return _mirror(Path("tests", *path.with_suffix("").parts[2:]))
     return []

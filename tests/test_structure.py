@@ -11,7 +11,7 @@ ROOT = TESTS.parent
 PACKAGE = ROOT / "src" / "tilework"
 #: The sources of a folder of tests, if they are more than the package of that name.
 SOURCES = {
-    "csrc": [ROOT / "csrc"],
+    **{f"csrc/{folder.name}": [folder] for folder in (ROOT / "csrc").iterdir() if folder.is_dir()},
     "examples": [ROOT / "examples"],
     "benchmarks": [ROOT / "benchmarks"],
     # Rules that both tensors share are tested on each.
@@ -22,6 +22,7 @@ SOURCES = {
 #: Folders and files about no source alone, and why.
 ABOUT_MORE = {
     "chaos": "random faults in random programs, on every backend",
+    "csrc/simulation": "interleavings of the whole core, and what they are drawn with",
     "mutants": "small faults anywhere, and whether anything notices them",
     "models": "models that nobody here wrote: Hugging Face's, parallel in each way",
     "faults": "ranks that die, stop, or never come: whatever notices it",

@@ -35,7 +35,7 @@ DTYPES: dict[
 ]  # float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool complex64 complex128 bytes
 REDUCE_OPS: dict[str, int]  # none sum avg product min max band bor bxor premul_sum
 
-#: Sizes in bytes at which algorithms take over from each other, by name; see csrc/tunables.h.
+#: Sizes in bytes at which algorithms take over from each other, by name; see csrc/transport/tunables.h.
 DEFAULT_TUNABLES: dict[str, int]
 
 #: The value of a tunable that no message reaches.
@@ -103,10 +103,10 @@ class FileReader:
 
 def segment_bytes(size: int, slot_bytes: int) -> int: ...
 def worked_within(from_: int, to: int, works_since: int, waits_since: int) -> int:
-    """The part of a time in which a rank had work to do (csrc/wait_history.h)."""
+    """The part of a time in which a rank had work to do (csrc/transport/wait_history.h)."""
 
 class WaitHistory:
-    """What a rank learns from its waits (csrc/wait_history.h): pure, times are the caller's."""
+    """What a rank learns from its waits (csrc/transport/wait_history.h): pure, times are the caller's."""
     def __init__(self) -> None: ...
     def pace(self, threads: int, cores: int) -> tuple[int, int, int, bool]:
         """(first yield, end of a short wait, sleep: in ns since the start; crowded)."""
@@ -168,7 +168,7 @@ def register_world(variable: ContextVar[Any], world_type: type, group_type: type
 
 def fast_function(function: _Function, inputs: str, outputs: str) -> _Function:
     """A public operation whose usual calls the core takes itself; the others it hands to
-    `function`, for which it stands in all respects (csrc/fast_function.h). `inputs`, `outputs`: the
+    `function`, for which it stands in all respects (csrc/python/fast_function.h). `inputs`, `outputs`: the
     parameters that are those, "" for none."""
 
 def set_long_wait(fn: Callable[[], None] | None, seconds: float) -> None:
@@ -202,7 +202,7 @@ def fill_random(
 ) -> None:
     """Write the part (offsets, sizes) of a random tensor of this global shape to row-major memory,
     with the GIL released. Each value depends on seed, stream (both modulo 2**64), distribution,
-    dtype and its global row-major index alone (csrc/random.h), not on the level: a higher one than
+    dtype and its global row-major index alone (csrc/kernels/random.h), not on the level: a higher one than
     there is means the best.
 
         uniform    [a, b)                         float64 float32 float16 bfloat16
@@ -217,7 +217,7 @@ def operator_call(
     python: Any, values_matter: bool
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     """The fast path of an operator's calls on DTensors: ``run(func, args, kwargs)``. `python` has
-    what it needs as attributes, see csrc/operator_call.h; `values_matter`: numbers among the arguments are
+    what it needs as attributes, see csrc/python/operator_call.h; `values_matter`: numbers among the arguments are
     part of a call's key."""
 
 def set_provenance(digest: int, /) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tests.csrc.simulation import CannotBuildError
+from tests.csrc.simulation.build import CannotBuildError
 from tests.mutants.core import CORE
 from tests.mutants.mutant import Mutant
 from tests.mutants.package import PACKAGE

@@ -127,7 +127,7 @@ COMPARISONS = [
         "dtensor/dispatch/call_key.py",
         "            key.append(arg if arg and kind is not complex else repr(arg))",
         "            pass",
-        "tests/csrc/test_operator_call.py",
+        "tests/csrc/python/test_operator_call.py",
     ),
     fault(
         "finishing: copies in torch show memory",

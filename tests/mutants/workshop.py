@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.csrc.simulation import CannotBuildError
-from tests.csrc.simulation import build as build_simulation
+from tests.csrc.simulation.build import CannotBuildError
+from tests.csrc.simulation.build import build as build_simulation
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ON_THREADS = (
     "tests/csrc",
     # It ends with a fault on purpose, which is a report.
-    "--deselect=tests/csrc/test_peer_memory.py::test_unmapped_memory_ends_its_owner_alone",
+    "--deselect=tests/csrc/collectives/test_peer_memory.py::test_unmapped_memory_ends_its_owner_alone",
     "tests/comm/test_contract.py::TestShmBetweenThreads",
     "tests/comm/test_contract.py::TestShmSingleCopy",
     "tests/comm/operations/test_collectives_properties.py::test_random_programs_on_shm",
@@ -38,7 +38,7 @@ PROCESSES = (
     "tests/chaos/test_random_faults.py::test_every_fault[shm]",
 )
 #: Without garbage, which is written behind every rule, in forks, whose threads cannot be followed.
-THREADS = (*ON_THREADS, "--ignore=tests/csrc/test_segment_garbage.py")
+THREADS = (*ON_THREADS, "--ignore=tests/csrc/transport/test_segment_garbage.py")
 
 
 @dataclass(frozen=True)

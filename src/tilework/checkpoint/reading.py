@@ -1,8 +1,8 @@
 """Reading of parts: each chunk is read as a whole and checked before any of it is used.
 
 Local files are read by the core, which checks bytes while it puts them in their place, in one pass
-over memory (csrc/file_reader.h). Files of other stores, tensors of other devices and elements that
-become another dtype go by way of a buffer.
+over memory (csrc/files/file_reader.h). Files of other stores, tensors of other devices and elements
+that become another dtype go by way of a buffer.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _local_of(tensor: DTensor) -> Tensor:
     return local_graph.local_of(tensor)
 
 
-#: See csrc/operator_call.h.
+#: See csrc/python/operator_call.h.
 _FOR_THE_CORE = {
     "dtensor": DTensor,
     "tensor": Tensor,

@@ -1,6 +1,6 @@
 """The core's random numbers in plain torch: the same bits, on any device, many times slower.
 
-For devices and installations without the core, and a short form of csrc/random.h and
+For devices and installations without the core, and a short form of csrc/kernels/random.h and
 random_kernels.cpp, which must give the same bits. Words of 32 bits are int64 tensors here, and no
 product overflows.
 """

@@ -1,4 +1,4 @@
-"""The fast path of shm groups (csrc/fast_path.h) does what the group's methods do."""
+"""The fast path of shm groups (csrc/python/fast_path.h) does what the group's methods do."""
 
 from __future__ import annotations
 

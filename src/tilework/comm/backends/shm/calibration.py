@@ -1,9 +1,9 @@
 """The host's calibration: sizes at which the core's algorithms take over from each other.
 
-The core measures them (csrc/calibration.cpp), once per host; they are kept in the user's cache
-folder under what they depend on. Nobody trusts the file: what cannot be read, or was written for
-something else, is measured again. A file appears as a whole or not at all; where none can be
-written, each process that makes groups measures for itself.
+The core measures them (csrc/collectives/calibration.cpp), once per host; they are kept in the
+user's cache folder under what they depend on. Nobody trusts the file: what cannot be read, or was
+written for something else, is measured again. A file appears as a whole or not at all; where none
+can be written, each process that makes groups measures for itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Calibration:
     """Values for all tunables of the core.
 
     Args:
-        tunables: Sizes in bytes, by name; see csrc/tunables.h.
+        tunables: Sizes in bytes, by name; see csrc/transport/tunables.h.
         measurements: The times that they follow from; none where nothing was measured.
         origin: Where they come from, for people.
     """

@@ -3,9 +3,9 @@
 A tensor that an asynchronous operation reads or writes is kept alive. That keeps its storage, but
 not the storage's memory, which torch frees as soon as the storage gets other memory: by
 ``resize_``, by ``share_memory_``, on its way to another process. So the memory itself is held, by
-the core (csrc/memory_hold.h), until the operation is done; what it wrote is copied then to where
-the storage is by now. torch has no call for this. Where its storages keep their memory is found
-out when this is imported, by looking at some, and tried; where they look different (another
+the core (csrc/python/memory_hold.h), until the operation is done; what it wrote is copied then to
+where the storage is by now. torch has no call for this. Where its storages keep their memory is
+found out when this is imported, by looking at some, and tried; where they look different (another
 torch), or without the core, nothing is held.
 """
 

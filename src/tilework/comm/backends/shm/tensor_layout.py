@@ -2,8 +2,8 @@
 
 Whether a tensor's values are to be negated when they are read (``torch.Tensor.is_neg``), and its
 version counter, which autograd compares. Asking torch takes as long as a short operation; the core
-looks itself (csrc/tensors.h), at places that are found here by looking at tensors for which the
-answers are known. Where tensors do not look as expected, it asks torch.
+looks itself (csrc/python/tensors.h), at places that are found here by looking at tensors for which
+the answers are known. Where tensors do not look as expected, it asks torch.
 """
 
 from __future__ import annotations
