@@ -18,7 +18,7 @@ from tilework.comm.agreement import agree
 from tilework.comm.flight.ring import Entry
 from tilework.comm.world import AnyGroup, current_world, member
 
-#: A group by its name and its global ranks.
+#: A group by name and global ranks.
 _Key = tuple[str, tuple[int, ...]]
 
 #: A rank is a straggler if it takes so many times as long as the others' median, and

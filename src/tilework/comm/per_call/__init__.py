@@ -1,1 +1,1 @@
-"""What belongs to each call: its checks, its record, its place in the program, its callbacks."""
+"""The checks, records and callbacks of each call, and the place in the program it came from."""

@@ -1,1 +1,1 @@
-"""What happens while a rank waits for others: lines on stderr, cycles, errors of groups."""
+"""Waits for other ranks: the lines on stderr, the cycles, the errors that end them."""

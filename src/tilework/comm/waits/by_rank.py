@@ -83,7 +83,7 @@ def collective_wait(
 
 
 def message_wait(groups: Iterable[ProcessGroup]) -> tuple[ProcessGroup, MessageWait] | None:
-    """The message that the calling thread waits for, and its group."""
+    """The message that the calling thread waits for, and the group."""
     for group in groups:
         wait = group.message_wait()
         if wait is not None:

@@ -11,9 +11,9 @@ Each aborts the group that it waits in, and those in which others wait for it.
 The store may be slow to answer, or its server stopped: so the asking is done on a thread of its
 own, which lives for as long as it is needed.
 
-A rank publishes its :class:`WaitRecord` again and again: the operation that it waits in,
-and the ranks that it *holds up*, since they wait in an operation that it has not called. An edge of
-the graph needs both ends: one rank waits for another in an operation, and that other says that it
+A rank publishes a :class:`WaitRecord` again and again: the operation that it waits in, and the
+ranks that it *holds up*, since they wait in an operation that it has not called. An edge of the
+graph needs both ends: one rank waits for another in an operation, and that other says that it
 has not called it, and waits itself. Nobody sees who waits for a message; there the other end is
 that the rank has no message under way that would fit. So a rank that is stopped, or that has gone
 on since, is in no cycle: nobody else can speak for it.
