@@ -72,6 +72,20 @@ FOUND = {
     "huggingface": "how-to/hugging-face.md",
     "export weights": "how-to/hugging-face.md",
     "job hangs": "how-to/debug-a-hang.md",
+    "hang": "how-to/debug-a-hang.md",
+    "OOM": "how-to/memory.md",
+    "out of memory": "how-to/memory.md",
+    "freeze parameters": "how-to/data-parallel.md",
+    "freeze": "how-to/data-parallel.md",
+    "export hugging face": "how-to/hugging-face.md",
+    "GPU": "how-to/gpus.md",
+    "cuda": "how-to/gpus.md",
+    "resume training": "how-to/checkpoints.md",
+    "memory": "how-to/memory.md",
+    "multi node": "how-to/many-hosts.md",
+    "speed up": "how-to/make-a-step-fast.md",
+    "activation checkpointing": "how-to/memory.md",
+    "fsdp": "how-to/data-parallel.md",
 }
 
 
