@@ -198,7 +198,10 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     boost = next((boost for begin, boost in BOOSTS if place.startswith(begin)), None)
     if boost is not None:
         page.meta.setdefault("search", {})["boost"] = boost
-    if "description" not in page.meta:
+    package = next((package for package in PACKAGES if api_page(package) == place), None)
+    if package is not None:
+        page.meta["description"] = f"{package}: {PACKAGES[package]}, each name with its contract."
+    elif place != HOME_PLACE:  # which has the site's
         page.meta["description"] = _listed(place) or _first_sentence(markdown)
     if place == HOME_PLACE:  # the repository's own page, and below it the list of all pages
         page.meta["hide"] = ["navigation"]
@@ -221,7 +224,7 @@ def _for_the_site(markdown: str) -> str:
 def _listed(place: str) -> str:
     """What the list of all pages says of a page, as plain text."""
     pages = " ".join((ROOT / "docs" / HOME_PLACE).read_text().split())
-    found = re.search(rf"\[([^]]+)\]\({re.escape(place)}\)(?::|,) ([^.;\[]+)", pages)
+    found = re.search(rf"\[([^]]+)\]\({re.escape(place)}\)(?::|,) ((?:[^.;\[]|\.\w)+)", pages)
     return _plain(f"{found[1][0].upper()}{found[1][1:]}: {found[2]}.") if found else ""
 
 
