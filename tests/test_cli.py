@@ -82,7 +82,7 @@ def test_the_number_of_ranks(
         asked.append(settings.nprocs)
         return 0
 
-    monkeypatch.setattr("tilework.cli.run", run)
+    monkeypatch.setattr("tilework.launch.command.run", run)
     assert dispatch(["run", *option, "train.py"]) == 0
     assert asked == [ranks]
 

@@ -21,8 +21,8 @@ import pytest
 from tests.jobs import Job, Rank
 from tests.tables import each
 from tests.warm_python import run_warm
-from tilework import cli
 from tilework.checkpoint.command import add_commands
+from tilework.launch.command import parser_of_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -133,7 +133,7 @@ def test_commands_have_the_options_that_are_shown() -> None:
         if name == "checkpoint":
             of_checkpoints.parse_args(arguments)
         else:
-            cli._parser().parse_args([name, *arguments])
+            parser_of_commands("").parse_args([name, *arguments])
 
 
 def test_every_variable_of_the_environment_is_listed() -> None:

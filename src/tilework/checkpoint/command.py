@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 
 from tilework import checkpoint
 from tilework.checkpoint.format import FORMATS
@@ -19,6 +20,10 @@ from tilework.tiled.terminal import printable
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
+_NOTES = """\
+  tilework checkpoint show run/step-00000100              tensors and layouts of one
+  tilework checkpoint COMMAND --help                      the options of a command
+"""
 _EXAMPLES = {
     "show": ("run/step-00000100", "model.safetensors 'model.layers.0.*'"),
     "verify": ("run/step-00000100", "s3://bucket/run/step-00000100"),
@@ -70,6 +75,22 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add("--prefix", default="", metavar="TEXT", help="put before names")
     add("--file-bytes", type=_bytes, default=FILE_BYTES, metavar="N", help="such as 5G")
     converted.set_defaults(work=_convert)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status of ``tilework checkpoint``; wrong use raises SystemExit(2).
+
+    Example:
+        >>> main(["verify", "/nowhere"])
+        2
+    """
+    parser = argparse.ArgumentParser(
+        "tilework checkpoint",
+        epilog=_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_commands(parser)
+    return run_command(parser.parse_args(arguments))
 
 
 def run_command(options: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from tilework.launch.live_display import LiveDisplay
 from tilework.launch.nonblocking_output import NonblockingOutput
 from tilework.launch.settings import LaunchSettings
 
-# Windows has no terminals of this kind; there the launcher refuses to run, see cli.py.
+# Windows has no terminals of this kind; there the launcher refuses to run, see command.py.
 if sys.platform != "win32":
     import fcntl
     import termios

@@ -1,0 +1,404 @@
+"""``tilework run``, ``doctor`` and ``explain``: their options, and what wrong use is told."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import get_args
+
+from tilework.cores import read_topology, usable_cores
+from tilework.errors import DistNetworkError, DistStoreError
+from tilework.launch.binding import BindMode, sets_for
+from tilework.launch.explain import explain
+from tilework.launch.nodes import NodesError
+from tilework.launch.program import Module, Program, Script
+from tilework.launch.run import run
+from tilework.launch.settings import LaunchSettings, check_backend
+
+_COMMANDS = ("run", "doctor", "explain", "checkpoint")
+
+_NOTES = """\
+  tilework train.py                       run a script, one rank per core: short for tilework run
+  tilework COMMAND --help                 the options of a command, with examples
+"""
+
+_RUN_NOTES = """\
+Options of tilework come before SCRIPT; what follows it is the script's own.
+
+The exit status is 0, or that of the rank that failed first (128 + number for a signal),
+or 130 after Ctrl-C.
+
+  tilework run train.py --lr 0.1          one rank per core
+  tilework run -n 4 -m package.train      a module
+  tilework run -n 2 --tcp train.py        for scripts that use torch.distributed
+  tilework run -n 8 --nnodes 2 --node-rank 0 --rdzv host-a:29500 train.py    on host-a; and on
+                                          the other host the same with --node-rank 1
+"""
+
+
+def run_command(arguments: Sequence[str], version: str) -> int:
+    """Run one command and return its exit status; wrong use raises SystemExit(2)."""
+    parser = parser_of_commands(version)
+    if not arguments:
+        parser.print_help()
+        return 0
+    options, unknown = parser.parse_known_args(_with_command(parser, arguments))
+    if unknown:
+        options.parser.error(_unknown_text(options.parser, unknown))
+    status: int = options.command(options)
+    return status
+
+
+def _with_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments with ``run`` in front where they begin with its options or a script."""
+    first = arguments[0]
+    if first in _COMMANDS or first in ("-h", "--help", "--version"):
+        return arguments
+    if first.startswith("-") or first.endswith(".py") or os.path.exists(first):
+        return ["run", *arguments]
+    near = difflib.get_close_matches(first, _COMMANDS, n=1)
+    guess = f"did you mean {near[0]}?" if near else f"they are {', '.join(_COMMANDS)}"
+    parser.error(f"there is no command {first!r}, nor a script of that name: {guess}")
+
+
+def _unknown_text(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    known = re.findall(r"--[\w-]+", parser.format_help())
+    near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+    guess = f": did you mean {near[0]}?" if near else ""
+    return f"unrecognized arguments: {' '.join(unknown)}{guess}"
+
+
+def parser_of_commands(version: str) -> argparse.ArgumentParser:
+    """The parser of all commands, of ``checkpoint`` but the name."""
+    parser = argparse.ArgumentParser(
+        prog="tilework",
+        description="Sharded tensors and process groups for PyTorch.",
+        epilog=_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tilework {version}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_doctor(commands)
+    _add_explain(commands)
+    _add_checkpoint(commands)
+    return parser
+
+
+# tilework run
+
+
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a script on several ranks of this machine",
+        usage="tilework run [options] SCRIPT | -m MODULE [arguments]",
+        epilog=_RUN_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "--ranks", *_TORCHRUN_NAMES, type=_ranks, metavar="N", help=_RANKS_HELP)
+    add("--backend", type=_backend, metavar="B", help='such as "shm", "gloo", "cpu:shm,cuda:nccl"')
+    add("--timeout", type=_timeout, metavar="S", help="seconds that collectives wait at most")
+    add("--log-dir", type=Path, metavar="D", help="also write D/rank-K.stdout and .stderr")
+    add("--start", choices=("fork", "spawn"), default="fork", help=_START_HELP)
+    add("--tcp", action="store_true", help="let ranks meet at a TCP port of 127.0.0.1 (env://)")
+    add("--master-port", type=_port, metavar="P", help="that port (default: any); implies --tcp")
+    add("--prefix", choices=("auto", "all", "others", "none"), default="auto", help=_PREFIX_HELP)
+    add("--restarts", type=_count, default=0, metavar="R", help=_RESTARTS_HELP)
+    add("--elastic", type=_elastic, metavar="MIN:MAX", help=_ELASTIC_HELP)
+    add("--grace", type=_timeout, default=timedelta(seconds=2), metavar="S", help=_GRACE_HELP)
+    add("--bind", choices=get_args(BindMode), default="none", help=_BIND_HELP)
+    add(
+        *_TORCHRUN_BINDING, dest="bind", type=_torchrun_binding, metavar="B", help=argparse.SUPPRESS
+    )
+    add("--nnodes", type=_nodes, default=1, metavar="N", help=_NNODES_HELP)
+    add("--node-rank", "--node_rank", type=int, default=0, metavar="K", help=_NODE_RANK_HELP)
+    add("--rdzv", *_TORCHRUN_RDZV, type=_host_port, metavar="HOST:PORT", help=_RDZV_HELP)
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    add("script", metavar="SCRIPT", help="a Python file, folder or zip archive")
+    rest = add("arguments", nargs=argparse.REMAINDER, help="passed on to it")
+    rest.required = False  # argparse would name it, too, where there is no script
+    parser.set_defaults(parser=parser, command=lambda options: _run(parser, options))
+
+
+_RANKS_HELP = "number of ranks (default: auto, as many as usable cores)"
+#: torchrun's name of -n, in both spellings.
+_TORCHRUN_NAMES = ("--nproc-per-node", "--nproc_per_node")
+_RESTARTS_HELP = "start ranks that die again, alone, R times in all (see docs/how-to/elastic.md)"
+_ELASTIC_HELP = "go on with at least MIN ranks when some die; MAX is the number at the start"
+_GRACE_HELP = "seconds from Ctrl-C or SIGTERM to SIGKILL (default: 2)"
+_NNODES_HELP = "number of hosts on each of which this command is run (default: 1)"
+_NODE_RANK_HELP = "this host's number, from 0"
+_RDZV_HELP = "an address of node 0 that the others reach, and a free port there"
+_TORCHRUN_RDZV = ("--rdzv-endpoint", "--rdzv_endpoint")
+#: torchrun's options for CPUs, and what is nearest to each of their values.
+_TORCHRUN_BINDING = ("--numa-binding", "--numa_binding")
+_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "cores", "core-complex": "cores"}
+_BIND_HELP = (
+    "CPUs of each rank: cores of its own, all of a memory node (numa), or as cores if there are "
+    "enough that no other job has (auto); default: none, any"
+)
+_START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
+_PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if sys.platform == "win32":
+        parser.error(
+            "this system lacks what starting ranks takes (POSIX): use torchrun, or ranks that are "
+            "threads, by tilework.testing.run_ranks"
+        )
+    program = _program(parser, options)
+    most = None if options.elastic is None else options.elastic[1]
+    ranks = options.ranks or most or usable_cores()
+    settings = _settings(parser, options, ranks)
+    try:
+        return run(settings, program)
+    except OSError as error:
+        where = f" {error.filename!r}" if error.filename is not None else ""
+        print(f"tilework run: cannot start:{where} {error.strerror or error}", file=sys.stderr)
+        return 1
+    except (NodesError, DistNetworkError, DistStoreError) as error:  # before any rank was started
+        print(f"tilework run: {error}", file=sys.stderr)
+        return 1
+
+
+def _settings(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int
+) -> LaunchSettings:
+    try:
+        sets_for(options.bind, ranks, read_topology())
+        return _checked_settings(options, ranks)
+    except ValueError as error:  # options that contradict each other
+        parser.error(str(error))
+
+
+def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings:
+    return LaunchSettings(
+        nprocs=ranks,
+        start=options.start,
+        backend=options.backend,
+        timeout=options.timeout,
+        log_dir=options.log_dir,
+        master_port=0 if options.tcp and options.master_port is None else options.master_port,
+        prefix=options.prefix,
+        restarts=options.restarts,
+        elastic=options.elastic,
+        grace=options.grace,
+        bind=options.bind,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        rdzv=options.rdzv,
+    )
+
+
+def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
+    """The program to run; raises if it does not exist: one message now, not one from each rank."""
+    name, arguments = options.script, tuple(options.arguments)
+    if _PYTHON.fullmatch(os.path.basename(name)) and arguments and not os.path.isdir(name):
+        name, *rest = arguments  # the launcher starts the interpreter itself
+        if name == "-m" and rest:
+            options.module = True
+            name, *rest = rest
+        arguments = tuple(rest)
+    if options.module:
+        _check_module(parser, name)
+        return Module(name, arguments)
+    if not os.path.exists(name):
+        parser.error(f"there is no file {name!r}{_script_guess(name)}")
+    if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+        parser.error(f"{name!r} is a folder without a __main__.py: name a script in it")
+    if not os.access(name, os.R_OK):
+        parser.error(f"the file {name!r} cannot be read: check its permissions")
+    return Script(name, arguments)
+
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+
+
+def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
+    if name.endswith(".py"):
+        parser.error(f"-m takes a module's name ({name[:-3].replace('/', '.')!r}), got {name!r}")
+    sys.path.insert(0, os.getcwd())  # where python -m looks first
+    try:
+        exists = importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        exists = False
+    finally:
+        del sys.path[0]
+    if not exists:
+        hint = f": it is a file, leave out -m ({name})" if os.path.exists(name) else ""
+        parser.error(f"there is no module {name!r} here or on Python's path{hint}")
+
+
+def _script_guess(name: str) -> str:
+    """A suggestion for a name that is no file."""
+    folder, base = os.path.split(name)
+    with suppress(OSError):
+        known = [entry for entry in os.listdir(folder or ".") if entry.endswith(".py")]
+        near = difflib.get_close_matches(base, known, n=1, cutoff=0.8) or (
+            [f"{base}.py"] if f"{base}.py" in known else []
+        )
+        if near:
+            return f": did you mean {os.path.join(folder, near[0])!r}?"
+    if name.startswith("-"):
+        return ": it looks like an option; see tilework run --help"
+    module = name.replace("/", ".")
+    with suppress(ImportError, ValueError):
+        if "." not in module and importlib.util.find_spec(module) is not None:
+            return f": for the module of that name use -m {module}"
+    return f" (looked in {os.path.abspath(folder or '.')!r})"
+
+
+def _ranks(text: str) -> int:
+    if text == "auto":
+        return usable_cores()
+    try:
+        ranks = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"the number of ranks must be auto or a whole number, such as 4, got {text!r}"
+        ) from None
+    if ranks < 1:
+        raise argparse.ArgumentTypeError(f"the number of ranks must be at least 1, got {ranks}")
+    return ranks
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"the number of restarts is a whole number from 0 on, got {text!r}"
+        )
+    return int(text)
+
+
+def _nodes(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"the number of nodes is at least 1, got {text!r}")
+    return int(text)
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(
+            f"give an address of node 0 and a port, such as host-a:29500, got {text!r}"
+        )
+    return host, int(port)
+
+
+def _elastic(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not (least.isdecimal() and colon and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise argparse.ArgumentTypeError(
+            f"give the fewest and the most ranks, such as 2:4 (1 <= MIN <= MAX), got {text!r}"
+        )
+    return int(least), int(most)
+
+
+def _torchrun_binding(text: str) -> str:
+    if text not in _BINDINGS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_BINDINGS)}")
+    return _BINDINGS[text]
+
+
+def _timeout(text: str) -> timedelta:
+    try:
+        timeout = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"the timeout is a number of seconds, such as 30 or 0.5, got {text!r}"
+        ) from None
+    if timeout <= timedelta(0):
+        raise argparse.ArgumentTypeError(f"the timeout must be longer than 0 s, got {text!r}")
+    return timeout
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _backend(text: str) -> str:
+    try:
+        check_backend(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+# tilework doctor
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="tell what this machine has, and test a group of two ranks",
+        epilog=_DOCTOR_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--calibrate", action="store_true", help=_CALIBRATE_HELP)
+    parser.set_defaults(parser=parser, command=lambda options: _doctor(options.calibrate))
+
+
+_DOCTOR_NOTES = """\
+  tilework doctor                         does everything work here, and how fast
+  tilework doctor --calibrate             measure again, after a change of the machine
+"""
+_CALIBRATE_HELP = "measure again which ways of moving data are fast here, keep and print that"
+
+
+def _doctor(calibrate: bool) -> int:
+    # By name, since it imports torch: seconds that wrong use and help should not cost.
+    module = importlib.import_module("tilework.launch.doctor")
+    status: int = module.calibrate() if calibrate else module.doctor()
+    return status
+
+
+# tilework checkpoint
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    # For the list of commands: cli.py hands the rest on.
+    commands.add_parser("checkpoint", help="show, verify, compare and convert checkpoints")
+
+
+# tilework explain
+
+_EXPLAIN_NOTES = """\
+DIR holds what ranks write on a fault or on SIGUSR1: TILEWORK_FLIGHT_DIR, or the
+folder that tilework run names when a job has failed.
+
+The exit status is 0 if no rank waits for another and nothing failed, 1 if something
+is explained, 2 if there is no record that can be read.
+
+  tilework explain /tmp/tilework-flight-cf49770325b428ad
+  tilework explain logs/flight --json     the same, for a program
+"""
+
+
+def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="diagnose flight records: who waited for whom, and why",
+        epilog=_EXPLAIN_NOTES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where the records are")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of words")
+    parser.set_defaults(
+        parser=parser, command=lambda options: explain(options.folder, options.json)
+    )
