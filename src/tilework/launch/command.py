@@ -46,7 +46,7 @@ or 130 after Ctrl-C.
 
 
 def run_command(arguments: Sequence[str], version: str) -> int:
-    """Run one command and return its exit status; wrong use raises SystemExit(2)."""
+    """Run one command and return the exit status; wrong use raises SystemExit(2)."""
     parser = parser_of_commands(version)
     if not arguments:
         parser.print_help()
@@ -59,7 +59,7 @@ def run_command(arguments: Sequence[str], version: str) -> int:
 
 
 def _with_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments with ``run`` in front where they begin with its options or a script."""
+    """The arguments with ``run`` in front where they begin with options of ``run`` or a script."""
     first = arguments[0]
     if first in _COMMANDS or first in ("-h", "--help", "--version"):
         return arguments
@@ -146,8 +146,8 @@ _TORCHRUN_RDZV = ("--rdzv-endpoint", "--rdzv_endpoint")
 _TORCHRUN_BINDING = ("--numa-binding", "--numa_binding")
 _BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "cores", "core-complex": "cores"}
 _BIND_HELP = (
-    "CPUs of each rank: cores of its own, all of a memory node (numa), or as cores if there are "
-    "enough that no other job has (auto); default: none, any"
+    "CPUs of each rank: cores that no other rank has, all of a memory node (numa), or as cores if "
+    "there are enough that no other job has (auto); default: none, any"
 )
 _START_HELP = "fork: from a process that has imported torch; spawn: fresh interpreters"
 _PREFIX_HELP = "whose lines begin with [rank]; others: but rank 0 (auto: all, if N > 1)"
@@ -204,7 +204,7 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
-    """The program to run; raises if it does not exist: one message now, not one from each rank."""
+    """The program to run; raises if it does not exist: a message now, not from each rank."""
     name, arguments = options.script, tuple(options.arguments)
     if _PYTHON.fullmatch(os.path.basename(name)) and arguments and not os.path.isdir(name):
         name, *rest = arguments  # the launcher starts the interpreter itself
@@ -220,7 +220,7 @@ def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Pr
     if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
         parser.error(f"{name!r} is a folder without a __main__.py: name a script in it")
     if not os.access(name, os.R_OK):
-        parser.error(f"the file {name!r} cannot be read: check its permissions")
+        parser.error(f"the file {name!r} cannot be read: check the permissions")
     return Script(name, arguments)
 
 
