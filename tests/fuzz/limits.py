@@ -3,8 +3,10 @@
 Left out are these kinds of statements:
 
 - other data (``x.data = y``, ``set_``) for a view, for what was computed from a leaf, for what has
-  views in its graph, and for what an operator has kept for its backward pass;
-- dims changed in place without gradients, or where the gradient is retained;
+  views in its graph, and for what an operator has kept for its backward pass; of another shape,
+  for a leaf;
+- dims changed in place without gradients, or where the gradient is retained; and gradients with
+  respect to a tensor whose dims were changed;
 - writes that torch does not count to what an operator has kept for its backward pass;
 - ``out=`` that requires a gradient and has another shape;
 - gradients with respect to a view, where another view has the same base: see limits.md;
@@ -46,6 +48,8 @@ class Speaker:
         self.run = run
         #: The memories that operators have kept for their backward passes.
         self._kept: set[int] = set()
+        #: Tensors in the graph whose dims were changed in place.
+        self._turned: list[Tensor] = []
 
     def says(self, text: str) -> bool:
         """Run a statement, and say if it is of the language; one that is not may be left undone.
@@ -55,8 +59,11 @@ class Speaker:
         """
         if self.leaves_out(text):
             return False
+        shapes = {name: x.shape for name, x in self.run.tensors().items() if x.requires_grad}
         with Fairness() as operators, self._noting():
             self.run.execute(text)
+        if self._reshapes(text, shapes):
+            return False
         changed = operators.written if _UNCOUNTED.search(text) else set()
         return operators.is_fair and changed.isdisjoint(self._kept)
 
@@ -70,13 +77,17 @@ class Speaker:
         ungraded = bool(_UNGRADED.search(text))
         for name in _DIMS.findall(text):
             x = tensors.get(name)
-            if x is not None and x.requires_grad and (ungraded or x.retains_grad):
-                return True
+            if x is not None and x.requires_grad:
+                if ungraded or x.retains_grad:
+                    return True
+                self._turned.append(x)
         resized = [tensors.get(name) for name in _RESIZED.findall(text) + _OUT.findall(text)]
         if ungraded and any(x is not None and x.requires_grad for x in resized):
             return True
         seen = [tensors.get(first or second) for first, second in _SEEN.findall(text)]
         if any(x is not None and self._has_sibling(x) for x in seen):
+            return True
+        if any(x is turned for x in seen for turned in self._turned):
             return True
         return "create_graph" in text and not all(x.numel() for x in tensors.values())
 
@@ -85,6 +96,14 @@ class Speaker:
             return False
         views = [v for v in self.run.tensors().values() if v._base is x and v.requires_grad]
         return not views and x.untyped_storage()._cdata not in self._kept
+
+    def _reshapes(self, text: str, shapes: dict[str, torch.Size]) -> bool:
+        """True if a statement has given a tensor that requires a gradient data of another shape."""
+        tensors = self.run.tensors()
+        return any(
+            name in shapes and name in tensors and tensors[name].shape != shapes[name]
+            for name in _GIVEN.findall(text.partition(" = ")[0]) + _SET.findall(text)
+        )
 
     def _has_sibling(self, x: Tensor) -> bool:
         views = [v for v in self.run.tensors().values() if v._base is not None]

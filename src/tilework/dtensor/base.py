@@ -34,54 +34,32 @@ class DTensorBase(TiledTensor):
 
     _local_tensor: Tensor
     _spec: DTensorSpec
-    #: True on those that are an nn.Parameter; set by it.
-    _is_param: bool
     #: The gradient as it was last asked for.
     _grad: DTensorBase | None = None
     #: Of a leaf with a gradient that is not reduced yet: reduces it, and adds it to ``grad``.
     _deferred_grad: Callable[[], None] | None = None
-    #: The local tensor at places in the graph where gradients are partial, by their axes.
-    _aliases: dict[Ints, Alias] | None = None
     #: What it is a view of, if its elements are copies.
     _view_of: View | None = None
     #: The tensor whose memory it shares, if it was made as a view of one.
     _viewed: Viewed | None = None
-    #: Of a stand-in whose tensor was given other data since: what tells of writes to those.
-    _left: Left | None = None
-    #: The local tensor that it had before it left the graph, where nothing was written.
-    _left_as: Tensor | None = None
-    #: Its memory, if it is no view and was asked for: see ``memory_of``.
+    #: Its memory, if it is no view and was asked for (``memory_of``); of ``data`` the count apart.
     _memory: Memory | None = None
-    #: Its writes as torch counts them, if it is no view and there were some.
-    _counter: Counter | None = None
-    #: What stands for it as it was before it was given other data or other dims: see ``base_then``.
-    _befores: tuple[DTensorBase, ...] = ()
-    #: What stands for it as the base of copied views; see :mod:`~tilework.dtensor.views`.
-    _anchor: DTensorBase | None = None
-    #: Of a tensor that an operator in place made a view of its anchor: that, and the operator.
-    _became: tuple[DTensorBase, Callable[[Any], Any]] | None = None
+    #: What stands for it as the base of copied views, and what does for what it was before it was
+    #: given other data or other dims: see ``anchor_in`` and ``base_then``.
+    _stand_ins: tuple[DTensorBase, ...] = ()
     #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
     _digest: int | None = None
     #: Of a view: how it was made of what it shows, which then counts too.
     _made: int | None = None
-    #: Without one: the local tensor, the numbers of writes to it and of changes of the mode when it
-    #: was last hashed, and the digest of that.
-    _content: tuple[Tensor, int, int, int] | None = None
-    #: Tensors of all of its memory and the same layout, as detach() makes; itself among them.
-    _family: list[ref[DTensorBase]] | None = None
     #: Of a leaf: the backward passes when its gradient was last cleared.
     _cleared: int = 0
     #: Of a gradient: the digest that it was last given, and that of what was written to it.
     _noted: tuple[int, int | None] | None = None
-    #: True if it was made while gradients were off, as the results of a user's own Function are.
-    _made_without_grad: bool = False
-    #: Of a view that was made so of what requires a gradient: the local tensor that has the memory,
-    #: and the number of writes to it then.
-    _ungraded: tuple[Tensor, int] | None = None
-    #: Places in the graph that it has left, and a user's own Function took it at.
-    _places: tuple[Place, ...] = ()
-    #: Its place in the graph, if it was given data in another layout since.
-    _origin: Origin | None = None
+    #: True if it was made while gradients were off, as the results of a user's own Function are;
+    #: a record of a view of what requires a gradient.
+    _made_without_grad: bool | Ungraded = False
+    #: Its places in the graph beside that of the local tensor, if it has any.
+    _places: Places | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -163,19 +141,17 @@ class Memory:
     handed_out: list[Any] | None = None
     #: Views of a leaf in its graph, or without elements on some rank.
     graph_views: list[ref[DTensorBase]] | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Counter:
-    """A count of writes, as tensors of the same memory share it in torch, but for their ``data``.
-
-    A tensor that is given other data goes on sharing it with the views that were made before.
-    """
-
-    #: Autograd's number at the last write.
+    #: Autograd's number at the last write that torch counts.
     written_at: int = -1
     #: Views that a user's own Function took.
     taken: list[ref[DTensorBase]] | None = None
+    #: A local tensor of it, the numbers of writes to that and of changes of the mode when it was
+    #: last hashed, and the digest of that.
+    content: tuple[Tensor, int, int, int] | None = None
+
+    def of_other_data(self) -> Memory:
+        """The memory of a tensor that is given other data: torch goes on with its count."""
+        return Memory(written_at=self.written_at, taken=self.taken)
 
 
 class Alias(NamedTuple):
@@ -198,19 +174,12 @@ class Place(NamedTuple):
     value: Tensor | None = None
 
 
-class Left(NamedTuple):
-    """The local tensor of a tensor that was given other data, and the number of writes then.
+class Ungraded(NamedTuple):
+    """A view that was made without gradients, of what requires one."""
 
-    None: writes to it give views that were made before no other place in the graph.
-    """
-
+    #: The local tensor that has the memory, and the number of writes to it then.
     local: Tensor
-    version: int | None
-
-    @property
-    def is_written(self) -> bool:
-        """True if the tensor was written to since."""
-        return self.version is not None and version_of(self.local) != self.version
+    version: int
 
 
 class Origin:
@@ -221,15 +190,45 @@ class Origin:
         spec: The layout there.
     """
 
-    __slots__ = ("grad", "grad_spec", "local", "node", "spec")
+    __slots__ = ("grad", "local", "node", "spec")
 
     def __init__(self, local: Tensor, spec: DTensorSpec) -> None:
         self.local, self.spec = local, spec
         #: The node that takes gradients of what the tensor is now to that place.
         self.node: Any = None
-        #: The local gradient so far, and its layout.
+        #: The local gradient so far, in the layout of what the tensor is now.
         self.grad: Tensor | None = None
-        self.grad_spec: DTensorSpec | None = None
+
+
+class Places:
+    """The places of a tensor in the graph beside that of its local tensor."""
+
+    __slots__ = ("aliases", "before", "gone", "left", "origin", "refuses")
+
+    def __init__(self) -> None:
+        #: Where gradients are partial, by their axes.
+        self.aliases: dict[Ints, Alias] = {}
+        #: Those that it has left, and a user's own Function took it at.
+        self.left: tuple[Place, ...] = ()
+        #: That of its gradient, if it was given data in another layout since.
+        self.origin: Origin | None = None
+        #: Of a stand-in: the local tensor that it had before, of the same memory.
+        self.before: Tensor | None = None
+        #: Of one: True if its tensor was given other data; and if views that were made before may
+        #: not be used where gradients are recorded.
+        self.gone = self.refuses = False
+
+
+def places_of(tensor: DTensorBase) -> Places:
+    """The places of a tensor in the graph beside that of its local tensor."""
+    if tensor._places is None:
+        tensor._places = Places()
+    return tensor._places
+
+
+def has_origin(tensor: DTensorBase) -> bool:
+    """True if a tensor is a leaf that was given data in another layout."""
+    return tensor._places is not None and tensor._places.origin is not None
 
 
 #: The tensor that a view was made of; the layout that it had then, which forms in place such as
@@ -265,16 +264,13 @@ def owner_of(tensor: DTensorBase) -> DTensorBase:
     return tensor
 
 
-def counter_of(owner: DTensorBase) -> Counter:
-    """The count of writes to a tensor that is no view."""
-    if owner._counter is None:
-        owner._counter = Counter()
-    return owner._counter
-
-
 def memory_of(tensor: DTensorBase) -> Memory:
     """The memory that a tensor shows."""
-    owner = owner_of(tensor)
+    return own_memory(owner_of(tensor))
+
+
+def own_memory(owner: DTensorBase) -> Memory:
+    """The memory of a tensor that is no view, or ``data``, whose writes torch counts apart."""
     if owner._memory is None:
         owner._memory = Memory()
     return owner._memory
@@ -290,10 +286,23 @@ def base_then(tensor: DTensorBase) -> DTensorBase | None:
     base, spec, *_ = tensor._viewed
     if base._spec is spec:
         return base
-    for before in base._befores:
+    for before in base._stand_ins:
         if before._spec is spec:
             return before
     return None
+
+
+def anchor_in(tensor: DTensorBase) -> DTensorBase | None:
+    """The stand-in of a tensor as it is, the base of copied views; None: there is none so far."""
+    anchor = tensor._stand_ins[-1] if tensor._stand_ins else None
+    if anchor is None or anchor._viewed is None or anchor._viewed[0] is not tensor:
+        return None
+    return anchor
+
+
+def without_anchor(tensor: DTensorBase) -> tuple[DTensorBase, ...]:
+    """The stand-ins of a tensor as it was."""
+    return tensor._stand_ins if anchor_in(tensor) is None else tensor._stand_ins[:-1]
 
 
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
@@ -308,6 +317,11 @@ def root_in_graph(tensor: DTensorBase) -> DTensorBase:
     while (base := base_in_graph(tensor)) is not None:
         tensor = base
     return tensor
+
+
+def has_left(stand_in: DTensorBase) -> bool:
+    """True if a tensor stands for one that was given other data."""
+    return stand_in._places is not None and stand_in._places.gone
 
 
 class View:
@@ -370,9 +384,9 @@ class View:
     @property
     def is_stale(self) -> bool:
         """True if the base was written to since."""
-        local = self.base._local_tensor
+        local, places = self.base._local_tensor, self.base._places
         return (
-            not (local is self.local or self.local is self.base._left_as)
+            not (local is self.local or (places is not None and self.local is places.before))
             or version_of(local) != self.version
             or memory_of(self.base).writes != self.writes
             or version_of(owner_of(self.base)._local_tensor) != self.counted
@@ -384,7 +398,7 @@ class View:
     def base_requires_grad(self) -> bool:
         """True if the tensor that it is a view of in the graph requires a gradient."""
         tensor = self.base
-        while (base := base_in_graph(tensor)) is not None and base._left is None:
+        while (base := base_in_graph(tensor)) is not None and not has_left(base):
             tensor = base
         return tensor._local_tensor.requires_grad
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from tilework.comm.per_call.recording import unrecorded
+from tilework.dtensor.base import has_origin
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
     digest_of,
@@ -113,7 +114,7 @@ def _on_locals(
             if param._deferred_grad is not None:
                 param._deferred_grad()
             local = param._local_tensor
-            if param._spec.partial_axes or not param._spec.takes_part or param._origin is not None:
+            if param._spec.partial_axes or not param._spec.takes_part or has_origin(param):
                 return None
             if param._view_of is not None or getattr(param._grad, "_view_of", None) is not None:
                 return None  # others see what is written to it, by more than its memory

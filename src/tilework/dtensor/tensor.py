@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from tilework.comm.per_call import provenance
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, in_place_views, local_graph, origins
-from tilework.dtensor.base import DTensorBase, data_of, wrap_as
+from tilework.dtensor.base import DTensorBase, data_of, has_origin, wrap_as
 from tilework.dtensor.debug import explain
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.debug.picture import layout_lines
@@ -253,7 +253,7 @@ class DTensor(DTensorBase):
             copied_views.hand_out(self)
         if grad_placements is None:
             local = local_graph.local_of(self)
-            return local if self._origin is None else origins.as_leaf_to_writes(self)
+            return origins.as_leaf_to_writes(self) if has_origin(self) else local
         given = [*map(native_placement, placements_in(grad_placements))]
         return gradients.local_with_grad(self, given)
 
@@ -370,7 +370,7 @@ class DTensor(DTensorBase):
         if not requires_grad and self._local_tensor.requires_grad:
             keep_place(self)  # where a user's own Function took it
             before_leaving_graph(self, remains_leaf=True)
-        if self._origin is not None:
+        if has_origin(self):
             if requires_grad:
                 return self
             origins.leave_graph(self)
@@ -390,12 +390,10 @@ class DTensor(DTensorBase):
     def grad(self) -> DTensor | None:
         if self._deferred_grad is not None:
             self._deferred_grad()
-        if self._became is not None and in_place_views.before_changes(self) is not self:
-            return in_place_views.grad_before_changes(self)  # type: ignore[return-value]
         if self._grad is not None and self._grad._view_of is not None:
             gradients.refresh_grad(self)
         known, local = self._grad, None
-        if self._origin is None:
+        if not has_origin(self):
             local = self._local_tensor.grad
             if local is None:
                 return None
@@ -421,7 +419,7 @@ class DTensor(DTensorBase):
         self._deferred_grad = None
         note_cleared(self)
         self._grad = None
-        origins.set_grad_of(in_place_views.before_changes(self), None)
+        origins.set_grad_of(self, None)
 
     @property
     def data(self) -> DTensor:
@@ -467,11 +465,12 @@ class DTensor(DTensorBase):
         return gradients.register_post_accumulate_grad_hook(self, hook)
 
     def retain_grad(self) -> None:
-        local_graph.in_graph(in_place_views.before_changes(self)).retain_grad()
+        in_place_views.check_gradient_is_whole(self)
+        local_graph.in_graph(self).retain_grad()
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
-        return origins.place_in_graph(in_place_views.before_changes(self))[0].retains_grad
+        return origins.place_in_graph(self)[0].retains_grad
 
     # -- Python's own ------------------------------------------------------------------------
 
@@ -507,7 +506,7 @@ class DTensor(DTensorBase):
         else:
             copied = deep_copy(self, memo)
         copied.requires_grad_(local.requires_grad)
-        if not is_param and self._origin is None and local.grad is not None:
+        if not is_param and not has_origin(self) and local.grad is not None:
             copied._local_tensor.grad = copy.deepcopy(local.grad, memo)
         memo[id(self)] = copied
         for name, value in vars(self).items():
@@ -560,7 +559,7 @@ def _takes_values(func: Any, args: Sequence[Any]) -> bool:
 
 
 #: The fields of an instance, which a copy makes anew.
-_OWN = set(DTensorBase.__annotations__) - {"_is_param"}
+_OWN = set(DTensorBase.__annotations__)
 
 
 def _rebuild(

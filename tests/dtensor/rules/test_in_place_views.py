@@ -126,3 +126,26 @@ def test_a_view_of_another_dtype_is_not_resized() -> None:
         assert x.full_tensor().eq(1).all()
 
     run_ranks(2, program)
+
+
+@each(
+    "make",
+    [
+        "v0 = data((4, 4), 1, 'S0')\nv2 = v0[1]\nv0.as_strided_((4, 2), (1, 4))\nv0.mul_(v1)",
+        "v0 = v1 * data((4, 4), 1, 'S0')\nv0.as_strided_((4, 2), (1, 4))",
+        "v2 = v1 * data((4, 4), 1, 'S1')\nv0 = v2.flatten()\nv0.unsqueeze_(0)",
+        "v0 = v1 * data((1, 4), 1, 'S0')\nv2 = v0[:1]\nv0.t_()",
+    ],
+)
+def test_a_gradient_that_would_lack_those_of_views_is_refused(make: str) -> None:
+    def on_rank(rank: int) -> None:
+        run = Run(init_device_mesh("cpu", (2,)))
+        for line in ("v1 = leaf('v1', (), 2, 'R')", *make.splitlines()):
+            run.execute(line)
+        for ask in ("gradient(v0 * v0, v0)", "watch(v0, 'v0')", "v0.retain_grad()"):
+            with pytest.raises(RuntimeError, match=r"would lack those of views"):
+                run.execute(ask)
+        run.execute("v3 = v0 * v0")
+        run.backward()
+
+    run_ranks(2, on_rank)

@@ -13,21 +13,20 @@ from tilework.dtensor.autograd.batched_grads import batched_grads
 from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.in_place_views import (
-    before_changes,
-    changed_grad,
-    changed_hook,
+    check_gradient_is_whole,
     check_no_leaf,
+    refuse_views_of_before,
     show_shape,
-    undo_change,
 )
 from tilework.dtensor.autograd.local_graph import WayBack, in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
 from tilework.dtensor.base import (
     DTensorBase,
-    Left,
     Place,
+    anchor_in,
     data_of,
-    version_of,
+    owner_of,
+    places_of,
     wrap_as,
 )
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
@@ -38,6 +37,7 @@ from tilework.dtensor.redistribution.redistribute import (
     with_redistributed_grad,
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
+from tilework.dtensor.torch_counts import is_shown_elsewhere
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.graph_views import views_of
@@ -98,10 +98,6 @@ def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] |
 def set_grad(tensor: DTensorBase, value: Tensor) -> None:
     """Make ``value`` the tensor's gradient."""
     tensor._grad = None
-    if tensor._became is not None and before_changes(tensor) is not tensor:
-        before, change = tensor._became
-        set_grad(before, undo_change(before, change, value))
-        return
     refuse_torch_dtensor(value, "the gradient of a DTensor")
     if not isinstance(value, DTensorBase):
         raise TypeError(
@@ -163,15 +159,17 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         )
     if _is_all_of(value, tensor):
         return
-    _check_may_get_data(tensor, value)
-    tensor._aliases = None
-    keep_place(tensor)
     used = origins.is_in_graph(tensor)
+    _check_may_get_data(tensor, value, used)
+    if tensor._places is not None:
+        tensor._places.aliases = {}
+    keep_place(tensor)
     stays = tensor.is_leaf and tensor._spec == value._spec
     digest = digest_of(value)
     shown = local_of(value).data
+    memory = owner_of(tensor)._memory
     anchor = _leave_memory(tensor, value, used)
-    tensor._memory = None
+    tensor._memory = None if memory is None else memory.of_other_data()
     if is_new and shown.is_inference() and not tensor._local_tensor.is_inference():
         with torch.inference_mode(False):
             shown = shown.clone()
@@ -187,27 +185,29 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
 
 
 def _note_left(tensor: DTensorBase, anchor: DTensorBase, stays: bool) -> None:
-    """Note for views of what a tensor was where it is by now: see ``Left``. Local.
+    """Note for views of what a tensor was that it has other data now. Local.
 
     Args:
         tensor: The tensor.
         anchor: What stands for it as it was.
         stays: True if it is a leaf, and lies as it did.
     """
-    local = tensor._local_tensor
-    anchor._left = Left(local, None)
     if stays:
         return
-    for before in tensor._befores:
-        if before._left is not None and not before._left.is_written:
-            before._left = Left(local, version_of(local))
+    refuse_views_of_before(tensor)
     for view in views_of(anchor):
         if view._view_of is None:
             view._view_of = copied_views.WATCHED
 
 
-def _check_may_get_data(tensor: DTensorBase, value: DTensorBase) -> None:
-    """Raise where torch's graph would go on with gradients of other elements. Local."""
+def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
+    """Raise where torch's graph would go on with gradients of other elements. Local.
+
+    Args:
+        tensor: The tensor.
+        value: What it is to show.
+        used: What ``origins.is_in_graph`` said.
+    """
     if copied_views.is_view(tensor):
         raise RuntimeError(
             f"{tensor!r} is a view, and cannot be given other data: torch's graph would still take "
@@ -219,6 +219,18 @@ def _check_may_get_data(tensor: DTensorBase, value: DTensorBase) -> None:
             f"{tensor!r} was computed from what requires a gradient, and cannot be given data of "
             f"another layout, {value!r}: redistribute them as it lies, or write x = y"
         )
+    if tensor.requires_grad and tensor.shape != value.shape:
+        if used:
+            raise RuntimeError(
+                f"{tensor!r} was used, and cannot be given data of shape {list(value.shape)}: "
+                f"gradients of both cannot be added up. Drop what was computed from it, or call "
+                f"detach_().requires_grad_() on it first"
+            )
+        if origins.grad_of(tensor)[0] is not None:
+            raise RuntimeError(
+                f"{tensor!r} has a gradient, and cannot be given data of shape "
+                f"{list(value.shape)}: clear it first, x.grad = None"
+            )
 
 
 def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
@@ -240,11 +252,12 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTenso
         What stands for the tensor as it was; None: it has no views.
     """
     local = tensor._local_tensor
-    if tensor._anchor is None and not copied_views.is_shown_elsewhere(local):
+    if anchor_in(tensor) is None and not is_shown_elsewhere(local):
         return None
-    anchor, tensor._anchor = copied_views.anchor_of(tensor), None
+    anchor = copied_views.anchor_of(tensor)
     anchor._local_tensor = same_place(local) if used else local.detach()
-    anchor._left_as = local  # nothing was written: hooks on copies stay where they are
+    places = places_of(anchor)
+    places.before, places.gone = local, True  # nothing was written: hooks on copies stay there
     copied_views.take_over(anchor, tensor)
     while (viewed := value._viewed) is not None:
         base, spec, func, args, kwargs = viewed
@@ -387,8 +400,7 @@ def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tenso
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
-    if tensor._became is not None and before_changes(tensor) is not tensor:
-        return register_hook(tensor._became[0], changed_hook(hook, tensor._became[1]))
+    check_gradient_is_whole(tensor)
     if tensor._deferred_grad is not None:  # of passes before: not for this hook
         tensor._deferred_grad()
     local: Any = in_graph(tensor)
@@ -510,14 +522,8 @@ def autograd_grad(
             materialize_grads=materialize_grads,
         )
     return tuple(
-        changed_grad(
-            tensor,
-            wrap_as(
-                type(tensor),
-                as_seen(grad, spec),
-                spec.grad_spec,
-                hash((digest, digest_of(tensor))),
-            ),
+        wrap_as(
+            type(tensor), as_seen(grad, spec), spec.grad_spec, hash((digest, digest_of(tensor)))
         )
         if isinstance(tensor, DTensorBase) and grad is not None and spec is not None
         else grad
@@ -530,4 +536,5 @@ def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
     if not isinstance(tensor, DTensorBase):
         return tensor, None
     local_of(tensor)
-    return origins.place_in_graph(before_changes(tensor))
+    check_gradient_is_whole(tensor)
+    return origins.place_in_graph(tensor)

@@ -13,70 +13,30 @@ from tilework.dtensor.base import (
     DTensorT,
     ViewedInPlace,
     base_in_graph,
-    owner_of,
+    has_left,
+    has_origin,
+    places_of,
+    without_anchor,
     wrap_as,
 )
-from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import digest_of, note_write
+from tilework.dtensor.torch_counts import show_as
 from tilework.dtensor.views import copied_views
 
-_WithoutInterception = torch._C.DisableTorchFunctionSubclass
-_base: Any = torch._C.TensorBase
 
-
-def before_changes(tensor: DTensorBase) -> DTensorBase:
-    """A tensor as it was before operators in place changed its dims alone, if it was in a graph.
-
-    The gradient is whole there: views that were made before pass theirs to that place.
-    """
-    while tensor._became is not None and tensor._became[0]._local_tensor.requires_grad:
-        tensor = tensor._became[0]
-    return tensor
-
-
-def changed_grad(tensor: DTensorBase, grad: Any) -> Any:
-    """The gradient of a tensor, from that of what it was before its dims were changed."""
-    if tensor._became is None or before_changes(tensor) is tensor:
-        return grad
-    before, change = tensor._became
-    return change(changed_grad(before, grad))
-
-
-def grad_before_changes(tensor: DTensorBase) -> DTensorBase | None:
-    """The gradient of a tensor that is whole at what it was before; the same one each time."""
-    grad: Any = before_changes(tensor).grad
-    known = tensor._grad
-    if grad is None:
-        tensor._grad = None
-    elif known is None or owner_of(known) is not owner_of(grad):
-        tensor._grad = changed_grad(tensor, grad)
-    return tensor._grad
-
-
-def changed_hook(
-    hook: Callable[[Tensor], Tensor | None], change: Callable[[Any], Any]
-) -> Callable[[Tensor], Tensor | None]:
-    """A hook for what a tensor was before an operator in place that only changed its dims.
-
-    torch orphans what was registered on a view once its base is written to.
-    """
-
-    def called(grad: Tensor) -> Tensor | None:
-        result = hook(change(grad))
-        if result is None:
-            return None
-        return undo_change(grad, change, result)
-
-    return called
-
-
-def undo_change(like: Tensor, change: Callable[[Any], Any], value: Tensor) -> Tensor:
-    """The tensor that becomes a value by an operator that only changes dims."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and value.requires_grad):
-        before = torch.empty_like(like)
-        change(before).copy_(value)
-    return before
+def check_gradient_is_whole(tensor: DTensorBase) -> None:
+    """Raise if views that were made before a change of dims in place have shares of a gradient."""
+    if tensor._viewed.__class__ is not ViewedInPlace:
+        return
+    before = tensor._viewed[0]._local_tensor
+    is_copy = tensor._view_of is not None and tensor._view_of is not copied_views.WATCHED
+    if before.requires_grad and (is_copy or tensor._local_tensor._base is before):
+        raise RuntimeError(
+            f"the dims of {tensor!r} were changed in place, for which elements were moved, or of "
+            f"which some rank has none: gradients with respect to it would lack those of views "
+            f"that were made before. Write x = x.t() instead of x.t_()"
+        )
 
 
 def check_no_leaf(tensor: DTensorBase) -> None:
@@ -98,51 +58,30 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
     """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
     check_no_leaf(tensor)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
-    tensor._aliases = tensor._grad = tensor._anchor = None
-    for before in tensor._befores:
-        if before._left is not None:  # views of it count this as a write
-            before._left = before._left._replace(version=-1)
+    tensor._grad, tensor._stand_ins = None, without_anchor(tensor)
+    refuse_views_of_before(tensor)
     note_write(tensor, digest_of(value))
     show_shape(tensor)
     return tensor
 
 
+def refuse_views_of_before(tensor: DTensorBase) -> None:
+    """Refuse gradients of views of what a tensor was before it was given other data. Local."""
+    for before in tensor._stand_ins:
+        if has_left(before):
+            places_of(before).refuses = True
+
+
 def show_shape(tensor: DTensorBase) -> None:
     """Have C++ see the shape that a tensor has by now."""
     with torch.inference_mode(False):
-        shown = wrap_as(type(tensor), tensor._local_tensor.detach(), tensor._spec)
-    with _WithoutInterception():
-        _base.data.__set__(tensor, shown)
-
-
-def begin_anew(tensor: DTensorBase) -> None:
-    """Give a tensor a place of its own in the graph, as an operator in place does.
-
-    Hooks that follow get the gradient of what is computed from now on.
-    """
-    local = tensor._local_tensor
-    if local.requires_grad and not local._is_view() and not local.is_leaf:
-        _Anew.apply(local)  # type: ignore[no-untyped-call]
-
-
-class _Anew(LocalFunction):
-    """The identity, in place."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:
-        ctx.mark_dirty(local)
-        return local
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+        show_as(tensor, wrap_as(type(tensor), tensor._local_tensor.detach(), tensor._spec))
 
 
 def become_view(
     tensor: DTensorT,
     anchor: DTensorT,
     result: DTensorT,
-    change: Callable[[Any], Any] | None,
 ) -> DTensorT:
     """Make ``tensor`` a view of its own anchor, which takes over its memory.
 
@@ -150,12 +89,7 @@ def become_view(
         tensor: The tensor.
         anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
         result: The view.
-        change: Makes the view of the anchor; None: the local tensor itself was changed.
     """
-    anchor._became = tensor._became
-    base = anchor._local_tensor
-    is_place = anchor._became is not None or not base._is_view()
-    tensor._became = (anchor, change) if change and is_place else None
     view, shown = result._view_of, result._viewed
     copied_views.take_over(anchor, tensor)
     if shown is None or result is anchor:
@@ -169,8 +103,7 @@ def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
     local, shown = tensor._local_tensor, result._local_tensor
     return (
         (tensor._view_of is None or tensor._view_of is copied_views.WATCHED)
-        and tensor._origin is None
-        and tensor._became is None
+        and not has_origin(tensor)
         and not local.is_inference()
         and storage_of(shown) == storage_of(local)
         and not (local._is_view() and not copied_views.is_view(tensor))

@@ -18,6 +18,7 @@ from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.redistribute import pull_back, redistribute_local
 from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.torch_counts import holders, show_as
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.places import check_unwritten, leave_graph_of_wrappers, place_of
 
@@ -28,7 +29,6 @@ _flag_of = _base.requires_grad.__get__
 _grad_fn_of = _base.grad_fn.__get__
 _grad_of = _base.grad.__get__
 _output_number = _base.output_nr.__get__
-_use_count = _base._use_count
 #: True if the backward pass under way keeps the graph.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -48,8 +48,7 @@ def in_graph(tensor: DTensorBase) -> Tensor:
 
     That of its origin, if it has one: see ``origins.py``.
     """
-    origin = tensor._origin
-    if origin is not None:
+    if tensor._places is not None and (origin := tensor._places.origin) is not None:
         local = local_of(tensor)
         return origin.local if local.grad_fn is origin.node else local
     if not tensor._made_without_grad or torch.is_grad_enabled():
@@ -115,7 +114,7 @@ def _linked(tensor: DTensorBase) -> Tensor:
     )
     for each, link in zip(results, links, strict=True):
         copied_views.replace_local(each, link)
-        if _use_count(each) == 1:  # what a checkpoint has saved must not be detached
+        if holders(each) == 1:  # what a checkpoint has saved must not be detached
             leave_graph_of_wrappers(each)
     return tensor._local_tensor
 
@@ -284,9 +283,7 @@ def _passed(
 
 def _show(tensor: DTensorBase, place: Place) -> None:
     """Have the wrapper of a tensor show C++ the shape that the tensor had at a place."""
-    shown = wrap_as(type(tensor), place.local.detach(), place.spec)
-    with _WithoutInterception():
-        _base.data.__set__(tensor, shown)
+    show_as(tensor, wrap_as(type(tensor), place.local.detach(), place.spec))
 
 
 def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:

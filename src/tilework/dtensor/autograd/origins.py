@@ -1,11 +1,10 @@
 """Leaves that are given data in another layout: ``x.data = y``.
 
 torch leaves a leaf at its place in the graph then. What was computed from it before and what will
-be computed later add their gradients up there. Here the local tensor may get another shape by it,
-or the same shape for other elements. So that place keeps the layout which it had: the leaf's
-*origin*. The local tensor with the new data is computed from it, by a node that redistributes
-gradients to the layout there. The tensor goes on as the leaf that it was: hooks and ``grad`` are
-the origin's.
+be computed later add their gradients up there. Here the local tensor may get other elements by it,
+of another shape. So that place keeps the layout which it had: the leaf's *origin*. The local tensor
+with the new data is computed from it, by a node that redistributes gradients to the layout there.
+The tensor goes on as the leaf that it was: hooks and ``grad`` are the origin's.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd.counted_grads import as_seen
-from tilework.dtensor.base import DTensorBase, Origin
+from tilework.dtensor.base import DTensorBase, Origin, places_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import Moved
@@ -27,10 +26,9 @@ from tilework.dtensor.redistribution.redistribute import (
     pull_back,
     redistribute_local,
 )
-from tilework.dtensor.spec import DTensorSpec, Ints, spec_of
+from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.torch_counts import holders
 from tilework.dtensor.views import copied_views
-
-_use_count: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
 def is_in_graph(tensor: DTensorBase) -> bool:
@@ -40,11 +38,11 @@ def is_in_graph(tensor: DTensorBase) -> bool:
         return False
     if not local.is_leaf:
         return True
-    before = _use_count(local)
+    before = holders(local)
     with torch.inference_mode(False), torch.enable_grad():
         edge = torch.autograd.graph.get_gradient_edge(local)
     # Its node holds the tensor: once more, if there was none.
-    is_known: bool = _use_count(local) == before
+    is_known = holders(local) == before
     del edge
     return is_known
 
@@ -66,26 +64,20 @@ def with_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec, used: bool) 
         local.data = data
         return local
     grad, grad_spec = grad_of(tensor)
-    if grad is not None and grad_spec.shape == spec.shape:
+    if grad is not None:
         grad = redistribute_local(grad, grad_spec, spec.grad_spec, of=_of(tensor))
-        grad_spec = spec.grad_spec
     if local.is_leaf:
         local.grad = None
     if not used:
-        if origin is None and (grad is None or grad_spec == spec.grad_spec):
-            if grad is not None:  # of another dtype, it may only be there already
-                local.data = grad.new_empty(()).expand(grad.shape)
-                local.grad = grad
-            local.data = data
-            return local
+        if grad is not None:  # of another dtype, it may only be there already
+            local.data = grad.new_empty(()).expand(grad.shape)
+            local.grad = grad
         local.data = data
-    if origin is None:
-        origin = tensor._origin = Origin(local, before)
-        _collect_grads(tensor, origin)
-    origin.grad, origin.grad_spec = grad, grad_spec
-    if not used:
-        origin.spec = spec
         return local
+    if origin is None:
+        origin = places_of(tensor).origin = Origin(local, before)
+        _collect_grads(tensor, origin)
+    origin.grad = grad
     with torch.inference_mode(False), torch.enable_grad():
         anew: Tensor = _Relaid.apply(  # type: ignore[no-untyped-call]
             origin.local, [data], (origin.spec, spec), _of(tensor)
@@ -97,10 +89,12 @@ def with_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec, used: bool) 
 
 def origin_of(tensor: DTensorBase) -> Origin | None:
     """The origin of a tensor that is still there in the graph; None if it has none."""
-    origin = tensor._origin
-    if origin is not None and tensor._local_tensor.grad_fn is not origin.node:
-        origin = tensor._origin = None  # it was written to
-    return origin
+    places = tensor._places
+    if places is None or places.origin is None:
+        return None
+    if tensor._local_tensor.grad_fn is not places.origin.node:
+        places.origin = None  # it was written to
+    return places.origin
 
 
 def as_leaf_to_writes(tensor: DTensorBase) -> Tensor:
@@ -122,7 +116,7 @@ def grad_of(tensor: DTensorBase) -> tuple[Tensor | None, DTensorSpec]:
     """The local tensor of a tensor's gradient, and its layout."""
     origin, local, spec = origin_of(tensor), tensor._local_tensor, tensor._spec
     if origin is not None:
-        return origin.grad, origin.grad_spec or spec.grad_spec
+        return origin.grad, spec.grad_spec
     grad = local.grad if local.is_leaf or local.retains_grad else None
     if grad is None:
         return None, spec.dual  # there may be none in whose layout a gradient could be seen
@@ -139,7 +133,7 @@ def set_grad_of(tensor: DTensorBase, grad: Tensor | None) -> None:
     if origin is None:
         tensor._local_tensor.grad = grad
     else:
-        origin.grad, origin.grad_spec = grad, tensor._spec.grad_spec
+        origin.grad = grad
 
 
 def leave_graph(tensor: DTensorBase) -> None:
@@ -149,8 +143,8 @@ def leave_graph(tensor: DTensorBase) -> None:
         return
     origin.local.requires_grad_(False)
     copied_views.replace_local(tensor, tensor._local_tensor.detach())
-    tensor._origin = None
-    if origin.grad is not None and origin.grad.shape == tensor._local_tensor.shape:
+    places_of(tensor).origin = None
+    if origin.grad is not None:
         tensor._local_tensor.grad = origin.grad
 
 
@@ -181,41 +175,10 @@ class _Relaid(LocalFunction):
         source, target = ctx.source, ctx.target
         grad = as_seen(grad, target)
         of = gradient_of(ctx.of, target.grad_spec, grad)
-        grad = redistribute_local(grad, target.grad_spec, target.dual, of=of)
-        grad = _summed_to(grad, target.dual, source.dual, of)
+        grad = redistribute_local(grad, target.grad_spec, source.dual, of=of)
         adjoint = Adjoint(source, source.dual)
         value = ctx.local if adjoint.nonlinear else None
         return pull_back(adjoint, grad, value, of), None, None, None
-
-
-def _summed_to(grad: Tensor, source: DTensorSpec, target: DTensorSpec, of: Moved) -> Tensor:
-    """A gradient in the layout of what has another shape, as torch's graph passes it on."""
-    if source.shape == target.shape:
-        return redistribute_local(grad, source, target, of=of)
-    if not _expands(target.shape, source.shape):
-        raise RuntimeError(
-            f"a tensor of shape {list(target.shape)} that was used was given data of shape "
-            f"{list(source.shape)}, and then used again: gradients of both cannot be added up. "
-            f"Call detach_().requires_grad_() on it before you set its data"
-        )
-    full = redistribute_local(grad, source, source.replicated, of=of).sum_to_size(target.shape)
-    return redistribute_local(full, target.replicated, target, of=of)
-
-
-def _expanded_to(grad: Tensor, source: DTensorSpec, target: DTensorSpec, of: Moved) -> Tensor:
-    """A gradient in the layout of one that it is added to."""
-    if source.shape == target.shape:
-        return redistribute_local(grad, source, target, of=of)
-    full = redistribute_local(grad, source, source.replicated, of=of).expand(target.shape)
-    return redistribute_local(full.contiguous(), target.replicated, target, of=of)
-
-
-def _expands(shape: Ints, to: Ints) -> bool:
-    """True if torch expands one shape to another."""
-    if len(shape) > len(to):
-        return False
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return all(size in (1, its) for size, its in pairs)
 
 
 def _collect_grads(tensor: DTensorBase, origin: Origin) -> None:
@@ -228,15 +191,11 @@ def _collect_grads(tensor: DTensorBase, origin: Origin) -> None:
         grad, leaf.grad = leaf.grad, None
         if tensor is None or grad is None:
             return
-        grad = as_seen(grad, origin.spec)
-        spec, of = origin.spec.grad_spec, _of(tensor)
+        grad, spec = as_seen(grad, origin.spec), origin.spec.grad_spec
+        grad = redistribute_local(grad, spec, tensor._spec.grad_spec, of=_of(tensor))
         if origin.grad is None:
-            origin.grad_spec = _like_torch(spec, tensor._spec)
-            origin.grad = _expanded_to(grad, spec, origin.grad_spec, of)
-            return
-        assert origin.grad_spec is not None
-        grad = _expanded_to(grad, spec, origin.grad_spec, of)
-        if torch.is_grad_enabled():
+            origin.grad = grad
+        elif torch.is_grad_enabled():
             origin.grad = origin.grad + grad
         else:
             origin.grad += grad
@@ -247,16 +206,3 @@ def _collect_grads(tensor: DTensorBase, origin: Origin) -> None:
     for number, hook in others.items():
         del hooks[number]
         hooks[number] = hook
-
-
-def _like_torch(spec: DTensorSpec, now: DTensorSpec) -> DTensorSpec:
-    """The layout of the first gradient of a leaf: that of its data, if torch copies it for them.
-
-    torch keeps a gradient of another shape as it is where its strides fit.
-    """
-    if spec.shape != now.shape and all(
-        size == 1 or (dim < now.ndim and spec.strides[dim] == now.strides[dim])
-        for dim, size in enumerate(spec.shape)
-    ):
-        return spec
-    return spec_of(now.mesh, now.grad_spec.placements, now.shape, now.order)

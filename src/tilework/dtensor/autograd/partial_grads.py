@@ -18,7 +18,7 @@ from torch import Tensor
 from tilework.comm.world import current_world
 from tilework.dtensor.autograd.grad_reduction import PendingGrad, PendingGrads
 from tilework.dtensor.autograd.local_graph import local_of
-from tilework.dtensor.base import Alias, DTensorBase
+from tilework.dtensor.base import Alias, DTensorBase, places_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
@@ -34,7 +34,8 @@ def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
     local = local_of(tensor)
     if not (local.requires_grad and torch.is_grad_enabled()):
         return local
-    known = None if tensor._aliases is None else tensor._aliases.get(axes)
+    aliases = places_of(tensor).aliases
+    known = aliases.get(axes)
     if (
         known is None
         or known.local is not local
@@ -47,9 +48,7 @@ def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
         known = Alias(
             alias_local(local, spec.as_partial(axes), spec, of, owner), local, local.grad_fn
         )
-        if tensor._aliases is None:
-            tensor._aliases = {}
-        tensor._aliases[axes] = known
+        aliases[axes] = known
     return known.tensor
 
 
@@ -118,7 +117,7 @@ def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) ->
     shortcut = _RedistributeGrad.apply(  # type: ignore[no-untyped-call]
         local_of(tensor), (source, result._spec, partial), Moved(digest_of(tensor)), local.detach()
     )
-    result._aliases = {axes: Alias(shortcut, local, local.grad_fn)}
+    places_of(result).aliases[axes] = Alias(shortcut, local, local.grad_fn)
 
 
 def redistribute_with_gradient(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.base import wrap_as
+from tilework.dtensor.base import Ungraded, wrap_as
 from tilework.dtensor.dispatch import tensor_attributes
 from tilework.dtensor.dispatch.call_key import (
     END,
@@ -77,8 +77,9 @@ _grad_enabled = torch.is_grad_enabled
 
 def _local_of(tensor: DTensor) -> Tensor:
     """The local tensor of an operator's argument, at its place in the graph."""
-    if tensor._ungraded is not None and _grad_enabled():
-        check_ungraded(tensor)
+    made = tensor._made_without_grad
+    if made.__class__ is Ungraded and _grad_enabled():
+        check_ungraded(tensor, made)
     return local_graph.local_of(tensor)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import in_place_views
-from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, owner_of
+from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, has_origin, owner_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
 from tilework.dtensor.provenance.digests import digest_of
@@ -87,7 +87,7 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
             elif func.__class__ is copied_views.Piece and func.together:
                 made = "together with others, as split() and unbind() do"
             graded = bool(made) and _require_grad((target, *others))
-        if base._origin is not None:
+        if has_origin(base):
             in_place_views.check_no_leaf(base)
         if made and (graded or base.requires_grad):
             return made
@@ -189,7 +189,7 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
     count_write(target)
     if target._local_tensor.requires_grad:
         keep_place(target)
-        if target._origin is not None:
+        if has_origin(target):
             in_place_views.check_no_leaf(target)
     for other in others:
         if other.__class__ is not DTensor or other is target:

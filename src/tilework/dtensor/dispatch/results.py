@@ -103,7 +103,7 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
             tensors[0]._local_tensor = copied_views.as_no_view(local)
     for number, tensor in enumerate(tensors):
         is_new = not any(tensor is operand for operand in operands)
-        if not is_new or not isinstance(tensor, DTensor) or tensor._made or tensor._family:
+        if not is_new or not isinstance(tensor, DTensor) or tensor._made:
             continue
         if tensor._viewed is None:
             tensor._digest = hash((digest, number))

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilework.dtensor.autograd import gradients, local_graph, origins
-from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, owner_of
+from tilework.dtensor.base import (
+    DTensorBase,
+    ViewedInPlace,
+    base_in_graph,
+    has_origin,
+    owner_of,
+    places_of,
+)
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
@@ -159,18 +166,19 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
     keep_place(tensor)
-    if tensor._origin is not None:
+    if has_origin(tensor):
         origins.leave_graph(tensor)
     before_leaving_graph(tensor, remains_leaf=False)
     local = tensor._local_tensor
     # A tensor that is no view may have a local tensor that is one.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
     after_leaving_graph(tensor)
-    tensor._made_without_grad, tensor._became = False, None
+    tensor._made_without_grad = False
     base = tensor
     while base._viewed.__class__ is ViewedInPlace:  # as it was before its dims were changed
         base = base._viewed[0]
-        base._left_as, base._local_tensor = base._local_tensor, base._local_tensor.detach()
+        places_of(base).before = base._local_tensor
+        base._local_tensor = base._local_tensor.detach()
     leave_graph_of_wrappers(tensor)
     local_graph.mirror_requires_grad(tensor)
     return tensor  # type: ignore[no-any-return]

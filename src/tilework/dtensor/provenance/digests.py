@@ -14,7 +14,6 @@ from hashlib import blake2b
 from struct import pack, unpack
 from types import FunctionType
 from typing import Any, cast
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,9 +24,6 @@ from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.history import history_of
 
-#: Tensors of the same memory and layout, whose digests are one.
-Family = list["ref[DTensorBase]"]
-_FEW = 16
 _NUMBER_CLASSES: tuple[Any, ...] = (int, float, complex)
 NUMBERS = frozenset({int, float, bool, complex})
 #: Whole numbers of this size and more are hashed by their digits: ``hash`` is modulo 2**61 - 1.
@@ -57,7 +53,7 @@ def digest_of(tensor: DTensorBase) -> int:
         return digest
     if tensor._made is not None:
         return hash((tensor._made, memory_of(tensor).digest))
-    known = tensor._content  # whoever has the local tensor may write to it
+    known = memory_of(tensor).content  # whoever has the local tensor may write to it
     if known is not None:
         local, version, changes, digest = known
         if local is tensor._local_tensor and local._version == version and changes == mode.changes:
@@ -76,7 +72,7 @@ def _digest_of_content(tensor: DTensorBase) -> int:
     is_counted = not local.is_inference()  # else torch does not count what is written to it
     changes, version = mode.changes, local._version if is_counted else 0
     digest = hash((tensor._spec.digest, content_digest(local)))
-    tensor._content = (local, version, changes, digest) if is_counted else None
+    memory_of(tensor).content = (local, version, changes, digest) if is_counted else None
     return digest
 
 
@@ -86,15 +82,10 @@ def plain_or_digest(tensor: Tensor) -> int:
 
 
 def follow(tensor: DTensorBase, base: DTensorBase) -> None:
-    """Have a tensor of the same memory and layout follow writes to another, and the other way."""
-    family = base._family
-    if family is None:
-        base._family = tensor._family = [ref(base), ref(tensor)]
-        return
-    if len(family) >= _FEW and not len(family) & (len(family) - 1):
-        family[:] = [member for member in family if member() is not None]
-    family.append(ref(tensor))
-    tensor._family = family
+    """Give a tensor of the same memory and layout as another its digest, which follows writes."""
+    is_content = base._digest is None and base._made is None and base._spec.is_replicated
+    # Of content, what it holds tells of writes.
+    tensor._made, tensor._digest = None if is_content else digest_of(base), None
 
 
 def note_write(tensor: DTensorBase, digest: int) -> None:
@@ -109,15 +100,9 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
     memory.digest = hash((memory.digest, digest))
     if is_view:
         tensor._made, tensor._digest = digest, None
-        tensor = owner
-        tensor._digest = digest = hash((digest_of(tensor), digest))
+        owner._digest = hash((digest_of(owner), digest))
     else:
         tensor._digest = digest
-    if tensor._family is not None:
-        for member in tensor._family:
-            other = member()
-            if other is not None and other is not tensor:
-                other._digest = digest
 
 
 def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:

@@ -45,16 +45,11 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         keep_place(tensor)
         anchor = anchor_of(tensor)
         result: DTensor = change(anchor)
-        changes = in_place_views.may_change_local(tensor, result)
-        if graded and not changes:
-            in_place_views.begin_anew(anchor)
-            result = change(anchor)
-
-    if changes:
+    if in_place_views.may_change_local(tensor, result):
         in_place_views.change_local(
             anchor, result, lambda local: func(local, *rest, **kwargs), change
         )
-    return in_place_views.become_view(tensor, anchor, result, None if changes else change)
+    return in_place_views.become_view(tensor, anchor, result)
 
 
 def _check_graph_of_dims(name: str, tensor: DTensor) -> None:

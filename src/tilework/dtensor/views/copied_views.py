@@ -27,14 +27,17 @@ from tilework.dtensor.base import (
     View,
     ViewedInPlace,
     Write,
+    anchor_in,
     base_in_graph,
     base_then,
     data_of,
     memory_of,
     version_of,
+    without_anchor,
     wrap_as,
 )
-from tilework.dtensor.provenance.digests import digest_of, follow
+from tilework.dtensor.provenance.digests import follow
+from tilework.dtensor.torch_counts import is_shown_elsewhere
 from tilework.dtensor.views.graph_views import note_view, with_grad_of_nobody
 from tilework.dtensor.views.memory_layout import (
     counts_apart,
@@ -54,21 +57,20 @@ WATCHED: View = object.__new__(View)
 
 #: A view that torch's graph has for none.
 _unsafe_view = torch.ops.aten._unsafe_view.default
-_use_count: Any = torch._C._storage_Use_Count
-#: Those of a storage that one tensor has: by that, and by the object that asks.
-_ALONE = 2
 
 
 def anchor_of(tensor: DTensorT) -> DTensorT:
     """The tensor that stands for another as the base of views, whatever becomes of that."""
-    anchor: Any = tensor._anchor
+    anchor: Any = anchor_in(tensor)
     if (
         anchor is None
         or anchor._local_tensor is not tensor._local_tensor
         or anchor._spec is not tensor._spec
     ):
-        anchor = tensor._anchor = wrap_as(type(tensor), tensor._local_tensor, tensor._spec)
-        anchor._made_without_grad = tensor._made_without_grad
+        befores = without_anchor(tensor)
+        anchor = wrap_as(type(tensor), tensor._local_tensor, tensor._spec)
+        tensor._stand_ins = (*befores, anchor)
+        anchor._made_without_grad = bool(tensor._made_without_grad)
         anchor._viewed = (tensor, tensor._spec, None, (), {})
     anchor._view_of = tensor._view_of
     return anchor  # type: ignore[no-any-return]
@@ -79,23 +81,14 @@ def take_over(anchor: DTensorBase, tensor: DTensorBase) -> None:
 
     Views that were made of the tensor so far show what the anchor does: see ``base_then``.
     """
+    befores = without_anchor(tensor)
     anchor._viewed, anchor._view_of = tensor._viewed, tensor._view_of
     view = anchor._view_of
     if view is not None and view is not WATCHED:
         view.value = anchor._local_tensor
     anchor._memory, tensor._memory = tensor._memory, None
-    anchor._counter = tensor._counter
-    befores = [each for each in tensor._befores if is_shown_elsewhere(each._local_tensor)]
-    tensor._befores = (*befores, anchor)
-
-
-def is_shown_elsewhere(local: Tensor) -> bool:
-    """True if another tensor than this one may have its memory. Local.
-
-    The ranks agree wherever a DTensor has: its local tensors are of that memory on all of them.
-    """
-    storage: Any = local.untyped_storage()
-    return not storage.nbytes() or _use_count(storage._cdata) > _ALONE
+    befores = tuple(each for each in befores if is_shown_elsewhere(each._local_tensor))
+    tensor._stand_ins = (*befores, anchor)
 
 
 def mark(
@@ -237,7 +230,7 @@ def same_memory(tensor: DTensorT, local: Tensor, redo: Redo, apart: str = "") ->
         redo: Makes it of the tensor.
         apart: As for :class:`~tilework.dtensor.base.View`.
     """
-    result = wrap_as(type(tensor), local, tensor._spec, digest_of(tensor))
+    result = wrap_as(type(tensor), local, tensor._spec)
     follow(result, tensor)
     view = tensor._view_of
     if view is None or view is WATCHED:
@@ -311,15 +304,15 @@ def refresh(tensor: DTensorBase) -> None:
         view.joined = view.required = True
     if tensor._local_tensor is not view.value:
         keep_place(tensor, written=True)
-        tensor._local_tensor, tensor._aliases = view.value, None
+        tensor._local_tensor = view.value
 
 
 def refresh_in_graph(tensor: DTensorBase) -> None:
     """The same, of a view that an operator is about to take. Collective in that case.
 
     Raises:
-        RuntimeError: Gradients are recorded, and the place of the view in the graph is another in
-            torch: its base was given other data, and was then written to.
+        RuntimeError: Gradients are recorded, and the place of the view in the graph may be another
+            in torch: its base was given other data.
     """
     if torch.is_grad_enabled() and tensor._local_tensor.requires_grad:
         _check_left(tensor)
@@ -330,11 +323,11 @@ def _check_left(view: DTensorBase) -> None:
     base: DTensorBase | None = view
     while base is not None and base._viewed is not None and base_in_graph(base) is not None:
         base = base_then(base)
-        if base is not None and base._left is not None and base._left.is_written:
+        if base is not None and base._places is not None and base._places.refuses:
             raise RuntimeError(
-                f"{view!r} is a view of a tensor that was given other data since (x.data = y), and "
-                f"that was then written to: gradients of the view would be those of elements which "
-                f"it does not show. Make the view again, or use its detach()"
+                f"{view!r} is a view of a tensor that was given other data since (x.data = y): "
+                f"once that is written to, gradients of the view are those of elements which it "
+                f"does not show. Make the view again, or use its detach()"
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tilework.dtensor.base import DTensorBase, memory_of, version_of
+from tilework.dtensor.base import DTensorBase, anchor_in, memory_of, places_of, version_of
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.views.places import keep_place
 from tilework.dtensor.views.ungraded_views import note_ungraded
@@ -68,8 +68,8 @@ def after_leaving_graph(tensor: DTensorBase) -> None:
             local = view._local_tensor = with_grad_of_nobody(before)
             while version_of(local) < version_of(before):
                 increment_version(local)
-            if view._anchor is not None:
-                view._anchor._local_tensor = local
+            if (anchor := anchor_in(view)) is not None:
+                anchor._local_tensor = local
             _note_unwritten(view, before)
 
 
@@ -78,9 +78,8 @@ def _note_unwritten(view: DTensorBase, before: Tensor) -> None:
 
     Else this rank alone would compute them anew.
     """
-    view._aliases = None
-    if view._anchor is not None:
-        view._anchor._left_as = before
+    if (anchor := anchor_in(view)) is not None:
+        places_of(anchor).before = before
 
 
 def _views_without_elements(tensor: DTensorBase) -> list[DTensorBase]:
@@ -129,5 +128,5 @@ def _move(view: DTensorBase, base: DTensorBase) -> None:
     view._local_tensor = local
     if hasattr(view._view_of, "value"):
         view._view_of.value = local  # type: ignore[union-attr]
-    if view._anchor is not None:  # as the base of what is a copy
-        view._anchor._local_tensor = local
+    if (anchor := anchor_in(view)) is not None:  # as the base of what is a copy
+        anchor._local_tensor = local

@@ -13,20 +13,27 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tilework.dtensor.base import DTensorBase, Place, base_then, counter_of, data_of, owner_of
+from tilework.dtensor.base import (
+    DTensorBase,
+    Place,
+    base_then,
+    data_of,
+    has_left,
+    memory_of,
+    own_memory,
+    owner_of,
+    places_of,
+)
 from tilework.dtensor.local_function import LocalFunction
 from tilework.dtensor.spec import NONLINEAR
+from tilework.dtensor.torch_counts import holders, living, next_number, number_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
 _grad_fn_of = _base.grad_fn.__get__
 _is_view = _base._is_view
-_use_count = _base._use_count
 _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
-_next_number = torch._C._autograd._get_sequence_nr
-#: The sequence number of nodes without one: a leaf's, and of operators without a derivative.
-_NO_NUMBER = 2**64 - 1
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 
 
@@ -51,15 +58,16 @@ def keep_place(tensor: DTensorBase, written: bool = False) -> None:
 
 def _keep_place(tensor: DTensorBase, written: bool) -> None:
     local = tensor._local_tensor
-    if not local.requires_grad or _use_count(tensor) <= 1:
+    if not local.requires_grad or holders(tensor) <= 1:
         return
     if tensor._made_without_grad:
         leave_graph_of_wrappers(tensor)
     place = same_place(local)
-    left = _last_write(tensor) if written else place.grad_fn._sequence_nr()  # type: ignore[union-attr]
+    left = _last_write(tensor) if written else number_of(place.grad_fn)
     spec = tensor._spec
     value = local.detach().clone() if spec.reduce_op in NONLINEAR and not written else None
-    tensor._places = (*tensor._places, Place(place, spec, left, value))
+    places = places_of(tensor)
+    places.left = (*places.left, Place(place, spec, left, value))
 
 
 def note_taken(tensor: DTensorBase) -> None:
@@ -69,9 +77,9 @@ def note_taken(tensor: DTensorBase) -> None:
     """
     if tensor._viewed is None:
         return
-    counter = counter_of(owner_of(tensor))
-    known = counter.taken or ()
-    counter.taken = [
+    memory = memory_of(tensor)
+    known = memory.taken or ()
+    memory.taken = [
         *(each for each in known if each() is not None and each() is not tensor),
         ref(tensor),
     ]
@@ -79,28 +87,24 @@ def note_taken(tensor: DTensorBase) -> None:
 
 def _keep_places_of_taken(tensor: DTensorBase) -> None:
     """Keep the places of views of a tensor's memory, but those that it is itself a view of."""
-    counter = owner_of(tensor)._counter
-    if counter is None or counter.taken is None:
+    memory = owner_of(tensor)._memory
+    if memory is None or memory.taken is None:
         return
     own = []
     while (viewed := tensor._viewed) is not None:
         own.append(tensor)
         tensor = viewed[0]
-    for each in counter.taken:
-        view = each()
-        if view is not None and not any(view is base for base in own):
-            view._fix_weakref()  # type: ignore[attr-defined]  # C++ may be all that has it
+    for view in living(memory.taken):
+        if not any(view is base for base in own):
             _keep_place(view, written=False)
 
 
 def _count(owner: DTensorBase) -> None:
     """Count a write to a tensor's memory, also for the views of it that C++ may have saved."""
-    counter = counter_of(owner)
-    counter.written_at = _next_number()
-    for each in counter.taken or ():
-        view = each()
-        if view is not None:
-            view._fix_weakref()  # type: ignore[attr-defined]  # C++ may be all that has it
+    memory = own_memory(owner)
+    memory.written_at = next_number()
+    if memory.taken is not None:
+        for view in living(memory.taken):
             _increment_version((view,))
 
 
@@ -135,16 +139,16 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
     if graded is None:
         graded = is_on
     while True:
-        if tensor._made_without_grad or _use_count(tensor) > 1:
+        if tensor._made_without_grad or holders(tensor) > 1:
             _increment_version((tensor,))
         viewed = tensor._viewed
         if viewed is None or viewed[2] is data_of:
             _count(tensor)
             return
         base = viewed[0]
-        if graded and (base._left is not None or base._spec is not viewed[1]):
+        if graded and (has_left(base) or base._spec is not viewed[1]):
             then = base_then(tensor)
-            if then is None or then._left is not None:
+            if then is None or has_left(then):
                 _check_in_place(tensor, base)
         tensor = base
 
@@ -177,7 +181,7 @@ def check_unwritten(function: Any) -> None:
         owner: DTensorBase = tensor
         while owner._viewed is not None and owner._viewed[2] is not data_of:
             owner = owner._viewed[0]
-        if owner._counter is not None and owner._counter.written_at > function._sequence_nr():
+        if owner._memory is not None and owner._memory.written_at > number_of(function):
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {tensor!r}, which {function.name()} saved, was written to "
@@ -196,9 +200,7 @@ def _last_write(tensor: DTensorBase) -> int:
     """Autograd's number of the last write in the graph to what a tensor shows; or of its making."""
     local = owner_of(tensor)._local_tensor
     # A view, as in-place changes of dims leave one, gets its node only when it is asked for.
-    node = local._base.grad_fn if local._base is not None else local.grad_fn
-    number = 0 if node is None else int(node._sequence_nr())
-    return 0 if number == _NO_NUMBER else number
+    return number_of(local._base.grad_fn if local._base is not None else local.grad_fn)
 
 
 def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
@@ -212,8 +214,8 @@ def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
     Raises:
         RuntimeError: It has another since, by way of another view.
     """
-    number = node._sequence_nr()
-    for place in tensor._places:
+    number = number_of(node)
+    for place in () if tensor._places is None else tensor._places.left:
         if place.left > number:
             return Place(local, tensor._spec) if _is_there(tensor, local, place) else place
     if _last_write(tensor) > number:

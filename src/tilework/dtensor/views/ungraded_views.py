@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tilework.dtensor.base import DTensorBase, owner_of, root_in_graph
+from tilework.dtensor.base import DTensorBase, Ungraded, owner_of, root_in_graph
 
 _base: Any = torch._C.TensorBase
 _grad_fn_of = _base.grad_fn.__get__
@@ -23,21 +23,24 @@ def note_ungraded(view: DTensorBase, base: DTensorBase) -> None:
         base: What it was made of.
     """
     local = base._local_tensor
-    if local.requires_grad or base._ungraded is not None:
+    if local.requires_grad or isinstance(base._made_without_grad, Ungraded):
         if base._viewed is not None:
             local = owner_of(base)._local_tensor
-        view._ungraded = (local, local._version)
+        view._made_without_grad = Ungraded(local, local._version)
 
 
-def check_ungraded(view: DTensorBase) -> None:
+def check_ungraded(view: DTensorBase, made: Ungraded) -> None:
     """Raise, as torch does, if the memory of such a view was written to since. Local.
+
+    Args:
+        view: The view.
+        made: What was noted of it.
 
     Raises:
         RuntimeError: It was, through whichever tensor, and what it is a view of requires a
             gradient.
     """
-    assert view._ungraded is not None
-    local, version = view._ungraded
+    local, version = made
     if local._version == version or owner_of(view)._local_tensor is not local:
         return
     with torch._C.DisableTorchFunctionSubclass():
