@@ -26,7 +26,7 @@ BANNED_FIRST_WORDS = {"What", "How", "Whether", "Which", "Where", "One", "Who", 
 PRONOUNS = {
     ".": (16, 13),
     "capture": (19, 49),
-    "checkpoint": (164, 96),
+    "checkpoint": (73, 41),
     "comm": (324, 132),
     "data": (0, 5),
     "distributed": (2, 10),

@@ -7,18 +7,19 @@
 
 A checkpoint is a folder of safetensors files and one JSON index; docs/format.md specifies it.
 
-- ``api``: what programs call; ``asynchronous``: saving beside training;
+- ``api``: the functions that programs call; ``asynchronous``: saving in the background;
   ``manager``: the checkpoints of one run;
 - ``objects``, ``flattening``, ``flat_state``, ``values``: states of objects as containers,
   containers as paths;
-- ``describing``, ``save_planning``, ``saving``: what ranks have, who writes what, the protocol;
+- ``describing``, ``save_planning``, ``saving``: the ranks' states, the parts of each rank, the
+  protocol;
 - ``safetensors_index``, ``published``, ``composing``, ``memory_for_meta``: published weights, in
   the names and forms of a model that has no memory yet; ``publishing``: the way back;
 - ``name_patterns``, ``filling``, ``load_planning``, ``reading``, ``sharing``, ``exchanging``,
   ``loading``: the way back;
-- ``state_dict``, ``copying``: state dicts by names, whole or sharded, as torch's functions make;
-- ``showing``, ``picture``, ``kept``, ``verifying``, ``formats``, ``command``: looking at it, and
-  other formats;
+- ``state_dict``, ``copying``: state dicts by names, whole or sharded, as in torch;
+- ``showing``, ``picture``, ``kept``, ``verifying``, ``formats``, ``command``: showing checkpoints,
+  and other formats;
 - ``format``, ``saved``, ``index_text``, ``dtypes``: the index; ``places``, ``storage``,
   ``url_storage``: files.
 """
@@ -78,10 +79,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # which would take any name for one that is here
+if not TYPE_CHECKING:  # type checkers would take any name as defined
 
     def __getattr__(name: str) -> Any:
-        """A public name, with which torch is loaded; an error about any other."""
+        """A public name, which loads torch; raises for any other name."""
         if name in __all__:
             return getattr(importlib.import_module(f"{__name__}.public"), name)
         refuse_left_out(__name__, name)

@@ -1,6 +1,6 @@
-"""Saving and loading as programs call them.
+"""The functions for saving and loading that programs call.
 
-torch's names of parameters are taken, too: ``save(state, checkpoint_id=path)``, and
+torch's names of parameters are accepted, too: ``save(state, checkpoint_id=path)``, and
 ``load(state, checkpoint_id=path)`` with the state first.
 """
 
@@ -36,27 +36,27 @@ def save(
 ) -> None:
     """Write a checkpoint: whole, or not at all. Collective over the group; blocks.
 
-    Each rank writes its part, to files of its own; what several hold is written once, by them in
-    turn. Without a group it is a checkpoint of this process.
+    Each rank writes its part, to separate files. Parts that several ranks hold are written once, by
+    the ranks in turn. Without a group it is a checkpoint of this process.
 
     Args:
         state: Any nesting of dicts, lists, tuples, tensors (plain, DTensor, ShardedTensor),
             numbers, strings, bytes and None, and of objects with ``state_dict`` and
-            ``load_state_dict``: modules, optimizers, schedulers, :class:`RandomState`. A plain
-            value or tensor that differs between ranks is saved for each of them. Nothing else may
-            change it meanwhile.
-        path: A folder that all ranks see, or a URL for fsspec. A checkpoint that is there stays
-            what it is until the new one is complete, which then takes its place.
-        options: What goes into the index besides, and whether what is there is replaced.
+                ``load_state_dict``: modules, optimizers, schedulers, :class:`RandomState`. A plain
+                value or tensor that differs between ranks is saved for each rank. Nothing else may
+                change the state meanwhile.
+            path: A folder that all ranks see, or a URL for fsspec. An existing checkpoint stays
+                intact until the new one is complete, which then replaces it.
+            options: Additions to the index, and whether to replace an existing checkpoint.
         group: The ranks that save; None: all, or this process if there is no group.
 
     Raises:
-        CheckpointError: On all ranks alike: a file could not be written, or another save is at
-            work there. What was at the path is as it was; or the new checkpoint is there, whole, if
-            the disk refused what comes after the index.
+        CheckpointError: On all ranks: a file could not be written, or another save is running
+            there. The old contents do not change; or the new checkpoint is complete, if the disk
+            refused a step after the index.
         TypeError: The state has something that a checkpoint does not hold; the message says where.
-        PeerLostError: A rank died. What was at the path is as it was; or the new checkpoint is
-            there, whole, if the first rank died after it had written the index.
+        PeerLostError: A rank died. The old contents do not change; or the new checkpoint is
+            complete, if the first rank died after writing the index.
 
     Example:
         >>> import tempfile, torch
@@ -82,9 +82,9 @@ def async_save(
 ) -> PendingSave:
     """Write a checkpoint while the program goes on. Collective; blocks for one copy in memory.
 
-    What this rank is to write is copied, and a thread writes the copy; the state may change as soon
-    as this returns. The thread communicates on a group of its own, never on one of the program's.
-    A save that is still at work is waited for first: of a rank's saves one is at work at a time.
+    This rank's part is copied, and a thread writes the copy; the state may change as soon as this
+    returns. The thread communicates on a separate group, never on one of the program's. It first
+    waits for a save that is still running: each rank runs one save at a time.
 
     Args:
         state: As for :func:`save`.
@@ -93,11 +93,11 @@ def async_save(
         group: As for :func:`save`.
 
     Returns:
-        A handle: ``wait()`` blocks until the checkpoint is there, and raises if it failed. Without
-        that, the next save raises it. A program that ends waits for it.
+        A handle: ``wait()`` blocks until the checkpoint is complete, and raises if the save failed.
+        Else the next save raises the error. A program waits for the save before it ends.
 
     Raises:
-        CheckpointError: The save before has failed; or as :func:`save` does before it writes.
+        CheckpointError: The last save has failed; or as :func:`save` before it writes.
         TypeError: As for :func:`save`.
 
     Example:
@@ -126,30 +126,32 @@ def load(
 ) -> LoadReport:
     """Fill a state from a checkpoint, whatever layouts it was saved in. Collective; blocks.
 
-    Tensors are filled in place, in the layout that they have: each rank reads the bytes that it
-    needs, and what several ranks of a host need is read once and passed on in memory. Values take
-    the place of values, objects are given their state. Optimizers have their states by the names of
-    their parameters, in whatever groups these are.
+    Tensors are filled in place, in their own layouts: each rank reads the bytes that it needs, and
+    bytes that several ranks of a host need are read once and shared in memory. Values replace
+    values, and objects get their states. States of optimizers follow the names of their
+    parameters, in any groups.
 
     Args:
         path: As for :func:`save`; or a folder of published weights: safetensors files, with Hugging
-            Face's index or without. A model of transformers' takes them in its own names and forms.
-        into: A state of the structure that was saved, or a part of it. Models on ``meta`` get their
-            memory here, in their layouts, when nothing is missing.
+                Face's index or without. A model of transformers gets them in its own names and
+                forms.
+            into: A state with the saved structure, or a part of it. Models on ``meta`` get memory
+                here, in their layouts, when nothing is missing.
         names: Patterns, such as ``"model.*"``: only names of the state that match one are filled.
-            One that matches nothing is an error, if ``strict``.
+            With ``strict``, a pattern that matches nothing is an error.
         map_names: The checkpoint's name for a name of the state: a function, or a dict. A list of
             names is joined along dim 0; a :class:`PieceOf` is cut.
-        strict: Raise if the checkpoint lacks a name that is asked for; False: leave it as it is.
-        verify: Compare the checksums of what is read.
+        strict: Raise if the checkpoint lacks a name that is asked for; False: leave that part
+            unchanged.
+        verify: Compare the checksums of everything that is read.
         group: The ranks that load; None: all, or this process if there is no group.
 
     Returns:
-        What was loaded, left out and converted, with the state as ``report.state``.
+        A report of loaded, left-out and converted names, with the state as ``report.state``.
 
     Raises:
-        CheckpointError: On all ranks alike; it names the file, the tensor and the rank. Nothing was
-            filled, unless elements are damaged: then tensors hold what was read so far.
+        CheckpointError: On all ranks; the error names the file, the tensor and the rank. Nothing
+            was filled, unless elements are damaged: then tensors hold the elements read so far.
 
     Example:
         >>> import tempfile, torch
@@ -172,17 +174,17 @@ def load(
 def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
     """The state of a checkpoint, in plain containers and full tensors on the CPU. Local.
 
-    For inspection and inference: it needs neither ranks nor the objects that were saved, whose
-    states are dicts here. What was saved for each rank is a dict by rank.
+    For inspection and inference: it needs neither ranks nor the saved objects, whose states are
+    dicts here. A value saved for each rank is a dict by rank.
 
     Args:
         path: As for :func:`save`.
-        names: Patterns, such as ``"model.*"``; only what matches one is read, and each must match
-            something.
-        verify: Compare the checksums of what is read.
+        names: Patterns, such as ``"model.*"``; only matching names are read, and each pattern must
+            match something.
+        verify: Compare the checksums of everything that is read.
 
     Raises:
-        CheckpointError: There is none, or it is damaged; or a pattern matches nothing.
+        CheckpointError: There is no checkpoint, or it is damaged; or a pattern matches nothing.
 
     Example:
         >>> import tempfile, torch
@@ -198,10 +200,10 @@ def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
 
 @checkpoint_errors()
 def index_of(path: AnyPath) -> Index:
-    """The index of a checkpoint: its tensors, boxes, files and checksums. Local.
+    """The index of a checkpoint: tensors, boxes, files and checksums. Local.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged.
 
     Example:
         >>> import tempfile, torch
@@ -221,7 +223,7 @@ def _patterns(names: Names) -> tuple[str, ...] | None:
 
 
 def _progress(what: str, total: int, ranks: Ranks, afterwards: str = "") -> Progress:
-    """The progress of the first rank's bytes, which are about as many as any other's."""
+    """The progress of the first rank's bytes, which stands for all: shares are about equal."""
     others = "other ranks" if len(ranks.all) > 1 else ""
     awaited = " and ".join(filter(None, (afterwards, others)))
     return Progress(what, total, None if ranks.is_first else False, awaited)

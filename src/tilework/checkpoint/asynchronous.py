@@ -1,7 +1,7 @@
-"""Saving beside training: a copy in memory, which a thread writes.
+"""Asynchronous saving: a copy in memory, which a thread writes.
 
-The thread uses a group of its own, so that nothing of it comes between the program's collectives.
-Of a rank's saves one is at work at a time: the next one waits for it, and raises what it raised.
+The thread uses a separate group, so that it does not mix with the program's collectives. Each rank
+runs one save at a time: the next save waits for the last, and raises its error.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tilework.errors import CheckpointError
 
 #: Boxes begin at multiples of this in the copy.
 _ALIGNMENT = 64
-#: While a save is waited for, its progress is looked at so often.
+#: The interval of showing progress during a wait.
 _SHOWN_SECONDS = 0.2
 
 
 class PendingSave:
-    """A save that goes on while the program does. Made by :func:`~tilework.checkpoint.async_save`.
+    """A save in the background. Made by :func:`~tilework.checkpoint.async_save`.
 
     Attributes:
-        path: Where it is written to.
+        path: The path of the checkpoint.
         total: The bytes that this rank writes.
         is_first: True on the rank that shows progress.
     """
@@ -52,18 +52,18 @@ class PendingSave:
         self._is_seen = False
 
     def done(self) -> bool:
-        """True if it has ended, well or not. Never blocks."""
+        """True if the save has ended, well or not. Never blocks."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the checkpoint is there on all ranks. Not collective.
+        """Block until the checkpoint is complete on all ranks. Not collective.
 
         Args:
             timeout: Seconds after which to give up waiting; the save goes on.
 
         Raises:
             TimeoutError: The time is up.
-            CheckpointError: The save has failed; on all ranks alike.
+            CheckpointError: The save has failed; on all ranks.
             PeerLostError: A rank died meanwhile.
         """
         if not self._has_ended(timeout):
@@ -73,11 +73,11 @@ class PendingSave:
             raise self._error
 
     def result(self, timeout: float | None = None) -> None:
-        """:meth:`wait`, under the name that a future has."""
+        """:meth:`wait`, under the name in futures."""
         self.wait(timeout)
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Wait, and show how far it is meanwhile."""
+        """Wait, and show progress meanwhile."""
         shown = None if self._is_first else False
         with Progress(f"saving {self.path}", self._total, shown, "the disk") as progress:
             if not progress.is_shown:
@@ -100,7 +100,7 @@ class PendingSave:
 
 @dataclass
 class _Background:
-    """The saves of one rank that go on beside its program."""
+    """The background saves of one rank."""
 
     last: PendingSave | None = None
     #: The memory of the last copy, for the next one.
@@ -113,7 +113,7 @@ class _Background:
             before_end(self.finish)
 
     def finish(self) -> None:
-        """Wait, and tell what nobody has waited for."""
+        """Wait, and report an error that nobody has waited for."""
         self.is_closed_with_rank = False
         last, self.last, self.copy = self.last, None, None
         if last is None:
@@ -124,10 +124,10 @@ class _Background:
 
 
 def wait_for_pending() -> str | None:
-    """Wait for this rank's save that is at work, if there is one. Local.
+    """Wait for this rank's running save, if there is one. Local.
 
     Returns:
-        Its failure, if nobody has seen that; once.
+        The save's error, if nobody has seen it; only once.
     """
     background = current_world().states.get(_Background)
     last = None if background is None else background.last
@@ -141,10 +141,10 @@ def wait_for_pending() -> str | None:
 
 
 def raise_pending() -> None:
-    """Wait for this rank's save that is at work. Local.
+    """Wait for this rank's running save. Local.
 
     Raises:
-        CheckpointError: It has failed, and nobody was told yet.
+        CheckpointError: The save has failed, and nobody was told yet.
     """
     failure = wait_for_pending()
     if failure is not None:
@@ -152,21 +152,21 @@ def raise_pending() -> None:
 
 
 def finish_pending(ranks: Ranks) -> None:
-    """Wait for saves that are at work. Collective.
+    """Wait for running saves. Collective.
 
     Raises:
-        CheckpointError: One has failed, and some rank was not told yet; on all ranks.
+        CheckpointError: A save has failed, and some rank was not told yet; on all ranks.
     """
     ranks.gather(raise_pending)
 
 
 def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> PendingSave:
-    """Copy what this rank is to write, and start to write it. Collective; blocks for the copy.
+    """Copy this rank's part, and start to write it. Collective; blocks for the copy.
 
     Args:
         storage: The place.
         state: The state.
-        ranks: The ranks, in a group of their own.
+        ranks: The ranks, in a separate group.
         options: As for saving.
     """
     background = current_world().state(_Background)
@@ -186,14 +186,14 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
         context = copy_context()
         threading.Thread(target=context.run, args=(run,), name="checkpoint", daemon=False).start()
 
-    # A rank that has no memory for its copy, or no thread, tells the others before they write.
+    # A rank without memory for the copy, or without a thread, tells the others before.
     try:
         ranks.gather(begin)
     except BaseException:
         begins.set_result(False)
         save.release()
         raise
-    save.leaves = {}  # the copy is all that is needed
+    save.leaves = {}  # the copy is enough
     background.last = pending
     begins.set_result(True)
     return pending
@@ -217,7 +217,7 @@ class _Copies:
 
     Args:
         memory: The bytes.
-        starts: Where those of each box begin.
+        starts: The start of each box.
     """
 
     memory: Tensor
@@ -231,7 +231,7 @@ class _Copies:
 
 
 def _copied(save: Save, background: _Background) -> _Copies:
-    """Copies of all that this rank is to write, in memory that is used again.
+    """Copies of everything that this rank will write, in memory that is reused.
 
     Raises:
         CheckpointError: There is no memory for them.

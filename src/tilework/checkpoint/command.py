@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """The exit status of a command: 0, 1 if something is wrong or differs, 2 if it cannot be done.
+    """The exit status of a command: 0, 1 if something is wrong or differs, 2 if it fails.
 
     Example:
         >>> import argparse

@@ -1,7 +1,7 @@
-"""Tensors that are composed of saved ones: several as one, or a piece of one. Pure.
+"""Tensors composed of saved tensors: several as one, or a piece of one. Pure.
 
-Parts lie where they lay: what is composed is read like any other tensor, so that each rank reads
-the bytes that it needs.
+Parts stay in place: a composed tensor is read like any other tensor, and each rank reads the bytes
+that it needs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from tilework.checkpoint.saved import Part, SavedTensor
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
-#: Of files without checksums so many bytes are read at a time, and no more around what is needed.
+#: Bytes read at a time from files without checksums, to read little around the needed bytes.
 UNCHECKED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class PieceOf:
-    """A piece of a tensor that is cut into equal ones, as a value of ``map_names``.
+    """A piece of a tensor that is cut into equal pieces, as a value of ``map_names``.
 
     Args:
         name: The checkpoint's tensor.
-        number: Which piece, from 0.
+        number: The number of the piece, from 0.
         count: The number of pieces.
-        dim: Along which it is cut.
+        dim: The dim along which the tensor is cut.
 
     Example:
         >>> from tilework.checkpoint import PieceOf
@@ -43,10 +43,10 @@ class PieceOf:
 
 
 def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
-    """Tensors, one after the other along a dim.
+    """The concatenation of tensors along a dim.
 
     Raises:
-        CheckpointError: Their dtypes, or their other sizes, differ.
+        CheckpointError: The dtypes, or the sizes of other dims, differ.
 
     Example:
         >>> row = SavedTensor("q", "F32", (1, 2), (Part(Box((0, 0), (1, 2)), "f", 0, 8),))
@@ -77,7 +77,7 @@ def stacked(tensors: Sequence[SavedTensor]) -> SavedTensor:
 
 
 def unstacked(tensor: SavedTensor) -> list[SavedTensor]:
-    """The tensors of which one is stacked along the first dim.
+    """The tensors that are stacked in one tensor along the first dim.
 
     Example:
         >>> rows = SavedTensor("x", "F32", (2, 3), (Part(Box((0, 0), (2, 3)), "f", 0, 24),))
@@ -102,8 +102,8 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
     """A piece of a tensor, in runs of a file.
 
     Raises:
-        CheckpointError: The dim is not a multiple of the pieces; or there are checksums, which are
-            of the whole.
+        CheckpointError: The dim is not a multiple of the pieces; or there are checksums, which
+            belong to the whole.
 
     Example:
         >>> rows = SavedTensor("x", "F32", (4, 2), (Part(Box((0, 0), (4, 2)), "f", 0, 32, (0,)),))
@@ -137,9 +137,9 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
 
 
 def runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
-    """A region of a part, in boxes that follow each other in the file, as parts of a window."""
+    """A region of a part, in boxes that are contiguous in the file, as parts of a window."""
     strides = [math.prod(part.box.sizes[d + 1 :]) for d in range(len(part.box.sizes))]
-    whole = len(region.sizes)  # from this dim on a box has all that the part has
+    whole = len(region.sizes)  # from this dim on a box is as large as the part
     while whole and region.sizes[whole - 1] == part.box.sizes[whole - 1]:
         whole -= 1
     outer = max(0, whole - 1)

@@ -1,4 +1,4 @@
-"""Copies of elements into a tensor of any layout, from tensors of any other."""
+"""Copies of elements between tensors of any layouts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tilework.layout import Box
 from tilework.layout.box import whole_box
 from tilework.tiled.tensor import TiledTensor
 
-#: The most bytes that are under way at once.
+#: The maximum of bytes under way at once.
 PIECE_BYTES = 32 << 20
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy a tensor's elements. Collective over its ranks if it is sharded in another layout.
+    """Copy a tensor's elements. Collective over ranks of tensors in different layouts.
 
     Args:
         target: A tensor of any layout that is not partial.
-        value: Of the same shape: whole on each rank, or sharded.
+        value: A tensor of the same shape: whole on each rank, or sharded.
 
     Example:
         >>> target = torch.zeros(2)
@@ -50,7 +50,7 @@ def broadcast_into(target: Tensor, value: Any) -> None:
 
     Args:
         target: A tensor of any layout that is not partial.
-        value: Its ``shape`` and ``dtype``, and on rank 0 the ``tensor`` itself.
+        value: The ``shape`` and ``dtype``, and on rank 0 the ``tensor`` itself.
     """
     group = get_default_group()
     tiles = list(_tiles(_ours(target)))

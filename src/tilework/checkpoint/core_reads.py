@@ -1,7 +1,7 @@
 """Reads of parts of local files, done by the core many at a time.
 
-Between two calls of the core lies Python, whose memory is out of the caches by then: many short
-reads are cheaper as one list.
+Between two calls of the core Python runs, whose memory has left the caches by then: many short
+reads are cheaper as a list.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ try:
 except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
-#: Read by one call of the core: between calls come signals and progress.
+#: The bytes read by one call of the core: signals and progress come between calls.
 CALL_BYTES = 64 << 20
 
 
 class CoreRead(NamedTuple):
-    """A read of whole chunks of a part, of which some bytes are wanted.
+    """A read of whole chunks of a part, for some wanted bytes.
 
     Args:
         tensor: The tensor.
         part: The part.
-        runs: The bytes that are wanted, and their places.
-        reach: Where the first chunk begins in the part, and where the last one ends.
-        counted: The bytes that progress is told of.
+        runs: The wanted bytes, and their places.
+        reach: The begin of the first chunk in the part, and the end of the last.
+        counted: The bytes to report as progress.
     """
 
     tensor: SavedTensor
@@ -46,14 +46,14 @@ class CoreRead(NamedTuple):
 
 @dataclass
 class CoreReads:
-    """Reads that the core is to do; :meth:`run` does what is left.
+    """Reads for the core; :meth:`run` does the remaining ones.
 
     Args:
-        index: The checkpoint's.
+        index: The index of the checkpoint.
         descriptor: Opens a part's file.
         where: The full name of a file.
         damaged: The error for a chunk with another checksum, None where the file ends.
-        tell: Told of bytes that are read.
+        tell: Called for bytes that are read.
     """
 
     index: Index
@@ -61,20 +61,20 @@ class CoreReads:
     where: Callable[[str], str]
     damaged: Callable[[SavedTensor, Part, int, int | None], CheckpointError]
     tell: Callable[[int], None]
-    #: What shares in checksums are added to: uint32.
+    #: The memory to which shares in checksums are added: uint32.
     shares: memoryview = field(default_factory=lambda: memoryview(b""))
 
     def __post_init__(self) -> None:
         self._core = _core.FileReader()
         self._checked: list[tuple[int, int, int, Runs, int, int, bytes, bytes]] = []
         self._shared: list[tuple[int, int, int, Runs, int, int, int]] = []
-        #: What each of them is, and the bytes to tell of.
+        #: The read of each, and the bytes to report.
         self._of_checked: list[tuple[CoreRead, int]] = []
         self._of_shared: list[tuple[CoreRead, int]] = []
         self._nbytes = 0
 
     def add_checked(self, read: CoreRead, checked: bytes) -> None:
-        """Read, and compare the checksums of chunks for which there is a byte that is not 0."""
+        """Read, and compare the checksums of chunks whose byte in ``checked`` is not 0."""
         part, descriptor = read.part, self.descriptor(read.part)
         sums = array("I", part.crc32).tobytes()
         for at, stop in self._calls(read):
@@ -84,10 +84,10 @@ class CoreReads:
             self._note(self._of_checked, read, at, stop)
 
     def add_shared(self, read: CoreRead, place: int) -> None:
-        """Read what is wanted, and add its shares in the part's checksums from ``place`` on."""
+        """Read wanted bytes, and add their shares in the part's checksums from ``place`` on."""
         part, descriptor = read.part, self.descriptor(read.part)
         begin, end = read.reach
-        if end - begin <= CALL_BYTES:  # as most are
+        if end - begin <= CALL_BYTES:  # the usual case
             self._shared.append(
                 (descriptor, part.offset, part.nbytes, read.runs, begin, end, place)
             )
@@ -98,10 +98,10 @@ class CoreReads:
             self._note(self._of_shared, read, at, stop)
 
     def run(self) -> None:
-        """Do what is left.
+        """Do the remaining reads.
 
         Raises:
-            CheckpointError: Something is damaged. What comes after it is not read.
+            CheckpointError: Bytes are damaged. Reads after them are not done.
             OSError: The system cannot read a file; it names the file.
         """
         checked, of_checked = self._checked, self._of_checked
@@ -150,7 +150,7 @@ class CoreReads:
 
 
 def share_of(counted: int, reach: tuple[int, int], at: int, stop: int) -> int:
-    """The part of ``counted`` bytes, even over a reach, that ``at`` to ``stop`` has.
+    """The share of ``counted`` bytes, spread evenly over a reach, in ``at`` to ``stop``.
 
     Example:
         >>> share_of(100, (0, 10), 0, 5), share_of(100, (0, 10), 5, 20)

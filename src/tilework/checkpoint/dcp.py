@@ -6,8 +6,8 @@
     dcp.save(state_dict, storage_writer=TileworkWriter("run/step-100"))
     dcp.load(state_dict, storage_reader=TileworkReader("run/step-100"))
 
-The program, its groups and its planners are torch's; the files are those of docs/format.md, which
-``tilework.checkpoint`` reads, too. Nothing is pickled into them.
+The program, groups and planners are torch's. The files have the format of docs/format.md, which
+``tilework.checkpoint`` reads, too. They contain no pickles.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _future(value: Any) -> Any:
 
 
 class TileworkWriter(StorageWriter):
-    """Writes what torch's planner plans: whole or absent, the index last.
+    """Writes the plan of torch's planner: whole or absent, the index last.
 
     Args:
         path: A folder that all ranks see, or a URL.
@@ -96,7 +96,7 @@ class TileworkWriter(StorageWriter):
 
     def __init__(self, path: AnyPath) -> None:
         self._storage = storage_at(path)
-        #: Gives the path back, at the latest with this writer: torch tells no end of what failed.
+        #: Releases the path, at the latest with this writer: torch does not report failed saves.
         self._release: Callable[[], object] = nothing
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -117,7 +117,7 @@ class TileworkWriter(StorageWriter):
         try:
             release = self._storage.lock()
         except CheckpointError:
-            gc.collect()  # the writer of a save that has failed, which its error still knows
+            gc.collect()  # the writer of a failed save, which the error still references
             release = self._storage.lock()
         self._release = weakref.finalize(self, release)
         remove_leftovers(self._storage)
@@ -239,7 +239,7 @@ def _kind(key: Any) -> str:
 
 
 class TileworkReader(StorageReader):
-    """Reads checkpoints of this format for torch's planner, whoever wrote them.
+    """Reads checkpoints of this format, from any writer, for torch's planner.
 
     Args:
         path: A folder, or a URL.
@@ -291,7 +291,7 @@ class TileworkReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

@@ -1,6 +1,7 @@
-"""States of all ranks as one: what they have in common is saved once, the rest for each rank.
+"""The states of all ranks as one: common parts are saved once, the rest for each rank.
 
-Every rank describes its state, ranks compare descriptions, and all make the same list of tensors.
+Every rank describes its state, the ranks compare descriptions, and all make the same list of
+tensors.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from tilework.layout.box import whole_box
 from tilework.sharded.base import ShardedTensorBase
 from tilework.tiled.tensor import TiledTensor
 
-#: What ranks tell each other of a leaf: its kind, and plain data.
+#: The facts of a leaf that ranks exchange: the kind, and plain data.
 Facts = tuple[Any, ...]
 
 
 @dataclass
 class Description:
-    """The description of one rank's state, for the others.
+    """The description of one rank's state, for the other ranks.
 
     Args:
         leaves: The leaves.
-        containers: The kinds of what holds them.
-        contents: Of tensors that only some ranks hold, CRC-32s of this rank's tiles with elements.
+        containers: The kinds of the containers of leaves.
+        contents: CRC-32s of this rank's tiles with elements, for tensors that only some ranks hold.
     """
 
     leaves: dict[Path, Facts] = field(default_factory=dict)
@@ -50,10 +51,10 @@ class MergedState:
     """The state of all ranks.
 
     Args:
-        flat: With names in the place of tensors.
-        tensors: Those to save.
-        sources: For each, the path of the local tensor, and the ranks that have it there.
-        aliases: Names of tensors that are others under another name.
+        flat: The state with names in the place of tensors.
+        tensors: The tensors to save.
+        sources: For each tensor, the path of the local tensor, and the ranks that have it there.
+        aliases: Further names of tensors that are saved under another name.
     """
 
     flat: FlatState
@@ -63,14 +64,14 @@ class MergedState:
 
 
 def has_partial(flat: FlatState) -> bool:
-    """True if this rank's state has tensors whose values are yet to be reduced."""
+    """True if this rank's state has tensors whose values are not reduced yet."""
     return any(
         isinstance(leaf, DTensor) and bool(leaf._spec.partial_axes) for leaf in flat.leaves.values()
     )
 
 
 def settle(flat: FlatState) -> None:
-    """Replace tensors that are partial by their values. Collective over their meshes."""
+    """Replace partial tensors by their values. Collective over their meshes."""
     for path, leaf in flat.leaves.items():
         if isinstance(leaf, DTensor) and leaf._spec.partial_axes:
             placements = [Replicate() if isinstance(p, Partial) else p for p in leaf.placements]
@@ -83,8 +84,8 @@ def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
     """This rank's description. Local.
 
     Args:
-        flat: Its state.
-        ranks: Those that save together. What is only compared is left out where there is one.
+        flat: The state of this rank.
+        ranks: The ranks that save together. A single rank needs no data for comparisons.
 
     Raises:
         TypeError: A tensor is of a dtype or layout that checkpoints do not hold.
@@ -116,13 +117,13 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
 
 
 def check_dense(tensor: Tensor, where: str) -> None:
-    """Raise unless a tensor has its elements in memory, one by one.
+    """Raise unless a tensor has separate elements in memory.
 
     Raises:
-        TypeError: It is sparse, quantized, nested or the like.
+        TypeError: The tensor is sparse, quantized, nested or similar.
     """
     tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else (tensor,)
-    for tile in tiles:  # plain ones tell fast
+    for tile in tiles:  # plain tensors are quick to check
         _check_plain(tile, where)
 
 
@@ -146,7 +147,7 @@ def _check_plain(leaf: Tensor, where: str) -> None:
 
 
 def tiles_of(tensor: TiledTensor) -> tuple[tuple[Any, ...], ...]:
-    """The boxes with elements and their owners, as plain data; all if there are none such."""
+    """The boxes with elements and their owners, as plain data; all boxes if all are empty."""
     tiles = [tile for tile in tensor.tiling.tiles if not tile.box.empty]
     return tuple((t.box.offsets, t.box.sizes, t.owners) for t in tiles or tensor.tiling.tiles)
 
@@ -168,14 +169,14 @@ def layout_text(tensor: TiledTensor) -> str:
 
 
 def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedState:
-    """The one state that ranks have together. Pure, and the same on every rank.
+    """The state of all ranks as one. Pure, and the same on every rank.
 
     Raises:
-        ValueError: Ranks have different containers in one place.
+        ValueError: Ranks have different containers in the same place.
     """
     merger, by_path = _Merger(), dict[Path, dict[Facts, list[int]]]()
     containers = merger.state.flat.containers
-    # Ranks that are alike have one description.
+    # Ranks with equal states share a description.
     numbers_of: dict[int, list[int]] = {}
     for number, description in enumerate(descriptions):
         numbers_of.setdefault(id(description), []).append(number)
@@ -205,16 +206,16 @@ def _copies_as_one(
     descriptions: Sequence[Description],
     ranks: Sequence[int],
 ) -> list[tuple[Facts, list[int]]]:
-    """The variants, as one where all are one tensor, in the same tiles, with the same contents.
+    """Merge the variants into one if all are the same tensor, with the same tiles and contents.
 
-    So a model that is tensor-parallel on each of several meshes, and replicated over them, is saved
-    once. The ranks that hold a tile then write it in turn, as they do within one mesh.
+    A model that is tensor-parallel on each of several meshes, and replicated over the meshes, is
+    thus saved once. The ranks that hold a tile then take turns in writing, as within one mesh.
 
     Args:
-        path: Of the tensor.
-        variants: Its facts, and the indexes of the ranks that told them.
-        descriptions: Of each rank.
-        ranks: Their numbers.
+        path: The path of the tensor.
+        variants: Facts of the tensor, and the indexes of the ranks with these facts.
+        descriptions: The description of each rank.
+        ranks: The numbers of the ranks.
     """
     if len(variants) == 1 or any(facts[0] != "tiles" for facts, _ in variants):
         return variants
@@ -241,7 +242,7 @@ def _copies_as_one(
 
 
 class _Merger:
-    """The state of all ranks while it grows."""
+    """The state of all ranks under construction."""
 
     def __init__(self) -> None:
         self.state = MergedState(FlatState(), [], [], {})
@@ -251,7 +252,7 @@ class _Merger:
     def leaf(
         self, path: Path, facts: Facts, owners: tuple[int, ...], suffix: str
     ) -> Value | NamedTensor:
-        """The stand-in for a leaf that some ranks describe alike."""
+        """The stand-in for a leaf that some ranks describe equally."""
         if facts[0] == "value":
             return Value(facts[1])
         name = unique_name(f"{dotted(path)}{suffix}", self._names)
@@ -291,11 +292,11 @@ def _merge_containers(merged: dict[Path, str], own: Mapping[Path, str], rank: in
 
 
 def local_view(leaf: Tensor, box: Box, rank: int) -> Tensor:
-    """The view of this rank's memory that has a box of a tensor.
+    """The view of this rank's memory for a box of a tensor.
 
     Args:
         leaf: The tensor.
-        box: Within one of its tiles here.
+        box: A box within a local tile.
         rank: This rank.
     """
     if not isinstance(leaf, TiledTensor):

@@ -1,10 +1,11 @@
-"""Names of dtypes in checkpoints, with sizes, and what safetensors files hold them as."""
+"""Names of dtypes in checkpoints, with sizes, and their forms in safetensors files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: The bytes of an element, by the index's name of the dtype: that of safetensors, where it has one.
+#: The bytes of an element, by the index's name of the dtype: the name is safetensors', where it has
+#: one.
 ITEM_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -26,8 +27,8 @@ ITEM_BYTES = {
     "F8_E4M3FNUZ": 1,
     "F8_E5M2FNUZ": 1,
 }
-#: As what a file holds a dtype that not every reader of safetensors knows: another dtype, and how
-#: many elements of it stand for one.
+#: The substitutes in files for dtypes that not every reader of safetensors knows: another dtype,
+#: and how many elements of it stand for one element.
 _STORED = {
     "C64": ("F32", 2),
     "C128": ("F64", 2),

@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype, where: str = "a tensor") -> str:
         where: Names the tensor in the error.
 
     Raises:
-        TypeError: Checkpoints cannot hold it.
+        TypeError: Checkpoints cannot hold the dtype.
 
     Example:
         >>> dtype_name(torch.bfloat16)

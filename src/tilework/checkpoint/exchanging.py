@@ -1,9 +1,9 @@
-"""Shared parts: each rank of a host reads its units, and all get what they need, in memory.
+"""Shared parts: each rank of a host reads its units, and all ranks get their regions, in memory.
 
-In rounds through small buffers. A round of units that all ranks need is an all-gather; any other is
-an all-to-all of the regions that each rank needs. All ranks know all units, so that nothing is
-said about sizes. A rank whose units are damaged goes on with what it has read, and raises when all
-rounds are over: no other waits for it.
+It runs in rounds through small buffers. A round of units that all ranks need is an all-gather; any
+other round is an all-to-all of the needed regions. All ranks know all units, so that sizes are not
+sent. A rank whose units are damaged goes on with the bytes that it has read, and raises after all
+rounds: no other rank waits for it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tilework.layout import Box
 
 #: The bytes that a rank reads for a round, unless a single unit is longer.
 ROUND_BYTES = 4 << 20
-#: Regions begin at multiples of this, so that they can be viewed as any dtype.
+#: Regions begin at multiples of this, so that a view as any dtype is possible.
 _ALIGNMENT = 16
 
-#: The view of this rank's memory for a need of a tensor: of the need's box.
+#: Finds the view of this rank's memory for the box of a need.
 TargetOf = Callable[[int, Need], Tensor]
 
 
 @dataclass(frozen=True)
 class _Region:
-    """A box of a unit that goes to one rank, in a buffer."""
+    """A box of a unit for one rank, in a buffer."""
 
     unit: Unit
     need: Need
-    #: The element of the unit at which the block begins, the block, and what is needed of it.
+    #: The first element of the block in the unit, the block, and the need.
     at: int
     block: Box
     box: Box
@@ -50,7 +50,7 @@ class Exchange:
         group: The ranks of the host.
         wanted: The tensors.
         reader: Reads units.
-        target_of: Finds the memory for what arrives.
+        target_of: Finds the memory for arriving regions.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Exchange:
         """Move all units. Collective over the group.
 
         Raises:
-            CheckpointError: What this rank has read is damaged; after the last round.
+            CheckpointError: Bytes that this rank has read are damaged; after the last round.
         """
         for_all = {r: [u for u in own if is_for_all(u, self._host)] for r, own in units.items()}
         others = {r: [u for u in own if not is_for_all(u, self._host)] for r, own in units.items()}
@@ -120,14 +120,14 @@ class Exchange:
                 try:
                     tensor = self._wanted[unit.tensor].saved
                     self._reader.read_chunks(tensor, unit.part, start, byte_view(memory))
-                except Exception as error:  # of a plug-in: of any class
+                except Exception as error:  # plug-ins raise any class
                     self._error = error
             yield unit, memory
 
     def _size_of(self, units: Sequence[Unit]) -> int:
         return sum(_aligned(self._nbytes(unit)) for unit in units)
 
-    # -- what all need -----------------------------------------------------------------------
+    # -- units for all ranks -----------------------------------------------------------------
 
     def _gather(self, units: Mapping[int, Sequence[Unit]]) -> None:
         size = max(self._size_of(own) for own in units.values())
@@ -149,7 +149,7 @@ class Exchange:
         target = self._target_of(unit.tensor, need)
         copy_region(memory.view(DTYPES[tensor.dtype]), unit.part, unit.start, need.box, target)
 
-    # -- what each needs some of ----------------------------------------------------------------
+    # -- units for some ranks -------------------------------------------------------------------
 
     def _exchange(self, units: Mapping[int, Sequence[Unit]]) -> None:
         own = self._buffer("own", self._size_of(units[self._here]))
@@ -208,7 +208,7 @@ class Exchange:
         target[region.box.relative_to(region.need.box).slices].copy_(values)
 
     def _buffer(self, purpose: str, nbytes: int) -> Tensor:
-        """Memory that is used again in the next round: so it stays in the cache."""
+        """Memory that the next round uses again, so that it stays in the cache."""
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.numel() < nbytes:
             buffer = self._buffers[purpose] = self._group.empty(nbytes, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Filling of a state from a checkpoint: where each saved tensor and value goes.
+"""Filling of a state from a checkpoint: the places of saved tensors and values.
 
-A state is walked twice. First, everything is looked up and checked, and the tensors to fill are
-listed; then, when they are filled, values are set and objects are given their states.
+A state is walked twice. First everything is looked up and checked, and the tensors to fill are
+listed. After they are filled, values are set and objects get their states.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.errors import CheckpointError
 from tilework.tiled.tensor import TiledTensor
 
-#: Gives the value that has come, once tensors are filled.
+#: Gives the loaded value, once tensors are filled.
 Finish = Callable[[], Any]
-#: The checkpoint's tensor or tensors for a name of the state: by name, several that are one (along
-#: dim 0), or a piece of one.
+#: The checkpoint's tensor or tensors for a name of the state: a name, several names to join along
+#: dim 0, or a piece of a tensor.
 Mapped = str | Sequence[str] | PieceOf
 MapNames = Callable[[str], Mapped] | Mapping[str, Mapped] | None
 
@@ -43,9 +43,9 @@ class Target:
     """A tensor to fill.
 
     Args:
-        saved: From what.
-        tensor: What.
-        where: Its name in the state.
+        saved: The saved tensor.
+        tensor: The tensor to fill.
+        where: The name in the state.
     """
 
     saved: SavedTensor
@@ -66,13 +66,14 @@ class Filling:
     """A state that is being filled, on one rank.
 
     Args:
-        index: The checkpoint's.
-        saved: Its state.
+        index: The index of the checkpoint.
+        saved: The state in the checkpoint.
         rank: This rank.
         names: The names to fill.
         map_names: From names of the state to names of the checkpoint.
-        check_files: Raises unless files are as long as the index says: before memory is taken.
-        places: Those of the parameters in the state's modules.
+        check_files: Raises unless files are as long as the index says; called before memory is
+            taken.
+        places: The places of the parameters in the state's modules.
     """
 
     index: Index
@@ -87,12 +88,12 @@ class Filling:
     visit_optimizer: Callable[[Filling, Optimizer, Path], Finish] = _refuse_optimizer
     check_files: Callable[[Iterable[str]], None] = _nothing
     places: Places = field(default_factory=dict)
-    #: The names of tensors that are filled, tied ones with each of theirs.
+    #: The names of filled tensors; tied tensors with all their names.
     filled: list[str] = field(default_factory=list)
     _memory: dict[object, Tensor] = field(default_factory=dict)
-    #: By name, tensors that are made of others.
+    #: By name, tensors composed of others.
     made: dict[str, SavedTensor] = field(default_factory=dict)
-    #: As what they are made, as plain data.
+    #: The compositions, as plain data.
     composed: list[tuple[Any, ...]] = field(default_factory=list)
     _paths: dict[str, Path] = field(init=False)
 
@@ -103,11 +104,11 @@ class Filling:
     # -- looking up --------------------------------------------------------------------------
 
     def is_asked(self, name: str) -> bool:
-        """True if a name of the state is to be filled."""
+        """True if a name of the state should be filled."""
         return self.names.match(name)
 
     def mapped(self, name: str) -> str:
-        """The checkpoint's name."""
+        """The checkpoint's name for a name of the state."""
         if self.map_names is None:
             return name
         if isinstance(self.map_names, Mapping):
@@ -117,12 +118,12 @@ class Filling:
         return mapped if isinstance(mapped, str) else self.compose(mapped)
 
     def compose(self, of: Sequence[str] | PieceOf) -> str:
-        """The name of a tensor that is made of others, and listed with them from here on."""
+        """The name of a tensor composed of others, which is listed from now on."""
         names = (of.name,) if isinstance(of, PieceOf) else tuple(of)
         leaves = [self.saved.leaves.get(self._paths.get(name, ())) for name in names]
         tensors = [self.tensor_named(leaf) for leaf in leaves if isinstance(leaf, NamedTensor)]
         if len(tensors) < len(names):
-            return " + ".join(names)  # which is missing
+            return " + ".join(names)  # a name that is missing
         made = piece(tensors[0], of) if isinstance(of, PieceOf) else joined(tensors)
         self.used.update(self._paths[name] for name in names)
         if made.name not in self._paths:
@@ -133,18 +134,18 @@ class Filling:
         return made.name
 
     def compose_all(self, composed: Iterable[tuple[Any, ...]]) -> None:
-        """List what other ranks have composed, too."""
+        """List compositions of other ranks, too."""
         for each in composed:
             is_piece = not all(isinstance(item, str) for item in each)
             self.compose(PieceOf(*each) if is_piece else each)
 
     @property
     def tensors(self) -> dict[str, SavedTensor]:
-        """The checkpoint's tensors, and those that are made of them."""
+        """The checkpoint's tensors, and tensors composed of them."""
         return {**self.index.tensors, **self.made}
 
     def find(self, path: Path) -> Path | None:
-        """The path in the checkpoint for one of the state; None if there is nothing."""
+        """The path in the checkpoint for a path of the state; None if there is nothing."""
         name = dotted(path)
         mapped = self.mapped(name)
         if mapped == name and (path in self.saved.leaves or path in self.saved.containers):
@@ -152,7 +153,7 @@ class Filling:
         return self._paths.get(mapped)
 
     def leaf(self, path: Path) -> Value | NamedTensor | None:
-        """The leaf that the checkpoint has for this rank at a path; notes that it was used."""
+        """The checkpoint's leaf for this rank at a path, which is noted as used."""
         leaf = self.saved.leaves.get(path)
         self.used.add(path)
         if isinstance(leaf, PerRank):
@@ -167,7 +168,7 @@ class Filling:
         return self.made.get(leaf.name) or self.index.tensors[leaf.name]
 
     def paths_under(self, root: Path) -> list[Path]:
-        """The leaves from a path of the checkpoint on."""
+        """The paths of leaves below a path of the checkpoint."""
         if self._inside is None:
             self._inside = {}
             for path in self.saved.leaves:
@@ -178,10 +179,10 @@ class Filling:
     # -- walking -----------------------------------------------------------------------------
 
     def visit(self, value: Any, path: Path) -> Finish:
-        """Look up everything from one place of the state on.
+        """Look up everything from a place of the state on.
 
         Raises:
-            CheckpointError: What is saved there cannot go there.
+            CheckpointError: The saved value does not fit the place.
         """
         if isinstance(value, nn.Module):
             return self._visit_module(value, path)
@@ -230,10 +231,10 @@ class Filling:
         return lambda: value
 
     def fill(self, tensor: Tensor, saved: SavedTensor, where: str) -> None:
-        """List a tensor as one to fill.
+        """List a tensor to fill.
 
         Raises:
-            CheckpointError: It is of another shape, or has no memory to fill.
+            CheckpointError: The tensor has another shape, or no memory to fill.
         """
         tensor = DTensor.from_torch(tensor) if is_torch_dtensor(tensor) else awaited(tensor)
         problem = unfillable(tensor)
@@ -250,7 +251,7 @@ class Filling:
         self.filled.append(where)
 
     def _is_filled(self, tensor: Tensor, saved: SavedTensor) -> bool:
-        """True if the same goes to this very memory already, by the name of a tied tensor."""
+        """True if the same tensor already fills this memory, under the name of a tied tensor."""
         tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
         memory = tuple((tile.data_ptr(), tile.shape, tile.stride(), tile.dtype) for tile in tiles)
         known = self._memory.setdefault((saved.parts, memory), tensor)
@@ -301,7 +302,7 @@ class Filling:
             array: Any = finish_elements().numpy()
             if not value.flags.writeable:
                 return array
-            value[...] = array  # itself, unless torch has no tensors of such memory
+            value[...] = array  # the array itself, unless torch cannot share such memory
             return value
 
         return finish
@@ -316,7 +317,7 @@ class Filling:
             filled: Any = finish()
             if not in_place:
                 module.load_state_dict(filled, strict=False)
-            return given  # with its wrapper: data parallelism goes on
+            return given  # with the wrapper: data parallelism goes on
 
         return give
 
@@ -329,7 +330,7 @@ class Filling:
         return lambda: value.set_state(state)
 
     def _visit_object(self, value: Any, path: Path) -> Finish:
-        """An object that takes all of its state at once, or is left alone."""
+        """Look up an object that takes all of its state at once, or is left alone."""
         name, found = dotted(path), self.find(path)
         if not self.is_asked(name) and not (
             found is not None and any(self.is_asked(dotted(p)) for p in self.paths_under(found))
@@ -350,20 +351,20 @@ class Filling:
 
         return give
 
-    # -- what the state has no place for yet ------------------------------------------------------
+    # -- values without a place in the state ------------------------------------------------------
 
     def fresh(self, root: Path, into: Mapping[Path, Tensor] | None = None) -> Fresh:
-        """New containers, values and tensors for what is saved from a path on.
+        """New containers, values and tensors for everything below a saved path.
 
         Args:
             root: The path in the checkpoint.
-            into: Tensors to fill, by their paths from there; others are made, in full, on the CPU.
+            into: Tensors to fill, by their paths from ``root``; others are made, full, on the CPU.
         """
         return Fresh(self, root, into or {})
 
 
 class Fresh:
-    """All that is saved from one path on. Calling it gives it, once tensors are filled."""
+    """Everything saved below a path. Call it for the value, once tensors are filled."""
 
     def __init__(self, filling: Filling, root: Path, into: Mapping[Path, Tensor]) -> None:
         self._root = root
@@ -381,7 +382,7 @@ class Fresh:
                 self._flat.leaves[path] = leaf
             elif leaf is not None:
                 self._flat.leaves[path] = self._tensor(filling, leaf, into.get(path[len(root) :]))
-        #: False if all of it is other ranks'.
+        #: False if everything belongs to other ranks.
         self.found = bool(self._flat.leaves) or not paths
 
     @staticmethod
@@ -429,7 +430,7 @@ def unfillable(tensor: Tensor) -> str:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """True if a dim has the same elements many times."""
+    """True if a dim repeats the same elements."""
     return tensor.numel() > 0 and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -457,9 +458,9 @@ def tensors_in(state: Any, path: Path, found: dict[Path, Tensor]) -> None:
 
 
 def is_in_module(module: nn.Module, contents: Mapping[str, Any]) -> bool:
-    """True if filling the tensors of a state dict in place is all that loading it would do.
+    """True if filling the tensors of a state dict in place is equivalent to loading it.
 
-    So it is unless a class of it loads by own code, or the state dict has copies.
+    False if a class in the module loads with its own code, or the state dict has copies.
     """
     for inner in module.modules():
         kind = type(inner)
@@ -494,10 +495,10 @@ def _addresses(values: Iterable[Any]) -> set[int]:
 
 
 def _check_one_copy(tensor: Tensor, saved: PerRank, where: str) -> None:
-    """Raise if ranks that have parts of one tensor would fill them from different copies.
+    """Raise if ranks with parts of one tensor would fill them from different copies.
 
     Raises:
-        CheckpointError: They would; on all ranks of the tensor.
+        CheckpointError: Copies differ; on all ranks of the tensor.
     """
     if is_torch_dtensor(tensor):
         tensor = DTensor.from_torch(tensor)

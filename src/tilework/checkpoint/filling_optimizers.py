@@ -1,4 +1,4 @@
-"""Filling of optimizers: states go to the parameters of their names, settings to their groups."""
+"""Filling of optimizers: states go to parameters by name, settings to groups."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Named = list[tuple[Any, Tensor]]
 def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finish:
     """Look up the states of an optimizer's parameters, and its groups' settings.
 
-    A parameter that had no state when it was saved gets none. One that was not saved is missing.
+    A parameter saved without a state gets none. A parameter that was not saved is missing.
     """
     if not _is_asked(filling, path):
         return lambda: optimizer
@@ -75,10 +75,10 @@ def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
 def _matching(
     filling: Filling, path: Path, groups: list[Named], saved_groups: list[dict[str, Any]]
 ) -> dict[Any, Any]:
-    """The checkpoint's name of each parameter; by position where one side has no names.
+    """The checkpoint's name of each parameter; by position if either side has no names.
 
-    A name that the checkpoint has of several parameters is that of none, and a parameter has none
-    where it is not certain which.
+    A name that the checkpoint has for several parameters is not used, and a parameter gets no name
+    if it is not certain which.
     """
     saved = [name for group in saved_groups for name in group["params"]]
     listed = [pair for group in groups for pair in group]
@@ -98,8 +98,8 @@ class _Candidates:
 
     Args:
         filling: The state that is being filled.
-        path: The optimizer's.
-        known: The names that the checkpoint has of one parameter each.
+        path: The path of the optimizer.
+        known: The names that the checkpoint has for exactly one parameter.
     """
 
     def __init__(self, filling: Filling, path: Path, known: set[Any]) -> None:
@@ -109,7 +109,7 @@ class _Candidates:
         self._starts = [dotted((*each, "state")) + "." for each in (path, root) if each is not None]
 
     def matching(self, listed: Named) -> dict[Any, Any]:
-        """The checkpoint's name of each parameter of which it is certain."""
+        """The checkpoint's name of each parameter for which it is certain."""
         found, possible = {}, {}
         places = [self._filling.places.get(id(parameter), ()) for _, parameter in listed]
         saved_places = {
@@ -119,7 +119,7 @@ class _Candidates:
         for (name, _), all_places in zip(listed, places, strict=True):
             candidates = {name: None} if self._mapped(name) == name else {}
             for place in all_places:
-                # A module that the checkpoint lacks has no claim on what others have saved.
+                # A module that the checkpoint lacks must not claim names of other modules.
                 if place[0] in saved_modules or not saved_modules:
                     candidates.update(self._of_place(place, saved_places[place]))
             explicit = self._explicit((name, *candidates))
@@ -138,7 +138,7 @@ class _Candidates:
         return self._filling.mapped(name) if isinstance(name, str) else name
 
     def _explicit(self, names: Iterable[Any]) -> Any:
-        """The name that the caller maps one of the optimizer's to; None if there is none."""
+        """The name to which the caller maps a name of the optimizer; None if there is none."""
         for name in names if self._filling.map_names is not None else ():
             full = dotted((*self._path, name))
             mapped = self._filling.mapped(full)
@@ -148,7 +148,7 @@ class _Candidates:
         return None
 
     def _of_place(self, place: Place, saved: Path | None) -> dict[Any, None]:
-        """The names that a checkpoint may have for the parameter in a place that is mapped."""
+        """The names that a checkpoint may have for the parameter in a mapped place."""
         path, own = place
         if saved is not None:
             path, own = saved[:-1], str(saved[-1])
@@ -160,7 +160,7 @@ class _Candidates:
 
 
 def _is_here(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """True if this rank is to have the states of a parameter."""
+    """True if this rank should have the states of a parameter."""
     return not is_split(optimizer) or optimizer.owner_of(parameter) == get_rank()  # type: ignore[attr-defined]
 
 
@@ -195,7 +195,7 @@ def _containers_under(filling: Filling, root: Path) -> dict[Path, str]:
 
 
 def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
-    """Memory for a state: laid out as the parameter if it has an element for each of its."""
+    """Memory for a state: laid out like the parameter if it has as many elements."""
     dtype = DTYPES[saved.dtype]
     if name == "step" or saved.shape != tuple(parameter.shape):
         return torch.empty(saved.shape, dtype=dtype)
@@ -211,7 +211,7 @@ def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
 
 
 def _note_rest(filling: Filling, root: Path) -> None:
-    """Note as used what an optimizer has besides: it is made anew."""
+    """Note as used the other entries of an optimizer, which are made again."""
     for path in filling.paths_under(root):
         if path[len(root)] not in ("state", "param_groups"):
             filling.used.add(path)
@@ -220,7 +220,7 @@ def _note_rest(filling: Filling, root: Path) -> None:
 def _options(
     group: Named, saved_groups: list[dict[str, Any]], saved_name: Mapping[Any, Any]
 ) -> dict[str, Any]:
-    """The settings of the saved group that has the first parameter of this one that was saved."""
+    """The settings of the saved group with the first saved parameter of this group."""
     names = [saved_name[name] for name, _ in group if name in saved_name]
     for saved in saved_groups:
         if names and names[0] in saved["params"]:
@@ -262,7 +262,7 @@ def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _restore_dtypes(
     optimizer: Optimizer, listed: Named, filled: Mapping[int, Mapping[str, Any]]
 ) -> None:
-    """Undo torch's casts of states to their parameters' dtypes: the saved bits count."""
+    """Undo torch's casts of states to their parameters' dtypes: the saved bits must stay."""
     for number, state in filled.items():
         own = optimizer.state[listed[number][1]]
         for key, value in state.items():

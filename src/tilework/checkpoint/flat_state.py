@@ -9,20 +9,20 @@ from typing import Any
 from tilework.checkpoint.format import Path
 from tilework.checkpoint.values import KIND, decode_value, encode_value
 
-#: Numbers that JSON has no exact ones for.
+#: Numbers without an exact form in JSON.
 _NUMBERS = ("int", "float")
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value that is no tensor, as JSON."""
+    """A value that is not a tensor, as JSON."""
 
     json: Any
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor of a checkpoint, in the place of the tensor in its state."""
+    """The name of a saved tensor, in the place of the tensor in the state."""
 
     name: str
     kind: str = "tensor"
@@ -30,12 +30,12 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A value that differs between ranks: for each group of ranks, its own."""
+    """A value that differs between ranks, for each group of ranks."""
 
     variants: tuple[tuple[tuple[int, ...], Value | NamedTensor], ...]
 
     def of(self, rank: int) -> Value | NamedTensor | None:
-        """The value of one rank; None if it had none."""
+        """The value of one rank; None if the rank had none."""
         return next((leaf for ranks, leaf in self.variants if rank in ranks), None)
 
 
@@ -56,7 +56,7 @@ class FlatState:
 
 
 def dotted(path: Path) -> str:
-    """A path for people, and the name of a tensor there.
+    """A path as text for people, which is also the name of a tensor there.
 
     Example:
         >>> dotted(("model", "0.weight")), dotted(())
@@ -112,14 +112,14 @@ def _leaf_json(leaf: Any) -> Any:
 
 
 def state_of_json(listed: Any, check: Callable[[Any], object] = decode_value) -> FlatState:
-    """The state that :func:`state_json` made JSON of.
+    """The state that :func:`state_json` encoded.
 
     Args:
         listed: The JSON.
-        check: Raises ValueError for the JSON of no value.
+        check: Raises ValueError for JSON that is not a value's.
 
     Raises:
-        ValueError: It is JSON of something else.
+        ValueError: The JSON is not from :func:`state_json`.
     """
     flat = FlatState()
     try:
@@ -183,7 +183,7 @@ def _can_be_in_set(listed: Any) -> bool:
 
 
 def _is_plain(listed: Any) -> bool:
-    """True for the JSON of what :func:`is_plain_sequence` tells."""
+    """True for the JSON of a sequence for which :func:`is_plain_sequence` is true."""
     return (
         isinstance(listed, list)
         and len(listed) > 0

@@ -16,21 +16,21 @@ from tilework.comm.per_call.checks import awaited
 from tilework.dtensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 
-#: The index needs a few levels around the state, and up to five for a value.
+#: The maximum of levels: an index needs a few around the state, and up to five for a value.
 _MOST_LEVELS = MOST_DEPTH - 10
-#: Makes plain containers of an object, or returns what it does not know as it is.
+#: Makes plain containers of an object, or returns an unknown value unchanged.
 Adapt = Callable[[Any, Path], Any]
 
 
 def flatten(state: Any, adapt: Adapt = lambda value, path: value) -> FlatState:
-    """The state by paths. Local, unless ``adapt`` is not.
+    """The state by paths. Local, if ``adapt`` is.
 
     Args:
         state: Any nesting of dicts, lists, tuples, sets, tensors and values.
         adapt: Makes containers of other objects.
 
     Raises:
-        TypeError: It has something that a checkpoint does not hold; the message says where.
+        TypeError: The state has something that a checkpoint does not hold; the message says where.
 
     Example:
         >>> flat = flatten({"a": [1, {"b": 2}]})
@@ -47,10 +47,10 @@ def check_levels(levels: int, path: Path) -> None:
 
     Args:
         levels: The levels of JSON that are known to lead to the path.
-        path: Where.
+        path: The path.
 
     Raises:
-        TypeError: It is; perhaps something contains itself.
+        TypeError: The state is nested too deep; perhaps something contains itself.
     """
     if levels > _MOST_LEVELS:
         raise TypeError(
@@ -89,7 +89,7 @@ def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState, levels: int)
 
 
 def _check_in_set(value: Any, path: Path) -> None:
-    """Refuse what a set cannot have when it is read: an object whose state is a container."""
+    """Refuse an object in a set whose state is a container, which no set can hold."""
     if isinstance(value, Mapping | list):
         raise TypeError(
             f"{dotted(path)} is a set with an object whose state is a {type(value).__name__}: "
@@ -100,20 +100,20 @@ def _check_in_set(value: Any, path: Path) -> None:
 
 
 def is_numpy_array(value: Any) -> bool:
-    """True for an array of numpy's."""
+    """True for an array of numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def numpy_as_tensor(array: Any, where: str) -> Tensor:
-    """A numpy array as a tensor that shares its memory if torch can, else has a copy.
+    """A numpy array as a tensor that shares memory if torch can, else as a copy.
 
     Args:
         array: The array.
-        where: Its place in the state, for messages.
+        where: The place in the state, for messages.
 
     Raises:
-        TypeError: Its elements are no numbers that torch has.
+        TypeError: torch has no dtype for the elements.
     """
     try:
         plain = array.astype(array.dtype.newbyteorder("="), copy=False)
@@ -138,7 +138,7 @@ def _check_key(key: Any, path: Path) -> None:
 
 
 def rebuild(flat: FlatState, root: Path = ()) -> Any:
-    """The containers and what is in them, from ``root`` on. Values are decoded."""
+    """The containers and their contents, from ``root`` on. Values are decoded."""
     children = children_of(flat)
 
     def build(path: Path, is_in_set: bool = False) -> Any:
@@ -161,15 +161,15 @@ def rebuild(flat: FlatState, root: Path = ()) -> Any:
 
 
 def _as_array(value: Any) -> Any:
-    """The array of numpy's that a tensor was; what can be none as it is, as one for each rank."""
+    """The array of numpy for a tensor; values that cannot be arrays unchanged."""
     try:
         return value.numpy() if isinstance(value, Tensor) else value
-    except TypeError:  # of a dtype that numpy has not
+    except TypeError:  # of a dtype that numpy lacks
         return value
 
 
 def _as_set(values: list[Any], is_in_set: bool) -> Any:
-    """A set; a list if some value cannot be in one, as what was saved for each rank."""
+    """A set; a list if a value cannot be in a set, such as values per rank."""
     try:
         return frozenset(values) if is_in_set else set(values)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The index of a checkpoint as values: its files, its tensors and where their parts lie.
+"""The index of a checkpoint as values: files, tensors and the places of their parts.
 
 See docs/format.md. ``index_text`` writes an index as JSON, and reads and checks it.
 """
@@ -13,17 +13,17 @@ from tilework.checkpoint.picture import checkpoint_lines, summary
 from tilework.checkpoint.saved import SavedFile, SavedTensor
 from tilework.tiled.html import WIDTH, lines_html
 
-#: The name of the index's file: a folder is a checkpoint if it has one.
+#: The name of the index file: a folder with an index is a checkpoint.
 INDEX_NAME = "index.json"
-#: The index that is being replaced, for as long as the new one may be torn.
+#: The name of the old index, as long as the new index may be torn.
 PREVIOUS_NAME = f"{INDEX_NAME}.previous"
-#: The names that :func:`~tilework.checkpoint.convert` has for formats.
+#: The names of formats for :func:`~tilework.checkpoint.convert`.
 FORMATS = ("tilework", "safetensors", "dcp", "torch")
 FORMAT_NAME = "tilework.checkpoint"
 VERSION = 1
-#: The bytes that each checksum is of, counted from where a part begins; the last has fewer.
+#: The bytes of each checksum, counted from the begin of a part; the last may have fewer.
 CHUNK_BYTES = 1 << 20
-#: An index is JSON of so many levels at the most.
+#: The maximum of levels of JSON in an index.
 MOST_DEPTH = 200
 
 #: The keys of dicts and the positions in lists that lead from the state to one value.
@@ -32,17 +32,17 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, repr=False)
 class Index:
-    """All that a checkpoint says about its files.
+    """The description of a checkpoint's files.
 
     Args:
-        tensors: By name, in the order of the state.
-        files: By name.
+        tensors: The tensors by name, in the order of the state.
+        files: The files by name.
         state: The state, with names in the place of tensors; see ``state_json``.
-        world_size: The number of ranks that saved it.
-        chunk_bytes: The bytes that each checksum is of.
-        meta: What the program adds: plain JSON.
-        created: When it was made, in UTC, as ISO 8601 has it.
-        writer: The program that made it.
+        world_size: The number of ranks that saved the checkpoint.
+        chunk_bytes: The bytes of each checksum.
+        meta: The program's additions: plain JSON.
+        created: The time of creation, in UTC, in ISO 8601.
+        writer: The program that wrote the checkpoint.
     """
 
     tensors: Mapping[str, SavedTensor]
@@ -56,7 +56,7 @@ class Index:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files but the index."""
+        """The bytes of all files except the index."""
         return sum(file.nbytes for file in self.files.values())
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Index:
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """The number of checksums of so many bytes.
+    """The number of checksums for ``nbytes`` bytes.
 
     Example:
         >>> chunk_count(5, 4), chunk_count(0, 4)

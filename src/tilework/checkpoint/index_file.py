@@ -1,8 +1,8 @@
-"""The file of an index: read, and replaced so that a folder has the old or the new one throughout.
+"""The file of an index: read, and replaced so that a folder always has the old or the new index.
 
-Where a rename replaces files that is the rename's doing. Elsewhere, as at URLs, a file that is
-written again may be torn for a while, or for ever. There the old index is written to a second file
-before, and removed after: a reader that finds the first one torn or missing takes the second.
+If renames replace files, a rename does this. Elsewhere, as at URLs, a file that is rewritten may be
+torn for a while, or for ever. There the old index is first written to a second file, and removed
+afterwards: a reader that finds the first file torn or missing reads the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_checkpoint(names: list[str], storage: Storage) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """True if saves give files such names; the index is not among them, nor is the lock."""
+    """True for the names that saves give to files, except the index and the lock."""
     finished = name.removesuffix(UNFINISHED)
     if finished == INDEX_NAME:
         return finished != name
@@ -39,7 +39,7 @@ def read_index(storage: Storage) -> Index:
     """The index of a checkpoint. Local.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: There is no index, or it is damaged.
     """
     return read_counting(storage)[1]
 
@@ -47,10 +47,10 @@ def read_index(storage: Storage) -> Index:
 def saved_state(
     index: Index, storage: Storage, check: Callable[[Any], object] = decode_value
 ) -> FlatState:
-    """The state that an index has, whose values pass the check.
+    """The state in an index, whose values pass the check.
 
     Raises:
-        CheckpointError: It is not as docs/format.md says, or names tensors that are not there.
+        CheckpointError: The state is not as docs/format.md says, or names missing tensors.
     """
     where = storage.where(INDEX_NAME)
     try:
@@ -73,10 +73,10 @@ def names_of(leaf: Any) -> list[str]:
 
 
 def read_counting(storage: Storage) -> tuple[str, Index]:
-    """The name of the file whose index counts, and the index. Local.
+    """The name of the valid index file, and the index. Local.
 
     Raises:
-        CheckpointError: As :func:`read_index` raises.
+        CheckpointError: As for :func:`read_index`.
     """
     try:
         return INDEX_NAME, _read(storage, INDEX_NAME)
@@ -99,10 +99,10 @@ def read_counting(storage: Storage) -> tuple[str, Index]:
 
 
 def write_index(storage: Storage, index: Index) -> None:
-    """Let a folder have an index, in the place of one that is there. Local.
+    """Give a folder an index, replacing an existing one. Local.
 
     Raises:
-        CheckpointError, OSError: It cannot be written. The one that was there counts on.
+        CheckpointError, OSError: The index cannot be written. The old index stays valid.
     """
     before = _kept(storage) if storage.writes_in_place else None
     try:
@@ -123,7 +123,7 @@ def _read(storage: Storage, name: str) -> Index:
 
 
 def _kept(storage: Storage) -> bytes | None:
-    """The text of the index that counts, once it lies in a second file; None: there is none."""
+    """The text of the valid index, once it is in a second file; None: there is none."""
     names = storage.names()
     for name in (INDEX_NAME, PREVIOUS_NAME):
         if name not in names:

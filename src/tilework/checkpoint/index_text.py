@@ -1,4 +1,4 @@
-"""The text of an index: JSON, closed by a checksum of itself; distrusted when it is read."""
+"""The text of an index: JSON that ends with a checksum of itself; checked when it is read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.errors import CheckpointError
 from tilework.layout import Box, check_boxes
 
-#: Plain names: no folders, nothing hidden, nothing that a shell or another system reads otherwise.
+#: Plain names: no folders, nothing hidden, nothing special in a shell or another system.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _TAIL = re.compile(rb',\n"crc32": ([0-9]{1,10})\n\}\n')
-#: The key of a safetensors file that is no tensor's.
+#: The key of a safetensors file that does not name a tensor.
 RESERVED_KEY = "__metadata__"
 #: A tensor has no more dims than torch allows.
 _MOST_DIMS = 64
@@ -29,7 +29,7 @@ _CONTAINERS = frozenset((dict, list))
 
 
 def index_text(index: Index) -> bytes:
-    """The file's contents."""
+    """The contents of an index file."""
     body = {
         "format": FORMAT_NAME,
         "version": VERSION,
@@ -77,14 +77,14 @@ def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
 
 @no_collections()
 def parse_index(text: bytes, where: str) -> Index:
-    """The index that a file contains, once all of it is checked that can be without other files.
+    """The index in a file, after all checks that need no other files.
 
     Args:
         text: The file's contents.
         where: The file, for messages.
 
     Raises:
-        CheckpointError: It is damaged, of a later version, or says what cannot be.
+        CheckpointError: The index is damaged, of a later version, or contradictory.
     """
 
     def refused(problem: str, tensor: str = "") -> CheckpointError:
@@ -153,11 +153,11 @@ def _finite(text: str) -> float:
 
 
 def check_meta(meta: Any) -> None:
-    """Raise unless an index can have what a program adds to it, and is read again.
+    """Raise unless an index can hold the program's ``meta`` and read it again.
 
     Raises:
-        TypeError: It is no object of plain JSON with strings as keys.
-        ValueError: It has numbers that JSON has not, or is nested too deep.
+        TypeError: It is not an object of plain JSON with strings as keys.
+        ValueError: It has numbers that JSON lacks, or is nested too deep.
     """
     if not isinstance(meta, Mapping):
         raise TypeError(f"meta is a dict of plain JSON, got {type(meta).__name__}")
@@ -234,27 +234,27 @@ def _number(value: Any) -> int:
 
 
 def whole_numbers(values: Any) -> tuple[int, ...]:
-    """Numbers that a file lists, such as a shape.
+    """A list of numbers in a file, such as a shape.
 
     Raises:
-        TypeError, ValueError: It lists something else, or they are negative or too large.
+        TypeError, ValueError: The list has something else, or numbers are negative or too large.
     """
     if not isinstance(values, list):
         raise TypeError(f"{values!r} is no list of numbers")
     if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > _LARGEST):
-        return tuple(map(_number, values))  # which says what is wrong
+        return tuple(map(_number, values))  # raises with the reason
     return tuple(values)
 
 
 class _KnownBoxes:
-    """Boxes that were read, and shapes that they cover. Models have the same layers many times."""
+    """A cache of boxes, and of shapes that they cover, as models repeat layers."""
 
     def __init__(self) -> None:
         self._boxes: dict[object, tuple[Box, int]] = {}
         self._covered: set[object] = set()
 
     def box(self, offsets: Any, sizes: Any) -> tuple[Box, int]:
-        """A box, and its volume."""
+        """A box, and the volume."""
         known = self._boxes.get((tuple(offsets), tuple(sizes)))
         if known is None:
             box = Box(whole_numbers(offsets), whole_numbers(sizes))
@@ -262,8 +262,8 @@ class _KnownBoxes:
         return known
 
     def check_cover(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-        """Raise unless boxes of this cover a shape."""
-        key = shape, tuple(map(id, boxes))  # which stay
+        """Raise unless boxes from this cache cover a shape."""
+        key = shape, tuple(map(id, boxes))  # the boxes are kept
         if key not in self._covered:
             check_boxes(shape, boxes)
             self._covered.add(key)
@@ -322,7 +322,7 @@ def _part_of(
 
 
 def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
-    """Raise if parts share bytes of a file without being the very same, as tied weights are."""
+    """Raise if parts share bytes of a file without being identical, as tied weights are."""
     spans = sorted(
         (part.file, part.offset, part.offset + part.nbytes, name)
         for name, tensor in tensors.items()
@@ -337,12 +337,13 @@ def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
 
 
 def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
-    """The keys of boxes in their safetensors file: the tensor's name, and the box unless it is all.
+    """The keys of boxes in a safetensors file: the tensor's name, and the box unless it is the
+    whole.
 
-    A key that another box of the file has, or safetensors itself, gets a number.
+    A key that is taken by another box of the file, or by safetensors itself, gets a number.
 
     Args:
-        pieces: Name and shape of the tensor, and the box, in the order in which they lie there.
+        pieces: The name and shape of the tensor, and the box, in file order.
 
     Example:
         >>> file_keys([("w", (4, 3), Box((2, 0), (2, 3))), ("w[2:4, 0:3]", (), Box((), ()))])
@@ -352,14 +353,14 @@ def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
     keys = []
     for name, shape, box in pieces:
         key = name if box.sizes == shape else f"{name}{box}"
-        # Python has strings that are no text: without a counterpart in UTF-8.
+        # Some strings of Python have no counterpart in UTF-8.
         plain = key if key.isascii() else key.encode(errors="replace").decode()
         keys.append(unique_name(plain, taken))
     return keys
 
 
 def unique_name(name: str, taken: set[str]) -> str:
-    """The name, or one with a number that is not taken yet; it is then.
+    """The name, if needed with a number to be unique; it is then taken.
 
     Example:
         >>> unique_name("w", {"w", "w~2"})

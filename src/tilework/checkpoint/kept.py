@@ -1,4 +1,4 @@
-"""The checkpoints of one run, as they lie in a folder: ``step-00000100`` and so on."""
+"""The checkpoints of one run in a folder: ``step-00000100`` and so on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.checkpoint.values import decode_value
 from tilework.errors import CheckpointError
 from tilework.tiled.terminal import StyledLine, bytes_text
 
-#: Names of their folders: zeros before 8 digits, not before more.
+#: Names of the folders: 8 digits with leading zeros, or more digits.
 FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
@@ -24,9 +24,9 @@ class KeptCheckpoint:
     """A checkpoint of a run.
 
     Attributes:
-        step: Its step.
-        path: Its folder.
-        metrics: The numbers that were saved with it.
+        step: The number of the step.
+        path: The folder.
+        metrics: The numbers that were saved with the checkpoint.
         nbytes: The bytes of the tensors.
     """
 
@@ -39,7 +39,7 @@ class KeptCheckpoint:
 def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
     """The checkpoints in a folder, the oldest first. Local.
 
-    One that was saved and cannot be used is an error.
+    A complete checkpoint that cannot be used is an error in the list.
     """
     found = {}
     for name in storage.names():
@@ -51,7 +51,7 @@ def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
 
 
 def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | CheckpointError | None:
-    """The checkpoint in a folder, if all its files are there in full; None: not saved yet."""
+    """The checkpoint in a folder, if all files are there in full; None: not saved yet."""
     storage = folder.inner(name)
     try:
         if not is_checkpoint(storage.names(), storage):
@@ -74,7 +74,7 @@ def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | Checkpo
 
 
 def _metrics_of(index: Index) -> dict[str, float]:
-    """The numbers that were saved with a checkpoint; what is none does not count."""
+    """The numbers that were saved with a checkpoint; other values are ignored."""
     listed = index.meta.get("metrics")
     found = {}
     for name, each in listed.items() if isinstance(listed, dict) else ():
@@ -86,7 +86,7 @@ def _metrics_of(index: Index) -> dict[str, float]:
 
 
 def run_lines(kept: Sequence[KeptCheckpoint]) -> Iterator[StyledLine]:
-    """A line for each step, with the size and the metrics, of which the lowest are marked."""
+    """A line for each step, with the size and the metrics, the lowest marked."""
     yield [(f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} of a run", "bold")]
     if not kept:
         return

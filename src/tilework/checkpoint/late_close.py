@@ -1,8 +1,8 @@
-"""Closing of removed files beside the program.
+"""Closing of removed files in the background.
 
-A file whose name is gone is freed by the system when its last descriptor is closed; for a large
-one that takes a tenth of a second and more. No save need wait for it, but the next one does, which
-may need the room.
+The system frees a removed file when its last descriptor is closed; for a large file that takes a
+tenth of a second and more. No save needs to wait for it, except the next one, which may need the
+room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 
-#: More are closed at once, by the one who removes them.
+#: If more than this wait, the remover closes a file at once.
 _MOST_WAITING = 64
 
 
@@ -22,7 +22,7 @@ class LateClose:
     def __init__(self) -> None:
         self._begin()
         if hasattr(os, "register_at_fork"):
-            # A child has the descriptors, but no thread.
+            # A forked child has the descriptors, but not the thread.
             os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin(self) -> None:
@@ -37,7 +37,7 @@ class LateClose:
             _close(descriptor)
 
     def add(self, descriptor: int) -> None:
-        """Have a descriptor closed. Local; hardly ever blocks."""
+        """Close a descriptor soon. Local; hardly ever blocks."""
         with self._changed:
             is_full = len(self._waiting) >= _MOST_WAITING
             if not is_full:
@@ -53,7 +53,7 @@ class LateClose:
                 self._work()
 
     def wait(self) -> None:
-        """Block until all are closed."""
+        """Block until all descriptors are closed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_at_work)
 
@@ -69,9 +69,9 @@ class LateClose:
 
 
 def _close(descriptor: int) -> None:
-    with suppress(OSError):  # of a network file system: it is closed all the same
+    with suppress(OSError):  # on a network file system: it is still closed
         os.close(descriptor)
 
 
-#: That of this process.
+#: The thread of this process.
 late_close = LateClose()

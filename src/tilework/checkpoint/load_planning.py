@@ -1,10 +1,10 @@
-"""Plans of loading: which rank reads which bytes, and who gets them. Pure.
+"""Plans of loading: the bytes that each rank reads, and the ranks that get them. Pure.
 
-What one rank of a host needs alone, and as long runs of bytes, it reads by itself, straight to
-where it belongs. What lies in short runs, as columns do, may be *split*: ranks that need all of
-it between them read each its own, and all of that is checked together. What several need otherwise
-is *shared*: the ranks of the host read it once, in equal parts and in order, and pass it on in
-memory.
+If only one rank of a host needs a region, in long runs of bytes, it reads the region alone,
+straight to the target. A part in short runs, such as columns, may be *split*: if ranks together
+need all of it, each reads its own runs, and all runs are checked together. Other parts that several
+ranks need are *shared*: the ranks of the host read them once, in equal pieces and in order, and
+pass them on in memory.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tilework.layout import Box
 from tilework.layout.box import trusted_box
 from tilework.layout.box_index import BoxIndex
 
-#: Shared parts are read in pieces of so many bytes, a multiple of a chunk if that is not longer.
+#: The bytes of pieces of shared parts; a multiple of a chunk, unless chunks are longer.
 UNIT_BYTES = 2 << 20
-#: Reading by itself may cost a host this many times the bytes that it needs; edges come on top.
+#: Direct reading may cost a host this many times the needed bytes, besides edges.
 _MOST_TIMES = 1.25
-#: A part is split among ranks whose runs have so many bytes.
+#: The minimum of bytes in the runs of a split part.
 _SPLIT_RUN_BYTES = 512
-#: With fewer parts, looking at all of them is faster than an index.
+#: With fewer parts than this, a scan is faster than an index.
 _FEW_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of a checkpoint that is to be loaded, as all ranks know it.
+    """A tensor of a checkpoint to load, as all ranks know it.
 
     Args:
         saved: The tensor.
-        tiles: The boxes that are wanted, and the ranks that want each.
+        tiles: The wanted boxes, and the ranks that want each.
     """
 
     saved: SavedTensor
@@ -48,8 +48,8 @@ class Need(NamedTuple):
 
     Args:
         box: The region, in the full tensor's coordinates.
-        tile: The number of the wanted tile that it lies in.
-        ranks: Those that want the tile.
+        tile: The number of the wanted tile that contains the box.
+        ranks: The ranks that want the tile.
     """
 
     box: Box
@@ -58,7 +58,7 @@ class Need(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A part that one rank reads by itself, or of which it reads some."""
+    """A part that one rank reads alone, in full or in part."""
 
     tensor: int
     part: Part
@@ -66,7 +66,7 @@ class Read(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A piece of a shared part: the elements from ``start`` to ``stop``, and who needs some."""
+    """A piece of a shared part: the elements from ``start`` to ``stop``, and the needs for them."""
 
     tensor: int
     part: Part
@@ -76,7 +76,7 @@ class Unit(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """A part of which several ranks need some, so that none reads it for itself."""
+    """A part that several ranks need, and therefore read together."""
 
     tensor: int
     part: Part
@@ -88,10 +88,10 @@ class LoadPlan:
     """The work of one rank of a host.
 
     Args:
-        reads: What it reads for itself.
-        split: The parts of which each rank of the host reads its own, and together they all.
-        shared: What the host reads once, for several ranks.
-        units: The pieces of that which each rank of the host reads for all, in order.
+        reads: Parts that the rank reads alone.
+        split: Parts of which each rank of the host reads its own runs, together all.
+        shared: Parts that the host reads once, for several ranks.
+        units: The pieces of shared parts that each rank of the host reads for all, in order.
     """
 
     reads: list[Read] = field(default_factory=list)
@@ -107,11 +107,11 @@ def plan_load(
     """The plan of one rank. Takes time nearly proportional to the number of boxes.
 
     Args:
-        wanted: The same on every rank of the host.
+        wanted: The tensors to load, the same on every rank of the host.
         host: The ranks of this host that load.
         rank: This rank.
         chunk: The bytes of a chunk, which are checked together.
-        splits: True if ranks can read what lies in runs, and check it together.
+        splits: True if ranks can read separate runs, and check them together.
 
     Example:
         >>> whole = Box((0,), (4,))
@@ -136,7 +136,7 @@ def plan_load(
                     plan.reads.append(Read(number, part, need))
                 for reader in need.ranks:
                     loads[reader] += need.box.volume * itemsize
-    # In the order of the files, whose pages are mapped many at a time.
+    # In the order of the files, because many pages are mapped at a time.
     plan.reads.sort(key=_place_of_part)
     plan.split.sort(key=_place_of_part)
     for shared in plan.shared:
@@ -153,7 +153,7 @@ def _place_of_part(each: Read | SharedPart) -> tuple[str, int]:
 
 
 class _Uses:
-    """The parts of tensors that a host needs some of. Models have the same layers many times.
+    """The parts of tensors that a host needs, cached, as models repeat layers.
 
     Args:
         host: The ranks of the host.
@@ -197,7 +197,7 @@ def _needs_by_part(wanted: Wanted, host: frozenset[int]) -> Iterator[tuple[int, 
     index: BoxIndex | None = None
     for number, box, ranks in tiles:
         same = exact.get((box.offsets, box.sizes))
-        if same is not None:  # and no other overlaps it
+        if same is not None:  # and no other box overlaps it
             needs.setdefault(same, []).append(Need(box, number, ranks))
             continue
         if index is None and len(parts) > _FEW_PARTS:
@@ -211,7 +211,7 @@ def _needs_by_part(wanted: Wanted, host: frozenset[int]) -> Iterator[tuple[int, 
 
 
 def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
-    """True if each rank reads for itself, because that reads hardly more than is needed."""
+    """True if each rank reads alone, because that reads hardly more than needed."""
     readers = {rank for need in needs for rank in need.ranks}
     if len(readers) == 1:
         return True
@@ -224,7 +224,7 @@ def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
 
 
 def _can_split(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
-    """True if needs are all of a part between them, each in runs that are long enough."""
+    """True if the needs together are all of a part, each in long enough runs."""
     return (
         len(needs) > 1
         and sum(need.box.volume for need in needs) == part.box.volume
@@ -233,7 +233,7 @@ def _can_split(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
 
 
 def _run(part: Box, region: Box) -> int:
-    """The elements of a region that follow each other in a part."""
+    """The number of consecutive elements of a region in a part."""
     run = 1
     for size, length in zip(reversed(part.sizes), reversed(region.sizes), strict=True):
         run *= length
@@ -243,7 +243,7 @@ def _run(part: Box, region: Box) -> int:
 
 
 def span(part: Box, region: Box) -> tuple[int, int]:
-    """The elements of a part, counted in row-major order, between which a region of it lies.
+    """The range of a part's elements, in row-major order, that contains a region.
 
     Example:
         >>> span(Box((0, 0), (4, 4)), Box((1, 1), (2, 2)))
@@ -280,10 +280,10 @@ def is_for_all(unit: Unit, host: Sequence[int]) -> bool:
 
 
 def blocks_of(part: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """The boxes that have a part's elements from ``start`` to ``stop``, in order.
+    """The boxes of a part's elements from ``start`` to ``stop``, in order.
 
     Yields:
-        The element, counted from ``start``, at which each begins, and the box.
+        The first element of each box, counted from ``start``, and the box.
 
     Example:
         >>> [(at, str(box)) for at, box in blocks_of(Box((0, 0), (3, 4)), 2, 8)]

@@ -1,4 +1,4 @@
-"""CheckpointManager: the checkpoints of one run, of which the last and the best are kept."""
+"""CheckpointManager: the checkpoints of one run, keeping the last and the best."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class CheckpointManager:
 
     Args:
         folder: A folder that all ranks see, or a URL. It is made by the first save.
-        keep: The number of checkpoints to keep, the latest ones; None: all.
-        every: Steps between those for which :meth:`should_save` is true; None: each.
-        best: A metric: the checkpoint that is best by it is kept as well. The lowest is best, with
-            ``"max:"`` before the name the highest.
-        asynchronous: Save beside training, as :func:`~tilework.checkpoint.async_save` does.
+        keep: The number of latest checkpoints to keep; None: all.
+        every: The interval of steps for which :meth:`should_save` is true; None: every step.
+        best: A metric: the best checkpoint by it is kept as well. The lowest value is the best;
+            with ``"max:"`` before the name, the highest.
+        asynchronous: Save in the background, as :func:`~tilework.checkpoint.async_save` does.
         group: The ranks that save; None: all, or this process if there is no group.
 
     Raises:
@@ -72,7 +72,7 @@ class CheckpointManager:
         self._asynchronous, self._group = asynchronous, group
         self._storage = storage_at(folder)
         self._pending: PendingSave | None = None
-        #: The step saved last, which may be lower than others that are there.
+        #: The last saved step, which may be lower than existing ones.
         self._last: int | None = None
         #: The report of the last :meth:`resume`.
         self.report: LoadReport | None = None
@@ -86,20 +86,20 @@ class CheckpointManager:
         return self._storage.where(f"step-{step:08}")
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Save a checkpoint, and remove those that are not to be kept. Collective.
+        """Save a checkpoint, and remove those that should not be kept. Collective.
 
-        Older ones go when the new one is complete: with ``asynchronous``, when the next is saved.
+        Older checkpoints go when the new one is complete; with ``asynchronous``, at the next save.
 
         Args:
-            step: Its number; that of the latest one or higher, as a rule. One that is lower is kept
-                until the next save; ``latest()`` goes by the numbers.
+            step: The step's number, usually the latest step or higher. A checkpoint with a lower
+                number is kept until the next save; ``latest()`` goes by the numbers.
             state: As for :func:`~tilework.checkpoint.save`.
-            metrics: Numbers that tell how good it is; NaN is never the best.
+            metrics: Numbers that rate the checkpoint; NaN is never the best.
 
         Raises:
-            TypeError: The step is no whole number.
-            ValueError: ``best`` names a metric that is not among them, or the step is negative.
-            CheckpointError: As :func:`~tilework.checkpoint.save` raises.
+            TypeError: The step is not an integer.
+            ValueError: ``best`` names a metric that is not in ``metrics``, or the step is negative.
+            CheckpointError: As for :func:`~tilework.checkpoint.save`.
         """
         step = _checked_step(step)
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
@@ -122,10 +122,10 @@ class CheckpointManager:
         self._first_does(ranks, self._clean)
 
     def wait(self) -> None:
-        """Wait for a save that is at work; then remove what is not to be kept. Collective.
+        """Wait for a running save; then remove checkpoints that should not be kept. Collective.
 
         Raises:
-            CheckpointError: It has failed.
+            CheckpointError: The save has failed.
         """
         ranks = Ranks(self._group)
         pending, self._pending = self._pending, None
@@ -158,15 +158,15 @@ class CheckpointManager:
         """Fill a state from the latest complete checkpoint, if there is one. Collective; blocks.
 
         Returns:
-            Its step; None if there is no checkpoint, and the state is as it was. ``report`` has
-            what was left out.
+            The checkpoint's step; None if there is no checkpoint, and the state is unchanged.
+            ``report`` has the names that were left out.
 
         Warns:
             UserWarning: A later checkpoint was saved, but is damaged or cannot be read.
         """
         ranks = Ranks(self._group)
         finish_pending(ranks)
-        # The first rank's answer counts: a folder may look otherwise a moment later.
+        # The first rank's answer is used: a folder may look different a moment later.
         latest, damage = ranks.gather(
             lambda: self._latest_step() if ranks.is_first else (None, "")
         )[0]
@@ -188,10 +188,10 @@ class CheckpointManager:
     def _repr_html_(self) -> str:
         return lines_html(run_lines(self.all()))
 
-    # -- which there are ------------------------------------------------------------------------
+    # -- existing checkpoints -------------------------------------------------------------------
 
     def _latest_step(self) -> tuple[int | None, str]:
-        """The step of the latest complete checkpoint, and what is wrong with the latest of all."""
+        """The step of the latest complete checkpoint, and the error of the latest of all."""
         found = kept_in(self._storage)
         latest = next((c.step for c in reversed(found) if isinstance(c, KeptCheckpoint)), None)
         damage = found[-1] if found and isinstance(found[-1], CheckpointError) else ""
@@ -204,20 +204,20 @@ class CheckpointManager:
     def _best_of(self, kept: list[KeptCheckpoint]) -> KeptCheckpoint | None:
         rated = [each for each in kept if self._metric in each.metrics]
         sign = -1 if (self.best or "").startswith("max:") else 1
-        # Of equals the latest; what is no number is never the best.
+        # Of equal ones the latest; NaN is never the best.
         return min(
             (each for each in rated if each.metrics[self._metric] == each.metrics[self._metric]),
             key=lambda each: (sign * each.metrics[self._metric], -each.step),
             default=None,
         )
 
-    # -- which go -------------------------------------------------------------------------------
+    # -- removal --------------------------------------------------------------------------------
 
     def _first_does(self, ranks: Ranks, work: Any) -> None:
         ranks.gather(lambda: work() if ranks.is_first else None)
 
     def _clean(self) -> None:
-        """Remove checkpoints that are not to be kept, and what saves that did not end have left."""
+        """Remove checkpoints that should not be kept, and leftovers of unfinished saves."""
         kept = self.all()
         steps = {each.step for each in kept}
         for name in self._storage.names():
@@ -234,7 +234,7 @@ class CheckpointManager:
 
 def _checked_step(step: int) -> int:
     try:
-        number = whole_number(step)  # of numpy's integers, too
+        number = whole_number(step)  # also for numpy's integers
     except TypeError:
         raise TypeError(f"a step is a whole number, got {step!r}") from None
     if number < 0:
@@ -243,16 +243,16 @@ def _checked_step(step: int) -> int:
 
 
 def remove_if_left(storage: Storage) -> bool:
-    """Remove a folder that has nothing but what a save left that did not end. Local.
+    """Remove a folder that has only leftovers of an unfinished save. Local.
 
     Returns:
-        True if it was that. One with a damaged index stays, and so does one with other files.
+        True if it was removed. A folder with a damaged index or with other files stays.
     """
     return _remove(storage, _is_left)
 
 
 def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
-    """Remove a folder if nobody is writing to it and its files are due to go. Local.
+    """Remove a folder if nobody is writing to it and ``is_due`` of the file names. Local.
 
     Returns:
         True if it was removed.
@@ -265,20 +265,20 @@ def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
     except (CheckpointError, FileNotFoundError):
         return False  # somebody is writing to it, or has removed it
     try:
-        # Whoever had the lock before may have ended the save in the meantime.
+        # The former holder of the lock may have ended the save in the meantime.
         if not is_due(storage.names()):
             return False
         storage.remove_folder()
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.ENOTDIR):
             raise
-        return False  # somebody begins to write to it, or it is no folder
+        return False  # somebody begins to write to it, or it is not a folder
     finally:
         release()
     return True
 
 
 def _is_left(names: list[str]) -> bool:
-    """True if these names are those of a save that did not end."""
+    """True if these are the names of an unfinished save's files."""
     indices = {INDEX_NAME, PREVIOUS_NAME}
     return indices.isdisjoint(names) and all(is_ours(n) or n == LOCK_NAME for n in names)

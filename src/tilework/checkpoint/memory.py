@@ -22,26 +22,25 @@ except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
 
-#: Where the elements of a box go, as the core takes it: the address of the first run, its place in
+#: The places of a box's elements, in the core's form: the address of the first run, its offset in
 #: the part, the bytes of a run, and for each dim the number of runs, and their distances in the
 #: part and in memory.
 Runs = tuple[int, int, int, list[int], list[int], list[int]]
-#: From here on large pages, and several threads, are worth it.
+#: From this size on large pages, and several threads, are worth it.
 _LARGE_BYTES = 8 << 20
-#: Torch copies shorter runs faster.
+#: torch copies shorter runs faster.
 _SHORTEST_RUN = 64
 
 
 def no_runs() -> Runs:
-    """Nothing goes anywhere."""
+    """Runs without any bytes."""
     return 0, 0, 0, [], [], []
 
 
 def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
     """The runs of a box's bytes in a part, and their places in a tensor of the box's size.
 
-    None if they are not to be had so: the tensor is elsewhere than in the CPU's memory, or runs are
-    short.
+    None if that is impossible: the tensor is not in CPU memory, or runs are short.
 
     Example:
         >>> memory = torch.zeros(2, 32)
@@ -62,8 +61,8 @@ def runs_in_place(part: Box, box: Box, address: int, itemsize: int) -> Runs:
 
     Args:
         part: The part.
-        box: Within it; not empty.
-        address: That of the part's first byte.
+        box: A box within the part; not empty.
+        address: The address of the part's first byte.
         itemsize: The bytes of an element.
 
     Example:
@@ -128,7 +127,7 @@ def address_of(memory: memoryview) -> int:
 
 
 def crc32(memory: memoryview, crc: int = 0) -> int:
-    """The CRC-32 of bytes that follow those whose CRC-32 is ``crc``. Without Python's lock.
+    """The CRC-32 of bytes that continue bytes with the CRC-32 ``crc``. Without Python's lock.
 
     Example:
         >>> crc32(memoryview(b"123456789")) == 0xCBF43926
@@ -140,7 +139,7 @@ def crc32(memory: memoryview, crc: int = 0) -> int:
 
 
 def is_in_place(view: Tensor) -> bool:
-    """True if the tensor's memory is its elements in row-major order, where the CPU sees them."""
+    """True if the tensor's memory is its elements in row-major order, in CPU memory."""
     return (
         view.device.type == "cpu"
         and view.is_contiguous()
@@ -152,7 +151,7 @@ def is_in_place(view: Tensor) -> bool:
 def pieces_in_order(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
     """The parts of a tensor in row-major order, contiguous on the CPU, each of few bytes.
 
-    What is in place is cut without copying.
+    A tensor that is in place is cut without copying.
     """
     view = view.detach()
     if is_in_place(view):
@@ -194,7 +193,7 @@ def full_crc32(tensor: Tensor, most_bytes: int = 1 << 20) -> int:
 
 
 def lasting_bytes(nbytes: int) -> Tensor:
-    """Uninitialised memory on the CPU to be used again and again: in large pages, if there are.
+    """Uninitialised memory on the CPU for repeated use: in large pages, if possible.
 
     Example:
         >>> lasting_bytes(3).shape
@@ -203,18 +202,18 @@ def lasting_bytes(nbytes: int) -> Tensor:
     if nbytes < _LARGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return empty_bytes(nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without such pages
+    with suppress(OSError):  # a kernel without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
-    """Copy tensors into memory, the elements of each in order from a byte on.
+    """Copy tensors into memory, each in order from a given byte on.
 
-    As fast as memory is: past the caches, by as many threads as torch uses.
+    It is as fast as memory: past the caches, with as many threads as torch uses.
 
     Args:
-        sources: The tensors, without gradients, and where they begin in the memory, aligned.
+        sources: The tensors, without gradients, and their aligned starts in the memory.
         memory: Bytes on the CPU.
     """
     plain: list[tuple[int, int, int]] = []
@@ -245,7 +244,7 @@ def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
 def _shares(
     copies: Sequence[tuple[int, int, int]], most_bytes: int
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """The copies in lists of so many bytes in all."""
+    """The copies in lists of limited total bytes."""
     share, room = list[tuple[int, int, int]](), most_bytes
     for target, source, nbytes in copies:
         done = 0

@@ -13,17 +13,17 @@ from tilework.tiled.tensor import TiledTensor
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """True for a tensor on ``meta``, or a sharded one whose part here is there."""
+    """True for a tensor on ``meta``, or a sharded tensor whose local part is there."""
     if isinstance(tensor, TiledTensor):
         return any(tile.is_meta for tile in tensor.local_tiles())
     return tensor.is_meta
 
 
 def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
-    """Give memory on the CPU to what a model has on ``meta`` and is to be filled. Local.
+    """Give memory on the CPU to tensors of a model on ``meta`` that will be filled. Local.
 
-    Tensors that are tied stay tied. Buffers that are no part of the state dict have their values
-    from the model itself, if it is one of transformers' (``_init_weights``).
+    Tied tensors stay tied. Buffers outside of the state dict get their values from the model
+    itself, if it belongs to transformers (``_init_weights``).
 
     Args:
         module: The model; its layouts stay.
@@ -65,7 +65,7 @@ def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
 
 
 def _check_fixed(module: nn.Module) -> None:
-    """Refuse buffers whose values nobody knows: they are in no state dict."""
+    """Refuse buffers in no state dict, whose values nobody knows."""
     if hasattr(module, "_init_weights"):
         return
     for path, inner in module.named_modules():

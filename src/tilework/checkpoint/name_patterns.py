@@ -9,15 +9,15 @@ from typing import Final, NoReturn
 
 from tilework.errors import CheckpointError
 
-#: So many names are told where none is close.
+#: The number of names in the error if none is similar.
 _LISTED: Final = 5
 
 
 class NamePatterns:
-    """Patterns of which a name must match one; all names without any.
+    """Patterns to select names: a name must match one; without patterns, all names.
 
     Args:
-        patterns: In the shell's way, with upper and lower case told apart; None: every name.
+        patterns: Patterns as in a shell, case-sensitive; None: every name.
 
     Example:
         >>> patterns = NamePatterns(["model.*", "*.lr"])
@@ -55,10 +55,10 @@ class NamePatterns:
         return [pattern for pattern in self._patterns or () if pattern in self._idle]
 
     def check(self, names: Iterable[str] = ()) -> None:
-        """Refuse patterns that no name matches: neither one of these, nor any before.
+        """Refuse patterns that no name has matched, neither these names nor earlier ones.
 
         Raises:
-            CheckpointError: It names the first such pattern, and names that it may have meant.
+            CheckpointError: The error names the first such pattern, and similar names.
         """
         for name in names:
             self.match(name)

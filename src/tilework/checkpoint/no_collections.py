@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Keep the collector from looking through what grows meanwhile, and is no garbage.
+    """Keep the collector from searching objects that grow meanwhile, and are not garbage.
 
-    A plan of many boxes is many small tuples: three quarters of the time would go there.
+    A plan of many boxes is many small tuples: collections would take three quarters of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

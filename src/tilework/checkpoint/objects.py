@@ -1,7 +1,7 @@
 """Objects with state as containers: modules, optimizers, generators, and whatever has state_dict().
 
-The states of optimizers are saved by the names of their parameters, which modules of the same state
-give (parameter_names.py): so they follow the parameters into other groups, other orders and other
+States of optimizers are saved by the names of their parameters, which modules of the same state
+give (parameter_names.py). They therefore follow the parameters into other groups, orders and
 layouts.
 """
 
@@ -22,8 +22,8 @@ from tilework.checkpoint.parameter_names import Place, Places, parameters_of
 from tilework.comm.world import current_world
 from tilework.sharded import ShardedOptimizer, named_params_with_sharded_tensor
 
-#: Classes whose one child is the module that they wrap, by name: they stand above this package, or
-#: are torch's own.
+#: Wrappers with a single child, by class name, with the child's name: the classes are in higher
+#: packages, or in torch.
 _WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -32,12 +32,12 @@ _WRAPPERS = {
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:
-    """The name of the child that a wrapper stands for; None for any other module."""
+    """The name of the child within a wrapper; None for any other module."""
     return _WRAPPERS.get(type(module).__name__)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that data parallelism or a compiler wraps: its names have no prefix.
+    """The module within data parallelism or a compiler, whose names have no prefix.
 
     Example:
         >>> inner = nn.Linear(1, 1)
@@ -63,7 +63,7 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """True if an object tells its state and takes it again."""
+    """True if an object can give and load a state."""
     return (
         callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
@@ -85,7 +85,7 @@ def modules_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
 
 
 def places_of_parameters(state: Any) -> dict[int, list[Place]]:
-    """The places of each parameter in the state's modules, those in the largest module first."""
+    """The places of each parameter in the state's modules, places in the largest module first."""
     modules = [
         (path, list(named_params_with_sharded_tensor(module))) for path, module in modules_of(state)
     ]
@@ -98,7 +98,7 @@ def places_of_parameters(state: Any) -> dict[int, list[Place]]:
 
 
 def is_split(optimizer: Optimizer) -> bool:
-    """True if each rank has the states of its own parameters alone, as ZeroRedundancyOptimizer."""
+    """True if each rank has only the states of its own parameters (ZeroRedundancyOptimizer)."""
     return callable(getattr(optimizer, "owner_of", None)) and hasattr(optimizer, "optim")
 
 
@@ -137,13 +137,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Containers:
-    """Containers for the objects of one state, made as they are come upon."""
+    """Makes containers for the objects of one state."""
 
     def __init__(self, state: Any) -> None:
         self._places = places_of_parameters(state)
 
     def __call__(self, value: Any, path: Path) -> Any:
-        """The containers of an object; another value as it is."""
+        """The containers of an object; other values unchanged."""
         if isinstance(value, nn.Module):
             return unwrapped(value).state_dict()
         if isinstance(value, Optimizer):
@@ -156,9 +156,9 @@ class Containers:
 class RandomState:
     """The random generators of this process, as a part of a state: for an exact resume.
 
-    Python's, numpy's if it is loaded, and torch's default ones for the CPU and for CUDA devices.
-    DTensors draw their numbers by torch's default generator, so they go on as well. What differs
-    between ranks is saved for each rank.
+    Python's generator, numpy's if it is loaded, and torch's default generators for the CPU and for
+    CUDA devices. DTensors draw from torch's default generator, and therefore resume as well. States
+    that differ between ranks are saved for each rank.
 
     Example:
         >>> state = RandomState().state_dict()
@@ -193,7 +193,7 @@ class RandomState:
         if "cuda" in state_dict and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state_dict["cuda"])
         if "numpy" in state_dict and (numpy := sys.modules.get("numpy")) is not None:
-            # A tensor where another format has no arrays of numpy's.
+            # A tensor, if it comes from a format without arrays of numpy.
             state = [e.numpy() if isinstance(e, Tensor) else e for e in state_dict["numpy"]]
             numpy.random.set_state(tuple(state))
 

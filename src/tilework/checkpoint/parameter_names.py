@@ -1,8 +1,8 @@
-"""Names of parameters in the states of optimizers, and who has which of those that were saved.
+"""Names of parameters in the states of optimizers, and their match with saved names.
 
-A parameter has its own name in the module, ``layers.0.weight``, where one module of the state has
-all that the optimizer has; else the module's path comes before it: ``generator/0.weight``. So what
-other modules the state has, and their order, is of no account.
+A parameter has its own name in the module, ``layers.0.weight``, if one module of the state has all
+parameters of the optimizer; else the module's path comes before it: ``generator/0.weight``. Other
+modules of the state, and their order, therefore do not matter.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tilework.sharded import ShardedOptimizer
 
 #: A parameter in a state: the path of a module, and the name in it.
 Place = tuple[Path, str]
-#: By a parameter's identity its places, in an order that is the same for all parameters.
+#: By a parameter's identity the places, in an order that is the same for all parameters.
 Places = Mapping[int, Sequence[Place]]
 
 
 def parameters_of(optimizer: Optimizer, places: Places) -> list[list[tuple[Any, Tensor]]]:
     """The parameters of each group with their names, which are unique.
 
-    Those that no module of the state has are named as the optimizer was told
-    (``named_parameters()``), or by their numbers in it.
+    Parameters in no module of the state are named as the optimizer was told
+    (``named_parameters()``), or by their numbers in the optimizer.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return [
@@ -67,15 +67,15 @@ def names_of(placed: Places) -> dict[int, str]:
             return {parameter: each[path] for parameter, each in by_path.items()}
     first = {parameter: each[0] for parameter, each in placed.items()}
     names = {parameter: f"{dotted(path)}/{own}" for parameter, (path, own) in first.items()}
-    if len(set(names.values())) < len(names):  # keys with dots in them, or 1 beside "1"
+    if len(set(names.values())) < len(names):  # keys that contain dots, or 1 beside "1"
         names = {parameter: f"{path!r}/{own}" for parameter, (path, own) in first.items()}
     return names
 
 
 def possible_names(path: Path, own: str) -> tuple[str, ...]:
-    """The names that a checkpoint may have for a parameter; the last is of earlier versions.
+    """The names that a checkpoint may have for a parameter; the last comes from earlier versions.
 
-    These gave parameters their own names, and paths before them where modules that came earlier in
+    These gave parameters their own names, with paths before them if modules that came earlier in
     the state had these names.
 
     Example:
@@ -86,9 +86,9 @@ def possible_names(path: Path, own: str) -> tuple[str, ...]:
 
 
 def one_to_one(possible: Mapping[Any, Collection[Any]]) -> dict[Any, Any]:
-    """The value of each key, of those it may have, if no value is of two keys and each is of one.
+    """A value for each key from its possible values, if no two keys share values.
 
-    Keys of which that is not certain are left out.
+    Keys for which this is not certain are left out.
 
     Example:
         >>> one_to_one({"a/weight": ["weight"], "b/weight": ["weight", "b.weight"]})
@@ -103,7 +103,7 @@ def one_to_one(possible: Mapping[Any, Collection[Any]]) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     changed: Collection[Any] = askers
     while changed:
-        only: dict[Any, list[Any]] = {}  # what it alone asks for
+        only: dict[Any, list[Any]] = {}  # values that only this key may have
         for value in changed:
             if len(askers[value]) == 1:
                 only.setdefault(next(iter(askers[value])), []).append(value)

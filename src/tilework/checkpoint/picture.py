@@ -11,7 +11,7 @@ from tilework.checkpoint.saved import SavedTensor
 from tilework.tiled.picture import PictureSize, draw
 from tilework.tiled.terminal import COLOURS, StyledLine, bytes_text, coloured_picture
 
-#: So many tensors are listed, and so many layouts drawn, where none are named.
+#: The maximum of tensors and of layouts to show without names.
 LISTED, DRAWN = 200, 4
 _RANK = re.compile(r"-rank0*([0-9]+)-")
 
@@ -35,7 +35,7 @@ def summary(tensors: Iterable[SavedTensor], files: int, ranks: int) -> str:
 
 
 def bytes_of(tensors: Iterable[SavedTensor]) -> int:
-    """The bytes of tensors, where several may share some."""
+    """The bytes of tensors; shared bytes count once."""
     parts = {(p.file, p.offset): p.nbytes for t in tensors for p in t.parts}
     return sum(parts.values())
 
@@ -48,7 +48,7 @@ def checkpoint_lines(
     most_listed: int = LISTED,
     most_drawn: int = DRAWN,
 ) -> Iterator[StyledLine]:
-    """The headline, what the program added, a row for each tensor, and layouts drawn."""
+    """The headline, the program's additions, a row for each tensor, and pictures of layouts."""
     yield [(headline, "bold")]
     if meta:
         yield [(f"meta: {dict(meta)}", "")]

@@ -7,7 +7,7 @@ import os
 from tilework.checkpoint.storage import LocalStorage, Storage, is_url, plain_path
 from tilework.checkpoint.url_storage import UrlStorage
 
-#: A folder, or a URL of fsspec's.
+#: A folder, or a URL for fsspec.
 AnyPath = str | os.PathLike[str]
 
 
@@ -15,9 +15,9 @@ def storage_at(path: AnyPath) -> Storage:
     """The storage that a path names: a folder, or a URL.
 
     Raises:
-        ValueError: The path is empty, as of a variable that is not set; or it is a ``file://`` URL
-            of a host.
-        TypeError: It is no path.
+        ValueError: The path is empty, as from an unset variable; or it is a ``file://`` URL of a
+            host.
+        TypeError: It is not a path.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(

@@ -11,12 +11,12 @@ from typing import Any
 
 from tilework.tiled.terminal import bytes_text
 
-#: What takes less long is not shown.
+#: The time below which nothing is shown.
 _QUIET_SECONDS = 1.0
 _EVERY_SECONDS = 0.2
-#: Rates are those of so many seconds.
+#: The time over which rates are computed.
 _RATE_SECONDS = 10.0
-#: The lengths of the bar, and of the numbers beside it.
+#: The lengths of the bar, and of the numbers next to the bar.
 _BAR_LETTERS, _NUMBERS_LETTERS = 24, 48
 
 
@@ -24,14 +24,14 @@ class Progress:
     """A bar that counts bytes, drawn when something takes longer than a second.
 
     Args:
-        what: What goes on, such as "saving run/step-10".
-        total: The bytes of this rank; 0: they are told before the first of them, by ``total``.
-        is_shown: False to draw nothing; None: if the error output is a terminal.
-        afterwards: What is waited for when all bytes are done, such as "the disk".
+        what: The activity, such as "saving run/step-10".
+        total: The bytes of this rank; 0: set through ``total`` before the first bytes.
+        is_shown: False to draw nothing; None: draw if the error output is a terminal.
+        afterwards: The thing to wait for after all bytes, such as "the disk".
 
     Attributes:
         total: The bytes of this rank.
-        done: Those that were counted.
+        done: The bytes counted so far.
         is_shown: True if the bar is drawn.
 
     Example:
@@ -52,7 +52,7 @@ class Progress:
         self._bar: Any = None
 
     def begin_at(self, nbytes: int) -> None:
-        """Count bytes that were done before, at whatever rate."""
+        """Count bytes that were done before, without effect on the rate."""
         self.done = nbytes
         self._seen = deque([(self._begun, nbytes)])
 
@@ -110,7 +110,7 @@ def _bar(what: str) -> Any:
     console = Console(stderr=True)
     length = _BAR_LETTERS if console.width >= 100 else _BAR_LETTERS // 2
     bar = Bar(
-        # Paths and numbers are no markup.
+        # Paths and numbers are not markup.
         TextColumn("{task.description}", markup=False),
         BarColumn(length),
         TextColumn("{task.fields[numbers]}", markup=False),
@@ -122,7 +122,7 @@ def _bar(what: str) -> Any:
 
 
 def _shortened(what: str, letters: int) -> str:
-    """The first word, and what there is room for of the end of the path."""
+    """The first word, and as much of the end of the path as fits."""
     verb, _, path = what.partition(" ")
     room = max(letters, 20) - len(verb) - 2
     return what if len(path) <= room else f"{verb} …{path[-room:]}"
@@ -135,9 +135,9 @@ def _clock(seconds: float) -> str:
 
 
 def _has_terminal() -> bool:
-    """True if errors go to a terminal, and this is the rank to use it: others may have the same."""
+    """True if errors go to a terminal, and this rank may use it: ranks may share it."""
     if os.environ.get("RANK", "0") != "0":
         return False
-    with suppress(AttributeError, ValueError):  # there is none, or it is closed
+    with suppress(AttributeError, ValueError):  # there is no output, or it is closed
         return sys.stderr.isatty()
     return False

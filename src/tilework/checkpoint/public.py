@@ -1,4 +1,4 @@
-"""The public names of the package, which loads this when the first of them is used."""
+"""The public names of the package, which loads this module at the first use."""
 
 from tilework.checkpoint.api import async_save, index_of, load, read, save
 from tilework.checkpoint.asynchronous import PendingSave

@@ -1,8 +1,8 @@
 """Published weights: a folder of safetensors files, with names and forms that a model converts.
 
-A folder without an index of tilework's, but with safetensors files, is read as if it had one: by
-the names that the model has. transformers says for each of its models which tensors are renamed,
-joined and stacked (its conversion mapping); what it says is done to boxes, before anything is read.
+A folder with safetensors files, but without an index of tilework, is read as if it had one: by the
+names of the model. transformers defines for each model which tensors are renamed, joined and
+stacked (the conversion mapping). These conversions are applied to boxes, before anything is read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tilework.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Opened:
-    """An index, and what is at the place besides.
+    """An index, and other facts about the folder.
 
     Args:
         storage: The folder.
         index: The index.
         flat: The state; None: the index has it.
-        has_sums: False if nothing can be compared.
+        has_sums: False if there are no checksums.
     """
 
     storage: Storage
@@ -44,14 +44,15 @@ class Opened:
 
 
 def open_index(storage: Storage, state: Any) -> Opened:
-    """The index of a checkpoint, or of published weights by the names that a model has. Local.
+    """The index of a checkpoint, or of published weights by the names of a model. Local.
 
     Args:
         storage: The folder.
-        state: What is to be filled.
+        state: The state to fill.
 
     Raises:
-        CheckpointError: There is neither, or it is damaged; or a model converts tensors in a way
+        CheckpointError: There is neither, or the index is damaged; or a model converts tensors in a
+            way
             that boxes cannot.
     """
     names = storage.names()
@@ -69,7 +70,7 @@ def open_index(storage: Storage, state: Any) -> Opened:
 
 @dataclass
 class _Sources:
-    """The tensors that are converted together, by the pattern that each fits."""
+    """The tensors that are converted together, by the pattern that each matches."""
 
     converter: Any
     by_pattern: dict[str, list[SavedTensor]] = field(default_factory=lambda: defaultdict(list))
@@ -79,7 +80,7 @@ class _Conversion:
     """From published names and forms to those of a model.
 
     Args:
-        module: The model: one of transformers', or any other, whose names are the published ones.
+        module: The model: of transformers, or another, whose names are the published ones.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -107,7 +108,7 @@ class _Conversion:
                 renamed, pattern = self._loading.apply_converters(renamed, converters)
             renamed = self._at_model(renamed)
             if name in self._own and (pattern is None or renamed != name):
-                return name, None  # what the model has by the published name needs no conversion
+                return name, None  # a published name that the model has needs no conversion
             return renamed, pattern
 
         tensors = dict(converted(published, converters, apply))
@@ -116,7 +117,7 @@ class _Conversion:
         return tensors
 
     def _add_tied(self, tensors: dict[str, SavedTensor]) -> None:
-        """Files have tied tensors once, under one of their names."""
+        """Add all names of tied tensors, which files have under one name."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
@@ -126,7 +127,7 @@ class _Conversion:
                 tensors.update({name: saved for name in tied if name not in tensors})
 
     def _at_model(self, name: str) -> str:
-        """The name with or without the prefix of the base model, as the model has it."""
+        """The name with or without the prefix of the base model, as in the model."""
         start = f"{self._prefix}."
         if self._prefix and name not in self._own:
             if name.startswith(start) and name.removeprefix(start) in self._own:
@@ -144,9 +145,9 @@ def converted(
     """Tensors after transformers' conversions, with their names.
 
     Args:
-        tensors: By name.
-        converters: In order.
-        apply: Tells for a name the one to be, and the pattern of a converter that it fits.
+        tensors: The tensors by name.
+        converters: The converters, in order.
+        apply: Returns for a name the new name, and the pattern of a converter that it matches.
     """
     by_pattern = {p: each for each in converters for p in each.source_patterns}
     together: dict[str, _Sources] = {}

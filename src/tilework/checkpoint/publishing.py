@@ -1,7 +1,7 @@
 """Saving a model as published weights: the folder that transformers' ``save_pretrained`` writes.
 
-All ranks write to the same files, each the bytes that it holds, where these belong. So nothing is
-gathered anywhere, and files are what one process would have written.
+All ranks write to the same files, each the bytes that it holds, at their final places. Nothing is
+gathered anywhere, and the files are the same as from a single process.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tilework.errors import CheckpointError
 from tilework.layout import Box
 from tilework.layout.box import whole_box
 
-#: Elements are converted, and written, in pieces of so many bytes.
+#: The size in bytes of pieces of elements that are converted and written.
 _PIECE_BYTES = 1 << 20
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -71,27 +71,27 @@ def save_pretrained(
 ) -> None:
     """Write a model's weights as Hugging Face publishes them, sharded or not. Collective; blocks.
 
-    The folder is what transformers' ``model.save_pretrained`` writes for the whole model:
-    safetensors files, their index if there are several, and the configuration if the model has one.
-    Each rank writes what it holds, in pieces: no more than a few MiB are added to its memory.
-    ``load`` reads the folder, and so does ``from_pretrained``. For training that goes on,
-    :func:`save` has checksums, optimizers and all else.
+    The folder is the same as from transformers' ``model.save_pretrained`` of the whole model:
+    safetensors files, an index if there are several, and the configuration if the model has one.
+    Each rank writes its own elements, in pieces: at most a few MiB are added to the memory.
+    ``load`` reads the folder, and so does ``from_pretrained``. To continue training use
+    :func:`save`, with checksums, optimizers and everything else.
 
     Args:
         model: A module, in any layout: of DTensors, by fully_shard, by DDP, or plain.
-        path: A folder that all ranks see. Weights that are there are replaced when the new ones are
+        path: A folder that all ranks see. Existing weights are replaced when the new files are
             complete; ``config.json`` just before. Other files stay.
-        dtype: That of floating-point tensors in the files; None: each tensor's own.
-        map_names: As for :func:`load`, whose names are mapped back. Names in a list get equal
+        dtype: The dtype of floating-point tensors in the files; None: each tensor's own.
+        map_names: As for :func:`load`, but the names are mapped back. Names in a list get equal
             pieces.
-        file_bytes: The most bytes of a file; a larger tensor has one of its own.
+        file_bytes: The maximum of bytes of a file; a larger tensor has a file alone.
         group: The ranks that save; None: all, or this process if there is no group.
 
     Raises:
-        CheckpointError: On all ranks alike: a file could not be written, a checkpoint of
-            :func:`save` is there, ranks hold different values of a tensor that is not sharded, or
-            the model's form cannot be converted back. What was there is as it was.
-        TypeError: It is no module; or a tensor is of a form that files do not hold.
+        CheckpointError: On all ranks: a file could not be written, a checkpoint of :func:`save` is
+            there, ranks hold different values of a tensor that is not sharded, or the model's form
+            cannot be converted back. Existing files do not change.
+        TypeError: ``model`` is not a module; or files cannot hold a tensor of this form.
         ValueError: The path is a URL.
 
     Example:
@@ -109,7 +109,7 @@ def save_pretrained(
     if not isinstance(storage, LocalStorage):
         raise ValueError(f"weights are published in a folder, not at {path}: copy it there after")
     ranks, module = Ranks(group), unwrapped(model)
-    # By names alone: so that parts are of whole tensors, as many as there are boxes.
+    # By names only, so that parts belong to whole tensors, one for each box.
     options = SaveOptions(file_bytes=1 << 62)
     save = prepare(storage, _named(module), ranks, options, lambda: _check_free(storage))
     try:
@@ -132,11 +132,11 @@ def _check_free(storage: LocalStorage) -> None:
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module that are saved, by name: tied ones once."""
+    """The tensors of a module to save, by name: tied tensors once."""
     state = {name: each for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
-    derived = getattr(module, "all_tied_weights_keys", None) or ()  # transformers'
+    derived = getattr(module, "all_tied_weights_keys", None) or ()  # of transformers
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name in state:
@@ -152,7 +152,7 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 def _published(
     module: nn.Module, save: Save, dtype: torch.dtype | None, map_names: MapNames
 ) -> Mapping[str, SavedTensor]:
-    """The tensors of the files, as parts of the module's own tensors. Pure."""
+    """The tensors of the files, as parts of the module's tensors. Pure."""
     for path, leaf in save.merged.flat.leaves.items():
         if isinstance(leaf, PerRank):
             raise CheckpointError(
@@ -173,14 +173,14 @@ def _published(
 
 
 def _whole(tensor: TensorToSave) -> SavedTensor:
-    """A tensor as if its elements were a file of its name."""
+    """A tensor as if its elements were a file of the same name."""
     box = whole_box(tensor.shape)
     part = Part(box, tensor.name, 0, box.volume * tensor.itemsize)
     return SavedTensor(tensor.name, tensor.dtype, tensor.shape, (part,))
 
 
 class _Forms(dict[str, SavedTensor]):
-    """Tensors by name, each of which is given once."""
+    """Tensors by name; each name may be set only once."""
 
     def __setitem__(self, name: str, tensor: SavedTensor) -> None:
         if name in self:
@@ -209,7 +209,7 @@ def _mapped_back(own: Mapping[str, SavedTensor], map_names: MapNames) -> dict[st
 
 
 def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
-    """The published forms of parts, as transformers renames, splits and joins when it saves."""
+    """The published forms of parts, renamed, split and joined as when transformers saves."""
     if not (hasattr(module, "base_model_prefix") and hasattr(module, "config")):
         return own
     try:
@@ -232,7 +232,7 @@ def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mappin
 
 
 def _texts(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]:
-    """The files of the model's configuration, as transformers writes them."""
+    """The files of the model's configuration, in transformers' form."""
     config: Any = copy.deepcopy(getattr(module, "config", None))
     if not hasattr(config, "to_json_string"):
         return {}
@@ -251,12 +251,12 @@ def _texts(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]:
 
 
 class _Folder:
-    """The files, as all ranks write them.
+    """The files that all ranks write together.
 
     Args:
         storage: The folder.
-        published: What they have.
-        file_bytes: The most bytes of one.
+        published: The contents of the files.
+        file_bytes: The maximum of bytes of a file.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class _Folder:
         self.plans: list[PlannedFile] = []
 
     def plan(self, mark: str) -> None:
-        """Give files their names, with a mark where others have the plain ones."""
+        """Give files their names, with a mark if plain names are taken."""
         self.plans = plan_published(self._tensors, self._file_bytes, mark)
 
     def path_of(self, name: str) -> str:
@@ -278,7 +278,7 @@ class _Folder:
         return str(self.storage.folder / f"{name}{UNFINISHED}")
 
     def begin(self, mark: str) -> str:
-        """Make the files, in their lengths; the mark of their names. Local: on the first rank."""
+        """Make the files in full length; returns the names' mark. Local: on the first rank."""
         self.plan("")
         if len(self.plans) > 1 and {plan.name for plan in self.plans} & set(self.storage.names()):
             self.plan(mark)
@@ -296,10 +296,10 @@ class _Folder:
         return mark
 
     def commit(self, texts: Mapping[str, str]) -> None:
-        """Give files their names, and remove what they replace. Local: on the first rank."""
+        """Give files their names, and remove replaced files. Local: on the first rank."""
         storage = self.storage
         several = len(self.plans) > 1
-        if several:  # nothing names them yet
+        if several:  # no index names them yet
             self._give_names()
         for name, text in texts.items():
             _write_text(storage, name, text)
@@ -308,7 +308,7 @@ class _Folder:
         else:
             self._give_names()
         storage.sync()
-        # A single file goes before any index, with transformers as here.
+        # A single file has precedence over an index, in transformers, too.
         storage.remove(HF_FILE if several else HF_INDEX)
         kept = {plan.name for plan in self.plans}
         for name in storage.names():
@@ -321,7 +321,7 @@ class _Folder:
             files.calls.rename(self.path_of(plan.name), self.storage.folder / plan.name)
 
     def remove_unfinished(self) -> None:
-        """Remove what a save has left that did not end. Local: on the first rank."""
+        """Remove leftovers of a save that did not end. Local: on the first rank."""
         ours = (HF_FILE, HF_INDEX, _CONFIG, _GENERATION)
         for name in self.storage.names():
             finished = name.removesuffix(UNFINISHED)
@@ -338,7 +338,7 @@ def _write_text(storage: LocalStorage, name: str, text: str) -> None:
 def _write_all(
     folder: _Folder, save: Save, published: Mapping[str, SavedTensor], texts: Mapping[str, str]
 ) -> None:
-    """Write this rank's part; when all ranks have, the first one lets files have their names."""
+    """Write this rank's part; after all ranks, the first rank gives the files their names."""
     ranks = save.ranks
     mark = os.urandom(4).hex()
     try:
@@ -357,7 +357,7 @@ def _write_all(
 
 @dataclass(frozen=True)
 class _Use:
-    """A region of a tensor of the model, and where it is in a published one."""
+    """A region of a model's tensor, and its place in a published tensor."""
 
     region: Box
     box: Box
@@ -367,7 +367,7 @@ class _Use:
 def _write(
     folder: _Folder, save: Save, published: Mapping[str, SavedTensor], progress: Progress
 ) -> None:
-    """Write the elements that this rank is to write. Local."""
+    """Write this rank's share of the elements. Local."""
     tensors = {each.name: each for each in save.merged.tensors}
     uses: dict[str, list[_Use]] = defaultdict(list)
     for name, each in published.items():
@@ -409,7 +409,7 @@ def _write_region(
     elements: Callable[[Box], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Write a region of a tensor of the model to its place in a file, in pieces."""
+    """Write a region of a model's tensor to the place in a file, in pieces."""
     dims = len(whole.box.sizes)
     for block in cut_box(region, dtype.itemsize, _PIECE_BYTES):
         tensor = elements(block).to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
@@ -429,7 +429,7 @@ def _write_at(fd: int, memory: memoryview, offset: int) -> None:
 
 
 def _region(part: Part, tensor: TensorToSave) -> Box:
-    """The box of a tensor's own that a part is, whose place is that of its first element."""
+    """The box of the tensor for a part; the part's offset is the place of the first element."""
     at, offsets = part.offset // tensor.itemsize, list[int]()
     for size in reversed(tensor.shape):
         offsets.insert(0, at % size if size else 0)
@@ -438,5 +438,5 @@ def _region(part: Part, tensor: TensorToSave) -> Box:
 
 
 def _last(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
-    """The last of some values, with others in front if there are too few."""
+    """The last of some values, filled up at the front if there are too few."""
     return ((fill,) * count + tuple(values))[len(values) :]

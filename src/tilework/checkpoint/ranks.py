@@ -1,4 +1,4 @@
-"""Ranks that save or load together: errors on all of them alike, and groups of their own."""
+"""Ranks that save or load together: the same errors on all ranks, and separate groups."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Ranks:
             make: Makes plain data, without communicating.
 
         Raises:
-            CheckpointError: On all ranks alike, if ``make`` raised one anywhere, or the system
-                refused a file or memory.
+            CheckpointError: On all ranks, if ``make`` raised one anywhere, or the system refused a
+                file or memory.
             Exception: ``make`` raised something else, here or on another rank.
         """
         results = self._outcomes(make)
@@ -93,25 +93,25 @@ class Ranks:
         return [outcome()] if self.group is None else agree(outcome, self.group)
 
     def same_host(self) -> Ranks:
-        """The ranks of this host. Collective when it is first called for a group."""
+        """The ranks of this host. Collective at the first call for a group."""
         if self.group is None or self.group.size() == 1:
             return self
         return _own_groups().same_host(self)
 
     def own(self) -> Ranks:
-        """The same ranks, in a group that nothing else uses. Collective when first called."""
+        """The same ranks, in a group that nothing else uses. Collective at the first call."""
         return self if self.group is None else _own_groups().own(self)
 
 
 def of_group(group: ProcessGroup | None) -> Ranks:
-    """The ranks of a group that is in no World's register."""
+    """The ranks of a group that no World has registered."""
     ranks = object.__new__(Ranks)
     ranks.group = group
     return ranks
 
 
 def host_name() -> str:
-    """A text that is the same on all ranks of a host, and on no others."""
+    """A text that is the same on all ranks of a host, and different on other hosts."""
     try:
         return f"{socket.gethostname()} {_BOOT_ID.read_text().strip()}"
     except OSError:
@@ -120,7 +120,7 @@ def host_name() -> str:
 
 @dataclass
 class _OwnGroups:
-    """The groups that checkpoints of one rank have made; closed with its World."""
+    """The groups that checkpoints of one rank have made; closed with the rank's World."""
 
     #: Called before the groups are closed.
     before_close: list[Callable[[], None]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class _OwnGroups:
         return of_group(known)
 
     def drop_ended(self) -> None:
-        """Close groups that were made for groups that are no more. Local."""
+        """Close groups whose original groups no longer exist. Local."""
         registered = current_world().records
         ended = [group for group in self.own_groups if group not in registered]
         for group in ended:
@@ -167,7 +167,7 @@ class _OwnGroups:
 
 
 def before_end(function: Callable[[], None]) -> None:
-    """Have a function called when this rank ends, before its groups are closed. Local."""
+    """Call a function when this rank ends, before the groups are closed. Local."""
     _own_groups().before_close.append(function)
 
 
@@ -176,7 +176,7 @@ def _own_groups() -> _OwnGroups:
 
 
 def _unregistered(ranks: tuple[int, ...]) -> ProcessGroup:
-    """A new group that lives until this rank ends, whatever is destroyed before. Collective."""
+    """A new group that lives until this rank ends, even if others are destroyed. Collective."""
     group = new_group(ranks, use_local_synchronization=True, group_desc="checkpoints")
     assert isinstance(group, ProcessGroup)
     current_world().records.pop(group)

@@ -1,8 +1,8 @@
 """Reading of parts: each chunk is read as a whole and checked before any of it is used.
 
-Local files are read by the core, which checks bytes while it puts them in their place, in one pass
-over memory (csrc/files/file_reader.h). Files of other stores, tensors of other devices and elements
-that become another dtype go by way of a buffer.
+The core reads local files, and checks bytes while it puts them in place, in one pass over memory
+(csrc/files/file_reader.h). A buffer serves for files of other stores, for tensors on other devices, and
+for elements that are converted to another dtype.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ try:
 except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
-#: What is read at once where it cannot go straight to its place: so it is still in the cache.
+#: The bytes read at once through a buffer, few enough to stay in the cache.
 BOUNCE_BYTES = 4 << 20
-#: Read and checked at once, where the core does not.
+#: The bytes read and checked at once without the core.
 _STEP_BYTES = 256 << 10
-#: So many parts are looked at one by one.
+#: Up to this number, parts are searched one by one.
 _FEW_PARTS = 16
 Progress = Callable[[int], None]
 
 
 def ignored(nbytes: int) -> None:
-    """Progress that nobody is told of."""
+    """Progress that nobody shows."""
 
 
 class PartReader:
@@ -56,21 +56,21 @@ class PartReader:
 
     Args:
         storage: The place.
-        index: The checkpoint's.
+        index: The index of the checkpoint.
         verify: Compare checksums.
     """
 
     def __init__(self, storage: Storage, index: Index, verify: bool = True) -> None:
         self.storage, self.index, self.verify = storage, index, verify
         self.bytes_read = 0
-        #: Told the bytes of boxes as they are read, in the dtype of the checkpoint.
+        #: Called with the bytes of boxes that are read, in the dtype of the checkpoint.
         self.progress: Progress = ignored
         self._by_core = _core is not None and storage.is_local
         self._reads: CoreReads | None = None
         self._is_together = False
         self._open: dict[str, FileReader] = {}
         self._bounce: Tensor | None = None
-        #: The parts of the tensor that was asked for last, if it has many.
+        #: The parts of the last tensor, if it has many.
         self._parts: tuple[str, BoxIndex] | None = None
 
     def close(self) -> None:
@@ -82,13 +82,13 @@ class PartReader:
         """Raise if files are missing, or not as long as the index says.
 
         Raises:
-            CheckpointError: It names the first one.
+            CheckpointError: The error names the first such file.
         """
         for name in files:
             self._file(name)
 
     def check_size(self, name: str) -> None:
-        """Raise likewise for one file, and leave it closed if it was. Local."""
+        """Raise in the same way for one file, and leave it closed if it was. Local."""
         was_open = name in self._open
         self._file(name)
         if not was_open:
@@ -113,7 +113,7 @@ class PartReader:
         return file
 
     def _unreadable(self, name: str, what: str) -> CheckpointError:
-        """The error for a file, with the tensors that it should have parts of."""
+        """The error for a file, with the tensors whose parts should be in the file."""
         tensors = [
             tensor.name
             for tensor in self.index.tensors.values()
@@ -126,7 +126,7 @@ class PartReader:
         return CheckpointError(text, file=where, tensor=tensors[0] if tensors else "")
 
     def parts_of(self, tensor: SavedTensor, box: Box) -> Sequence[Part]:
-        """The parts of a tensor that have some of a box, and maybe a few others."""
+        """The parts of a tensor that overlap a box, and maybe a few others."""
         if len(tensor.parts) <= _FEW_PARTS:
             return tensor.parts
         if self._parts is None or self._parts[0] != tensor.name:
@@ -134,21 +134,21 @@ class PartReader:
         return [tensor.parts[number] for number in self._parts[1].overlapping(box)]
 
     def shares_pages(self) -> bool:
-        """True if ranks of a host get what they share by way of the system's pages of files.
+        """True if ranks of a host share bytes through the system's pages of files.
 
-        Else, as at URLs, ranks send each other what they have read.
+        Otherwise, as at URLs, ranks send each other the bytes that they have read.
         """
         return self._by_core
 
     def all_chunks(self, part: Part) -> bytes:
-        """The chunks of a part that are to be checked if it is read by itself: a byte for each."""
+        """The chunks to check if a rank reads a part alone: a byte for each."""
         return (b"\1" if self.verify else b"\0") * chunk_count(part.nbytes, self.index.chunk_bytes)
 
     def read_chunks(self, tensor: SavedTensor, part: Part, start: int, memory: memoryview) -> None:
         """Fill memory with a part's bytes from ``start`` on, a multiple of a chunk, and check them.
 
         Raises:
-            CheckpointError: They are damaged or missing.
+            CheckpointError: Bytes are damaged or missing.
         """
         self.read_some_chunks(tensor, part, start, memory, self.all_chunks(part))
         self.bytes_read += memory.nbytes
@@ -156,7 +156,7 @@ class PartReader:
     def read_some_chunks(
         self, tensor: SavedTensor, part: Part, start: int, memory: memoryview, checked: bytes
     ) -> None:
-        """Likewise, but check those chunks only for which there is a byte that is not 0."""
+        """As :meth:`read_chunks`, but check only chunks whose byte in ``checked`` is not 0."""
         if self._by_core:
             if memory.nbytes:
                 runs: Runs = (address_of(memory), start, memory.nbytes, [], [], [])
@@ -178,9 +178,9 @@ class PartReader:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Have the core do what it is to read meanwhile as one list, at the end at the latest.
+        """Collect the core's reads within into a list, done at the end at the latest.
 
-        Targets are to live as long. Errors come where the list is read.
+        Targets must live as long. Errors are raised when the list is read.
         """
         self._is_together = True
         try:
@@ -188,7 +188,7 @@ class PartReader:
             self._finish_reads()
         finally:
             self._is_together = False
-            self._reads = None  # after an error, what is left
+            self._reads = None  # after an error, drop the rest
 
     @property
     def _core_reads(self) -> CoreReads:
@@ -203,7 +203,7 @@ class PartReader:
             self._reads.run()
 
     def _read_by_core(self, read: CoreRead, checked: bytes, at_once: bool = False) -> None:
-        """Read what lies in a part's chunks: now, or with others."""
+        """Read from a part's chunks: now, or together with other reads."""
         self._core_reads.add_checked(read, checked)
         if at_once or not self._is_together:
             self._core_reads.run()
@@ -214,7 +214,7 @@ class PartReader:
             self._core_reads.run()
 
     def collect_shares(self, shares: memoryview) -> None:
-        """Have :meth:`read_split_box` add shares to these numbers, of uint32."""
+        """Make :meth:`read_split_box` add shares to these numbers, of uint32."""
         self._core_reads.shares = shares
 
     def _descriptor(self, part: Part) -> int:
@@ -226,7 +226,7 @@ class PartReader:
         self.progress(nbytes)
 
     def _tell(self, counted: int, reach: tuple[int, int], at: int, stop: int) -> None:
-        """Count what has come with ``at`` to ``stop`` of ``counted`` bytes that lie in a reach."""
+        """Report progress for ``at`` to ``stop`` in a reach that has ``counted`` bytes."""
         self.progress(share_of(counted, reach, at, stop))
 
     def damaged(
@@ -250,16 +250,16 @@ class PartReader:
         )
 
     def read_box(self, tensor: SavedTensor, part: Part, box: Box, target: Place) -> None:
-        """Read a box of a part into a tensor of its size.
+        """Read a box of a part into a tensor of the box's size.
 
         Args:
             tensor: The tensor.
             part: The part.
             box: Within the part, in the full tensor's coordinates.
-            target: Overwritten; of any dtype and device. Or runs, where the core reads.
+            target: The tensor to write, of any dtype and device; or runs, where the core reads.
 
         Raises:
-            CheckpointError: What is read is damaged.
+            CheckpointError: The bytes are damaged.
         """
         start, stop = self._reach(tensor, part, box, target)
         self._read_box(tensor, part, box, target, self.all_chunks(part), (start, stop))
@@ -268,14 +268,14 @@ class PartReader:
     def read_shared_box(
         self, tensor: SavedTensor, part: Part, box: Box | None, target: Place | None, own: bytes
     ) -> None:
-        """Read a box of a part of which ranks check some chunks each, and check the own ones.
+        """Read a box of a part, and check this rank's share of the part's chunks.
 
         Args:
             tensor: The tensor.
             part: The part.
             box: As for :meth:`read_box`; None to check only.
-            target: Likewise.
-            own: A byte for each chunk: not 0 if this rank is the one that checks it.
+            target: As for :meth:`read_box`.
+            own: A byte for each chunk: not 0 if this rank checks it.
 
         Raises:
             CheckpointError: Some of the own chunks are damaged.
@@ -300,7 +300,7 @@ class PartReader:
     def read_split_box(
         self, tensor: SavedTensor, part: Part, box: Box, target: Place, place: int
     ) -> None:
-        """Read a box of a part of which other ranks read the rest, and check nothing.
+        """Read a box of a part whose rest other ranks read, and check nothing.
 
         The box's shares in the part's checksums are added from ``place`` on.
 
@@ -338,7 +338,7 @@ class PartReader:
     def _reach(
         self, tensor: SavedTensor, part: Part, box: Box, target: Place | None
     ) -> tuple[int, int]:
-        """The bytes of the chunks that have some of a box."""
+        """The bytes of the chunks that overlap a box."""
         chunk = self.index.chunk_bytes
         if isinstance(target, tuple):
             _, first, run, counts, apart, _ = target
@@ -382,7 +382,7 @@ class PartReader:
             self._tell(box.volume * itemsize, reach, start, stop)
 
     def _bounces(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The ranges of whole chunks that have a part's bytes from ``start`` to ``stop``."""
+        """The ranges of whole chunks that contain a part's bytes from ``start`` to ``stop``."""
         chunk = self.index.chunk_bytes
         step = max(1, BOUNCE_BYTES // chunk) * chunk
         for at in range(start // chunk * chunk, stop, step):
@@ -395,16 +395,16 @@ class PartReader:
 
 
 def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tensor) -> None:
-    """Read any box of a tensor, from all parts that have some of it.
+    """Read any box of a tensor, from all parts that overlap it.
 
     Args:
         reader: The checkpoint's files.
         tensor: The tensor.
-        box: The region, in its coordinates.
-        target: Overwritten; a tensor of the box's size.
+        box: The region, in the tensor's coordinates.
+        target: A tensor of the box's size, which is overwritten.
 
     Raises:
-        CheckpointError: What is read is damaged.
+        CheckpointError: The bytes are damaged.
     """
     for part in reader.parts_of(tensor, box):
         shared = part.box.intersection(box)
@@ -413,13 +413,13 @@ def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tenso
 
 
 def copy_region(elements: Tensor, part: Part, start: int, box: Box, target: Tensor) -> None:
-    """Copy what some elements of a part have of a box.
+    """Copy the overlap of some elements of a part with a box.
 
     Args:
-        elements: They, one after the other.
+        elements: Consecutive elements of the part.
         part: The part.
-        start: The number of the first.
-        box: Within the part.
+        start: The number of the first element.
+        box: A box within the part.
         target: A tensor of the box's size.
     """
     for at, block in blocks_of(part.box, start, start + elements.numel()):

@@ -1,4 +1,4 @@
-"""Safetensors files, one or several with Hugging Face's index: what they have, or are to have."""
+"""Safetensors files, one or several with Hugging Face's index: existing or planned contents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tilework.checkpoint.storage import UNFINISHED, LinkedStorage, LocalStorage,
 from tilework.errors import CheckpointError
 from tilework.layout.box import whole_box
 
-#: Hugging Face's name of the index of several files, and that of one file.
+#: Hugging Face's name of the index of several files, and of a single file.
 HF_INDEX = "model.safetensors.index.json"
 HF_FILE = "model.safetensors"
 _SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?[0-9]{5,}-of-([0-9]{5,})\.safetensors")
@@ -47,14 +47,14 @@ def with_links(storage: Storage) -> Storage:
 
 
 def published_index(storage: Storage, names: Iterable[str] | None = None) -> Index:
-    """The index of files that have none of tilework's, from the heads of the files. Local.
+    """The index of files without an index of tilework, from the files' headers. Local.
 
     Args:
         storage: The folder.
-        names: The files; None: those that Hugging Face's index names, or all safetensors files.
+        names: The files; None: the files in Hugging Face's index, or all safetensors files.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the index is not as it must be.
+        CheckpointError: A file is missing or damaged, or the index is invalid.
     """
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, SavedFile] = {}
@@ -72,7 +72,7 @@ def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
     """The places of the tensors of a file, or of a folder, from the headers of the files.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the index is not as it must be.
+        CheckpointError: A file is missing or damaged, or the index is invalid.
     """
     place, name = place_of(path)
     storage = with_links(place)
@@ -91,7 +91,7 @@ def place_of(path: AnyPath) -> tuple[Storage, str | None]:
 
 def _listed_files(storage: Storage) -> list[str]:
     names = storage.names()
-    if HF_FILE in names:  # as with transformers it is all there is, whatever a save has left
+    if HF_FILE in names:  # as in transformers, other files then do not count
         names = [name for name in names if name != HF_INDEX and not is_shard(name)]
     if HF_INDEX not in names:
         names = [name for name in names if name.endswith(".safetensors")]
@@ -110,7 +110,7 @@ def _listed_files(storage: Storage) -> list[str]:
 
 
 def _check_complete(storage: Storage, names: list[str]) -> None:
-    """Raise if files without an index are some of several, of which others may be missing."""
+    """Raise if files without an index are parts of a set that may be incomplete."""
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     unfinished = any(map(is_ours, names))
     if unfinished or any(len(shards) != int(match[1]) for match in shards):
@@ -123,7 +123,7 @@ def _check_complete(storage: Storage, names: list[str]) -> None:
 
 
 def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, str]]]:
-    """A file's length, and its tensors."""
+    """The length and the tensors of a file."""
     where = storage.where(name)
     reader = storage.open(name)
     try:
@@ -169,13 +169,13 @@ def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: in
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file to write: its header, then tensors without gaps.
+    """A file to write: a header, then tensors without gaps.
 
     Args:
-        name: Its name.
+        name: The file's name.
         header: The bytes before the first element.
-        offsets: By the names of tensors, in order, where each begins.
-        nbytes: Its length.
+        offsets: By the names of tensors, in order, the beginning of each.
+        nbytes: The file's length.
     """
 
     name: str
@@ -187,12 +187,12 @@ class PlannedFile:
 def plan_published(
     tensors: Sequence[TensorToSave], file_bytes: int, mark: str = ""
 ) -> list[PlannedFile]:
-    """The files that have some tensors: one if they fit, else several of at most so many bytes.
+    """Plan files for tensors: one file if they fit, else several of at most ``file_bytes``.
 
     Args:
-        tensors: In order.
-        file_bytes: The most bytes of elements in a file; a larger tensor has one of its own.
-        mark: Eight hexadecimal digits for the names of several files, if others have the plain.
+        tensors: The tensors, in order.
+        file_bytes: The maximum of bytes of elements in a file; a larger tensor has a file alone.
+        mark: Eight hexadecimal digits for the names of several files, if plain names are taken.
 
     Raises:
         CheckpointError: A tensor has a name that no file can have.
@@ -221,7 +221,7 @@ def plan_published(
 
 
 def plan_file(name: str, tensors: Sequence[TensorToSave]) -> PlannedFile:
-    """The file of some tensors, those of long elements first: so all are aligned."""
+    """The file of some tensors, in an order that aligns all: long elements first."""
     entries: dict[str, dict[str, object]] = {}
     begins: dict[str, int] = {}
     at = 0
@@ -256,7 +256,7 @@ def index_json(plans: Sequence[PlannedFile]) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """True for the name of a file of several, finished or not.
+    """True for the name of a file in a set of several, finished or not.
 
     Example:
         >>> is_shard("model-00001-of-00002.safetensors.part"), is_shard("model.safetensors")

@@ -1,4 +1,4 @@
-"""Plans of saving: which rank writes which boxes, and where they lie in which file. Pure.
+"""Plans of saving: the boxes that each rank writes, and their places in files. Pure.
 
 Every rank makes the same plan from the same description; nothing is communicated.
 """
@@ -16,19 +16,19 @@ from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
 from tilework.checkpoint.no_collections import no_collections
 from tilework.layout import Box
 
-#: The bytes of a file, and so of a part, unless the program asks for others.
+#: The default maximum of bytes of a file, and therefore of a part.
 FILE_BYTES = 4 << 30
-#: Smaller boxes are not split to make ranks write equally much.
+#: Smaller boxes are not split to balance ranks.
 _SPLIT_BYTES = 256 << 10
-#: Elements begin at multiples of this in a file: where memory maps of them are aligned.
+#: Elements begin at multiples of this in a file, so that memory maps are aligned.
 _ALIGNMENT = 64
 
 
 def check_file_bytes(file_bytes: int) -> None:
-    """Raise unless files may have so many bytes of elements.
+    """Raise unless ``file_bytes`` is a valid maximum of bytes of elements in a file.
 
     Raises:
-        ValueError: It is no whole number from 1 on.
+        ValueError: It is not an integer of at least 1.
     """
     if not isinstance(file_bytes, int) or file_bytes < 1:
         raise ValueError(f"file_bytes is a number of bytes from 1 on, got {file_bytes!r}")
@@ -39,11 +39,11 @@ class TensorToSave:
     """A tensor as all ranks know it.
 
     Args:
-        name: Its name in the checkpoint.
-        dtype: The index's name of its dtype.
+        name: The name in the checkpoint.
+        dtype: The index's name of the dtype.
         shape: The global shape.
-        tiles: Its boxes, and the ranks that hold each, a full copy each.
-        layout: How it is sharded, for people.
+        tiles: The boxes, and for each the ranks that hold a full copy.
+        layout: The sharding, as text for people.
     """
 
     name: str
@@ -69,7 +69,7 @@ class BoxToWrite(NamedTuple):
     Args:
         tensor: The tensor's number.
         box: The region.
-        nbytes: Its bytes.
+        nbytes: The number of bytes.
     """
 
     tensor: int
@@ -81,10 +81,10 @@ class BoxToWrite(NamedTuple):
 def assign_writers(
     tensors: Sequence[TensorToSave], ranks: Sequence[int]
 ) -> dict[int, list[BoxToWrite]]:
-    """The boxes that each rank writes: each element once, equally many bytes as far as can be.
+    """The boxes that each rank writes: each element once, with bytes balanced between ranks.
 
-    A box that one rank holds is written by it. Those that several hold are dealt out in turn, and
-    split where that makes writers equal. Takes time proportional to the number of boxes.
+    If one rank holds a box, this rank writes it. Boxes of several ranks are dealt out in turn, and
+    split where that balances writers. Takes time proportional to the number of boxes.
 
     Args:
         tensors: The tensors.
@@ -138,7 +138,7 @@ def _refuse_owner(
 def _quotas(
     tasks: Sequence[BoxToWrite], owners: Sequence[int], loads: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """The bytes that each owner takes, so that their loads become as equal as they can."""
+    """The bytes that each owner takes to balance loads as far as possible."""
     left = sum(task.nbytes for task in tasks)
     ordered = sorted(owners, key=lambda rank: (loads[rank], rank))
     level = 0
@@ -155,7 +155,7 @@ def _dealt(
     quotas: Sequence[tuple[int, int]],
     tensors: Sequence[TensorToSave],
 ) -> Iterator[tuple[int, BoxToWrite]]:
-    """The tasks with their writers: each takes its quota, then comes the next."""
+    """The tasks with their writers: each writer fills a quota, then the next."""
     turn, room = 0, quotas[0][1]
     for task in tasks:
         rest: BoxToWrite | None = task
@@ -176,7 +176,7 @@ def _dealt(
 def _split(
     task: BoxToWrite, room: int, itemsize: int
 ) -> tuple[BoxToWrite | None, BoxToWrite | None]:
-    """The part that fits, and the rest; a small task goes where more of it fits."""
+    """The part that fits, and the rest; a small task goes where most of it fits."""
     box = task.box
     if task.nbytes >= _SPLIT_BYTES:
         dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
@@ -204,7 +204,7 @@ def _cut_at(box: Box, dim: int, rows: int) -> tuple[Box, Box]:
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """The box in boxes of at most so many bytes, each of whole rows if rows are no longer.
+    """The box cut into boxes of at most ``most_bytes``, of whole rows if these fit.
 
     Example:
         >>> [str(each) for each in cut_box(Box((0, 0), (4, 2)), 4, 16)]
@@ -237,9 +237,9 @@ class FilePlan:
     """A file that one rank writes.
 
     Args:
-        name: Its name.
-        header: The bytes before the first element, as safetensors has them.
-        boxes: In the order in which they lie there, without gaps.
+        name: The file's name.
+        header: The bytes before the first element, in the format of safetensors.
+        boxes: The boxes in file order, without gaps.
         nbytes: The length of the file.
     """
 
@@ -260,9 +260,9 @@ def plan_files(
 
     Args:
         tensors: The tensors that tasks name by number.
-        tasks: The rank's.
+        tasks: The tasks of the rank.
         prefix: The beginning of the files' names.
-        file_bytes: The most bytes of elements in a file; larger boxes are split.
+        file_bytes: The maximum of bytes of elements in a file; larger boxes are split.
 
     Example:
         >>> box = Box((0,), (6,))
@@ -292,7 +292,7 @@ def plan_files(
 
 
 def _file_plan(tensors: Sequence[TensorToSave], boxes: Sequence[BoxToWrite], name: str) -> FilePlan:
-    # Long elements first: so all are aligned, without gaps, which the format forbids.
+    # Long elements first, to align all without gaps, which the format forbids.
     ordered = sorted(boxes, key=lambda task: -_stored_itemsize(tensors[task.tensor]))
     entries: dict[str, Mapping[str, object]] = {}
     begin = 0

@@ -17,8 +17,8 @@ class Part:
         box: The region of the tensor.
         file: The file's name.
         offset: The byte of the file at which the elements begin.
-        nbytes: Their length.
-        crc32: The CRC-32 of each chunk of them.
+        nbytes: The length of the elements.
+        crc32: The CRC-32 of each chunk of the elements.
     """
 
     box: Box
@@ -33,11 +33,11 @@ class SavedTensor:
     """A tensor of a checkpoint.
 
     Args:
-        name: Its name, unique in the checkpoint.
+        name: The name, unique in the checkpoint.
         dtype: The index's name of the dtype.
         shape: The global shape.
-        parts: They cover the shape, each element once.
-        layout: How it was sharded when it was saved, for people; empty if it was not.
+        parts: Parts that cover the shape, each element once.
+        layout: The sharding at the time of saving, for people; empty without sharding.
     """
 
     name: str
@@ -62,7 +62,7 @@ class SavedFile:
     """A file of a checkpoint.
 
     Args:
-        nbytes: Its length.
+        nbytes: The length of the file.
         header_crc32: The CRC-32 of the bytes before the first element.
     """
 

@@ -1,4 +1,4 @@
-"""Saving: what all ranks do together, step by step. The order of steps is docs/format.md's."""
+"""Saving by all ranks together, step by step, in the order of docs/format.md."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
 from tilework.checkpoint.storage import UNFINISHED, Storage
 from tilework.errors import CheckpointError
 
-#: The names of files of elements: a mark of the save that wrote them, the rank, a number.
-#: How often and how far apart a writer that finds another at its path looks again.
+#: The names of files of elements: a mark of the save, the rank, a number.
+#: The number and interval of retries of a writer whose path is taken.
 _ATTEMPTS, _PAUSE_SECONDS = 10, 0.01
 
 #: Yields the elements of a box in order, as contiguous tensors.
 Source = Callable[[PlacedBox], Iterator[Tensor]]
-#: Told the bytes that were written.
+#: Called with the number of written bytes.
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Settings of a save, beside training or not.
+    """Settings of a save, synchronous or not.
 
     Args:
-        meta: What the program adds to the index: plain JSON, such as the step.
-        file_bytes: The most bytes of elements in a file; larger tensors are split.
-        overwrite: Replace a checkpoint that is there; False: that is an error.
+        meta: Plain JSON that the program adds to the index, such as the step.
+        file_bytes: The maximum of bytes of elements in a file; larger tensors are split.
+        overwrite: Replace an existing checkpoint; False: raise if there is one.
 
-    Those of the first rank count, where ranks have others.
+    If ranks have different settings, those of the first rank are used.
 
     Raises:
         ValueError: ``file_bytes`` is below 1.
@@ -93,7 +93,7 @@ class SaveOptions:
 
 @dataclass
 class Save:
-    """A save that is prepared: what to write, and from where."""
+    """A prepared save: the boxes to write, and their sources."""
 
     storage: Storage
     ranks: Ranks
@@ -124,17 +124,17 @@ def prepare(
 ) -> Save:
     """Compare the ranks' states, plan, and take the path for this save. Collective; blocks.
 
-    Nothing is written or removed yet, so that it takes little time.
+    It writes and removes nothing yet, and therefore takes little time.
 
     Args:
         storage: The place.
         state: The state.
         ranks: The ranks.
         options: Settings.
-        first: Done before all else; it may raise a CheckpointError.
+        first: Called before all else; may raise a CheckpointError.
 
     Raises:
-        CheckpointError: Another save is at work there, or the folder cannot be made.
+        CheckpointError: Another save is running there, or the folder cannot be made.
         TypeError, ValueError: The state has something that a checkpoint does not hold, or ranks
             disagree. Nothing was written.
     """
@@ -144,7 +144,7 @@ def prepare(
     def describe_own() -> Any:
         first()
         flats.append(flatten(state, Containers(state)))
-        # What is partial has to be reduced before.
+        # Partial tensors must be reduced first.
         described = None if has_partial(flats[0]) else _as_plain(describe(flats[0], ranks.all))
         if ranks.is_first:
             path.take()
@@ -155,7 +155,7 @@ def prepare(
         if any(described is None for described in descriptions):
             settle(flats[0])
             descriptions = ranks.gather(lambda: _as_plain(describe(flats[0], ranks.all)))
-        # On its own: so what is above is the same on all ranks, mostly, and is not sent.
+        # Separately: the facts above are mostly the same on all ranks, and are not sent.
         token, file_bytes = ranks.gather(lambda: (path.token, options.file_bytes))[0]
         options = replace(options, file_bytes=file_bytes)
         known = {id(each): _from_plain(each) for each in descriptions}
@@ -182,12 +182,12 @@ def nothing() -> None:
 
 
 class _Path:
-    """The path of a save, which the first rank has for itself until the save ends."""
+    """The path of a save, which the first rank owns until the save ends."""
 
     def __init__(self, storage: Storage, options: SaveOptions) -> None:
         self._storage, self._options = storage, options
         self.release: Callable[[], None] = nothing
-        #: The mark of this save, on the rank that has the path.
+        #: The mark of this save, on the rank that owns the path.
         self.token = ""
 
     def take(self) -> None:
@@ -206,7 +206,7 @@ class _Path:
     def _locked(self) -> Callable[[], None]:
         for _ in range(_ATTEMPTS):
             self._storage.prepare()
-            # Another manager may have taken the new folder for what a lost save has left.
+            # Another manager may have taken the new folder for a leftover of a lost save.
             with suppress(FileNotFoundError, CheckpointError):
                 return self._storage.lock()
             time.sleep(_PAUSE_SECONDS)
@@ -215,9 +215,9 @@ class _Path:
 
 
 def remove_leftovers(storage: Storage) -> list[str]:
-    """Remove files of saves that did not end. Local; only the one that has the lock may.
+    """Remove files of saves that did not end. Local; only for the holder of the lock.
 
-    What no save could have written stays: so do all finished files where the index cannot be read.
+    Files that no save could have written stay. So do all finished files if the index is unreadable.
 
     Returns:
         The names of the files.
@@ -228,12 +228,12 @@ def remove_leftovers(storage: Storage) -> list[str]:
         try:
             counting, index = read_counting(storage)
             used = {counting, *index.files}
-        except CheckpointError:  # but what is unfinished is no part of any checkpoint
+        except CheckpointError:  # but unfinished files belong to no checkpoint
             used = {name for name in names if not name.endswith(UNFINISHED)}
     left = [name for name in names if is_ours(name) and name not in used]
     for name in left:
         storage.remove(name)
-    storage.wait_for_room()  # of what earlier saves have removed, too
+    storage.wait_for_room()  # also for files that earlier saves removed
     return left
 
 
@@ -255,10 +255,10 @@ def write_files(
     """Write some files, each whole or absent. Local.
 
     Args:
-        storage: Where.
+        storage: The folder.
         plans: The files.
-        source: The elements of their boxes.
-        progress: Told the bytes that were written.
+        source: The elements of the files' boxes.
+        progress: Called with the number of written bytes.
     """
     written = []
     for plan in plans:
@@ -296,23 +296,23 @@ def _write_box(
 
 
 def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progress) -> Index | None:
-    """Write this rank's files; when all ranks have, the first one writes the index. Collective.
+    """Write this rank's files; after all ranks, the first rank writes the index. Collective.
 
     Args:
-        save: What to write.
-        source: The elements of its boxes.
-        ranks: The ranks, in the group that is to be used.
-        progress: Told the bytes that were written.
+        save: The prepared save.
+        source: The elements of the save's boxes.
+        ranks: The ranks, in the group to use.
+        progress: Called with the number of written bytes.
 
     Returns:
         The index, on the first rank.
 
     Raises:
         CheckpointError: On all ranks: a file could not be written on some rank. The previous
-            checkpoint is as it was.
+            checkpoint does not change.
     """
     try:
-        # Before anybody needs the room that they take.
+        # Before anybody needs the room.
         ranks.gather(lambda: _removed(save.storage) if ranks.is_first else 0)
 
         def write() -> list[Report]:
@@ -345,22 +345,22 @@ def _removed(storage: Storage) -> int:
 
 
 def _forget_replaced(save: Save, ranks: Ranks) -> None:
-    """Let the system drop from memory this rank's share of the files that are replaced. Local.
+    """Make the system drop this rank's share of replaced files from memory. Local.
 
-    They stay on the disk. Their pages are the ones that come next: where memory is a virtual
-    machine's, fresh ones cost more than all the rest of a save.
+    They stay on the disk. Their pages are reused next: where memory is a virtual machine's, fresh
+    pages cost more than the rest of a save.
     """
     if not save.files:
         return
     token = save.files[0].name.partition("-")[0]
     replaced = [name for name in save.storage.names() if DATA_FILE.fullmatch(name)]
     for name in replaced[ranks.number :: len(ranks.all)]:
-        if not name.startswith(token):  # another rank's, which was quick
+        if not name.startswith(token):  # the file of another, quicker rank
             save.storage.forget(name)
 
 
 def _clean(storage: Storage) -> None:
-    # The error that is on its way says more.
+    # The error being raised says more.
     with suppress(OSError, CheckpointError):
         remove_leftovers(storage)
 
@@ -375,14 +375,14 @@ def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
 
 
 def commit_index(storage: Storage, index: Index) -> None:
-    """Write the index: with that the checkpoint is there. Remove what it replaces. Local.
+    """Write the index, which completes the checkpoint. Remove the files that it replaces. Local.
 
     Args:
-        storage: Where.
-        index: Its files are written.
+        storage: The folder.
+        index: The index, whose files are written.
 
     Raises:
-        CheckpointError: A file of another rank is not there.
+        CheckpointError: A file of another rank is missing.
     """
     _check_visible(storage, index)
     replaced = _files_of_present(storage)
@@ -396,7 +396,7 @@ def _files_of_present(storage: Storage) -> set[str]:
 
 
 def _check_visible(storage: Storage, index: Index) -> None:
-    """Raise if files of other ranks are not where this one wrote its own."""
+    """Raise if files of other ranks are missing in this rank's view of the folder."""
     missing = set(index.files) - set(storage.names())
     if missing:
         name = min(missing)
@@ -451,7 +451,7 @@ def now_text() -> tuple[str, str]:
 
 
 def _all_files(save: Save) -> list[list[FilePlan]]:
-    """The plans of all ranks, made again where they are needed: on one rank."""
+    """The plans of all ranks, made again on the only rank that needs them."""
     written = assign_writers(save.merged.tensors, save.ranks.all)
     return [
         plan_files(save.merged.tensors, written[rank], "", save.options.file_bytes)

@@ -1,9 +1,9 @@
-"""Shared parts of local files: each rank of a host checks some chunks, and takes what it needs.
+"""Shared parts of local files: each rank of a host checks some chunks, and copies its regions.
 
-What one rank has read is in the system's pages of the file, where the others find it: they map
-these pages, and nothing is sent. Nor does any rank wait for another; all learn at the end if what
-they took was whole. Ranks go through parts in the same order, so that what one checks is often in a
-cache for the others.
+Bytes that one rank has read are in the system's pages of the file. The other ranks map these pages,
+and nothing is sent. No rank waits for another; at the end all learn if their bytes were whole.
+Ranks go through parts in the same order, so that bytes checked by one rank are often in a cache for
+the others.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def read_shared(
     reader: PartReader,
     here: tuple[int, Targets],
 ) -> None:
-    """Check this rank's chunks of shared parts, and fill what it needs of all. Local.
+    """Check this rank's chunks of shared parts, and fill the regions that it needs. Local.
 
     Args:
-        plan: This rank's.
+        plan: This rank's plan.
         wanted: The tensors.
         reader: Reads parts.
-        here: This rank, and its memory.
+        here: This rank, and the memory to fill.
 
     Raises:
         CheckpointError: Some of the chunks that this rank checks are damaged.
@@ -51,7 +51,7 @@ def read_shared(
 def _own_chunks(
     plan: LoadPlan, rank: int, wanted: Sequence[Wanted], chunk: int
 ) -> dict[tuple[int, str, int], bytearray]:
-    """For each shared part a byte for each chunk: 1 if this rank is to check it."""
+    """For each shared part a byte for each chunk: 1 if this rank checks it."""
     own = {
         (number, part.file, part.offset): bytearray(chunk_count(part.nbytes, chunk))
         for number, part, _ in plan.shared

@@ -21,16 +21,17 @@ from tilework.tiled.terminal import StyledLine, print_styled
 
 @checkpoint_errors()
 def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
-    """Print a checkpoint: its tensors, their layouts, drawn, their sizes and checksums. Local.
+    """Print a checkpoint: tensors, pictures of their layouts, sizes and checksums. Local.
 
-    Of the folder of a :class:`CheckpointManager` it prints the steps that are there.
+    For the folder of a :class:`CheckpointManager` it prints the existing steps.
 
     Args:
         path: A folder, or a URL; also a safetensors file, or a folder of such files.
-        names: Patterns: only tensors whose names match one, and all of them.
+        names: Patterns: only tensors whose names match one, but all of these.
 
     Raises:
-        CheckpointError: It is none, or its index is damaged; or a pattern matches nothing.
+        CheckpointError: It is not a checkpoint, or the index is damaged; or a pattern matches
+            nothing.
 
     Example:
         >>> import tempfile, torch
@@ -87,7 +88,7 @@ def _values(state: FlatState) -> Iterable[StyledLine]:
 
 
 def _value(leaf: Value) -> str:
-    """The value as Python writes it; of kinds that are not known here, as it is saved."""
+    """The value in Python's form; a value of an unknown kind as saved."""
     try:
         return value_text(leaf.json)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Split parts of local files: each rank of a host reads what it needs, and all check it together.
+"""Split parts of local files: each rank of a host reads its own runs, and all ranks check together.
 
-Checksums are affine: what a rank has read has a share in the checksum of a chunk, wherever in the
-chunk it lies, and the exclusive or of all ranks' shares is that of the chunk but for a constant. So
-no rank reads what another one needs, as columns of rows would have it; four bytes of each chunk are
-exchanged when all is read.
+Checksums are affine: the bytes that a rank has read have a share in the checksum of a chunk, from
+any place in the chunk. The exclusive or of all ranks' shares is the chunk's checksum up to a
+constant. Therefore no rank needs to read the bytes of another rank, as it would for columns; four
+bytes of each chunk are exchanged after reading.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SplitReading:
 
     Args:
         group: The ranks of the host.
-        plan: This rank's.
+        plan: This rank's plan.
         wanted: The tensors.
         reader: Reads parts.
         targets: This rank's memory.
@@ -48,10 +48,10 @@ class SplitReading:
         self._here = group.global_ranks[group.rank()]
 
     def run(self) -> None:
-        """Read, and compare. Collective over the group, unless nothing is to be verified.
+        """Read, and compare. Collective over the group, if checksums are verified.
 
         Raises:
-            CheckpointError: What this rank needs some of is damaged; or it is missing, on the rank
+            CheckpointError: A part that this rank needs is damaged; or it is missing, on the rank
                 that noticed.
         """
         ranks = self._group.size()
@@ -59,21 +59,21 @@ class SplitReading:
         failure: Exception | None = None
         try:
             self._read(memoryview(shares)[4 * ranks :].cast("I"))
-        except Exception as error:  # of any class: the others wait in the reduction
+        except Exception as error:  # of any class: the other ranks wait in the reduction
             shares[4 * self._group.rank()] = 1
             failure = error
         if self._reader.verify:
             all_reduce(torch.frombuffer(shares, dtype=torch.int32), ReduceOp.BXOR, self._group)
         if failure is not None:
             raise failure
-        if self._reader.verify and not any(shares[: 4 * ranks]):  # else it tells
+        if self._reader.verify and not any(shares[: 4 * ranks]):  # else the reduction tells
             self._compare(memoryview(shares)[4 * ranks :].cast("I"))
 
     def _chunks(self, split: SharedPart) -> int:
         return chunk_count(split.part.nbytes, self._reader.index.chunk_bytes)
 
     def _read(self, shares: memoryview) -> None:
-        """Read, and add the shares of this rank in the checksums of all split parts, as uint32."""
+        """Read, and add this rank's shares in the checksums of all split parts, as uint32."""
         here, reader, place = self._here, self._reader, 0
         with reader.together():
             reader.collect_shares(shares)
@@ -109,7 +109,7 @@ class SplitReading:
 
 @lru_cache(maxsize=64)
 def crc32_of_zeros(nbytes: int) -> int:
-    """The CRC-32 of so many zeros.
+    """The CRC-32 of ``nbytes`` zeros.
 
     Example:
         >>> crc32_of_zeros(1) == 0xD202EF8D

@@ -1,7 +1,7 @@
-"""State dicts of models and optimizers by names, whole or sharded: torch's functions of that name.
+"""State dicts of models and optimizers by name, whole or sharded: torch's functions of these names.
 
-Names are those of the model without data parallelism or compilers around it or around parts of it.
-Sharded tensors of any kind are taken: of ``fully_shard``, of plans, DTensors, ShardedTensors.
+Names are those of the model without data parallelism or compilers around the model or its parts.
+Sharded tensors of any kind are accepted: of ``fully_shard``, of plans, DTensors, ShardedTensors.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ class StateDictOptions:
     """Settings of the functions below, with torch's names.
 
     Args:
-        full_state_dict: Tensors are whole, not sharded.
-        cpu_offload: Tensors are on the CPU; and if they are whole, rank 0 alone gets them.
-        ignore_frozen_params: Parameters without gradients are left out.
-        keep_submodule_prefixes: With ``submodules``: names begin at the model, not there.
-        strict: Names that are missing, or too many, raise when a model is set.
-        broadcast_from_rank0: Rank 0 has the state dict that is set, and others need none.
+        full_state_dict: True: tensors are whole, not sharded.
+        cpu_offload: True: tensors are on the CPU; if they are whole, only rank 0 gets them.
+        ignore_frozen_params: True: parameters without gradients are left out.
+        keep_submodule_prefixes: With ``submodules``: names begin at the model, not at the
+            submodule.
+        strict: Missing or unexpected names raise when a model is set.
+        broadcast_from_rank0: True: only rank 0 needs the state dict to set.
         flatten_optimizer_state_dict: ``"state.layer.weight.exp_avg"`` and
             ``"param_groups.layer.weight.lr"`` in one flat dict.
-        dsd_fqn_modifiers: Of no use here: torch's, for modules that rename their entries.
+        dsd_fqn_modifiers: Ignored: in torch it serves modules that rename their entries.
 
     Raises:
-        ValueError: It is to be broadcast, but not whole.
+        ValueError: ``broadcast_from_rank0`` without ``full_state_dict``.
     """
 
     full_state_dict: bool = False
@@ -64,7 +65,7 @@ class StateDictOptions:
 
     @property
     def is_for_rank0(self) -> bool:
-        """True if rank 0 alone gets what is asked for."""
+        """True if only rank 0 gets the state dict."""
         return self.full_state_dict and self.cpu_offload
 
 
@@ -77,12 +78,12 @@ def get_model_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> State:
-    """The state dict of a model. Collective over the ranks of sharded tensors if it is to be whole.
+    """The state dict of a model. Collective over the ranks of sharded tensors if tensors are whole.
 
     Args:
-        model: The model, in whatever parallelism.
-        submodules: Only what these have.
-        options: Whole or sharded, and where. Not whole: tensors are the model's own memory.
+        model: The model, in any parallelism.
+        submodules: Only the state of these submodules.
+        options: Whole or sharded, and the device. Sharded tensors are the model's own memory.
 
     Example:
         >>> import torch
@@ -110,14 +111,14 @@ def set_model_state_dict(
 ) -> Any:
     """Fill a model from a state dict, whole or sharded in any layout.
 
-    Whole tensors are cut where they are: that does not communicate, unless rank 0 has them alone
-    (``broadcast_from_rank0``): then it is collective over the default group, in pieces of 32 MiB.
+    Each rank cuts whole tensors itself, without communication. With ``broadcast_from_rank0`` only
+    rank 0 has them: then it is collective over the default group, in pieces of 32 MiB.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does.
+        ``missing_keys`` and ``unexpected_keys``, as from ``load_state_dict``.
 
     Raises:
-        RuntimeError: Names are missing or too many, if ``strict``. Nothing was changed.
+        RuntimeError: With ``strict``, names are missing or unexpected. Nothing was changed.
         ValueError: A tensor has another shape, or the model's is on ``meta``. Nothing was changed.
     """
     options = options or StateDictOptions()
@@ -146,10 +147,10 @@ def set_model_state_dict(
 
 
 class _Names:
-    """A model's names, with those of its parts.
+    """The names of a model and of its parts.
 
     Attributes:
-        raw: The name in ``state_dict()`` for each.
+        raw: For each name the name in ``state_dict()``.
         parameters: By identity, the first name of each parameter.
     """
 
@@ -168,7 +169,7 @@ class _Names:
         if inside and not self._inside:
             raise ValueError("none of the submodules is in the model")
         self._all = submodules is None or not submodules
-        contents = self._module.state_dict()  # fully_shard shards what is gathered
+        contents = self._module.state_dict()  # fully_shard gives shards for gathered parameters
         self.raw = {self._clean(name): name for name in contents}
         self._contents = contents
         self.parameters: dict[int, str] = {}
@@ -179,14 +180,14 @@ class _Names:
                 self._frozen.add(self._clean(name))
 
     def state(self) -> Iterator[tuple[str, Any]]:
-        """The names that are asked for, and what the model has there."""
+        """The requested names, with the model's values."""
         for name, raw in self.raw.items():
             short = self.asked(name)
             if short is not None:
                 yield short, self._contents[raw]
 
     def asked(self, name: str) -> str | None:
-        """The name that is to be given for one of the model; None if it is left out."""
+        """The name in the state dict for a name of the model; None if it is left out."""
         if self._options.ignore_frozen_params and name in self._frozen:
             return None
         prefix = next((each for each in self._inside if name.startswith(each)), "")
@@ -203,7 +204,7 @@ class _Names:
 
 
 def _prefixes(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[tuple[str, str]]:
-    """The prefixes of names in each module, and the same without wrappers."""
+    """The prefixes of names in each module, with and without wrappers."""
     yield raw, clean
     wrapped = wrapped_attribute(module)
     for name, child in module.named_children():
@@ -244,13 +245,13 @@ def get_optimizer_state_dict(
 ) -> State:
     """The states of optimizers by the names of the model's parameters, and their settings.
 
-    Collective as :func:`get_model_state_dict` is. An optimizer that has made no step has no states
-    (torch makes a step of size 0 for it): ``checkpoint.load(path, into={"optimizer": optimizer})``
-    makes what was saved.
+    Collective as for :func:`get_model_state_dict`. An optimizer without steps has no states (torch
+    makes a step of size 0 for it): ``checkpoint.load(path, into={"optimizer": optimizer})`` makes
+    the saved states.
 
     Raises:
-        ValueError: An optimizer has a parameter that the model has not.
-        TypeError: Each rank has states of its own parameters alone (ZeroRedundancyOptimizer).
+        ValueError: An optimizer has a parameter that the model lacks.
+        TypeError: Each rank has only the states of its own parameters (ZeroRedundancyOptimizer).
     """
     options = options or StateDictOptions()
     names = _Names(model, submodules, options)
@@ -278,12 +279,12 @@ def set_optimizer_state_dict(
 ) -> None:
     """Give optimizers their states, by the names of the model's parameters.
 
-    Whole states of sharded parameters are cut as the parameters are. Collective as
-    :func:`set_model_state_dict` is.
+    Whole states of sharded parameters are cut like the parameters. Collective as for
+    :func:`set_model_state_dict`.
 
     Raises:
-        ValueError: An optimizer has a parameter that the model has not.
-        RuntimeError: The state dict lacks a parameter of an optimizer, if ``strict``.
+        ValueError: An optimizer has a parameter that the model lacks.
+        RuntimeError: With ``strict``, the state dict lacks a parameter of an optimizer.
     """
     options = options or StateDictOptions()
     names = _Names(model, None, options)
@@ -305,7 +306,7 @@ def set_optimizer_state_dict(
         _set_one(optimizer, groups, given["state"], group_of)
 
 
-#: Of a group of parameters: what is no setting.
+#: Keys of a parameter group that are not settings.
 _PARAMETERS = ("params", "param_names")
 
 
@@ -339,7 +340,7 @@ def _set_one(
 
 
 def _state_like(parameter: Tensor, value: Any) -> Any:
-    """A state, laid out as its parameter if it has an element for each of its elements."""
+    """A state, laid out like the parameter if it has the same number of elements."""
     if not isinstance(value, Tensor | _OfRank0):
         return value
     if tuple(value.shape) != tuple(parameter.shape) or not parameter.dim():
@@ -384,7 +385,7 @@ def _flat(state: State) -> State:
 
 
 def _nested(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state by parameters and groups, of which each has one parameter if it was flat."""
+    """The state by parameters and groups; from a flat state, each group has one parameter."""
     if "param_groups" in state:
         return state
     states: dict[str, State] = {}
@@ -414,7 +415,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[State, State]:
-    """The state dicts of a model and of its optimizers: of both functions together."""
+    """The state dicts of a model and of its optimizers: the results of both functions."""
     of_model = get_model_state_dict(model, submodules=submodules, options=options)
     return of_model, get_optimizer_state_dict(
         model, optimizers, submodules=submodules, options=options
@@ -436,7 +437,7 @@ def set_state_dict(
 
 
 def _delivered(state: State, options: StateDictOptions) -> State:
-    """The tensors as they are asked for; nothing on ranks that are not to have them."""
+    """The tensors in the requested form; empty on ranks that do not get them."""
     keeps = not options.is_for_rank0 or not is_initialized() or get_rank() == 0
 
     def deliver(tensor: Tensor) -> Tensor | None:
@@ -464,7 +465,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _OfRank0:
-    """A tensor that rank 0 has, as all ranks know it."""
+    """The description of a tensor of rank 0, for all ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The type of objects with a state, as checkpoints take them."""
+"""The type of objects with a state that checkpoints accept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that tells its state and takes one: nothing needs to be derived from this.
+    """An object that can give and load a state; classes need not derive from this.
 
     Example:
         >>> import torch
@@ -20,4 +20,4 @@ class Stateful(Protocol):
         """The state: any nesting of containers, tensors and plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take a state."""
+        """Load a state."""

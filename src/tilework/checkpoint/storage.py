@@ -1,7 +1,7 @@
-"""Places that checkpoints lie in: a folder of this machine, or a URL by way of fsspec.
+"""The places of checkpoints: a folder of this machine, or a URL through fsspec.
 
-A file is *absent* until it is complete: it is written under another name, flushed to the disk,
-and renamed. A folder is a checkpoint when its index is there, which is written last.
+A file is *absent* until it is complete: it is written under another name, flushed to the disk, and
+renamed. A folder is a checkpoint when it has an index, which is written last.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if sys.platform != "win32":
 
 #: The end of the name of a file that is being written.
 UNFINISHED = ".part"
-#: Bytes are written up to multiples of this in a file: so the system keeps them in large pages,
-#: which are mapped at no cost when the file is read.
+#: Files are written in pieces that end at multiples of this: the system then keeps them in large
+#: pages, which cost nothing to map when the file is read.
 _BLOCK_BYTES = 4 << 20
-#: After so many bytes the system is told to bring them to the disk, while more are written.
+#: The interval, in bytes, of asking the system to write to the disk in the background.
 _WRITEBACK_BYTES = 32 << 20
-#: A removed file of so many bytes is closed beside the program: the system takes long to free it.
+#: Removed files from this size on are closed in the background, as freeing them takes long.
 _LARGE_BYTES = 16 << 20
-#: The most pieces of memory that one call takes, by POSIX at least.
+#: The maximum of pieces of memory in one call, guaranteed by POSIX.
 _MOST_BUFFERS = 1024 if sys.platform != "win32" else 16
 #: The file that a writer holds a lock on.
 LOCK_NAME = ".lock"
@@ -50,15 +50,15 @@ class FileWriter(ABC):
 
     @abstractmethod
     def write(self, memory: memoryview | bytes) -> None:
-        """Add bytes. They may be looked at until the file is finished."""
+        """Add bytes. The writer may read them until the file is finished."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Flush the file to the disk, and let it have its name."""
+        """Flush the file to the disk, and give it the final name."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop the file. Idempotent; nothing happens to one that is finished. Never raises."""
+        """Drop the file. Idempotent; a finished file stays. Never raises."""
 
     def __enter__(self) -> FileWriter:
         return self
@@ -81,25 +81,25 @@ class FileReader(ABC):
 
     @abstractmethod
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill the memory with the bytes from ``offset`` on; how many there were."""
+        """Fill the memory with the bytes from ``offset`` on; returns their number."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the file. Idempotent; never raises, as what was read is compared with checksums."""
+        """Close the file. Idempotent; never raises, as checksums guard the bytes that were read."""
 
 
 class Storage(ABC):
-    """A folder of files. All names are plain ones, directly in it."""
+    """A folder of files. All names are plain names of files directly in it."""
 
     location: str
-    #: True if other processes of this machine see what is written.
+    #: True if other processes of this machine see written files.
     is_local: bool = True
-    #: True if a file that is written again may be torn until that ends: no rename replaces it.
+    #: True if rewriting a file may leave it torn for a while, as no rename replaces it.
     writes_in_place: bool = False
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the folder, unless it is there. It lasts after :meth:`sync`."""
+        """Make the folder if it is missing. It lasts after :meth:`sync`."""
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:
@@ -110,24 +110,24 @@ class Storage(ABC):
         """Open a file to read.
 
         Raises:
-            CheckpointError: It is missing, or no plain file.
+            CheckpointError: The file is missing, or not a plain file.
         """
 
     @abstractmethod
     def names(self) -> list[str]:
-        """The names of the files in the folder; none if there is no folder."""
+        """The names of the files in the folder; empty if there is no folder."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens if there is none. Its room may be free a little later."""
+        """Remove a file, if it exists. The room may become free a little later."""
 
     @abstractmethod
     def wait_for_room(self) -> None:
-        """Block until all that was removed is free."""
+        """Block until the room of all removed files is free."""
 
     @abstractmethod
     def forget(self, name: str) -> None:
-        """Let the system drop what it has of a file in memory. The file itself stays."""
+        """Make the system drop the cached pages of a file. The file itself stays."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -135,17 +135,17 @@ class Storage(ABC):
 
     @abstractmethod
     def inner(self, name: str) -> Storage:
-        """The folder of a name within this one."""
+        """The folder ``name`` within this folder."""
 
     @abstractmethod
     def remove_folder(self) -> None:
-        """Remove the folder and all files in it: the index first, so that it is absent at once."""
+        """Remove the folder and its files, the index first: the checkpoint is absent at once."""
 
     def read_all(self, name: str, most_bytes: int = 1 << 31) -> bytes:
         """All bytes of a file.
 
         Raises:
-            CheckpointError: It is missing, or too large.
+            CheckpointError: The file is missing, or too large.
         """
         reader = self.open(name)
         try:
@@ -165,18 +165,18 @@ class Storage(ABC):
     def lock(self) -> Callable[[], None]:
         """Keep other writers away until the returned function is called.
 
-        The function never raises: a lock ends with its descriptor, whatever becomes of its file.
+        The function never raises: a lock ends with the descriptor, even if the lock file stays.
 
         Raises:
-            CheckpointError: Another writer is at work.
+            CheckpointError: Another writer holds the lock.
         """
         return lambda: None
 
 
 class FileCalls:
-    """The calls by which files are written. Tests put others in their place.
+    """The calls by which files are written. Tests replace them.
 
-    Their order is the protocol of docs/format.md.
+    The order of the calls is the protocol of docs/format.md.
     """
 
     mkdir = staticmethod(os.mkdir)
@@ -205,7 +205,7 @@ class LocalStorage(Storage):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.location = str(folder)
-        #: Folders that have a new name in them, which is not on the disk yet.
+        #: Folders with a new entry that is not on the disk yet.
         self._changed: list[Path] = []
 
     def prepare(self) -> None:
@@ -268,7 +268,7 @@ class LocalStorage(Storage):
 
     def remove_folder(self) -> None:
         if self.folder.is_symlink() and self.folder.is_dir():
-            calls.unlink(self.folder)  # whoever made it has the folder elsewhere
+            calls.unlink(self.folder)  # the link's owner keeps the folder elsewhere
             return
         for name in sorted(self.names(), key=removal_order):
             self.remove(name)
@@ -280,7 +280,7 @@ class LocalStorage(Storage):
 
 
 class LinkedStorage(LocalStorage):
-    """A folder whose files may be links to others, as Hugging Face's cache of downloads has them.
+    """A folder whose files may be links, as in Hugging Face's cache of downloads.
 
     Args:
         folder: The folder.
@@ -291,7 +291,7 @@ class LinkedStorage(LocalStorage):
 
 
 def removal_order(name: str) -> tuple[bool, bool]:
-    """The key that sorts the files of a folder for their removal: what makes it a checkpoint first.
+    """The key to sort the files of a folder for removal: the index comes first.
 
     Example:
         >>> sorted(["a.safetensors", "index.json", "index.json.previous"], key=removal_order)
@@ -301,13 +301,13 @@ def removal_order(name: str) -> tuple[bool, bool]:
 
 
 def _close_quietly(fd: int) -> None:
-    """Close a descriptor by which nothing was written. Some network file systems fail at that."""
+    """Close a descriptor without writes. Some network file systems fail to do this."""
     with suppress(OSError):
         calls.close(fd)
 
 
 def _opened_if_large(path: Path) -> int | None:
-    """The descriptor of a large plain file; None for all else, and where files are not kept so."""
+    """The descriptor of a large plain file; None for others, or if the system frees at once."""
     if sys.platform != "linux":
         return None
     try:
@@ -324,7 +324,7 @@ def _sync_folder(folder: Path) -> None:
     try:
         calls.fsync(fd)
     except OSError as error:
-        # Some network file systems have no such thing.
+        # Some network file systems do not support it.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -336,10 +336,10 @@ class _LocalWriter(FileWriter):
         self._unfinished, self._final = unfinished, final
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = calls.open(unfinished, flags, 0o666)
-        #: What is not written yet, and how many bytes there are to the next boundary.
+        #: The bytes not written yet, and the number of bytes to the next boundary.
         self._waiting: list[memoryview] = []
         self._room = _BLOCK_BYTES
-        #: The bytes that are written, and those that the system was told of.
+        #: The number of bytes written, and of bytes whose write-back was requested.
         self._written = self._told = 0
 
     def write(self, memory: memoryview | bytes) -> None:
@@ -357,7 +357,7 @@ class _LocalWriter(FileWriter):
         while waiting:
             try:
                 done = calls.write(self._fd, waiting)
-            except OSError as error:  # as of a full disk: the system does not name the file
+            except OSError as error:  # such as a full disk: the system does not name the file
                 error.filename = str(self._final)
                 raise
             self._written += done
@@ -365,7 +365,7 @@ class _LocalWriter(FileWriter):
                 done -= waiting.pop(0).nbytes
             if done:
                 waiting[0] = waiting[0][done:]
-        # So the disk is at work while more is written, and the flush at the end has less to do.
+        # The disk then works while more is written, and the flush at the end is shorter.
         if _core is not None and self._written - self._told >= _WRITEBACK_BYTES:
             _core.start_writeback(self._fd, self._told, self._written - self._told)
             self._told = self._written
@@ -382,7 +382,7 @@ class _LocalWriter(FileWriter):
             return
         fd, self._fd = self._fd, -1
         _close_quietly(fd)
-        with suppress(OSError):  # what went wrong with the file before says more
+        with suppress(OSError):  # the earlier error of the file says more
             calls.unlink(self._unfinished)
 
 
@@ -427,12 +427,12 @@ class _LocalReader(FileReader):
 
 # -- locks -----------------------------------------------------------------------------------
 
-#: The locks of this process, which the operating system does not tell apart.
+#: The locks of this process, which the operating system does not distinguish.
 _held: set[str] = set()
 
 
 def _locked(path: Path, location: str) -> Callable[[], None]:
-    """Hold a lock file. Its owner's death ends the lock; the file alone means nothing."""
+    """Hold a lock file. The lock ends with the owner's process; the file alone means nothing."""
     key = str(path)
     if key in _held:
         raise _busy(location, "this process")
@@ -457,7 +457,7 @@ def _open_locked(path: Path, location: str) -> int:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            # Of the process, not of the open file: children that were forked do not have it.
+            # A lock of the process, not of the open file: forked children do not hold it.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
                 return fd
@@ -468,7 +468,7 @@ def _open_locked(path: Path, location: str) -> int:
             if error.errno in (errno.ENOLCK, errno.ENOTSUP):
                 return -1  # a file system without locks
             raise
-        os.close(fd)  # the one that held it has removed the file since
+        os.close(fd)  # the former holder has removed the file since
 
 
 def _busy(location: str, who: str) -> CheckpointError:
@@ -481,12 +481,12 @@ def _busy(location: str, who: str) -> CheckpointError:
 # -- URLs ------------------------------------------------------------------------------------
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|[A-Za-z0-9]+::")
-#: URLs of files of this machine, as fsspec has them.
+#: URLs of files of this machine, in fsspec's form.
 _LOCAL_URL = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """True if a path names a storage of fsspec's.
+    """True if a path names a storage of fsspec.
 
     Example:
         >>> is_url("s3://bucket/run"), is_url("/data/run"), is_url("file:///data/run")
@@ -498,7 +498,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def plain_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The path that a URL of a file of this machine names; any other is as it was.
+    """The path that a URL of a file of this machine names; other paths unchanged.
 
     Raises:
         ValueError: The URL names a host.

@@ -1,4 +1,4 @@
-"""Refusals of the system, to read, to write or to give memory, as errors of a checkpoint."""
+"""Errors of the system in reading, writing or allocating memory, as errors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 from tilework.errors import CheckpointError
 
-#: How torch says that there is no memory: with a RuntimeError of no class of its own.
+#: torch's messages for a lack of memory, which raises a plain RuntimeError.
 _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError | None:
-    """The error of a checkpoint for what the system has refused; None for any other error.
+    """The CheckpointError for an error of the system; None for any other error.
 
     Example:
         >>> print(as_checkpoint_error(OSError(5, "Input/output error", "run/index.json")))
@@ -33,7 +33,7 @@ def as_checkpoint_error(error: BaseException) -> CheckpointError | None:
 
 
 def _is_without_memory(error: BaseException) -> bool:
-    """True of torch's errors: of a class, by the name as torch may not be loaded, or of none."""
+    """True for torch's out-of-memory errors, by the class's name (torch may not be loaded)."""
     if type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _NO_MEMORY)
@@ -41,7 +41,7 @@ def _is_without_memory(error: BaseException) -> bool:
 
 @contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Raise what the system refuses as a CheckpointError. Also a decorator.
+    """Raise errors of the system as a CheckpointError. Also a decorator.
 
     Example:
         >>> with checkpoint_errors():

@@ -1,4 +1,4 @@
-"""Memory of one rank that is filled by a load: what is needed of a part, and where it goes."""
+"""The memory of one rank that a load fills: needed regions of parts, and their targets."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tilework.checkpoint.memory import Runs, runs_of
 from tilework.checkpoint.saved import Part
 from tilework.tiled.tensor import TiledTensor
 
-#: The place of a box's elements: a tensor of its size, or runs in memory as the core takes them.
+#: The place of a box's elements: a tensor of the box's size, or runs in memory for the core.
 Place = Tensor | Runs
 
 
 class Targets:
     """The tensors that this rank fills.
 
-    Models have the same layers many times: runs are found out for one of them.
+    Runs are computed once for equal tensors, as models have the same layers many times.
 
     Args:
-        wanted: What is loaded, as all ranks know it.
+        wanted: The tensors to load, as all ranks know them.
+        tensors: This rank's tensor for each; None where it has none.
         tensors: This rank's tensor for each; None where it has none.
         rank: This rank.
         by_core: True if the core reads.
@@ -34,16 +35,16 @@ class Targets:
         self._wanted, self._tensors = wanted, tensors
         self._rank, self._by_core = rank, by_core
         self._tiles: dict[tuple[int, int], Tensor] = {}
-        #: By need, which is that of all tensors that are alike; kept, so that none has its place.
+        #: By id of a need, shared by equal tensors; the need is kept, so that no other gets the id.
         self._runs: dict[object, tuple[Runs | None, Need, Part]] = {}
 
     def view(self, number: int, need: Need) -> Tensor:
-        """The memory for a need of a tensor: of the need's box."""
+        """The memory for a need of a tensor, of the size of the need's box."""
         tile, local = self._wanted[number].tiles[need.tile][0], self._tile(number, need.tile)
         return local if need.box is tile else local[need.box.relative_to(tile).slices]
 
     def place(self, number: int, part: Part, need: Need) -> Place:
-        """Likewise, or runs of a part's bytes in it where that is possible."""
+        """The same memory, or runs of a part's bytes in it where that is possible."""
         saved, local = self._wanted[number].saved, self._tile(number, need.tile)
         if (
             not self._by_core

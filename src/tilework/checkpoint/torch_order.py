@@ -1,4 +1,4 @@
-"""Calls in torch's form: its names of parameters, and the state before the path."""
+"""Calls in torch's form: torch's names of parameters, and the state before the path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _without_ranks(no_dist: bool) -> bool:
-    """True if the setting changes nothing: a process without a group saves by itself."""
+    """True if the setting changes nothing: a process without a group saves alone."""
     return not no_dist or not is_initialized()
 
 
@@ -40,7 +40,7 @@ _loading_names = torch_names(
 
 
 def loading_names(function: _Function) -> _Function:
-    """A decorator of ``load(path, into)``: a state that comes first is taken for what it is."""
+    """A decorator of ``load(path, into)``: a first argument that is a state is recognised."""
     named = _loading_names(function)
 
     @functools.wraps(function)

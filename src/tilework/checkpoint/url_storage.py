@@ -1,7 +1,7 @@
-"""Checkpoints at URLs, by way of fsspec: memory://, s3:// and whatever it has plug-ins for.
+"""Checkpoints at URLs, through fsspec: memory://, s3:// and all its plug-ins.
 
-There is no rename that all stores have, and many write files in place. So nothing counts on a file
-being whole before it is closed; ``index_file`` keeps the index of before until then.
+Not all stores have a rename, and many write files in place. Therefore nothing relies on a file
+being whole before it is closed; ``index_file`` keeps the old index until then.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class UrlStorage(Storage):
     """A folder at a URL.
 
     Args:
-        url: As fsspec takes it.
+        url: A URL that fsspec accepts.
 
     Raises:
-        CheckpointError: A file that the URL goes through does not exist.
+        CheckpointError: A file on the way of the URL does not exist.
         ImportError: fsspec, or its plug-in for the URL, is not installed.
         ValueError: fsspec does not know such URLs.
     """
@@ -41,7 +41,7 @@ class UrlStorage(Storage):
         self.location = url
         try:
             self._files, self._folder = fsspec.core.url_to_fs(url)
-        except _MISSING as error:  # the archive of a zip:// URL, for one
+        except _MISSING as error:  # for example, the archive of a zip:// URL
             raise CheckpointError(f"cannot open {url}: {error}", file=url) from None
         self._folder = self._folder.rstrip("/")
 
@@ -70,13 +70,13 @@ class UrlStorage(Storage):
             self._files.rm_file(f"{self._folder}/{name}")
 
     def wait_for_room(self) -> None:
-        """Nothing: a store has room."""
+        """Do nothing: a store has room."""
 
     def forget(self, name: str) -> None:
-        """Nothing: this machine keeps nothing of the file."""
+        """Do nothing: this machine does not cache the file."""
 
     def sync(self) -> None:
-        """Nothing: a store keeps what it has accepted."""
+        """Do nothing: a store keeps accepted files."""
 
     def inner(self, name: str) -> Storage:
         return UrlStorage(self.where(name))
@@ -84,13 +84,13 @@ class UrlStorage(Storage):
     def remove_folder(self) -> None:
         for name in sorted(self.names(), key=removal_order):
             self.remove(name)
-        with suppress(OSError, NotImplementedError):  # stores of objects have no folders
+        with suppress(OSError, NotImplementedError):  # object stores have no folders
             self._files.rmdir(self._folder)
 
 
 @contextmanager
 def _told(problem: str, where: str) -> Iterator[None]:
-    """Have what a plug-in raises, of whatever class, as the error of a checkpoint."""
+    """Turn errors of a plug-in, of any class, into a CheckpointError."""
     try:
         yield
     except (CheckpointError, *_MISSING):
@@ -124,10 +124,10 @@ class _UrlWriter(FileWriter):
         file, self._file = self._file, None
         if file is None:
             return
-        # Whatever a plug-in raises, the error on its way says more.
+        # Whatever a plug-in raises, the error being raised says more.
         with suppress(Exception):
-            file.discard()  # an upload in parts that was not completed
-            file.closed = True  # else its end would complete it
+            file.discard()  # an incomplete upload in parts
+            file.closed = True  # else its destructor would complete it
         with suppress(Exception):
             file.close()
         with suppress(Exception):
@@ -160,4 +160,4 @@ class _UrlReader(FileReader):
         return len(data)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

@@ -1,6 +1,7 @@
-"""Values that are no tensors, as JSON: numbers, strings, bytes and their like, exactly.
+"""Values that are not tensors, as exact JSON: numbers, strings, bytes and others.
 
-What JSON has is itself. Anything else is an object with the key ``$``, which tells its kind.
+Values of JSON's own types stay as they are. Anything else is an object with the key ``$``, which
+tells the kind.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import sys
 from typing import Any
 
-#: Larger integers are no exact numbers in every reader of JSON.
+#: The largest integer that every reader of JSON reads exactly.
 _EXACT = 1 << 53
 KIND = "$"
 _PLAIN = {type(None), bool, int, float, str}
@@ -21,12 +22,11 @@ def encode_value(value: Any, where: str) -> Any:
     """The JSON of a value.
 
     Args:
-        value: None, a bool, a number, a string, bytes, or what torch has for dtypes, devices and
-            sizes.
-        where: Its place in the state, for messages.
+        value: None, a bool, a number, a string, bytes, or a dtype, device or size of torch.
+        where: The place in the state, for messages.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value is something else.
 
     Example:
         >>> encode_value(float("inf"), "x"), encode_value(b"a", "x"), encode_value(1.5, "x")
@@ -35,7 +35,7 @@ def encode_value(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of an enum's member the string that it is
+        return str.__str__(value)  # for a member of an enum, the string itself
     if isinstance(value, int):
         return int(value) if abs(value) < _EXACT else _of_kind("int", _digits(int(value), where))
     if isinstance(value, float):
@@ -69,7 +69,7 @@ def is_plain_sequence(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for what an index has as JSON's own value or as a number: subclasses included."""
+    """True for values that JSON holds directly or as numbers, also of subclasses."""
     if type(value) in _PLAIN:
         return True
     if isinstance(value, int | float | str):
@@ -104,10 +104,10 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def decode_value(listed: Any) -> Any:
-    """The value that :func:`encode_value` made JSON of.
+    """The value that :func:`encode_value` encoded.
 
     Raises:
-        ValueError: It is JSON of something else.
+        ValueError: The JSON is not from :func:`encode_value`.
 
     Example:
         >>> decode_value({"$": "int", "v": "9007199254740993"})
@@ -128,10 +128,10 @@ def decode_value(listed: Any) -> Any:
 
 
 def value_text(listed: Any) -> str:
-    """The value that :func:`encode_value` made JSON of, as Python writes it. Imports no torch.
+    """The Python text of a value that :func:`encode_value` encoded. Imports no torch.
 
     Raises:
-        ValueError: It is JSON of something else.
+        ValueError: The JSON is not from :func:`encode_value`.
 
     Example:
         >>> value_text([1.5, {"$": "dtype", "v": "bfloat16"}])
@@ -152,7 +152,7 @@ def value_text(listed: Any) -> str:
 
 
 def _torch() -> Any:
-    """torch, by name: whoever has no values of its kinds does without it."""
+    """torch, imported only for values of its types."""
     return importlib.import_module("torch")
 
 

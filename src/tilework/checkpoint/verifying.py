@@ -1,4 +1,4 @@
-"""Verifying of a checkpoint, and comparing of two: tensor by tensor, in bounded memory."""
+"""Verifying a checkpoint, and comparing two: tensor by tensor, in bounded memory."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from tilework.layout.box import whole_box
 
 @checkpoint_errors()
 def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
-    """The problems of a checkpoint; none if every byte is as it was written. Local.
+    """The problems of a checkpoint; empty if every byte is as it was written. Local.
 
-    All files are read, in bounded memory: headers and elements are compared with their checksums,
-    and headers with what the index says.
+    All files are read, in bounded memory. Headers and elements are compared with checksums, and
+    headers with the index.
 
     Args:
         path: A folder, or a URL.
-        progress: Told the bytes that were read.
+        progress: Called with the number of bytes read.
 
     Raises:
-        CheckpointError: There is no checkpoint, or its index is damaged.
+        CheckpointError: There is no checkpoint, or the index is damaged.
 
     Example:
         >>> import tempfile, torch
@@ -74,12 +74,12 @@ _Header = dict[str, tuple[str, list[int], list[int]]]
 
 
 def _headers(index: Index) -> dict[str, _Header]:
-    """The contents of each file's header, by the index: dtype, shape, begin and end in the file."""
+    """The contents of each file's header according to the index: dtype, shape, begin and end."""
     pieces: dict[str, dict[tuple[int, int], tuple[SavedTensor, Part]]] = {}
     for tensor in index.tensors.values():
         for part in tensor.parts:
             place = part.offset, part.offset + part.nbytes
-            # The first name counts, of several that tied weights have.
+            # The first name counts, if tied weights have several.
             pieces.setdefault(part.file, {}).setdefault(place, (tensor, part))
     headers: dict[str, _Header] = {name: {} for name in index.files}
     for file, own in pieces.items():
@@ -137,7 +137,7 @@ def _damages(
             progress(nbytes)
 
 
-# -- two of them -----------------------------------------------------------------------------
+# -- comparing ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Difference:
 
     Attributes:
         name: The tensor or value.
-        text: How it differs.
+        text: The difference in words.
     """
 
     name: str
@@ -157,15 +157,15 @@ class Difference:
 def diff(a: AnyPath, b: AnyPath) -> list[Difference]:
     """The differences of two checkpoints: names, shapes, dtypes, elements and values. Local.
 
-    Layouts and files do not count. Tensors of the same parts are compared by their checksums,
-    others are read, in bounded memory.
+    Layouts and files are ignored. Tensors of the same parts are compared by their checksums; others
+    are read, in bounded memory.
 
     Args:
         a: A folder, or a URL.
-        b: Another.
+        b: Another folder or URL.
 
     Raises:
-        CheckpointError: One is no checkpoint, or is damaged.
+        CheckpointError: One of them is not a checkpoint, or is damaged.
 
     Example:
         >>> import tempfile, torch

@@ -48,9 +48,9 @@ class ConvertOptions:
 
     Args:
         names: Patterns: only tensors whose names match one, without the values beside them.
-        strip: Taken from the beginning of names.
-        prefix: Put before names.
-        file_bytes: The most bytes of elements in a file.
+        strip: A text to remove from the beginning of names.
+        prefix: A text to put before names.
+        file_bytes: The maximum of bytes of elements in a file.
     """
 
     names: Sequence[str] | None = None
@@ -67,17 +67,17 @@ class ConvertOptions:
 def convert(
     source: AnyPath, target: AnyPath, to: str | None = None, options: ConvertOptions | None = None
 ) -> None:
-    """Write what one file or folder holds in another format. Local; in bounded memory.
+    """Convert a file or folder to another format. Local; in bounded memory.
 
     Formats are ``"tilework"``; ``"safetensors"``, a file, or a folder of several with Hugging
     Face's index; ``"dcp"``, a folder of torch.distributed.checkpoint; and ``"torch"``, a file of
-    torch.save.
-    Values beside tensors are kept where the format has some.
+    torch.save. Values other than tensors are kept if the format supports them.
 
     Args:
-        source: Any of these. Files of torch.save are read with ``weights_only``.
-        target: A path that is not there yet.
-        to: The format to write; None: what the name of ``target`` says, else ``"tilework"``.
+        source: A file or folder in any of these formats. Files of torch.save are read with
+            ``weights_only``.
+        target: A path that does not exist yet.
+        to: The format to write; None: by the name of ``target``, else ``"tilework"``.
         options: Names, and sizes of files.
 
     Raises:
@@ -122,7 +122,7 @@ def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) 
 
 
 def _check_apart(source: AnyPath, target: AnyPath) -> None:
-    """Raise CheckpointError if the target lies in the folder that is the source."""
+    """Raise CheckpointError if the target lies in the source folder."""
     if is_url(source) or is_url(target):
         return
     inside = Path(target).resolve()
@@ -134,7 +134,7 @@ def _check_apart(source: AnyPath, target: AnyPath) -> None:
 
 
 def _check_target(target: AnyPath, kind: str) -> None:
-    """Raise unless something of a kind can be written there.
+    """Raise unless the kind of format can be written to the target.
 
     Raises:
         CheckpointError: Something is there.
@@ -158,7 +158,7 @@ def _check_target(target: AnyPath, kind: str) -> None:
 
 
 def _is_left_over(names: set[str]) -> bool:
-    """True if a folder has nothing, or just what a conversion has left that did not end."""
+    """True if a folder is empty, or has only leftovers of an unfinished conversion."""
     if names & {INDEX_NAME, PREVIOUS_NAME, HF_INDEX}:
         return False
     unfinished_index = f"{HF_INDEX}{UNFINISHED}"
@@ -168,7 +168,7 @@ def _is_left_over(names: set[str]) -> bool:
 
 
 def format_of_name(path: AnyPath) -> str:
-    """The format that the name of a file to write says."""
+    """The format by the name of a file to write."""
     suffix = Path(str(path)).suffix
     if suffix == ".safetensors":
         return "safetensors"
@@ -176,10 +176,10 @@ def format_of_name(path: AnyPath) -> str:
 
 
 def open_source(path: AnyPath) -> Source:
-    """The source of a file or folder, in whatever format it is.
+    """The source of a file or folder, in any known format.
 
     Raises:
-        CheckpointError: It is in none that is known, or damaged.
+        CheckpointError: The format is unknown, or the source is damaged.
     """
     if is_url(path):
         storage = storage_at(path)
@@ -233,7 +233,7 @@ class _Chosen(Source):
     def _state(self, flat: FlatState, options: ConvertOptions) -> FlatState:
         if options == ConvertOptions(file_bytes=options.file_bytes):
             return flat
-        # By their names, as the containers are no longer what they were.
+        # By name, as the containers have changed.
         leaves = {(name,): NamedTensor(name) for name in self._renamed.values()}
         return FlatState(dict(leaves), {(): "dict"})
 

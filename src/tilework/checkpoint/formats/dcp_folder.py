@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint (DCP): ``.metadata`` and ``*.distcp`` files.
 
-Elements are files of torch.save, one for each part, read with ``weights_only``; ``dcp_metadata``
-reads the metadata.
+Each part of a tensor is a file of torch.save, read with ``weights_only``; ``dcp_metadata`` reads
+the metadata.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_dcp(folder: Path) -> DcpSource:
     """The state in a folder of DCP.
 
     Raises:
-        CheckpointError: Its metadata or files are damaged, or have what DCP does not put there.
+        CheckpointError: Metadata or files are damaged, or have objects that DCP does not write.
     """
     metadata = read_dcp_metadata(folder)
     try:
@@ -47,11 +47,11 @@ def open_dcp(folder: Path) -> DcpSource:
 
 
 class DcpSource(Source):
-    """A folder of DCP. A tensor is assembled in a file when it is first asked for.
+    """A folder of DCP. A tensor is assembled in a file at the first use.
 
     Args:
         folder: The folder.
-        metadata: DCP's.
+        metadata: DCP's metadata.
     """
 
     def __init__(self, folder: Path, metadata: DcpMetadata) -> None:
@@ -91,7 +91,7 @@ class DcpSource(Source):
             self._add_leaf((*path, *below), self._held(key, below, leaf) if is_tensor else leaf)
 
     def _held(self, key: str, below: StatePath, tensor: Tensor) -> NamedTensor:
-        """The name of a tensor that DCP keeps within a value, such as a tuple: it is in memory."""
+        """The name of a tensor that DCP keeps within a value, such as a tuple, in memory."""
         name = unique_name(dotted((key, *below)), self._names)
         shape = tuple(tensor.shape)
         dtype = dtype_name(tensor.dtype, f"the tensor {name!r}")
@@ -147,7 +147,7 @@ class DcpSource(Source):
         return target
 
     def _part(self, number: int, box: Box) -> Tensor:
-        """The elements of a box, as a file has them."""
+        """The elements of a box from a file."""
         name, dtype = self.tensors[number].name, self._dtype(number)
         part = self._load(name, box.offsets)
         if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (box.sizes, dtype):
@@ -180,10 +180,10 @@ def _add_containers(flat: FlatState) -> None:
 
 
 def write_dcp(source: Source, folder: Path) -> None:
-    """Write a source as torch.distributed.checkpoint does; tensors lie in files meanwhile.
+    """Write a source by torch.distributed.checkpoint; temporary files hold the tensors.
 
     Raises:
-        CheckpointError: The folder is another checkpoint's.
+        CheckpointError: The folder belongs to another checkpoint.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -197,7 +197,7 @@ def write_dcp(source: Source, folder: Path) -> None:
         writer = FileSystemWriter(folder, single_file_per_rank=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            # Before torch 2.9 it finds out by itself that there is no group.
+            # Before torch 2.9, DCP itself finds that there is no group.
             alone = {"no_dist": True} if "no_dist" in signature(save).parameters else {}
             try:
                 save(state, storage_writer=writer, **alone)

@@ -1,8 +1,9 @@
-"""DCP's metadata, a pickle, as inert records: no class of any program is made, called or changed.
+"""DCP's metadata, a pickle, read as inert records: no class of a program is made, called or
+changed.
 
-Unpickling alone does harm even where only known classes are let in: an instruction sets attributes
-of whatever was loaded, a class included, for the rest of the process. So each class that the
-metadata names is one that was made for this reading, whose instances note what they are given.
+Unpickling does harm even if it only allows known classes: an instruction sets attributes of any
+loaded object, also of a class, for the rest of the process. Therefore each class that the metadata
+names is replaced by a class made for this reading, whose instances note their attributes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tilework.layout import Box
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed.checkpoint"
-#: The classes and functions that DCP itself puts there.
+#: The classes and functions in DCP's own metadata.
 _NAMES = {
     f"{_MODULE}.metadata": {
         *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties"),
@@ -33,7 +34,7 @@ _NAMES = {
     "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"},
     "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"},
 }
-#: Builtin classes that stand for others: nobody can change them.
+#: Builtin classes that replace others, as nobody can change them.
 _BUILTIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 
@@ -58,13 +59,13 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """All that is read of the metadata.
+    """The contents of the metadata.
 
     Attributes:
-        items: Tensors by key; None for a value, which lies in a file of its own.
-        paths: Of some keys: the keys that lead to them in the state.
+        items: Tensors by key; None for a value, which has a separate file.
+        paths: For some keys, the keys that lead to them in the state.
         places: By key and offsets, which are empty for a value.
-        first_places: By key alone.
+        first_places: Only by key.
     """
 
     items: Mapping[str, DcpTensor | None]
@@ -78,19 +79,19 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
     """The metadata of a folder of DCP.
 
     Raises:
-        CheckpointError: It is damaged, or has what DCP does not put there.
+        CheckpointError: The metadata are damaged, or have objects that DCP does not write.
     """
     where = folder / METADATA
     text = where.read_bytes()
     try:
         return _metadata_of(_Unpickler(io.BytesIO(text)).load())
-    except Exception as error:  # of any class: what is no pickle is taken for instructions
+    except Exception as error:  # of any class: pickle takes any bytes for instructions
         problem = str(error) or type(error).__name__
         raise CheckpointError(f"{where} cannot be read: {problem}", file=str(where)) from None
 
 
 class _Record:
-    """The attributes of one object of the metadata. Each name and reading has its own class."""
+    """The attributes of one object of the metadata. Each name and reading has a separate class."""
 
     __slots__ = ("state",)
     state: Any
@@ -114,7 +115,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records, of classes that end with this reading."""
+    """Makes records of classes that exist only for this reading."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -124,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
         if (builtin := _BUILTIN.get((module, name))) is not None:
             return builtin
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            return getattr(torch, name)  # which nobody can change either
+            return getattr(torch, name)  # nobody can change it, either
         if name not in _NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it has {module}.{name}, which DCP does not put there")
         known = self._classes.get((module, name))
@@ -152,7 +153,7 @@ def _item_of(key: str, item: Any) -> DcpTensor | None:
         return None
     fields = _fields(item, "TensorStorageMetadata")
     properties: Any = fields["properties"].state
-    # A tuple since torch has given that class a way of its own to be pickled.
+    # A tuple, since torch pickles that class in its own way.
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"the dtype of {key!r} is {dtype!r}")

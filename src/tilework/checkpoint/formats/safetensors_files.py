@@ -22,7 +22,7 @@ def open_safetensors(path: AnyPath) -> Source:
     """The tensors of a file, or of a folder with Hugging Face's index.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the index is not as it must be.
+        CheckpointError: A file is missing or damaged, or the index is invalid.
     """
     storage, index = safetensors_index(path)
     flat = FlatState({(key,): NamedTensor(key) for key in index.tensors}, {(): "dict"})
@@ -32,12 +32,12 @@ def open_safetensors(path: AnyPath) -> Source:
 def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
     """Write the tensors of a source: a file, or a folder of several with an index.
 
-    Values are left out: the format has none.
+    Values are left out, as the format has none.
 
     Args:
         source: The source.
         path: A file's name that ends with ``.safetensors``, or a folder.
-        file_bytes: The most bytes of a file in a folder; a larger tensor has one of its own.
+        file_bytes: The maximum of bytes of a file in a folder; a larger tensor has a file alone.
 
     Raises:
         CheckpointError: A file cannot be written.
@@ -50,7 +50,7 @@ def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
     storage.prepare()
     numbers = {tensor.name: number for number, tensor in enumerate(source.tensors)}
     for plan in plans:
-        storage.remove(f"{plan.name}{UNFINISHED}")  # of a conversion that did not end
+        storage.remove(f"{plan.name}{UNFINISHED}")  # from an unfinished conversion
         with storage.create(plan.name) as file:
             file.write(plan.header)
             for number in (numbers[each] for each in plan.offsets):

@@ -1,4 +1,4 @@
-"""Sources of conversions: tensors that are read region by region, and the values beside them."""
+"""Sources of conversions: tensors that are read region by region, and other values."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tilework.checkpoint.save_planning import TensorToSave, cut_box
 from tilework.checkpoint.storage import Storage
 from tilework.layout import Box
 
-#: The most bytes of a tensor that are in memory at once.
+#: The maximum of bytes of a tensor in memory at once.
 REGION_BYTES = 32 << 20
 
 
 class Source(ABC):
-    """All that a file or folder holds.
+    """The contents of a file or folder.
 
     Attributes:
-        tensors: In the order of the state; their tiles are the boxes in which they lie there.
+        tensors: The tensors in the order of the state; their tiles are the boxes in the source.
         flat: The state, with names in the place of tensors.
-        meta: What the program had added.
+        meta: The program's additions.
     """
 
     tensors: list[TensorToSave]
@@ -48,7 +48,7 @@ class Source(ABC):
             yield from pieces_in_order(self.region(number, each), 1 << 20)
 
     def close(self) -> None:
-        """Close what is open. Idempotent."""
+        """Close open files. Idempotent."""
         return None
 
 
@@ -56,10 +56,10 @@ class IndexedSource(Source):
     """Tensors that an index finds in files.
 
     Args:
-        storage: Where the files are.
-        index: Where the tensors are in them.
+        storage: The folder of the files.
+        index: The places of the tensors in files.
         flat: The state.
-        verify: Compare checksums, where there are some.
+        verify: Compare checksums, if there are some.
     """
 
     def __init__(self, storage: Storage, index: Index, flat: FlatState, verify: bool) -> None:
@@ -83,10 +83,10 @@ class IndexedSource(Source):
 
 @contextmanager
 def mapped_tensors(beside: Path) -> Iterator[MappedTensors]:
-    """Tensors in files of a temporary folder, which the system may write back: for bounded memory.
+    """Tensors in files of a temporary folder, which the system may write back to bound memory.
 
     Args:
-        beside: The folder is made in that of this path.
+        beside: The temporary folder is made beside this path.
     """
     with tempfile.TemporaryDirectory(
         prefix=f".{beside.name}.", dir=beside.absolute().parent
@@ -95,16 +95,16 @@ def mapped_tensors(beside: Path) -> Iterator[MappedTensors]:
 
 
 class MappedTensors:
-    """Tensors whose memory is a file each."""
+    """Tensors whose memory is a file for each."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor whose elements are yet to be written.
+        """A tensor with uninitialised elements.
 
         Raises:
-            OSError: There is no room for it.
+            OSError: There is no room on the disk.
         """
         tensor = torch.empty(0, dtype=dtype)
         nbytes = torch.Size(shape).numel() * dtype.itemsize
@@ -114,13 +114,13 @@ class MappedTensors:
         path = self._folder / str(self._count)
         _take_room(path, nbytes)
         storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
-        # What is mapped stays; no name is needed any more.
+        # The mapped memory stays; the name is no longer needed.
         path.unlink()
         strides = torch.empty(shape, device="meta").stride()
         return tensor.set_(storage, 0, shape, strides)  # type: ignore[arg-type]
 
     def filled(self, source: Source, number: int) -> Tensor:
-        """A tensor of a source."""
+        """A tensor with the elements from a source."""
         tensor = source.tensors[number]
         whole = Box((0,) * len(tensor.shape), tensor.shape)
         dtype = source.region(number, Box((0,) * len(tensor.shape), (0,) * len(tensor.shape))).dtype
@@ -131,7 +131,7 @@ class MappedTensors:
 
 
 def _take_room(path: Path, nbytes: int) -> None:
-    """Make a file that has its room on the disk: a full one would end who writes to its map."""
+    """Make a file with reserved room: on a full disk, a write to its map kills the process."""
     with open(path, "xb") as file:
         try:
             if hasattr(os, "posix_fallocate"):

@@ -1,4 +1,4 @@
-"""Files of torch.save, read with ``weights_only``: nothing in them is run."""
+"""Files of torch.save, read with ``weights_only``: no code in them runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tilework.checkpoint.storage import calls
 from tilework.errors import CheckpointError
 from tilework.layout import Box
 
-#: What comes before the cause in messages of torch's.
+#: The text before the cause in messages of torch.
 _MARK = "WeightsUnpickler error:"
 
 
 class StateSource(Source):
-    """A state in memory, or in a file that is mapped."""
+    """A state in memory, or in a mapped file."""
 
     def __init__(self, state: Any) -> None:
         flat = flatten(state)
@@ -29,7 +29,7 @@ class StateSource(Source):
         self._aliases = merged.aliases
         self._leaves = [flat.leaves[path] for path, _ in merged.sources]
         self.tensors, self.flat, self.meta = merged.tensors, merged.flat, {}
-        # One of several names is enough where the format has no aliases.
+        # If the format has no aliases, one of several names is enough.
         for path, leaf in self.flat.leaves.items():
             if isinstance(leaf, NamedTensor) and leaf.name in self._aliases:
                 self.flat.leaves[path] = NamedTensor(self._aliases[leaf.name])
@@ -40,14 +40,14 @@ class StateSource(Source):
 
 
 def open_torch_file(path: Path) -> Source:
-    """The state in a file of torch.save. It is mapped, not read, where torch can.
+    """The state in a file of torch.save, mapped instead of read where torch can.
 
     Raises:
-        CheckpointError: It is no such file, or has more than tensors and plain containers.
+        CheckpointError: It is not such a file, or has more than tensors and plain containers.
     """
     try:
         state = load_weights_only(path, str(path), mmap=True)
-    except CheckpointError:  # a file as torch wrote them before 1.6, or none of its at all
+    except CheckpointError:  # a file of torch before 1.6, or not a file of torch
         state = load_weights_only(path, str(path))
     try:
         return StateSource(state)
@@ -60,16 +60,16 @@ def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
 
     Args:
         file: The file, or its name.
-        where: Its name, for messages.
-        settings: Those of ``torch.load`` besides.
+            where: The file's name, for messages.
+            settings: Further settings of ``torch.load``.
 
     Raises:
-        CheckpointError: It is damaged, or has more.
-        OSError: It cannot be opened.
+            CheckpointError: The file is damaged, or has more.
+        OSError: The file cannot be opened.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, **settings)
-    except Exception as error:  # of any class: what is no such file is taken for instructions
+    except Exception as error:  # of any class: torch takes other files for instructions
         if isinstance(error, OSError) and error.filename is not None:
             raise  # it cannot be opened
         raise CheckpointError(
@@ -81,7 +81,7 @@ def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
 
 
 def _problem(error: Exception) -> str:
-    """The reason that torch gives, without its advice to run what the file says."""
+    """The reason that torch gives, without the advice to run code of the file."""
     lines = [line.strip() for line in str(error).splitlines()]
     marked = [line.partition(_MARK)[2] for line in lines if _MARK in line]
     plain = [line for line in lines if line and "weights" not in line.lower()]
@@ -90,7 +90,7 @@ def _problem(error: Exception) -> str:
 
 
 def write_torch_file(source: Source, path: Path) -> None:
-    """Write a source as torch.save does; tensors are assembled in files meanwhile.
+    """Write a source in the form of torch.save; temporary files hold the tensors.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -111,7 +111,7 @@ def write_torch_file(source: Source, path: Path) -> None:
 def _save(state: Any, path: Path) -> None:
     try:
         torch.save(state, path)
-    except RuntimeError as error:  # of torch's writer, which does not tell why
+    except RuntimeError as error:  # from torch's writer, which does not give the reason
         raise CheckpointError(
             f"{path} cannot be written: {str(error).splitlines()[0]}. Is the disk full?",
             file=str(path),
@@ -119,16 +119,16 @@ def _save(state: Any, path: Path) -> None:
 
 
 def state_of(source: Source, tensor_of: Any) -> Any:
-    """The state of a source, with tensors that ``tensor_of(source, number)`` makes.
+    """The state of a source, with tensors made by ``tensor_of(source, number)``.
 
-    Numpy's arrays are tensors there: ``weights_only`` takes no others.
+    Arrays of numpy become tensors there, as ``weights_only`` refuses others.
     """
     numbers = {tensor.name: number for number, tensor in enumerate(source.tensors)}
     made: dict[str, Tensor] = {}
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, PerRank):
-            # Others have no such thing: the first rank's value stands for all.
+            # Other formats have no values per rank: the first rank's value stands for all.
             return value_of(leaf.variants[0][1])
         if not isinstance(leaf, NamedTensor):
             return leaf
