@@ -643,7 +643,7 @@ def test_a_damaged_index_is_told(tmp_path: Path, at: int) -> None:
 
 
 def test_no_checkpoint_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint: it has no index"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint: it has no index"):
         checkpoint.load(tmp_path, into={})
 
 

@@ -124,7 +124,7 @@ def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("verify", saved) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert "its header is damaged" in lines[0]
+    assert "the header is damaged" in lines[0]
     assert "tensor 'w'" in lines[1] or "tensor 'b'" in lines[1]
 
 
@@ -171,7 +171,7 @@ def test_convert(saved: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("show", tmp_path) == 2
-    assert "is no checkpoint: it has no index.json" in capsys.readouterr().err
+    assert "is not a checkpoint: it has no index.json" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run("convert", tmp_path, tmp_path, "--file-bytes", "many")
     assert "a number of bytes, such as 500M or 5G, got 'many'" in capsys.readouterr().err

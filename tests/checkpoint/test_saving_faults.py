@@ -88,7 +88,7 @@ def test_a_first_save_that_is_killed_leaves_no_checkpoint(tmp_path: Path) -> Non
         if (folder / "index.json").exists():
             assert number_at(folder) == 1
         else:
-            with pytest.raises(CheckpointError, match="is no checkpoint"):
+            with pytest.raises(CheckpointError, match="is not a checkpoint"):
                 checkpoint.read(folder)
     assert number > 15
 

@@ -163,7 +163,7 @@ def test_an_index_that_is_torn_or_gone_gives_way_to_the_one_before(tmp_path: Pat
     assert number_at(url) == 1
     with pytest.raises(CheckpointError, match="is a checkpoint already"):
         checkpoint.save(state(2), url, SaveOptions(overwrite=False))
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         checkpoint.read(tmp_path / "run")  # a folder of this machine has no such file
     assert CheckpointManager(f"inplace://{tmp_path}").latest() is None  # no folder of a step's
     checkpoint.save(state(2), url)

@@ -20,10 +20,10 @@ def message(func: Any, *args: Any, **kwargs: Any) -> str:
 def test_the_message_names_the_operator_and_says_what_to_do() -> None:
     said = message(torch.linalg.qr, torch.ones(3, 3), mode="r")
     assert re.search(r".*not supported for ShardedTensor!$", said)
-    assert said.startswith("linalg_qr cannot run on a ShardedTensor: use its local shards")
+    assert said.startswith("linalg_qr cannot run on a ShardedTensor: use the local shards")
     assert "torch function 'linalg_qr', with args: (tensor(float32[3, 3]),)" in said
     assert "kwargs: {'mode': 'r'}" in said
-    assert "use its local shards, or full_tensor() for a plain one" in said
+    assert "use the local shards, or full_tensor() for a plain tensor" in said
     assert ": reshard it. " in str(checks.unsupported(torch.add, (), {}, "reshard it"))
 
 

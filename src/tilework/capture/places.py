@@ -213,7 +213,7 @@ class Places:
         return place.how == "grad" or self._is_users.get(id(place.owner), True)
 
     def kind_of(self, place: Place) -> type:
-        """The class of the object that a place belongs to: a module, for an item of its dict."""
+        """The class of the object that a place belongs to; for an item of a module's dict, the module's."""
         return type(self._found_at.get(id(place.owner), place.owner))
 
     # -- the search --------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Program(Generic[P, T]):
         self._records: dict[Any, list[tuple[Record, int | None]]] = {}
         #: Programs of several sizes.
         self._sized: list[Record] = []
-        #: True once the step ran unchanged, which makes its one-time states.
+        #: True once the step ran unchanged, which makes one-time states.
         self.is_warm = False
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -132,7 +132,7 @@ class Record:
         if values == self._checked_options and all(type(each) is float for each in values):
             return True
         if not all(type(each) is float for each in values):
-            self._changed = "an option of an optimizer is no float any more"
+            self._changed = "an option of an optimizer is no longer a float"
             return False
         known = {
             id(option.number): value for option, value in zip(self.options, values, strict=True)

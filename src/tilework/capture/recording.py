@@ -203,8 +203,8 @@ def _changes(before: Places, after: Places, recorder: Recorder) -> Iterator[tupl
             if after.is_users(place):
                 raise CaptureError(
                     f"the step makes a tuple with the tensor {place.text}: a program reads and "
-                    f"writes tensors alone. Keep each tensor in an attribute or variable of its "
-                    f"own, or pass and return them"
+                    f"writes tensors alone. Keep each tensor in a separate attribute or "
+                    f"variable, or pass and return them"
                 )
             continue
         if not after.is_users(place) and _identity(place) not in read:

@@ -139,7 +139,7 @@ def _check_plain(leaf: Tensor, where: str) -> None:
     elif leaf.device.type == "meta":
         kind, instead = "on the device 'meta', without values", "give it values first"
     elif not has_memory(leaf):
-        kind = f"a {type(leaf).__name__} without memory of its own"
+        kind = f"a {type(leaf).__name__} without memory"
         instead = "save the tensors that it holds"
     else:
         return

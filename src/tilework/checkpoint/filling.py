@@ -330,7 +330,7 @@ class Filling:
         return lambda: value.set_state(state)
 
     def _visit_object(self, value: Any, path: Path) -> Finish:
-        """Look up an object that takes all of its state at once, or is left alone."""
+        """Look up an object that takes the whole state at once, or is left alone."""
         name, found = dotted(path), self.find(path)
         if not self.is_asked(name) and not (
             found is not None and any(self.is_asked(dotted(p)) for p in self.paths_under(found))
@@ -423,7 +423,7 @@ def unfillable(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "on the device 'meta', without memory: give it some first (to_empty)"
     if not has_memory(tensor):
-        return f"a {type(tensor).__name__} without memory of its own: load into what it holds"
+        return f"a {type(tensor).__name__} without memory: load into the tensors that it holds"
     if _repeats(tensor):
         return "expanded, so that elements share memory: load into a clone() of it"
     return ""

@@ -33,7 +33,7 @@ Named = list[tuple[Any, Tensor]]
 
 
 def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finish:
-    """Look up the states of an optimizer's parameters, and its groups' settings.
+    """Look up the states of an optimizer's parameters, and the groups' settings.
 
     A parameter saved without a state gets none. A parameter that was not saved is missing.
     """

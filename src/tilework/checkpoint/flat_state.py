@@ -166,7 +166,7 @@ def _walk(
 def _key_of(listed: Any) -> Any:
     key = decode_value(listed)
     if not isinstance(key, str | int | float | bool | None):
-        raise ValueError(f"{key!r:.60} is no key of a dict")
+        raise ValueError(f"{key!r:.60} is not a key of a dict")
     return key
 
 
@@ -198,17 +198,17 @@ def _leaf_of(listed: Any, check: Callable[[Any], object]) -> Leaf:
     kind = listed.get(KIND) if isinstance(listed, dict) else None
     if kind == "tensor":
         if not isinstance(listed["v"], str):
-            raise ValueError(f"{listed['v']!r} is no tensor's name")
+            raise ValueError(f"{listed['v']!r} is not a tensor's name")
         return NamedTensor(listed["v"])
     if kind == "per_rank":
         variants = []
         for each in listed["v"]:
             leaf = _leaf_of(each["v"], check)
             if isinstance(leaf, PerRank):
-                raise ValueError("values per rank are nested")
+                raise ValueError("a value per rank contains values per rank")
             variants.append((tuple(map(int, each["ranks"])), leaf))
         if not variants:
-            raise ValueError("values per rank are of no rank")
+            raise ValueError("a value per rank belongs to no rank")
         return PerRank(tuple(variants))
     check(listed)
     return Value(listed)

@@ -60,7 +60,7 @@ def saved_state(
     for name in (name for leaf in state.leaves.values() for name in names_of(leaf)):
         if name not in index.tensors:
             raise CheckpointError(
-                f"{where} has no tensor {name!r}, which its state has", file=where
+                f"{where} has no tensor {name!r}, which the state has", file=where
             )
     return state
 
@@ -91,7 +91,7 @@ def read_counting(storage: Storage) -> tuple[str, Index]:
         if INDEX_NAME not in names:
             nothing = "" if names else "; there is no such folder, or nothing in it"
             raise CheckpointError(
-                f"{storage.location} is no checkpoint: it has no {INDEX_NAME}, which is written "
+                f"{storage.location} is not a checkpoint: it has no {INDEX_NAME}, which is written "
                 f"when all else is{nothing}",
                 file=storage.location,
             ) from None

@@ -112,8 +112,8 @@ def _checked_json(text: bytes, refused: Refusal) -> Any:
     found, expected = zlib.crc32(text[: tail.start()]), int(tail[1])
     if found != expected:
         raise refused(
-            f"the index is damaged: its CRC-32 is {found}, and it says {expected}. Use another "
-            f"checkpoint"
+            f"the index is damaged: the CRC-32 is {found}, and the index says {expected}. "
+            f"Use another checkpoint"
         )
     body = _loaded(text, refused)
     _check_version(body, refused)
@@ -130,7 +130,7 @@ def _loaded(text: bytes, refused: Refusal) -> Any:
         )
         _check_depth(body)
     except (ValueError, RecursionError) as error:
-        raise refused(f"this is no index of a checkpoint ({error or 'nested too deep'})") from None
+        raise refused(f"not the index of a checkpoint ({error or 'nested too deep'})") from None
     return body
 
 
@@ -142,13 +142,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text:.20} is no number that there is")
+        raise ValueError(f"{text:.20} is not a finite number")
     return number
 
 
@@ -184,7 +184,7 @@ def _check_depth(value: Any) -> None:
 
 def _check_version(body: Any, refused: Refusal) -> None:
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
-        raise refused(f"this is no index of a checkpoint: its format is not {FORMAT_NAME!r}")
+        raise refused(f"this is not the index of a checkpoint: its format is not {FORMAT_NAME!r}")
     version = body.get("version")
     if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise refused(
@@ -200,9 +200,9 @@ def _index_of(body: Mapping[str, Any], refused: Refusal) -> Index:
     }
     chunk_bytes = _number(body["chunk_bytes"])
     if chunk_bytes < 16 or chunk_bytes % 16:
-        raise ValueError(f"chunk_bytes is {chunk_bytes}, no multiple of 16")
+        raise ValueError(f"chunk_bytes is {chunk_bytes}, not a multiple of 16")
     if not isinstance(body["meta"], dict):
-        raise TypeError("meta is no object")
+        raise TypeError("meta is not an object")
     known = _KnownBoxes()
     tensors = {
         name: _tensor_of(name, listed, (files, chunk_bytes, known), refused)
@@ -229,7 +229,7 @@ def _file_name(name: str, refused: Refusal) -> str:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise ValueError(f"{value!r} is no whole number from 0 on")
+        raise ValueError(f"{value!r} is not an integer from 0 on")
     return value
 
 
@@ -240,7 +240,7 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
         TypeError, ValueError: The list has something else, or numbers are negative or too large.
     """
     if not isinstance(values, list):
-        raise TypeError(f"{values!r} is no list of numbers")
+        raise TypeError(f"{values!r} is not a list of numbers")
     if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > _LARGEST):
         return tuple(map(_number, values))  # raises with the reason
     return tuple(values)
@@ -286,7 +286,7 @@ def _tensor_of(
         about[2].check_cover(shape, [part.box for part in parts])
         layout = listed.get("layout", "")
         if not isinstance(layout, str):
-            raise TypeError("layout is no string")
+            raise TypeError("layout is not a string")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise refused(f"the index is wrong about it: {error}", name) from None
     return SavedTensor(name, dtype, shape, parts, layout)

@@ -73,8 +73,8 @@ def save_pretrained(
 
     The folder is the same as from transformers' ``model.save_pretrained`` of the whole model:
     safetensors files, an index if there are several, and the configuration if the model has one.
-    Each rank writes its own elements, in pieces: at most a few MiB are added to the memory.
-    ``load`` reads the folder, and so does ``from_pretrained``. To continue training use
+    Each rank writes the elements that it holds, in pieces: at most a few MiB are added to the
+    memory. ``load`` reads the folder, and so does ``from_pretrained``. To continue training use
     :func:`save`, with checksums, optimizers and everything else.
 
     Args:

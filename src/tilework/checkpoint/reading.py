@@ -1,8 +1,8 @@
 """Reading of parts: each chunk is read as a whole and checked before any of it is used.
 
 The core reads local files, and checks bytes while it puts them in place, in one pass over memory
-(csrc/files/file_reader.h). A buffer serves for files of other stores, for tensors on other devices, and
-for elements that are converted to another dtype.
+(csrc/files/file_reader.h). A buffer serves for files of other stores, for tensors on other devices,
+and for elements that are converted to another dtype.
 """
 
 from __future__ import annotations

@@ -102,7 +102,9 @@ def _listed_files(storage: Storage) -> list[str]:
         listed = json.loads(storage.read_all(HF_INDEX))["weight_map"].values()
         files = sorted({str(name) for name in listed})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is no index of safetensors: {error}", file=where) from None
+        raise CheckpointError(
+            f"{where} is not an index of safetensors: {error}", file=where
+        ) from None
     for name in files:
         if not FILE_NAME.fullmatch(name) or ".." in name:
             raise CheckpointError(f"{where} names the file {name!r}: only plain ones are allowed")
@@ -130,12 +132,12 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
         start = bytearray(8)
         if reader.read_into(memoryview(start), 0) < len(start):
             raise CheckpointError(
-                f"{where} is no safetensors file: it has {reader.nbytes} bytes", file=where
+                f"{where} is not a safetensors file: it has {reader.nbytes} bytes", file=where
             )
         length = int.from_bytes(start, "little")
         if length > min(_MOST_HEADER, reader.nbytes - 8):
             raise CheckpointError(
-                f"{where} is no safetensors file: its header is too long", file=where
+                f"{where} is not a safetensors file: its header is too long", file=where
             )
         text = bytearray(length)
         reader.read_into(memoryview(text), 8)
@@ -146,7 +148,7 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
             for key, each in listed.items()
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is no safetensors file: {error}", file=where) from None
+        raise CheckpointError(f"{where} is not a safetensors file: {error}", file=where) from None
     finally:
         reader.close()
     return reader.nbytes, entries
@@ -159,7 +161,7 @@ def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: in
     start, stop = whole_numbers(listed["data_offsets"])
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if stop - start != nbytes or not start <= stop <= length - begin:
-        raise ValueError(f"{key!r} does not lie in the file as its shape says")
+        raise ValueError(f"{key!r} has data_offsets that do not fit the shape or the file")
     sums = (0,) * chunk_count(nbytes, UNCHECKED_BYTES)
     return Part(whole_box(shape), name, begin + start, nbytes, sums)
 

@@ -224,7 +224,7 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 
 class PlacedBox(NamedTuple):
-    """A box with its place in a file."""
+    """A box with the place in a file."""
 
     tensor: int
     box: Box

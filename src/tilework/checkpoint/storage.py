@@ -46,7 +46,7 @@ LOCK_NAME = ".lock"
 
 
 class FileWriter(ABC):
-    """A file that is being written, from its start to its end."""
+    """A file that is being written, from start to end."""
 
     @abstractmethod
     def write(self, memory: memoryview | bytes) -> None:
@@ -398,7 +398,7 @@ class _LocalReader(FileReader):
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise CheckpointError(f"{where} is no plain file", file=where)
+            raise CheckpointError(f"{where} is not a plain file", file=where)
         self.nbytes = status.st_size
         self.descriptor = self._fd
 

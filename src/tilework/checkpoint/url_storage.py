@@ -144,7 +144,7 @@ class _UrlReader(FileReader):
         except _MISSING:
             raise CheckpointError(f"cannot open {where}: it does not exist", file=where) from None
         if info.get("type") != "file" or info.get("islink"):
-            raise CheckpointError(f"{where} is no plain file", file=where)
+            raise CheckpointError(f"{where} is not a plain file", file=where)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         if not memory.nbytes:

@@ -53,8 +53,8 @@ def _digits(value: int, where: str) -> str:
         return str(value)
     except ValueError as error:
         raise TypeError(
-            f"{where} is an integer of {value.bit_length():,} bits, too long for its digits to be "
-            f"read again ({error}): save its bytes"
+            f"{where} is an integer of {value.bit_length():,} bits, too long for the digits to be "
+            f"read again ({error}): save the bytes"
         ) from None
 
 
@@ -124,7 +124,7 @@ def decode_value(listed: Any) -> Any:
     try:
         return decode(value)
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise ValueError(f"{value!r:.60} is no value of kind {kind!r}: {error}") from None
+        raise ValueError(f"{value!r:.60} is not a value of kind {kind!r}: {error}") from None
 
 
 def value_text(listed: Any) -> str:
@@ -160,7 +160,7 @@ def _dtype(name: str) -> Any:
     torch = _torch()
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return dtype
 
 

@@ -105,7 +105,7 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
     finally:
         reader.close()
     if crc32(memoryview(header)) != saved.header_crc32:
-        raise CheckpointError(f"{where}: its header is damaged", file=where)
+        raise CheckpointError(f"{where}: the header is damaged", file=where)
     try:
         listed = json.loads(header[8:])
         listed.pop(RESERVED_KEY, None)
@@ -114,9 +114,9 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
             for key, each in listed.items()
         }
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"{where}: its header is none ({error})", file=where) from None
+        raise CheckpointError(f"{where}: the header is invalid ({error})", file=where) from None
     if found != expected:
-        raise CheckpointError(f"{where}: its header is not what the index says", file=where)
+        raise CheckpointError(f"{where}: the header differs from the index", file=where)
 
 
 def _damages(

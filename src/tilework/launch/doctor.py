@@ -286,7 +286,7 @@ def _binding() -> Finding:
     cores = len(host_topology().cores)
     with bound_sets("auto", cores) as sets:
         if sets:
-            return Finding("binding", f"--bind auto gives each of {cores} ranks a core of its own")
+            return Finding("binding", f"--bind auto gives each of {cores} ranks a separate core")
     why = "another job has some CPUs, or a control group grants less than all their time"
     if not hasattr(os, "sched_setaffinity"):
         why = "this system cannot bind processes"

@@ -101,7 +101,7 @@ def _read_one(path: Path) -> Record:
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FlightRecordError("it is no regular file")
+            raise FlightRecordError("it is not a regular file")
         record = decode(file.read(MAX_FILE_BYTES + 1))
     if path.name != f"rank-{record.rank}.json":
         raise FlightRecordError(f"it says that it is of rank {record.rank}")

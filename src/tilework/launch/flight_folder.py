@@ -1,4 +1,4 @@
-"""The folder of a job's flight records, and its announcement."""
+"""The folder of a job's flight records, and the announcement of it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Packed:
             return self.load()
         except Exception as error:
             raise TypeError(
-                f"the result of rank {rank} cannot be made in this process, which is no rank: "
+                f"the result of rank {rank} cannot be made in this process, which is not a rank: "
                 f"{error} Return numbers, text and plain tensors; of a DTensor or ShardedTensor "
                 f"the full_tensor(), the to_local() or the text"
             ) from error

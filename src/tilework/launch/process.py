@@ -32,7 +32,7 @@ class Ending:
 
 @dataclass(eq=False)
 class RankProcess:
-    """A rank's process, and the pipe for its failure report. Owned by a job.
+    """A rank's process, and the pipe for the failure report. Owned by a job.
 
     An ended process stays unreaped until :meth:`reap` where the system allows it: no stranger can
     get the number of the process group while somebody may still signal the group.

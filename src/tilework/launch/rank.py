@@ -1,4 +1,4 @@
-"""A rank's process: set it up, run the program, report its failure, end.
+"""A rank's process: set up, run the program, report a failure, end.
 
 A forked rank ends without the interpreter's finalisation. It shares torch's memory with its
 siblings, and taking torch apart object by object would copy all of it (seconds for four ranks,
@@ -37,7 +37,7 @@ HANDLED_SIGNALS = tuple(
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The plan of a rank's process: its rank, environment and descriptors."""
+    """The plan of a rank's process: rank, environment and descriptors."""
 
     rank: int
     environment: dict[str, str]

@@ -14,7 +14,7 @@ from typing import Any, Final
 from tilework.launch.failure_text import cause
 from tilework.launch.root_cause import Failure
 
-#: The error of a rank that was left behind: its end does not follow from another failure.
+#: The error of a rank that was left behind: the end does not follow from another failure.
 _EXCLUDED = "tilework.errors.ExcludedError"
 
 

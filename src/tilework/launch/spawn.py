@@ -158,10 +158,10 @@ def spawn(
         timeout: The default timeout of collectives.
 
     Raises:
-        RankFailedError: A rank failed; its text has that rank's traceback.
+        RankFailedError: A rank failed; the text has that rank's traceback.
         TypeError: ``fn`` or ``args`` cannot be pickled.
         ValueError: An argument is invalid.
-        RuntimeError: A script lacks its ``if __name__ == "__main__":``.
+        RuntimeError: A script lacks ``if __name__ == "__main__":``.
 
     Warns:
         RuntimeWarning: ``start="fork"`` in a program that has threads.

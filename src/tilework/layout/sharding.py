@@ -384,7 +384,7 @@ def _with(numbers: Ints, dim: int, number: int) -> Ints:
 
 
 def _flat(mesh: Any) -> tuple[Ints, list[int]]:
-    """The mesh's shape, and its ranks in order."""
+    """The mesh's shape, and the ranks in order."""
     if not isinstance(mesh, (list, tuple)):
         return (), [int(mesh)]
     if not any(isinstance(part, (list, tuple)) for part in mesh):

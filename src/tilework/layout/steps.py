@@ -34,7 +34,7 @@ class Step:
     nbytes: int
     """Bytes sent or received by the busiest rank, the larger of both."""
     seconds: float
-    """Its expected duration."""
+    """The expected duration."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def synchronise(layer: Any, synchronised: Any, group: Any) -> None:
         group: The ``process_group`` of SyncBatchNorm.
 
     Raises:
-        TypeError: The layer's class has a forward of its own that does not call
+        TypeError: The layer's class overrides forward and does not call
             ``super().forward``; nothing has changed then.
     """
     if _is_batch_norm(layer) and not isinstance(layer, synchronised):

@@ -1,4 +1,4 @@
-"""The count of passes of a wrapped module, which its collectives carry in their headers.
+"""The count of passes of a wrapped module, carried in the headers of the module's collectives.
 
 Data parallelism averages the gradients that each rank computed in *the same* step. A rank that
 skips a backward pass, or does two, would pair gradients of different steps from then on. Therefore

@@ -110,7 +110,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if others := shared_ranks(parameter, self.process_group):
                 raise ValueError(
                     f"parameter {at}, a {type(parameter).__name__}, is sharded over ranks of the "
-                    f"group already ({others}): its states are as well, so take the plain "
+                    f"group already ({others}): the states are as well, so take the plain "
                     f"optimizer"
                 )
 

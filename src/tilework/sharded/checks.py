@@ -107,7 +107,7 @@ def metadata_by(
 
 
 def check_metadata(metadata: ShardedTensorMetadata) -> None:
-    """Raise if the shards do not cover the tensor exactly, or cannot have its layout or format."""
+    """Raise if the shards do not cover the tensor exactly, or cannot have the layout or format."""
     if not metadata.shards_metadata:
         raise ValueError("shards_metadata must not be empty: list all shards of the tensor")
     check_formats(metadata.tensor_properties.layout, metadata.tensor_properties.memory_format)
@@ -242,7 +242,7 @@ def unsupported(func: Callable[..., Any], args: Any, kwargs: Any, hint: str = ""
     name, of = getattr(func, "__name__", str(func)), ""
     if name in ("__get__", "__set__", "__delete__"):
         of = f" of {getattr(getattr(func, '__self__', None), '__name__', 'a property')!r}"
-    hint = hint or "use its local shards, or full_tensor() for a plain one"
+    hint = hint or "use the local shards, or full_tensor() for a plain tensor"
     return RuntimeError(
         f"{name}{of} cannot run on a ShardedTensor: {hint}. It was: torch function '{name}'{of}, "
         f"with args: {_brief(args)} and kwargs: {_brief(kwargs)} not supported for ShardedTensor!"

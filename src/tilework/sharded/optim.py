@@ -218,7 +218,7 @@ class ShardedOptimizer(Optimizer):
             after(self)
 
     def reshard_(self, name: str, resharding_spec: ShardingSpec) -> None:
-        """Reshard a parameter in place, with its state and its gradient.
+        """Reshard a parameter in place, with state and gradient.
 
         Collective over the parameter's group; blocks. If it raises, nothing has changed.
 

@@ -114,7 +114,7 @@ def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -
 
 
 def _submodules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Each submodule and the prefix of its keys; twice if it has two names, as in torch."""
+    """Each submodule and the prefix of the keys; twice if it has two names, as in torch."""
     for path, submodule in module.named_modules(remove_duplicate=False):
         yield f"{prefix}{path}." if path else prefix, submodule
 

@@ -160,7 +160,7 @@ class Pattern:
     Commas separate tensors: all tensor arguments, in order, and after ``->`` all tensors of the
     result. A tensor is written as the names of the factors of its dims. ``b*`` stands for any
     number of dims, which are broadcast as in torch; ``i!`` for an unshardable dim. A tensor that
-    ends in ``?`` may be None; all its dims are broadcast.
+    ends in ``?`` may be None; all dims of it are broadcast.
 
     A factor that no output has is reduced: by a sum, unless ``reduce_ops`` says otherwise.
 
@@ -195,7 +195,7 @@ class Pattern:
             for token in slot.tokens:
                 if token.name not in known:
                     raise ValueError(
-                        f"{token.name!r} is in the result of {text!r}, but in none of its inputs"
+                        f"{token.name!r} is in the result of {text!r}, but in none of the inputs"
                     )
         for name in reduce_ops or {}:
             if name not in known:
@@ -226,13 +226,13 @@ class Pattern:
             name: [
                 Factor(
                     size,
-                    name if len(its) == 1 else f"{name}{i}",
+                    name if len(extents) == 1 else f"{name}{i}",
                     unshardable=name in self._unshardable,
                     reduce_op=self.reduce_ops.get(name, "sum"),
                 )
-                for i, size in enumerate(its)
+                for i, size in enumerate(extents)
             ]
-            for name, its in sizes.items()
+            for name, extents in sizes.items()
         }
         inputs = [
             self._dims(slot, span, factors)
@@ -293,8 +293,8 @@ class Pattern:
     ) -> DimFactors:
         dims: list[Factor | None] = []
         for token, (name, sizes) in zip(slot.tokens, span, strict=True):
-            its = factors[name]
-            for factor, size in zip(its[len(its) - len(sizes) :], sizes, strict=True):
+            named = factors[name]
+            for factor, size in zip(named[len(named) - len(sizes) :], sizes, strict=True):
                 if factor.size != size and not (token.many or slot.optional):
                     raise ValueError(
                         f"{name!r} in {self.text!r} has sizes {factor.size} and {size}"

@@ -17,7 +17,7 @@ import torch
 from tilework.tiled.op_names import canonical_name, overloads_of, packet_of, schemas_of
 from tilework.tiled.op_rules import RuleFunction
 
-#: Called with the torch function, its arguments, and its keyword arguments.
+#: Called with the torch function, the arguments, and the keyword arguments.
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 RuleT = TypeVar("RuleT", bound=RuleFunction)
 HandlerT = TypeVar("HandlerT", bound=Handler)

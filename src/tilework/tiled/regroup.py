@@ -61,8 +61,8 @@ class _Side:
 
     def advance(self, other: _Side) -> bool:
         """True if dims are left on both sides, after those of size 1 on one alone."""
-        for one, its in ((self, other), (other, self)):
-            while one.rest == 1 and its.rest != 1:
+        for one, second in ((self, other), (other, self)):
+            while one.rest == 1 and second.rest != 1:
                 one._next()
         return self.rest != 0
 

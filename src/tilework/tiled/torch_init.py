@@ -1,7 +1,7 @@
 """torch.nn.init's functions, even while another library has replaced them there.
 
-``transformers`` does so while it makes models. Its functions call torch's, which then look up their
-own name, find the replacement, and report it as the function that a tensor overrides.
+``transformers`` does so while it makes models. Those functions call torch's, which then look up
+their own name, find the replacement, and report it as the function that a tensor overrides.
 """
 
 from __future__ import annotations

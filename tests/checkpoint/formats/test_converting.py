@@ -143,7 +143,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is there already"):
         checkpoint.convert(saved, saved)
-    with pytest.raises(CheckpointError, match="is no checkpoint, no folder of DCP"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, a folder of DCP"):
         checkpoint.convert(tmp_path / "nothing", tmp_path / "x")
     with pytest.raises(ValueError, match="formats are tilework, safetensors"):
         checkpoint.convert(saved, tmp_path / "x", "onnx")
@@ -151,7 +151,7 @@ def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="its header is too long"):
         checkpoint.convert(tmp_path / "bad.safetensors", tmp_path / "x")
     (tmp_path / "short.safetensors").write_bytes(b"\xff")
-    with pytest.raises(CheckpointError, match="is no safetensors file: it has 1 bytes"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file: it has 1 bytes"):
         checkpoint.convert(tmp_path / "short.safetensors", tmp_path / "x")
     for inside in (saved / "x", saved / "deep" / "x.safetensors"):
         with pytest.raises(CheckpointError, match=r"lies inside of .*, which is read"):

@@ -200,7 +200,7 @@ def open_source(path: AnyPath) -> Source:
     if place.is_file():
         return open_torch_file(place)
     raise CheckpointError(
-        f"{path} is no checkpoint, no folder of DCP, no safetensors and no file of torch.save",
+        f"{path} is not a checkpoint, a folder of DCP, safetensors or a file of torch.save",
         file=str(path),
     )
 

@@ -153,7 +153,7 @@ class DcpSource(Source):
         if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (box.sizes, dtype):
             raise CheckpointError(
                 f"{self._storage.where(METADATA)} says that {name!r} {box} has {list(box.sizes)} "
-                f"elements of {dtype}, and its file has others: it is damaged",
+                f"elements of {dtype}, and the file has others: it is damaged",
                 file=self._storage.where(METADATA),
                 tensor=name,
             )

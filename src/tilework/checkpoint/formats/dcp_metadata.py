@@ -178,18 +178,18 @@ def _fields(record: Any, name: str) -> Mapping[str, Any]:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"{value!r:.60} is no name")
+        raise ValueError(f"{value!r:.60} is not a name")
     return value
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise ValueError(f"{value!r:.60} is no whole number from 0 on")
+            raise ValueError(f"{value!r:.60} is not an integer from 0 on")
     return tuple(values)
 
 
 def _path(keys: Any) -> tuple[Any, ...]:
     if not isinstance(keys, tuple | list) or not all(type(key) in (str, int) for key in keys):
-        raise ValueError(f"{keys!r:.60} are no keys of a state")
+        raise ValueError(f"{keys!r:.60} are not keys of a state")
     return tuple(keys)

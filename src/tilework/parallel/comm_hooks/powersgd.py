@@ -134,7 +134,7 @@ class PowerSGDState:
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
-    """The average of a bucket with its matrices compressed, each separately. Collective.
+    """The average of a bucket with compressed matrices, each separately. Collective.
 
     Gradients of two or more dims count as matrices of first dim x the rest. A gradient that is not
     a matrix, or is too small to gain, is averaged without compression.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: The limit of the first bucket: small, so that its reduction starts early in backward.
+#: The limit of the first bucket: small, so that the reduction starts early in backward.
 FIRST_BUCKET_BYTES = 1 << 20
 #: The limit of all other buckets where the user sets none.
 DEFAULT_BUCKET_BYTES = 25 << 20
@@ -51,7 +51,7 @@ def plan_buckets(
     A bucket holds gradients of one dtype and device, in the order of ``tensors``, and is closed
     when it reaches a limit. The first bucket of each dtype and device takes the first of
     ``size_limits``, the next the second, and so on; the last limit serves all others. A sparse
-    gradient has a bucket of its own.
+    gradient has a separate bucket.
 
     Args:
         tensors: The parameters, in the order in which their gradients are expected.

@@ -124,9 +124,9 @@ class Reducer:
         self._pending: list[int] = []
         #: The node that accumulated a gradient in the last pass, and likely does in the next.
         self._likely_node: Any = None
-        #: Without a core of its own the core's thread takes turns with backward, and is woken for
+        #: Without a free CPU the core's thread takes turns with backward, and is woken for
         #: each bucket: reducing at once is quicker then. Not where ranks' graphs may differ: a rank
-        #: would wait for a bucket that another starts at its end.
+        #: would wait for a bucket that another starts at the end.
         self._overlaps = options.find_unused or has_spare_core(group.size())
         self._tensors = [leaf.tensor for leaf in self.leaves]
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
@@ -239,10 +239,10 @@ class Reducer:
         self._unused_ahead = unused if known is None or unused is None else known & unused
 
     def abandon(self) -> None:
-        """Forget a backward pass that raised before its end. Local."""
+        """Forget a backward pass that raised before the end. Local."""
         if self._open and torch._C._current_graph_task_id() == -1:
             for bucket in self.buckets[: self._next]:
-                if bucket.memory is not None:  # its reduction may still go on
+                if bucket.memory is not None:  # the reduction may still go on
                     bucket.memory.discard()
             self._reset()
 
@@ -485,7 +485,7 @@ class Reducer:
         return self._used_but_frozen() if facts[0] else None
 
     def _used_but_frozen(self) -> list[bool]:
-        """For each gradient False if its parameter was frozen since forward. Collective.
+        """For each gradient False if the parameter was frozen since forward. Collective.
 
         Raises:
             RuntimeError: Other gradients are missing; on every rank. The error names them and the

@@ -19,7 +19,7 @@ from tilework.parallel.passes import Passes, compare_passes
 
 _ADVICE = (
     "DistributedDataParallel gives all ranks the same parameters and the same gradients: look for "
-    "what one rank alone has written to them, or has stepped with other options or states of its "
+    "what one rank alone has written to them, or has stepped with other options or states of the "
     "optimizer"
 )
 

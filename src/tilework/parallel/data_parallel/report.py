@@ -54,8 +54,8 @@ class BucketReport:
         size_bytes: The bytes that are reduced.
         dtype: The dtype of the reduction.
         ready_ms: Milliseconds from the start of the pass until the last gradient was computed.
-        started_ms: ... until its reduction was started.
-        reduced_ms: ... until its reduction was known to be done.
+        started_ms: ... until the reduction was started.
+        reduced_ms: ... until the reduction was known to be done.
     """
 
     index: int

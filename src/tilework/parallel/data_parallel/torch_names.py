@@ -78,7 +78,7 @@ class TorchDDPNames:
         name = str(getattr(comm_hook_type, "name", comm_hook_type))
         if name not in _BUILT_IN:
             raise ValueError(
-                f"{comm_hook_type!r} is no built-in hook, which are {', '.join(_BUILT_IN)}; "
+                f"{comm_hook_type!r} is not a built-in hook, which are {', '.join(_BUILT_IN)}; "
                 f"register_comm_hook takes any hook"
             )
         self.register_comm_hook(None, _BUILT_IN[name])

@@ -65,7 +65,7 @@ class Gathering:
 
     Attributes:
         block: The memory of all of them.
-        fulls: By parameter, its full local tensor.
+        fulls: By parameter, the full local tensor.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         """Raise: a backend can be registered instead."""
         raise NotImplementedError(
-            "fully_shard gathers by the group of its mesh: register a backend "
+            "fully_shard gathers by the group of the mesh: register a backend "
             "(tilework.distributed.register_backend) for collectives of your own"
         )
 

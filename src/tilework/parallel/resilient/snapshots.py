@@ -130,7 +130,7 @@ class Snapshots:
         return pack(contents.plain, self._authenticated)
 
     def write(self, steps: int) -> None:
-        """Write this rank's part of the state after ``steps`` steps. Blocks for its copies."""
+        """Write this rank's part of the state after ``steps`` steps. Blocks for the copies."""
         slot = self._count % SLOTS
         self._count += 1
         self.slots.begin(slot)

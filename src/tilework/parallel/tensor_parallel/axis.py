@@ -40,7 +40,7 @@ class MeshAxis:
     ) -> DTensor:
         """The tensor as a DTensor; a plain tensor is taken as the local part in this layout.
 
-        Collective over the mesh for a plain tensor that is sharded, to find its global shape.
+        Collective over the mesh for a plain tensor that is sharded, to find the global shape.
 
         Args:
             value: The tensor.
@@ -56,8 +56,8 @@ class MeshAxis:
         """
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{what} has the layout {layout}, but is no tensor: {type(value).__name__}. "
-                f"Give None as the layout of what is to stay as it is"
+                f"{what} has the layout {layout}, but is not a tensor: {type(value).__name__}. "
+                f"Give None as the layout of an input that stays as it is"
             )
         refuse_torch_dtensor(value, what)
         value = plain_of(value)

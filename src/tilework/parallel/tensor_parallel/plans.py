@@ -47,7 +47,7 @@ def parallelize_module(
         parallelize_plan: A style for ``module`` itself, or styles by the names of submodules. In
             each section of a dotted name ``*``, ``?`` and ``[…]`` are wildcards as in file names:
             ``"layers.*.mlp.up"``. The name "" is ``module`` itself. The ``tp_plan`` of a Hugging
-            Face model is a plan, too: a style may be one of its words, such as "colwise", and a
+            Face model is a plan, too: a style may be a word of it, such as "colwise", and a
             name that of a parameter then.
         src_data_rank: As for :func:`~tilework.dtensor.distribute_tensor`.
         axis: The plan's axis, by name or number, where the mesh has more than one.

@@ -111,7 +111,7 @@ def style_of(word: str) -> ParallelStyle:
     """
     if word not in WORDS:
         raise ValueError(
-            f"{word!r} is no word of a plan; these are: {', '.join(WORDS)}. Words of plans of "
+            f"{word!r} is not a word of a plan; these are: {', '.join(WORDS)}. Words of plans of "
             f"expert parallelism have no meaning here: give the model's tp_plan"
         )
     return WORDS[word]

@@ -67,7 +67,7 @@ def _split_size(rest: list[Any], has_value: bool) -> tuple[list[int], list[Any]]
 
 
 def _reads_values(func: Callable[..., Any]) -> Handler:
-    hint = "its values are on several ranks: use full_tensor(), or the local shards"
+    hint = "the values are on several ranks: use full_tensor(), or the local shards"
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = sharded_argument(func, args, kwargs)

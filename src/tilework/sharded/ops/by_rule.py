@@ -32,7 +32,7 @@ from tilework.tiled.box_propagation import LocalOp, TileRanges, propagate_boxes,
 from tilework.tiled.op_rules import MakeRun
 from tilework.tiled.rules.reshaping import SWAPAXES
 
-_NO_BOX = "its tiles would be no boxes of the new shape: reshard first"
+_NO_BOX = "the tiles would not be boxes of the new shape: reshard first"
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -143,7 +143,7 @@ def _handler(func: Callable[..., Any], names: tuple[str, ...]) -> Any:
             if weight.dim() != 2:
                 raise unsupported(func, args, kwargs, "the table must have two dims")
             if options.get("max_norm") is not None:
-                hint = "max_norm would change the table: renormalize its shards"
+                hint = "max_norm would change the table: renormalize the shards"
                 raise unsupported(func, args, kwargs, hint)
             if options.get("sparse"):
                 raise unsupported(func, args, kwargs, "shards get dense gradients: sparse=False")

@@ -78,7 +78,7 @@ def _var(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> 
     if correction is None:
         correction = int(options.get("unbiased", True))
     if tensor.is_complex():
-        raise unsupported(torch.var, (tensor,), options, "take that of its real and imag")
+        raise unsupported(torch.var, (tensor,), options, "take the variance of real and imag")
 
     def moments(tile: Tensor) -> Tensor:
         values = tile.to(kind)

@@ -174,8 +174,8 @@ def _grid(*tensors: Any, **_: Any) -> tuple[Tensor, ...]:
     given = tensors if isinstance(tensors[0], Tensor) else tensors[0]
     shape = [x.numel() for x in given]
     return tuple([
-        x.view([x.numel() if at == its else 1 for at in range(len(given))]).expand(shape)
-        for its, x in enumerate(given)
+        x.view([x.numel() if at == dim else 1 for at in range(len(given))]).expand(shape)
+        for dim, x in enumerate(given)
     ])  # fmt: skip
 
 

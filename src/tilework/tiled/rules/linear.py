@@ -205,14 +205,14 @@ def _product_of_groups(
     """
     local_ends = (ends - rows[0]).clamp(0, rows[1]).tolist()
     first = local_ends[groups[0] - 1] if groups[0] else 0
-    its = local_ends[groups[0] : sum(groups)]
-    last = its[-1] if its else first
+    stops = local_ends[groups[0] : sum(groups)]
+    last = stops[-1] if stops else first
     wanted = x[first:last]
-    if its and _is_aligned(wanted, matrices):
-        offsets = torch.tensor(its, dtype=torch.int32, device=x.device) - first
+    if stops and _is_aligned(wanted, matrices):
+        offsets = torch.tensor(stops, dtype=torch.int32, device=x.device) - first
         out = torch._grouped_mm(wanted, matrices, offs=offsets)
     else:
-        spans = zip([first, *its], its, strict=False)
+        spans = zip([first, *stops], stops, strict=False)
         parts = [
             x[start:end] @ matrix for (start, end), matrix in zip(spans, matrices, strict=True)
         ]

@@ -43,7 +43,7 @@ def _mean(input: Arg, dim: Any = None, keepdim: bool = False, dtype: Any = None)
         if local_count == count:
             return lambda x: torch.mean(x, dims, keepdim, dtype=dtype)
         if local_count and (dtype or input.dtype).itemsize < 4:
-            # A sum in 16 bits may overflow where its mean does not.
+            # A sum in 16 bits may overflow where the mean does not.
             return lambda x: torch.mean(x, dims, keepdim, dtype=dtype) * (local_count / count)
         return lambda x: torch.sum(x, dims, keepdim, dtype=dtype) / count
 

@@ -229,7 +229,7 @@ _APART = 1 << 20
 
 
 def _permutation_rule(name: str) -> Callable[..., RuleResult]:
-    """The rule of an operator that only permutes dims, as its effect on a meta tensor shows."""
+    """The rule of an operator that only permutes dims, found by the effect on a meta tensor."""
     operator = getattr(torch.Tensor, name)
 
     def answer(input: Arg, *args: Any, **kwargs: Any) -> RuleResult:
