@@ -146,7 +146,7 @@ def test_deep_nesting_and_keys_that_come_twice_are_refused(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="a key is there twice"):
         checkpoint.read(tmp_path)
     (tmp_path / "index.json").write_bytes(b"[" * 100_000)
-    with pytest.raises(CheckpointError, match="no index"):
+    with pytest.raises(CheckpointError, match="not the index"):
         checkpoint.read(tmp_path)
 
 

@@ -213,7 +213,7 @@ class Places:
         return place.how == "grad" or self._is_users.get(id(place.owner), True)
 
     def kind_of(self, place: Place) -> type:
-        """The class of the object that a place belongs to; for an item of a module's dict, the module's."""
+        """The class of a place's object; for an item of a module's dict, the module's class."""
         return type(self._found_at.get(id(place.owner), place.owner))
 
     # -- the search --------------------------------------------------------------------------
