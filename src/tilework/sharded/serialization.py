@@ -78,7 +78,7 @@ def as_loaded(
 ) -> tuple[ShardedTensorMetadata, ShardingSpec, list[Shard]]:
     """The saved metadata, spec and shards, on the device given by torch.load's ``map_location``.
 
-    ``on_device`` is an empty tensor saved for this purpose: ranks without shards need it, too.
+    The device comes from a saved empty tensor, because ranks without shards need it, too.
     """
     own = [shard.placement for _, shard in local if shard.placement is not None]
     places = [shard.placement for shard in metadata.shards_metadata if shard.placement is not None]
