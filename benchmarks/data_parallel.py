@@ -7,7 +7,8 @@ The same processes train each model by turns in each way, several turns each, so
 machine does slows all of them. Of a turn the quickest step counts, on the slowest rank. The cost of
 data parallelism is a step's time less that of the same step alone, without any other rank's
 gradients; the ratios are those of these costs. Losses of all ways are compared before times are
-shown.
+shown. The floor of sharded parameters is the time of their *bare collectives*: for each layer two
+all_gathers and a reduce_scatter of its size, one after the other, into memory that is there.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class Figures:
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
     #: Milliseconds to construct the wrapper, by way and turn.
     construction: dict[str, list[float]] = field(default_factory=dict)
+    #: Milliseconds of the bare collectives of sharded parameters, by turn.
+    bare: list[float] = field(default_factory=list)
     losses: dict[str, float] = field(default_factory=dict)
 
     def cost(self, way: str) -> float:
@@ -174,6 +177,29 @@ def turn(library: Any, figures: Figures, way: str, rank: int, steps: int) -> tup
     return spent[0].item(), spent[1].item()
 
 
+def bare_collectives(library: Any, figures: Figures, steps: int) -> float:
+    """Milliseconds of the quickest round of a step's collectives on the slowest rank."""
+    ranks = library.get_world_size()
+    numels = [sum(p.numel() for p in layer.parameters()) for layer in MODELS[figures.model][0]()]
+    shards = [torch.ones(-(-numel // ranks)) for numel in numels]
+    fulls = [torch.ones(ranks * shard.numel()) for shard in shards]
+    forth = list(zip(fulls, shards, strict=True))
+    seconds = []
+    for at in range(WARM_UP + steps):
+        library.barrier()
+        began = time.perf_counter()
+        for full, shard in forth:
+            library.all_gather_into_tensor(full, shard)
+        for full, shard in reversed(forth):
+            library.all_gather_into_tensor(full, shard)
+            library.reduce_scatter_tensor(shard, full)
+        if at >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+    spent = torch.tensor(1000 * min(seconds), dtype=torch.float64)
+    library.all_reduce(spent, library.ReduceOp.MAX)
+    return spent.item()
+
+
 def measure(rank: int, ranks: int, folder: Path, options: argparse.Namespace) -> None:
     """On one rank: every model, every way, by turns. Rank 0 writes the figures."""
     torch.set_num_threads(1)
@@ -187,6 +213,8 @@ def measure(rank: int, ranks: int, folder: Path, options: argparse.Namespace) ->
                 meetings += 1
                 with Group(WAYS[way][0], f"{folder}/{meetings}", rank, ranks) as library:
                     step, construction = turn(library, figures, way, rank, options.steps)
+                    if WAYS[way][1] is own_fsdp:
+                        figures.bare.append(bare_collectives(library, figures, options.steps))
                 figures.milliseconds.setdefault(way, []).append(step)
                 figures.construction.setdefault(way, []).append(construction)
         every.append(figures)
@@ -220,7 +248,12 @@ def show(figures: Figures, ranks: int) -> Chart:
             bases = f"torch {kind}, Gloo", f"torch {kind}, tilework"
             row += [f"{figures.ratio(way, base):.2f}" for base in bases]
         table.add_row(way, *row, f"{statistics.median(figures.construction[way]):.1f}")
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    if figures.bare:
+        bare = statistics.median(figures.bare)
+        times = figures.cost("fully_shard") / bare
+        console.print(f"bare collectives {bare:.2f} ms: fully_shard adds {times:.2f} times that")
     return chart(table, ("step",))
 
 
