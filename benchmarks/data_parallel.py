@@ -180,7 +180,10 @@ def turn(library: Any, figures: Figures, way: str, rank: int, steps: int) -> tup
 def bare_collectives(library: Any, figures: Figures, steps: int) -> float:
     """Milliseconds of the quickest round of a step's collectives on the slowest rank."""
     ranks = library.get_world_size()
-    numels = [sum(p.numel() for p in layer.parameters()) for layer in MODELS[figures.model][0]()]
+    numels = [
+        sum(p.numel() for p in layer.parameters())
+        for layer in MODELS[figures.model][0]().children()
+    ]
     shards = [torch.ones(-(-numel // ranks)) for numel in numels]
     fulls = [torch.ones(ranks * shard.numel()) for shard in shards]
     forth = list(zip(fulls, shards, strict=True))
@@ -252,8 +255,8 @@ def show(figures: Figures, ranks: int) -> Chart:
     console.print(table)
     if figures.bare:
         bare = statistics.median(figures.bare)
-        times = figures.cost("fully_shard") / bare
-        console.print(f"bare collectives {bare:.2f} ms: fully_shard adds {times:.2f} times that")
+        ratio = figures.cost("fully_shard") / bare
+        console.print(f"bare collectives {bare:.2f} ms: fully_shard adds {ratio:.2f} times that")
     return chart(table, ("step",))
 
 

@@ -25,7 +25,7 @@ BANNED_FIRST_WORDS = {"What", "How", "Whether", "Which", "Where", "One", "Who", 
 #: Pronouns in the source of each package, as (count of "its", count of "one" for a noun).
 PRONOUNS = {
     ".": (16, 13),
-    "capture": (16, 49),
+    "capture": (16, 40),
     "checkpoint": (56, 41),
     "comm": (324, 132),
     "data": (0, 5),

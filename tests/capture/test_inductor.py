@@ -82,6 +82,51 @@ def test_training_with_adamw_a_schedule_and_dropout(wrap: Any) -> None:
     run_ranks(2, program, timeout=LIMIT)
 
 
+def test_all_sizes_share_one_compiled_program() -> None:
+    def program(rank: int) -> None:
+        warnings.simplefilter("ignore")
+
+        def make() -> Any:
+            model = sharded_rows(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+            def step(x: Tensor) -> Any:
+                optimizer.zero_grad()
+                loss = model(x).view(-1, 4).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach(), model(x).detach()
+
+            return step, tensors_of(model, optimizer)
+
+        torch.manual_seed(1)
+        mesh = init_device_mesh("cpu", (2,))
+        sizes = (4, 6, 8, 10, 40, 12, 6)  # the first is not recorded, two are, the fourth checks
+        batches = [(distribute_tensor(torch.randn(n, 8), mesh, [Shard(0)]),) for n in sizes]
+        captured = run_twins(make, batches, same=nearly, backend="inductor")
+        assert len(captured.records) == 1
+
+    run_ranks(2, program, timeout=LIMIT)
+
+
+def test_a_cache_that_grows_has_one_compiled_program() -> None:
+    def make() -> Any:
+        linear, cache = nn.Linear(8, 8), [torch.zeros(2, 1, 8)]
+
+        @torch.no_grad()
+        def step(x: Tensor) -> Tensor:
+            cache[0] = torch.cat([cache[0], linear(x)], 1)
+            return nn.functional.scaled_dot_product_attention(x, cache[0], cache[0])
+
+        return step, lambda: {"keys": cache[0]}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = [(torch.randn(2, 1, 8),) for _ in range(7)]
+        captured = run_twins(make, batches, same=nearly, backend="inductor")
+    assert len(captured.records) == 1
+
+
 def test_a_truncated_library_in_the_cache_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.capture.test_inductor import LIMIT, has_compiler
 from tests.capture.twins import nearly, same_bits
+from tilework.capture import modules
 from tilework.comm.world import current_world
 from tilework.dtensor import (
     DTensor,
@@ -98,6 +100,65 @@ def _train(rank: int, make: Any, ranks: int, backend: str, same: Any) -> None:
         for (name, mine), other in zip(eager.named_parameters(), model.parameters(), strict=True):
             assert same(mine.grad, other.grad), f"gradient of {name} in step {number}"
             assert same(mine, other), f"{name} after step {number}"
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).view(*x.shape[:2], -1, 12).transpose(1, 2)
+        q, k, v = heads.chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1)) / x.shape[1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "python",
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler"),
+                pytest.mark.timeout(LIMIT.total_seconds()),
+            ],
+        ),
+    ],
+)
+def test_sequences_of_all_lengths_have_one_program(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = []
+    record = modules._record
+
+    def counted(*args: Any) -> Any:
+        recorded.append(args)
+        return record(*args)
+
+    monkeypatch.setattr(modules, "_record", counted)
+    run_ranks(2, _train_on_lengths, backend, timeout=LIMIT)
+    assert len(recorded) == 2 * 3  # of each rank
+
+
+def _train_on_lengths(rank: int, backend: str) -> None:
+    plan = {"qkv": ColwiseParallel(), "out": RowwiseParallel()}
+    torch.manual_seed(0)
+    eager = parallelize_module(Attention(), init_device_mesh("cpu", (2,)), plan)
+    model = copy.deepcopy(eager)
+    run = modules.compiled_function(model, backend)
+    same: Any = same_bits if backend == "python" else nearly
+    torch.manual_seed(1)
+    for length in (5, 7, 12, 3, 9, 20, 2, 7):
+        x = torch.randn(3, length, 8)
+        results = [each(x) for each in (eager, run)]
+        assert same(*results), length
+        for owner, result in zip((eager, model), results, strict=True):
+            owner.zero_grad()
+            result.square().sum().backward()
+        for (name, mine), other in zip(eager.named_parameters(), model.parameters(), strict=True):
+            assert same(mine.grad, other.grad), f"{name} at {length}"
 
 
 def on_one_rank(program: Callable[[Any, Any, Callable[[], Tensor]], None]) -> None:

@@ -28,6 +28,8 @@ from tilework.capture.graph import ITEM, Graph, Instruction, Value
 from tilework.capture.group_calls import GroupCall
 from tilework.capture.number import Number
 from tilework.capture.recorder import ALIAS
+from tilework.capture.sizes import Size, has_size
+from tilework.capture.symbols import Symbols
 from tilework.comm.contract import Options
 from tilework.comm.per_call import provenance
 from tilework.errors import CaptureError
@@ -70,10 +72,10 @@ class _Call:
     Args:
         each: The instruction.
         written: The values that the instruction writes to, in the order in which they are passed.
-        read: The values that it only reads.
+        read: The values that the instruction only reads.
         numbers: Numbers among the arguments, passed after the values as tensors.
-        objects: By number of a value, objects that are not tensors, from the calls of one run.
-        number: The number of the collective in the group's order, and the index of the group.
+        program: The program, which keeps the size, and objects that are not tensors.
+        digest: Gives the digest of the collective, if the instruction is one.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class _Call:
         written: Sequence[Value],
         read: Sequence[Value],
         numbers: Sequence[Number],
-        objects: dict[int, Any],
+        program: Compiled,
         digest: Callable[[], int] | None,
     ) -> None:
         self.function: Any = each.function
@@ -100,20 +102,20 @@ class _Call:
         self.args, self.kwargs, self.outputs = each.args, each.kwargs, each.outputs
         self.written = [value.number for value in written]
         self.read = [value.number for value in read]
-        self.numbers, self.objects, self.digest = list(numbers), objects, digest
+        self.numbers, self.program, self.digest = list(numbers), program, digest
         self._run = self._lambda()
 
     def __call__(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
         if self.digest is not None:
             provenance.set_digest(self.digest())
-        result = self._run(written, read, self.objects)
+        result = self._run(written, read, self.program.objects, self.program.size)
         if result is None:
             return
         for value, leaf in zip(self.outputs, tree_leaves(result), strict=False):
             if value is None:
                 continue
             if value.memory is None:
-                self.objects[value.number] = leaf
+                self.program.objects[value.number] = leaf
             else:
                 written[self.written.index(value.number)].copy_(leaf)
 
@@ -131,6 +133,8 @@ class _Call:
                 return f"o[{thing.number}]"
             if isinstance(thing, Number):
                 return f"r[{len(self.read) + numbers.index(id(thing))}].item()"
+            if isinstance(thing, Size):
+                return thing.text()
             if thing.__class__ in (list, tuple):
                 parts = "".join([f"{text(each)}, " for each in thing])
                 return f"[{parts}]" if thing.__class__ is list else f"({parts})"
@@ -140,7 +144,7 @@ class _Call:
 
         args = [text(arg) for arg in self.args]
         args += [f"{key}={text(value)}" for key, value in self.kwargs.items()]
-        run: Callable[..., Any] = eval(f"lambda w, r, o: function({', '.join(args)})", scope)
+        run: Callable[..., Any] = eval(f"lambda w, r, o, size: function({', '.join(args)})", scope)
         return run
 
 
@@ -151,20 +155,44 @@ class Compiled:
         graph: The program.
         options: Numbers that are set before a call.
         groups: The groups of the program's collectives.
+        inputs: Tensors as the program takes.
+        python: The program as Python, for calls that no compiled program serves.
+        size: Of a program of several sizes, that of the inputs. It is compiled for all sizes, and
+            again for a size of which something does not hold that the compiler has assumed.
     """
 
-    def __init__(self, graph: Graph, options: Sequence[Number], groups: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        options: Sequence[Number],
+        groups: Sequence[Any],
+        inputs: Sequence[Tensor],
+        python: Callable[..., list[Any]],
+        size: int | None = None,
+    ) -> None:
         self._digests: list[int] = [0] * len(groups)
         self._groups = list(groups)
-        self._objects: dict[int, Any] = {}
+        self.objects: dict[int, Any] = {}
+        #: The size of the call that runs; 0 for a program of one size.
+        self.size = size or 0
         self._calls: list[_Call] = []
         self._options = [torch.zeros((), dtype=torch.float64) for _ in options]
         self._values: tuple[Any, ...] = ()
         self._token = torch.zeros(1)
-        self._count = len(graph.inputs)
-        writer = _Writer(graph, options, self)
-        examples = [each.tensor.detach() for each in graph.inputs]
-        self._function = _compile(writer.module(), [*examples, *self._options, self._token])
+        self._count = len(inputs)
+        self._python = python
+        self._shapes = [each.value.shape for each in graph.inputs]
+        #: Inputs whose shapes depend on the size, and those to which the program writes, too:
+        #: of the others compiled programs may take contiguous copies.
+        self._sized = [i for i, shape in enumerate(self._shapes) if has_size(shape)]
+        written = {id(memory) for each in graph.instructions for memory in each.writes}
+        self._written = [i for i in self._sized if id(graph.inputs[i].value.memory) in written]
+        self._module = _Writer(graph, options, self, size is not None).module()
+        #: Compiled programs of several sizes, each with what holds for the size.
+        self._variants: list[tuple[Symbols, Callable[..., Any]]] = []
+        #: The compiled program by size; 0 for a program of one size.
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._function_at(self.size, [each.detach() for each in inputs])
 
     def add_call(self, call: _Call) -> int:
         """Keep a call; returns the call's number in the process."""
@@ -184,6 +212,16 @@ class Compiled:
     def __call__(self, *args: Any) -> list[Any]:
         """Run the program, with the arguments of Python code: inputs, options, digests."""
         count, options = self._count, self._options
+        # Local tensors of other classes as plain ones, which is all that compiled code takes.
+        inputs = [x if x.__class__ is Tensor else x.as_subclass(Tensor) for x in args[:count]]
+        size: tuple[int, ...] = ()
+        if self.size:
+            if not all(inputs[i].is_contiguous() for i in self._written):
+                return self._python(*args)
+            for i in self._sized:
+                inputs[i] = inputs[i].contiguous()
+            self.size = args[count]
+            size, count = (self.size,), count + 1
         values = args[count : count + len(options)]
         if values != self._values:
             for tensor, value in zip(options, values, strict=True):
@@ -191,16 +229,32 @@ class Compiled:
             self._values = values
         self._digests[:] = args[count + len(options) :]
         try:
-            # Local tensors of other classes as plain tensors, as compiled code takes no others.
-            inputs = [x if x.__class__ is Tensor else x.as_subclass(Tensor) for x in args[:count]]
-            result: list[Any] = self._function(*inputs, *options, self._token)
+            function = self._functions.get(self.size) or self._function_at(self.size, inputs)
+            result: list[Any] = function(*inputs, *size, *options, self._token)
             return result
         finally:
-            if self._objects:
-                self._objects.clear()
+            if self.objects:
+                self.objects.clear()
+
+    def _function_at(self, size: int, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        """The compiled program for a size, also for later calls; compiles it if there is none."""
+        found = [function for symbols, function in self._variants if symbols.hold(size)]
+        function = found[0] if found else self._compiled_for(size, inputs)
+        self._functions[size] = function
+        return function
+
+    def _compiled_for(self, size: int, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        others = [*self._options, self._token]
+        if not size:
+            return _compile(self._module, [*inputs, *others])
+        symbols = Symbols(size)
+        sized = map(symbols.tensor, inputs, self._shapes)
+        examples = [*sized, symbols.size, *map(symbols.tensor, others)]
+        self._variants.append((symbols, _compile(self._module, examples)))
+        return self._variants[-1][1]
 
 
-def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+def _compile(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts functions there
         from torch._inductor import config
@@ -209,7 +263,7 @@ def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
     with _compiling, torch.no_grad(), config.patch(fallback_random=True):
         while True:
             try:
-                return compile_fx(copy.deepcopy(module), examples)  # type: ignore[return-value]
+                return compile_fx(copy.deepcopy(module), list(examples))  # type: ignore[return-value]
             except (ImportError, OSError) as error:
                 # A killed compiler has left a partial library in the cache.
                 broken = re.search(r"(/\S+\.so)", str(error))
@@ -221,7 +275,9 @@ def _compile(module: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
 class _Writer:
     """Writes a program as an FX graph."""
 
-    def __init__(self, graph: Graph, options: Sequence[Number], compiled: Compiled) -> None:
+    def __init__(
+        self, graph: Graph, options: Sequence[Number], compiled: Compiled, is_sized: bool
+    ) -> None:
         self.graph, self.compiled = graph, compiled
         self.fx = FxGraph()
         self.nodes: dict[int, Node] = {}
@@ -231,6 +287,10 @@ class _Writer:
         self._inputs = {each.value.number for each in graph.inputs}
         for each in graph.inputs:
             self.nodes[each.value.number] = self.fx.placeholder(f"t{each.value.number}")
+        #: Integers that depend on the size.
+        self._sizes: dict[Size, Node] = {}
+        if is_sized:
+            self._sizes[Size(1, 0, 1)] = self.fx.placeholder("size")
         for i, option in enumerate(options):
             self._numbers[id(option)] = self.fx.placeholder(f"n{i}")
         self.token = self.fx.placeholder("token")
@@ -280,7 +340,7 @@ class _Writer:
             if not self._with_numbers(each):
                 self._call(each)
             return
-        args, kwargs = tree_map(self._argument, (each.args, each.kwargs))
+        args, kwargs = tree_map(self._argument, (each.args, each.kwargs), is_leaf=_is_size)
         if function is aten.view.default:  # Inductor may lay out the tensor in another way
             function = aten.reshape.default
         self._outputs(each, self._op(function, *args, **kwargs))
@@ -300,14 +360,25 @@ class _Writer:
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Value):
             return self.nodes[leaf.number]
+        if isinstance(leaf, Size):
+            return self._integer(leaf)
         if isinstance(leaf, Tensor):
             name = f"constant{len(self._constants)}"
             self._constants[name] = leaf
             return self.fx.get_attr(name)
         return leaf
 
+    def _integer(self, size: Size) -> Node:
+        known = self._sizes.get(size)
+        if known is None:
+            product = self._op(operator.mul, self._sizes[Size(1, 0, 1)], size.factor)
+            whole = self._op(operator.add, product, size.addend)
+            known = self._sizes[size] = self._op(operator.floordiv, whole, size.divisor)
+        return known
+
     def _empty(self, value: Value) -> Node:
-        return self._op(aten.empty.memory_format, list(value.shape), dtype=value.dtype)
+        shape = [self._argument(each) for each in value.shape]
+        return self._op(aten.empty.memory_format, shape, dtype=value.dtype)
 
     def _call(self, each: Instruction) -> None:
         """Write an unchanged instruction, by the custom operator."""
@@ -325,7 +396,7 @@ class _Writer:
             group = each.function.group
             self._counts[group] = self._counts.get(group, -1) + 1
             digest = self.compiled.digest_of(group, self._counts[group])
-        call = _Call(each, written, read, numbers, self.compiled._objects, digest)
+        call = _Call(each, written, read, numbers, self.compiled, digest)
         self._op(
             torch.ops.tilework_capture.call.default,
             [self.nodes[value.number] for value in written],
@@ -390,6 +461,10 @@ class _Writer:
             elif each.outputs[i] is not None:
                 self.nodes[each.outputs[i].number] = node  # type: ignore[union-attr]
         return True
+
+
+def _is_size(thing: Any) -> bool:
+    return isinstance(thing, Size)
 
 
 def _scaled(writer: _Writer, x: Any, factor: Any) -> Any:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from tilework.capture.agreement import agree_on
 from tilework.capture.glue import Held
@@ -23,7 +24,8 @@ from tilework.capture.places import Argument, Places, is_dtensor, plain
 from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
 from tilework.capture.record import Record
 from tilework.capture.recorder import BOUNDARY
-from tilework.capture.recording import Call, record_call
+from tilework.capture.recording import Call, all_have, record_call, unified
+from tilework.capture.sizes import integers_in, spec_at
 from tilework.comm.per_call.recording import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
@@ -76,7 +78,10 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
         self._function, self._backend = function, backend
         self._without_grad: Program[..., Any] = Program(function, backend, check=True)
-        self._passes: dict[Any, list[_Passes]] = {}
+        #: By key of a call, the programs and the size for those of several.
+        self._passes: dict[Any, list[tuple[_Passes, int | None]]] = {}
+        #: Programs of several sizes.
+        self._sized: list[_Passes] = []
         self._is_warm = False
         #: True if no result needs a gradient: a whole step, or a function of inputs without
         #: gradients.
@@ -99,12 +104,23 @@ class CompiledFunction:
             return self._without_grad(*args, **kwargs)
         leaves, key = key_of_call(args, kwargs)
         known = self._passes.setdefault(key, [])
-        for each in known:
-            inputs = each.forward.inputs_of(leaves)
+        for passes, size in known:
+            inputs = passes.forward.inputs_of(leaves)
             if inputs is not None:
-                return each.run(inputs, leaves)
-        if sum(map(len, self._passes.values())) >= MOST_PROGRAMS:
-            differs = known[-1].forward.what_changed() if known else "shapes, layouts or flags"
+                return passes.run(inputs, leaves, size)
+        for passes in self._sized:
+            size = passes.joint.size_in(key)
+            inputs = None if size is None else passes.forward.inputs_of(leaves)
+            if inputs is not None:
+                known.append((passes, size))
+                return passes.run(inputs, leaves, size)
+        return self._record(key, leaves, args, kwargs)
+
+    def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        every = {id(each[0]): each for known in self._passes.values() for each in known}
+        if len(every) >= MOST_PROGRAMS:
+            known = self._passes[key]
+            differs = known[-1][0].forward.what_changed() if known else "shapes, layouts or flags"
             raise CaptureError(
                 f"a compiled function would be recorded for the {MOST_PROGRAMS + 1}th time, since "
                 f"calls differ ({differs}): pad to a few sizes"
@@ -112,8 +128,37 @@ class CompiledFunction:
         passes, result = _record(self._function, leaves, args, kwargs)
         if passes is not None:
             passes.backend = self._backend
-            known.append(passes)
+            passes.joint.sign(key)
+            self._passes[key].append((passes, None))
+            self._unify(passes, [each for each, size in every.values() if size is None])
+            passes.joint.release()
         return result
+
+    def _unify(self, last: _Passes, others: Sequence[_Passes]) -> None:
+        """Make programs of several sizes of these and two earlier ones, if three sizes agree."""
+        found = None
+        for other, third in combinations(others, 2):
+            found = found or _of_three(last, other, third)
+        if len(others) < 2 or not all_have(found is not None, last.joint):
+            return
+        assert found is not None
+        joint, made_of = found
+        sized = last.of_several_sizes(joint)
+        self._sized.append(sized)
+        for key, known in self._passes.items():
+            self._passes[key] = [each for each in known if each[0] not in made_of]
+
+
+def _of_three(
+    one: _Passes, other: _Passes, third: _Passes
+) -> tuple[Record, tuple[_Passes, ...]] | None:
+    """The record of several sizes of three records, and these; None: there is none. Local."""
+    made = [unified(one.joint, each.joint) for each in (other, third)]
+    if made[0] is None or made[1] is None:
+        return None
+    if integers_in(made[0].graph) != integers_in(made[1].graph):
+        return None
+    return made[0], (one, other, third)
 
 
 class _Joint(Call):
@@ -180,7 +225,11 @@ def _record(
     owner = _module_of(function)
     with as_program([] if owner is None else units_of(owner, True)):
         record, (result, _) = record_call(call, check=True, needed=needed)
-    return None if record is None else _Passes(record, len(leaves), needed, result), result
+    if record is None:
+        return None, result
+    needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)]
+    sources = _sources(needed, record, len(leaves))
+    return _Passes(record, len(leaves), sources, tree_flatten(result)[1], needs_grad), result
 
 
 class _Passes:
@@ -189,22 +238,25 @@ class _Passes:
     Args:
         joint: The record of both passes.
         count: The number of leaves of the arguments.
-        needed: The tensors whose gradients are taken.
-        result: The result of the function, as a pattern.
+        sources: By tensor whose gradient is taken, a function that gives the tensor in a call.
+        tree: The tree of the function's result.
+        needs_grad: By leaf of the result, whether the leaf requires a gradient.
     """
 
-    def __init__(self, joint: Record, count: int, needed: Sequence[Tensor], result: Any) -> None:
-        self.backend, self.name = "python", joint.name
+    def __init__(
+        self,
+        joint: Record,
+        count: int,
+        sources: Sequence[Callable[[Sequence[Any]], Tensor]],
+        tree: TreeSpec,
+        needs_grad: Sequence[bool],
+    ) -> None:
+        self.backend, self.name, self.joint = "python", joint.name, joint
         graph = joint.graph
-        self._tree = tree_flatten(result)[1]
-        leaves = tree_leaves(result)
-        self._leaves, self._grads = graph.result[: len(leaves)], graph.result[len(leaves) :]
-        self._outs = [
-            leaf
-            for leaf, made in zip(self._leaves, leaves, strict=True)
-            if isinstance(made, Tensor) and made.requires_grad
-        ]
-        self._needed = _sources(needed, joint, count)
+        self._count, self._needed, self._tree, self._needs_grad = count, sources, tree, needs_grad
+        self._leaves = graph.result[: len(needs_grad)]
+        self._grads = graph.result[len(needs_grad) :]
+        self._outs = [leaf for leaf, needs in zip(self._leaves, needs_grad, strict=True) if needs]
         border = next(i for i, x in enumerate(graph.instructions) if x.function is BOUNDARY)
         before, after = graph.instructions[:border], graph.instructions[border + 1 :]
         inputs = [x for x in graph.inputs if not _is_grad(x, count)]
@@ -227,45 +279,50 @@ class _Passes:
             None,
             Held([], [], [], []),
         )
-        self._inputs = {id(each.value) for each in inputs}
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
             raise CaptureError(f"{joint.name} returns one of its arguments or parameters")
-        self._is_compiled = False
 
-    def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
+    def of_several_sizes(self, joint: Record) -> _Passes:
+        """These passes, of a record of several sizes. Collective."""
+        made = _Passes(joint, self._count, self._needed, self._tree, self._needs_grad)
+        made.backend = self.backend
+        return made
+
+    def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any], size: int | None) -> Any:
         """The result of a call whose inputs hold."""
-        if self.backend == "inductor" and not self._is_compiled:
-            for each, tensor in zip(self.forward.graph.inputs, inputs, strict=True):
-                each.tensor = tensor
-            self.forward.compile()
+        if self.backend == "inductor" and not self.forward.is_compiled:
+            self.forward.compile(inputs, size)
         needed = [source(leaves) for source in self._needed]
-        made = _Apply.apply(self, inputs, *needed)  # type: ignore[no-untyped-call]
+        made = _Apply.apply(self, size, inputs, *needed)  # type: ignore[no-untyped-call]
         outs = iter(made)
         built = [next(outs) if value_in(leaf) is not None else leaf for leaf in self._leaves]
         results = [
-            wrap_as(DTensor, local, leaf[2], leaf[3]) if isinstance(leaf, tuple) else local
+            wrap_as(DTensor, local, spec_at(leaf[2], size), leaf[3])
+            if isinstance(leaf, tuple)
+            else local
             for leaf, local in zip(self._leaves, built, strict=True)
         ]
         return tree_unflatten(results, self._tree)
 
-    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    def run_forward(
+        self, inputs: Sequence[Tensor], size: int | None
+    ) -> tuple[list[Any], list[Any]]:
         """The local results, and the values that the backward pass needs."""
-        kept = self.forward.compute(inputs, [])
+        kept = self.forward.compute(inputs, [], size)
         for place, leaf in self.forward.graph.places:
-            place.set(self.forward.built(leaf, kept))
+            place.set(self.forward.built(leaf, kept, size))
         results = [value for leaf in self._leaves if (value := value_in(leaf)) is not None]
         index = self.forward.index_of
         return [kept[index(x)] for x in results], [kept[index(x)] for x in self._saved]
 
-    def run_backward(self, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+    def run_backward(
+        self, saved: Sequence[Any], grads: Sequence[Any], size: int | None
+    ) -> list[Any]:
         """The local gradients of the tensors that need some."""
         inputs = [*saved, *[grads[i] for i in self._grad_order]]
-        if self.backend == "inductor" and not self._is_compiled:
-            self._is_compiled = True
-            for each, tensor in zip(self.backward.graph.inputs, inputs, strict=True):
-                each.tensor = tensor
-            self.backward.compile()
-        kept = self.backward.compute(inputs, [])
+        if self.backend == "inductor" and not self.backward.is_compiled:
+            self.backward.compile(inputs, size)
+        kept = self.backward.compute(inputs, [], size)
         values = [value_in(leaf) for leaf in self._grads]
         return [None if x is None else kept[self.backward.index_of(x)] for x in values]
 
@@ -280,12 +337,14 @@ class _Apply(torch.autograd.Function):
     """Both programs of a call, for autograd."""
 
     @staticmethod
-    def forward(ctx: Any, passes: _Passes, inputs: Sequence[Tensor], *needed: Tensor) -> Any:
-        results, saved = passes.run_forward([each.detach() for each in inputs])
+    def forward(
+        ctx: Any, passes: _Passes, size: int | None, inputs: Sequence[Tensor], *needed: Tensor
+    ) -> Any:
+        results, saved = passes.run_forward([each.detach() for each in inputs], size)
         flags = passes.differentiable()
         plain_ones = [x for x, flag in zip(results, flags, strict=True) if not flag]
         ctx.mark_non_differentiable(*plain_ones)
-        ctx.passes, ctx.flags = passes, flags
+        ctx.passes, ctx.size, ctx.flags = passes, size, flags
         ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
         ctx.save_for_backward(*[each for each in saved if isinstance(each, Tensor)])
         return tuple(results)
@@ -300,7 +359,7 @@ class _Apply(torch.autograd.Function):
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if each is None else each for each in ctx.others]
         wanted = [grad for grad, flag in zip(grads, ctx.flags, strict=True) if flag]
-        return None, None, *ctx.passes.run_backward(saved, wanted)
+        return None, None, None, *ctx.passes.run_backward(saved, wanted, ctx.size)
 
 
 def value_in(leaf: Any) -> Value | None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from tilework.capture.record import NOT_CURRENT, Record
-from tilework.capture.recording import Call, record_call, run_checked, unified
-from tilework.capture.sizes import comparable, fits, size_of
+from tilework.capture.recording import Call, all_have, record_call, run_checked, unified
 from tilework.capture.table import table_of
 from tilework.comm.per_call.recording import current_recorder
 from tilework.dtensor.spec import DTensorSpec
@@ -147,10 +146,8 @@ class Program(Generic[P, T]):
         compiles = self._backend == "inductor"
         record, result = record_call(call, self._check, compiles)
         if record is not None:
-            layouts = [each.layout for each in record.graph.inputs if each.may_change]
-            record.signature = comparable(key), tuple(layouts)
-            if not compiles:
-                self._unify(record)
+            record.sign(key)
+            self._unify(record)
             self._records.setdefault(key, []).append((record, None))
             record.release()
         return result
@@ -168,16 +165,13 @@ class Program(Generic[P, T]):
 
     def _all_have(self, flag: bool, record: Record | None = None) -> bool:
         """True if ``flag`` is true on all ranks of the groups of a record. Collective."""
-        groups = (record or self._sized[-1]).groups
-        votes = [group.agree(flag) for group in groups]  # each is collective
-        return all(votes) if groups else flag
+        return all_have(flag, record or self._sized[-1])
 
     def _of_several(self, key: Any) -> tuple[Record, int] | None:
         """The program of several sizes that fits a call, and the size."""
         for record in self._sized:
-            signature = record.signature_of(key)
-            size = size_of(record.signature, signature)
-            if size is not None and fits(record.signature, signature, size):
+            size = record.size_in(key)
+            if size is not None:
                 return record, size
         return None
 
@@ -188,7 +182,7 @@ class Program(Generic[P, T]):
             if result is NOT_CURRENT:
                 return self._record(key, call)
         else:
-            is_right, result = run_checked(record, call, size)
+            is_right, result = run_checked(record, call, size, self._backend == "inductor")
             if is_right is None:
                 return self._record(key, call)
             if not self._all_have(is_right, record):

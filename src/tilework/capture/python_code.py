@@ -162,7 +162,8 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
     numbers = _numbers_in(graph)
     returned = [f"t{value.number}" for value in kept] + [writer.number(each) for each in numbers]
     parameters = [f"t{each.value.number}" for each in graph.inputs]
-    is_sized = has_size([(x.args, list(x.kwargs.values())) for x in graph.instructions])
+    integers = [(x.args, list(x.kwargs.values())) for x in graph.instructions]
+    is_sized = has_size([*integers, *[each.value.shape for each in graph.inputs]])
     parameters += ["size"] * is_sized
     parameters += [f"n{i}" for i in range(len(options))] + [f"d{i}" for i in range(len(groups))]
     body = [*_header(graph, options, groups), *writer.lines, f"return [{', '.join(returned)}]"]

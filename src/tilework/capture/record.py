@@ -18,7 +18,7 @@ from tilework.capture.number import Number
 from tilework.capture.places import Place, layout_of
 from tilework.capture.python_code import Code, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
-from tilework.capture.sizes import SizedSpec, comparable, has_size
+from tilework.capture.sizes import comparable, fits, has_size, size_of, spec_at
 from tilework.comm.per_call import provenance
 from tilework.comm.per_call.callsite import call_site
 from tilework.dtensor.base import wrap_as
@@ -178,13 +178,20 @@ class Record:
             if each.is_argument or each.may_change:
                 each.tensor = None
 
-    def signature_of(self, key: Any) -> Any:
-        """The signature of a call that would run this record; None if an input is missing."""
+    def sign(self, key: Any) -> None:
+        """Keep the signature of the call that was recorded."""
+        layouts = [each.layout for each in self.graph.inputs if each.may_change]
+        self.signature = comparable(key), tuple(layouts)
+
+    def size_in(self, key: Any) -> int | None:
+        """The size in a call that fits this record of several sizes; None: the call does not."""
         try:
             layouts = [layout_of(each.path.get()) for each in self.graph.inputs if each.may_change]
         except (LookupError, AttributeError):
             return None
-        return comparable(key), tuple(layouts)
+        signature = comparable(key), tuple(layouts)
+        size = size_of(self.signature, signature)
+        return size if size is not None and fits(self.signature, signature, size) else None
 
     # -- a call ------------------------------------------------------------------------------
 
@@ -204,7 +211,7 @@ class Record:
         try:
             kept = self.compute(inputs, self._checked_options, size)
         except Unexpected as error:
-            if not error.is_early or self._run is not self.code.run:
+            if not error.is_early or self.is_compiled:
                 raise
             self._changed = str(error)
             return NOT_CURRENT
@@ -224,10 +231,21 @@ class Record:
             return inputs
         return inputs if self._options_hold() else None
 
-    def compile(self) -> None:
-        """Compile the program by Inductor for later calls. Local; takes seconds to minutes."""
+    @property
+    def is_compiled(self) -> bool:
+        """True if Inductor has compiled the program."""
+        return self._run is not self.code.run
+
+    def compile(self, inputs: Sequence[Tensor], size: int | None = None) -> None:
+        """Compile the program by Inductor for later calls. Local; takes seconds to minutes.
+
+        Args:
+            inputs: Inputs of a call.
+            size: The size, for a record of several.
+        """
         numbers = [option.number for option in self.options]
-        self._run = Compiled(self.graph, numbers, self.groups)
+        size = size if self.code.has_size else None
+        self._run = Compiled(self.graph, numbers, self.groups, inputs, self.code.run, size)
         self._guard = torch.no_grad
 
     def compute(
@@ -249,8 +267,8 @@ class Record:
     def built(self, leaf: Any, kept: Sequence[Any], size: int | None = None) -> Any:
         """A leaf of the result or of a place, made from the values that outlive a call."""
         if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
-            spec = leaf[2].at(size or 0) if isinstance(leaf[2], SizedSpec) else leaf[2]
-            return wrap_as(DTensor, kept[self.index_of(leaf[1])], spec, leaf[3])
+            local = kept[self.index_of(leaf[1])]
+            return wrap_as(DTensor, local, spec_at(leaf[2], size), leaf[3])
         if isinstance(leaf, Value | Number):
             return kept[self.index_of(leaf)]
         return leaf

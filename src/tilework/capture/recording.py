@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def record_call(
         if check:
             _check(record, begun)
         if compiles:
-            record.compile()
+            record.compile([each.tensor for each in record.graph.inputs])
             _check(record, begun, compiled=True)
     except CaptureError:
         unseen.undo()
@@ -298,10 +299,16 @@ def _before(found: Sequence[Input], kept: dict[Memory, Tensor]) -> list[Tensor]:
     return before
 
 
-def run_checked(record: Record, call: Call, size: int) -> tuple[bool | None, Any]:
+def run_checked(record: Record, call: Call, size: int, compiles: bool) -> tuple[bool | None, Any]:
     """Run a step itself, and the program of several sizes on copies of the step's inputs.
 
     Collective if the step is.
+
+    Args:
+        record: The program.
+        call: The call.
+        size: The size in the call.
+        compiles: True to have Inductor compile the program, and compare what that gives, too.
 
     Returns:
         True if both gave the same, None if the program does not hold here, which then did nothing;
@@ -320,8 +327,25 @@ def run_checked(record: Record, call: Call, size: int) -> tuple[bool | None, Any
             kept[memory] = bytes_of(tensor).clone()
     generators = [(each, each.get_state()) for each in _generators()]
     result = call.run()
-    before = _before(found, kept)
-    return _differing(record, (found, before), generators, result, size) is None, result
+    states = found, _before(found, kept)
+    is_right = _differing(record, states, generators, result, size) is None
+    if compiles:
+        states = found, _before(found, kept)
+        _compile_or_warn(record, states[1], size)
+        wrong = _differing(record, states, generators, result, size, _nearly)
+        is_right = is_right and wrong is None
+    return is_right, result
+
+
+def _compile_or_warn(record: Record, inputs: Sequence[Tensor], size: int) -> None:
+    try:
+        record.compile(inputs, size)
+    except Exception as error:  # the compiler's own are of many classes
+        warnings.warn(
+            f"Inductor cannot compile {record.name} for several sizes, and torch's operators run "
+            f"one after the other: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
 
 
 def _differing(
@@ -407,6 +431,12 @@ def _facts(held: Held) -> dict[Any, Any]:
     facts: dict[Any, Any] = {_identity(place): id(thing) for place, thing in held.way}
     facts.update({_identity(place): (type(value), value) for place, value in held.constants})
     return facts
+
+
+def all_have(flag: bool, record: Record) -> bool:
+    """True if ``flag`` is true on all ranks of the groups of a record. Collective."""
+    votes = [group.agree(flag) for group in record.groups]  # each is collective
+    return all(votes) if votes else flag
 
 
 def unified(one: Record, other: Record) -> Record | None:

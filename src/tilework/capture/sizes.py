@@ -72,6 +72,11 @@ class SizedSpec:
         return spec
 
 
+def spec_at(spec: DTensorSpec | SizedSpec, size: int | None) -> DTensorSpec:
+    """A layout of a program at a size."""
+    return spec.at(size or 0) if isinstance(spec, SizedSpec) else spec
+
+
 def has_size(tree: Any) -> bool:
     """True if an integer of a tree depends on the size."""
     if isinstance(tree, Size | SizedSpec):
@@ -85,8 +90,8 @@ def size_of(pattern: Any, actual: Any) -> int | None:
         return actual if type(actual) is int and pattern == (1, 0, 1) else None
     if not isinstance(pattern, tuple | list) or not isinstance(actual, tuple | list):
         return None
-    for one, other in zip(pattern, actual, strict=False):
-        found = size_of(one, other)
+    for left, right in zip(pattern, actual, strict=False):
+        found = size_of(left, right)
         if found is not None:
             return found
     return None
@@ -124,129 +129,168 @@ class Unifier:
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
-        #: By number of a value of the first record, the number in the second.
-        self._values: dict[int, int] = {}
+        #: By number of a value of the first record, the number in the second, and the common value.
+        self._values: dict[int, tuple[int, Value]] = {}
         self._numbers: dict[int, Number] = {}
 
-    def integer(self, one: int, other: int) -> Any:
+    def integer(self, left: int, right: int) -> Any:
         """The common form of two integers; a Size where they differ."""
-        if one == other:
-            return one
+        if left == right:
+            return left
         first, second = self.sizes
-        factor, divisor = other - one, second - first
+        factor, divisor = right - left, second - first
         if divisor < 0:
             factor, divisor = -factor, -divisor
         common = gcd(factor, divisor)
         factor, divisor = factor // common, divisor // common
-        return Size(factor, one * divisor - factor * first, divisor)
+        return Size(factor, left * divisor - factor * first, divisor)
 
-    def tree(self, one: Any, other: Any) -> Any:
+    def tree(self, left: Any, right: Any) -> Any:
         """The common form of two arguments.
 
         Raises:
             Different: They have no common form.
         """
-        if type(one) is not type(other):
-            raise Different(f"{one!r} and {other!r}")
-        if one is other:
-            return one
-        if type(one) is int:
-            return self.integer(one, other)
-        if isinstance(one, Value):
-            if self._values.get(one.number) != other.number:
+        if type(left) is not type(right):
+            raise Different(f"{left!r} and {right!r}")
+        if left is right:
+            return left
+        if type(left) is int:
+            return self.integer(left, right)
+        if isinstance(left, Value):
+            number, common = self._values.get(left.number, (None, left))
+            if number != right.number:
                 raise Different("other operands")
-            return one
-        if isinstance(one, Number):
-            return self._number(one, other)
-        if isinstance(one, DTensorSpec):
-            parts = self.tree(parts_of(one), parts_of(other))
-            return one if parts == parts_of(one) else SizedSpec(parts)
-        if isinstance(one, tuple | list):
-            if len(one) != len(other):
-                raise Different(f"{len(one)} and {len(other)} arguments")
-            items = [self.tree(a, b) for a, b in zip(one, other, strict=True)]
-            return items if isinstance(one, list) else tuple(items)
-        alike = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+            return common
+        if isinstance(left, Number):
+            return self._number(left, right)
+        if isinstance(left, DTensorSpec):
+            parts = self.tree(parts_of(left), parts_of(right))
+            return left if parts == parts_of(left) else SizedSpec(parts)
+        if isinstance(left, tuple | list):
+            if len(left) != len(right):
+                raise Different(f"{len(left)} and {len(right)} arguments")
+            items = [self.tree(a, b) for a, b in zip(left, right, strict=True)]
+            return items if isinstance(left, list) else tuple(items)
+        alike = torch.equal(left, right) if isinstance(left, Tensor) else left == right
         if not alike:
-            raise Different(f"{one!r} and {other!r}")
-        return one
+            raise Different(f"{left!r} and {right!r}")
+        return left
 
-    def _number(self, one: Number, other: Number) -> Number:
-        known = self._numbers.get(id(one))
+    def _number(self, left: Number, right: Number) -> Number:
+        known = self._numbers.get(id(left))
         if known is None:
-            if one.function is not other.function:
+            if left.function is not right.function:
                 raise Different("other numbers")
-            self.tree(one.inputs, other.inputs)
-            self._numbers[id(one)] = other
-        elif known is not other:
+            self.tree(left.inputs, right.inputs)
+            self._numbers[id(left)] = right
+        elif known is not right:
             raise Different("other numbers")
-        return one
+        return left
 
-    def graph(self, one: Graph, other: Graph) -> Graph:
+    def graph(self, left: Graph, right: Graph) -> Graph:
         """The common form of two programs.
 
         Raises:
             Different: They have no common form.
         """
-        if len(one.inputs) != len(other.inputs) or len(one.instructions) != len(other.instructions):
+        if len(left.inputs) != len(right.inputs) or len(left.instructions) != len(
+            right.instructions
+        ):
             raise Different("another number of instructions")
-        inputs = [self._input(a, b) for a, b in zip(one.inputs, other.inputs, strict=True)]
+        inputs = [self._input(a, b) for a, b in zip(left.inputs, right.inputs, strict=True)]
         instructions = [
             self._instruction(a, b)
-            for a, b in zip(one.instructions, other.instructions, strict=True)
+            for a, b in zip(left.instructions, right.instructions, strict=True)
         ]
-        result = self.tree(one.result, other.result)
+        if len(left.result) != len(right.result):
+            raise Different("other results")
+        result = [self._leaf(a, b) for a, b in zip(left.result, right.result, strict=True)]
         places = []
-        if len(one.places) != len(other.places):
+        if len(left.places) != len(right.places):
             raise Different("other places")
-        for (place, leaf), (theirs, their_leaf) in zip(one.places, other.places, strict=True):
+        for (place, leaf), (theirs, their_leaf) in zip(left.places, right.places, strict=True):
             if not same_place(place, theirs):
                 raise Different(place.text)
-            places.append((place, self.tree(leaf, their_leaf)))
+            places.append((place, self._leaf(leaf, their_leaf)))
         return Graph(inputs, instructions, result, places)
 
-    def _input(self, one: Input, other: Input) -> Input:
-        if not same_place(one.path, other.path):
+    def _leaf(self, left: Any, right: Any) -> Any:
+        """The common form of two results; of DTensors without digests, which are no sizes."""
+        if isinstance(left, tuple) and isinstance(right, tuple):
+            return (*self.tree(left[:-1], right[:-1]), left[-1])
+        return self.tree(left, right)
+
+    def _input(self, left: Input, right: Input) -> Input:
+        if not same_place(left.path, right.path):
             raise Different("other inputs")
-        self._same_value(one.value, other.value)
-        layout = one.layout if one.is_local else self.tree(one.layout, other.layout)
-        return Input(one.value, one.path, one.tensor, layout)
+        value = self._common_value(left.value, right.value)
+        layout = left.layout if left.is_local else self.tree(left.layout, right.layout)
+        return Input(value, left.path, left.tensor, layout)
 
-    def _same_value(self, one: Value, other: Value) -> None:
-        if one.dtype != other.dtype:
+    def _common_value(self, left: Value, right: Value) -> Value:
+        number, common = self._values.get(left.number, (None, left))
+        if number == right.number:
+            return common
+        if left.dtype != right.dtype:
             raise Different("other dtypes")
-        self._values[one.number] = other.number
+        common = replace(left, shape=self.tree(left.shape, right.shape))
+        self._values[left.number] = right.number, common
+        return common
 
-    def _instruction(self, one: Instruction, other: Instruction) -> Instruction:
-        mine, theirs = one.function, other.function
+    def _instruction(self, left: Instruction, right: Instruction) -> Instruction:
+        mine, theirs = left.function, right.function
         if isinstance(mine, GroupCall) and isinstance(theirs, GroupCall):
             if (mine.group, mine.method, mine.opts) != (theirs.group, theirs.method, theirs.opts):
                 raise Different("other collectives")
             if mine.others != theirs.others:
                 raise Different("other collectives")
         elif mine is not theirs and mine != theirs:
-            raise Different(f"{one.name} and {other.name}")
-        if (one.form, len(one.outputs)) != (other.form, len(other.outputs)):
+            raise Different(f"{left.name} and {right.name}")
+        if (left.form, len(left.outputs)) != (right.form, len(right.outputs)):
             raise Different("other results")
-        args = self.tree(one.args, other.args)
+        args = self.tree(left.args, right.args)
         kwargs = {
             key: self.tree(value, their_value)
             for (key, value), their_value in zip(
-                one.kwargs.items(), self._named(one, other), strict=True
+                left.kwargs.items(), self._named(left, right), strict=True
             )
         }
-        for mine_out, their_out in zip(one.outputs, other.outputs, strict=True):
-            if (mine_out is None) != (their_out is None):
-                raise Different("other results")
-            if mine_out is not None and their_out is not None:
-                self._same_value(mine_out, their_out)
-        return replace(one, args=args, kwargs=kwargs)
+        outputs: list[Value | None] = []
+        for mine_out, their_out in zip(left.outputs, right.outputs, strict=True):
+            if mine_out is None or their_out is None:
+                if mine_out is not their_out:
+                    raise Different("other results")
+                outputs.append(None)
+            else:
+                outputs.append(self._common_value(mine_out, their_out))
+        return replace(left, args=args, kwargs=kwargs, outputs=outputs)
 
     @staticmethod
-    def _named(one: Instruction, other: Instruction) -> Iterator[Any]:
-        if list(one.kwargs) != list(other.kwargs):
+    def _named(left: Instruction, right: Instruction) -> Iterator[Any]:
+        if list(left.kwargs) != list(right.kwargs):
             raise Different("other keywords")
-        yield from other.kwargs.values()
+        yield from right.kwargs.values()
+
+
+def integers_in(graph: Graph) -> list[int | Size]:
+    """The integers of a program, in order: records of one step at other sizes differ in them."""
+    results = graph.result, [leaf for _, leaf in graph.places]
+    inputs = [(each.value, each.layout) for each in graph.inputs]
+    calls = [(each.args, list(each.kwargs.values()), each.outputs) for each in graph.instructions]
+    return list(_integers((inputs, calls, results)))
+
+
+def _integers(tree: Any) -> Iterator[int | Size]:
+    if isinstance(tree, Size) or type(tree) is int:
+        yield tree
+    elif isinstance(tree, SizedSpec):
+        yield from _integers(tree.parts)
+    elif isinstance(tree, Value):
+        yield from _integers(tree.shape)
+    elif isinstance(tree, tuple | list):
+        for each in tree:
+            yield from _integers(each)
 
 
 def parts_of(spec: DTensorSpec) -> tuple[Any, ...]:
@@ -254,12 +298,12 @@ def parts_of(spec: DTensorSpec) -> tuple[Any, ...]:
     return spec.mesh, spec.placements, spec.order, tuple(spec.shape), spec.strides
 
 
-def same_place(one: Place | Argument, other: Place | Argument) -> bool:
+def same_place(left: Place | Argument, right: Place | Argument) -> bool:
     """True if two places are the same."""
-    if isinstance(one, Argument) or isinstance(other, Argument):
-        both = isinstance(one, Argument) and isinstance(other, Argument)
-        return both and (one.number, one.is_dtensor) == (other.number, other.is_dtensor)  # type: ignore[union-attr]
-    return one.owner is other.owner and one.how == other.how and one.key == other.key
+    if isinstance(left, Argument) or isinstance(right, Argument):
+        both = isinstance(left, Argument) and isinstance(right, Argument)
+        return both and (left.number, left.is_dtensor) == (right.number, right.is_dtensor)  # type: ignore[union-attr]
+    return left.owner is right.owner and left.how == right.how and left.key == right.key
 
 
 def comparable(key: Any) -> Any:
@@ -269,13 +313,13 @@ def comparable(key: Any) -> Any:
     return tuple(map(comparable, key)) if isinstance(key, tuple) else key
 
 
-def first_difference(one: Any, other: Any) -> tuple[int, int] | None:
+def first_difference(left: Any, right: Any) -> tuple[int, int] | None:
     """The first integers in which two signatures of calls differ."""
-    if type(one) is not type(other):
+    if type(left) is not type(right):
         return None
-    if isinstance(one, tuple):
-        for a, b in zip(one, other, strict=False):
+    if isinstance(left, tuple):
+        for a, b in zip(left, right, strict=False):
             found = first_difference(a, b)
             if found is not None:
                 return found
-    return (one, other) if type(one) is int and one != other else None
+    return (left, right) if type(left) is int and left != right else None
