@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def test_each_package_is_in_a_group() -> None:
     groups = constant_of_hooks("GROUPS")
     listed = [package for packages in groups.values() for package in packages]
     assert sorted(listed) == sorted(packages_of_the_site())
+
+
+def test_each_warning_begins_with_a_headline() -> None:
+    """``> [!NOTE]`` and the like, which docs/site/hooks.py makes admonitions of."""
+    begin = re.compile(r"(?m)^> \[!(\w+)\]\n(.*)")
+    found = [
+        (path.name, kind, line)
+        for path in (ROOT / "docs").rglob("*.md")
+        for kind, line in begin.findall(path.read_text())
+    ]
+    assert len(found) > 15
+    assert not [
+        each
+        for each in found
+        if each[1] not in ("NOTE", "TIP", "WARNING") or not each[2].startswith("> **")
+    ]
 
 
 #: Words that readers look for, and the page that has to come first.

@@ -421,7 +421,7 @@ def unfillable(tensor: Tensor) -> str:
     if tensor.is_nested or tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}, not dense: load into dense tensors"
     if tensor.is_meta:
-        return "on the device 'meta', without memory: give it some first (to_empty)"
+        return "on the device 'meta', without memory: module.to_empty(device='cpu') first"
     if not has_memory(tensor):
         return f"a {type(tensor).__name__} without memory: load into the tensors that it holds"
     if _repeats(tensor):
