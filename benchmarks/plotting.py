@@ -63,11 +63,17 @@ def chart(table: Table, columns: Sequence[str], labels: int = 1) -> Chart:
     first = ""
     for row in zip(*cells, strict=True):
         first = row[0] or first
-        label = ", ".join(filter(None, (first, *row[1:labels])))
+        parts = zip((first, *row[1:labels]), heads, strict=False)
+        label = ", ".join(_told(cell, head) for cell, head in parts if cell)
         found = ((name, _NUMBER.search(row[heads.index(name)])) for name in columns)
         values = {name: float(match[0].replace(",", "")) for name, match in found if match}
         rows.append((label, values))
     return Chart(str(table.title or heads[0]), rows)
+
+
+def _told(cell: str, head: str) -> str:
+    """A cell of a label: a number with what it counts."""
+    return f"{cell} {head}" if cell.replace(",", "").isdecimal() else cell
 
 
 def picture(charts: Sequence[Chart]) -> str:
@@ -113,9 +119,9 @@ def _bars(of: Chart, kinds: Mapping[str, str], top: float) -> Iterator[str]:
     for label, values in of.rows:
         yield svg.words(_LEFT - 8, y + _BAR * len(values) / 2 + 4, label, "end")
         for name, value in values.items():
-            told = f"{name}: {value:,.6g}"
+            short = f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
             width = max(1.0, across(value))
-            yield svg.bar(kinds[name], _LEFT, y, width, _BAR - 1, told)
-            yield svg.words(_LEFT + width + 5, y + _BAR - 2, f"{value:,.4g}")
+            yield svg.bar(kinds[name], _LEFT, y, width, _BAR - 1, f"{name}: {short}")
+            yield svg.words(_LEFT + width + 5, y + _BAR - 2, short)
             y += _BAR
         y += _GAP

@@ -205,7 +205,8 @@ def main() -> None:
     costs = []
     if not options.only_kills:
         costs = [cost(options.ranks, m, w) for m in options.models for w in options.ways]
-    table = Table(title=f"{options.ranks} ranks, {platform.machine()}, {os.cpu_count()} cores")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    table = Table(title=f"Milliseconds a step, {options.ranks} ranks, {machine}")
     for name in ("model", "way", "step alone", "with copies", "more", "copied by all"):
         table.add_column(name, justify="left" if name in ("model", "way") else "right")
     for each in costs:

@@ -127,7 +127,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(2, measure, folder, kind="processes", timeout=timedelta(minutes=5))[0]
-    table = Table("µs per call", TILEWORK, TORCH, "ratio", title=f"load {os.getloadavg()[0]:.1f}")
+    title = f"Microseconds a call, load {os.getloadavg()[0]:.1f}"
+    table = Table("call", TILEWORK, TORCH, "ratio", title=title)
     for title, row in found.items():
         ratio = row[TORCH] / row[TILEWORK]
         table.add_row(title, f"{row[TILEWORK]:,.0f}", f"{row[TORCH]:,.0f}", f"{ratio:.1f}")

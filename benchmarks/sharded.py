@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -269,7 +269,8 @@ def show(rows: list[Row], console: Console) -> Chart:
             *(f"{extra[name]:.1f}" if extra else "-" for name in (TILEWORK, GLOO)),
         )
     console.print(table)
-    return chart(table, (TILEWORK, GLOO, BARE, FRESH), labels=2)
+    drawn = chart(table, (TILEWORK, GLOO, BARE, FRESH), labels=2)
+    return replace(drawn, title="Microseconds a call")
 
 
 def against(times: dict[str, float], name: str) -> tuple[str, str]:

@@ -39,6 +39,16 @@ def test_a_table_becomes_bars(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in (tmp_path / "x.svg").read_text()
 
 
+def test_numbers_are_written_out_with_what_they_count() -> None:
+    made = Table(title="µs")
+    for name in ("call", "ranks", "ours"):
+        made.add_column(name)
+    made.add_row("add", "2", "63,300")
+    chart = plotting.chart(made, ("ours",), labels=2)
+    assert chart.rows == [("add, 2 ranks", {"ours": 63300.0})]
+    assert ">63,300<" in plotting.picture([chart])
+
+
 def test_far_values_are_drawn_by_their_logarithms() -> None:
     drawn = plotting.picture([plotting.Chart("µs", [("a", {"x": 1.0}), ("b", {"x": 1000.0})])])
     widths = [float(e.get("width", "0")) for e in ElementTree.fromstring(drawn)
