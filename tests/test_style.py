@@ -30,7 +30,7 @@ PRONOUNS = {
     "comm": (324, 132),
     "data": (0, 5),
     "distributed": (2, 10),
-    "dtensor": (456, 149),
+    "dtensor": (422, 149),
     "launch": (32, 13),
     "layout": (9, 15),
     "mesh": (5, 16),

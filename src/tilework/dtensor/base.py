@@ -8,7 +8,6 @@ code above it tests ``x.__class__ is DTensor``; code below it, which cannot name
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,10 +167,6 @@ class Place(NamedTuple):
 
     local: Tensor
     spec: DTensorSpec
-    #: Autograd's number of the write that took the tensor from there.
-    left: float = math.inf
-    #: What it held then, if its memory was written to and its gradient depends on that.
-    value: Tensor | None = None
 
 
 class Ungraded(NamedTuple):
@@ -203,13 +198,11 @@ class Origin:
 class Places:
     """The places of a tensor in the graph beside that of its local tensor."""
 
-    __slots__ = ("aliases", "before", "gone", "left", "origin", "refuses")
+    __slots__ = ("aliases", "before", "gone", "origin", "refuses")
 
     def __init__(self) -> None:
         #: Where gradients are partial, by their axes.
         self.aliases: dict[Ints, Alias] = {}
-        #: Those that it has left, and a user's own Function took it at.
-        self.left: tuple[Place, ...] = ()
         #: That of its gradient, if it was given data in another layout since.
         self.origin: Origin | None = None
         #: Of a stand-in: the local tensor that it had before, of the same memory.

@@ -46,7 +46,6 @@ from tilework.dtensor.torch_tensors import (
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.deep_copies import deep_copy
 from tilework.dtensor.views.graph_views import before_leaving_graph
-from tilework.dtensor.views.places import keep_place
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
@@ -247,8 +246,6 @@ class DTensor(DTensorBase):
         """
         if self._view_of is not None:
             copied_views.refresh(self)
-        if self._local_tensor.requires_grad:
-            keep_place(self)  # for it may be written to
         if self._viewed is not None:
             copied_views.hand_out(self)
         if grad_placements is None:
@@ -368,7 +365,6 @@ class DTensor(DTensorBase):
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         if not requires_grad and self._local_tensor.requires_grad:
-            keep_place(self)  # where a user's own Function took it
             before_leaving_graph(self, remains_leaf=True)
         if has_origin(self):
             if requires_grad:

@@ -73,6 +73,11 @@ def test_data_of_what_is_not_in_use_leaves_an_ordinary_leaf() -> None:
         x = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)]).requires_grad_()
         torch.autograd.backward((x * 2).sum())
         x.grad = None
+        w = distribute_tensor(torch.ones(6, 6), mesh, [Replicate()]).requires_grad_()
+        torch.autograd.backward((x @ w).sum())
+        x.grad = None
+        w.data = w.data.redistribute(placements=[Shard(1)])
+        assert w._local_tensor.is_leaf
         x.data = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
         torch.autograd.backward((x * 3).sum())
         assert x.grad is not None

@@ -14,6 +14,7 @@ from tests.rounding import assert_close
 from tests.tables import each
 from tests.user_functions import Squared
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor.autograd import local_graph
 from tilework.testing import run_ranks
 
 X = torch.arange(6.0).view(3, 2) + 1
@@ -303,3 +304,20 @@ def test_writes_that_torch_does_not_count_are_not_refused(write: Callable[[Tenso
 
     for got in run_ranks(2, on_rank):
         assert_close(got, wanted)
+
+
+def test_a_function_that_goes_past_the_wrapper_is_linked_late_or_refused() -> None:
+    past: Any = local_graph._apply.__func__  # as one that was kept before tilework's import
+
+    def on_rank(rank: int) -> None:
+        x: Any = distribute_tensor(X.clone(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        a = x.requires_grad_() * 2
+        b = past(Tripled, a)
+        (b + 1).sum().backward()
+        assert x.grad.full_tensor().eq(6).all()
+        late = past(Tripled, a)
+        a.mul_(5)
+        with pytest.raises(RuntimeError, match=r"was written to between the call of Tripled"):
+            _ = late + 1
+
+    run_ranks(2, on_rank)

@@ -1,4 +1,4 @@
-"""Results of a user's own autograd.Function, linked before a further Function takes them.
+"""Results of a user's own autograd.Function, linked where it is called.
 
 C++ asks no class about ``Function.apply``, and would join both Functions in the graph of the
 wrappers. An operator that takes the same result joins the graph of local tensors: the first
@@ -16,9 +16,9 @@ import torch.utils.checkpoint
 
 from tilework.dtensor.autograd.local_graph import (
     as_leaf,
+    link_results,
     local_of,
     mirror_requires_grad,
-    note_results,
 )
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.views.places import note_taken
@@ -44,8 +44,7 @@ def linking(original: Any) -> Any:
                 f"(mark_dirty), which torch takes for a leaf: return a new tensor instead, or "
                 f"apply it to to_local()"
             ) from error
-        if results.__class__ is tuple and len(results) > 1:
-            note_results(results)
+        link_results(results if results.__class__ is tuple else (results,))
         return results
 
     return classmethod(apply)

@@ -41,7 +41,7 @@ from tilework.dtensor.torch_counts import is_shown_elsewhere
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.graph_views import views_of
-from tilework.dtensor.views.places import keep_place, same_place
+from tilework.dtensor.views.places import same_place
 from tilework.layout import Placement
 
 
@@ -159,11 +159,10 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
         )
     if _is_all_of(value, tensor):
         return
+    if tensor._places is not None:
+        tensor._places.aliases = {}  # which are in the graph, and would pass for a use
     used = origins.is_in_graph(tensor)
     _check_may_get_data(tensor, value, used)
-    if tensor._places is not None:
-        tensor._places.aliases = {}
-    keep_place(tensor)
     stays = tensor.is_leaf and tensor._spec == value._spec
     digest = digest_of(value)
     shown = local_of(value).data

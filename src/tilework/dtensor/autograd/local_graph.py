@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,7 +19,11 @@ from tilework.dtensor.redistribution.redistribute import pull_back, redistribute
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.torch_counts import holders, show_as
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.places import check_unwritten, leave_graph_of_wrappers, place_of
+from tilework.dtensor.views.places import (
+    check_unwritten,
+    is_written_since,
+    leave_graph_of_wrappers,
+)
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
 _base: Any = torch._C.TensorBase
@@ -88,7 +91,9 @@ def grad_fn_of(tensor: DTensorBase) -> Any:
         node = _grad_fn_of(tensor)
     if node is not None:
         return node
-    return in_graph(tensor).grad_fn
+    local = in_graph(tensor)
+    node = local.grad_fn
+    return node.results[local.output_nr].edge.node if isinstance(node, _LINK) else node
 
 
 def _linked(tensor: DTensorBase) -> Tensor:
@@ -103,7 +108,29 @@ def _linked(tensor: DTensorBase) -> Tensor:
         tensor._local_tensor.requires_grad_()
     if node is None:
         return tensor._local_tensor
-    results = _unlinked_results(node, tensor)
+    _link([tensor], node)
+    return tensor._local_tensor
+
+
+def link_results(results: Sequence[Any]) -> None:
+    """Link the results of a call of a user's own Function: its backward runs once for them. Local.
+
+    Done at once, for operators in place may give what the Function took another place in the graph.
+    """
+    tensors = [each for each in results if isinstance(each, DTensorBase)]
+    if not tensors or not torch.is_grad_enabled():
+        return
+    by_node: dict[Any, list[DTensorBase]] = {}
+    with _WithoutInterception():
+        for each in dict.fromkeys(tensors):
+            node = _grad_fn_of(each)
+            if node is not None and not each._local_tensor.requires_grad:
+                by_node.setdefault(node, []).append(each)
+    for node, made in by_node.items():
+        _link(made, node)
+
+
+def _link(results: Sequence[DTensorBase], node: Any) -> None:
     places, functions = _places(node)
     links = _Link.apply(  # type: ignore[no-untyped-call]
         [_result(each, node) for each in results],
@@ -116,36 +143,6 @@ def _linked(tensor: DTensorBase) -> Tensor:
         copied_views.replace_local(each, link)
         if holders(each) == 1:  # what a checkpoint has saved must not be detached
             leave_graph_of_wrappers(each)
-    return tensor._local_tensor
-
-
-def note_results(results: Sequence[Any]) -> None:
-    """Note which results one call of a user's own autograd.Function gave. Local.
-
-    They are linked together: its backward runs once, with the gradients of all of them.
-    """
-    for result in results:
-        if isinstance(result, DTensorBase):
-            with _WithoutInterception():
-                node = _grad_fn_of(result)
-            if node is not None:
-                node._tilework_results = [ref(x) for x in results if isinstance(x, DTensorBase)]
-                return
-
-
-def _unlinked_results(node: Any, tensor: DTensorBase) -> list[DTensorBase]:
-    """The results of a call of a user's own autograd.Function that are not linked, or are gone."""
-    known = [found() for found in getattr(node, "_tilework_results", ())]
-    others = [
-        each
-        for each in known
-        if each is not None
-        and each is not tensor
-        and each._made_without_grad
-        and not each._local_tensor.requires_grad
-    ]
-    with _WithoutInterception():
-        return [tensor, *(each for each in others if _grad_fn_of(each) is node)]
 
 
 def _result(tensor: DTensorBase, node: Any) -> _Result:
@@ -184,12 +181,12 @@ def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
         for next_node, _ in node.next_functions:
             leaf = getattr(next_node, "variable", None)
             if isinstance(leaf, DTensorBase):
-                place = place_of(leaf, local_of(leaf), node)
-                if places.setdefault(leaf, place).local is not place.local:
+                if is_written_since(leaf, node):  # by a Function.apply that goes past its wrapper
                     raise RuntimeError(
-                        f"{leaf!r} was written to between two calls of autograd.Functions that "
-                        f"took it: use the result of the first before, or pass a clone() to it"
+                        f"{leaf!r} was written to between the call of {node.name()}, which took "
+                        f"it, and the first use of the result: pass a clone() to the Function"
                     )
+                places[leaf] = Place(local_of(leaf), leaf._spec)
             elif next_node is not None:
                 todo.append(next_node)
     return places, [node for node in seen if not hasattr(node, "variable")]
@@ -286,6 +283,10 @@ def _show(tensor: DTensorBase, place: Place) -> None:
     show_as(tensor, wrap_as(type(tensor), place.local.detach(), place.spec))
 
 
+#: The class of its nodes.
+_LINK: Any = _Link._backward_cls
+
+
 def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
     """The local tensor of ``tensor`` in another layout; a plain tensor counts as replicated.
 
@@ -340,8 +341,7 @@ class WayBack:
         if spec.partial_axes and not (place.local.is_leaf and spec.reduce_op != "sum"):
             self.adjoint = Adjoint(spec, spec.dual)
             if self.adjoint.nonlinear:  # shares depend on what a rank holds, and may write to
-                value = place.local if place.value is None else place.value
-                self.value = value.detach().clone()
+                self.value = place.local.detach().clone()
 
     def take(self, grad: Tensor, what: str) -> Tensor:
         """The local gradient there. Collective.

@@ -18,7 +18,7 @@ from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.memory_layout import Window, window_of
-from tilework.dtensor.views.places import count_write, keep_place
+from tilework.dtensor.views.places import count_write
 from tilework.tiled.op_table import entry_of
 
 #: torch writes one number, by index, or one triangle where elements repeat; else it refuses.
@@ -187,10 +187,8 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
     if target.__class__ is not DTensor:
         return False
     count_write(target)
-    if target._local_tensor.requires_grad:
-        keep_place(target)
-        if has_origin(target):
-            in_place_views.check_no_leaf(target)
+    if has_origin(target):
+        in_place_views.check_no_leaf(target)
     for other in others:
         if other.__class__ is not DTensor or other is target:
             continue

@@ -26,7 +26,7 @@ from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.graph_views import after_leaving_graph, before_leaving_graph
 from tilework.dtensor.views.memory_layout import offset_of
-from tilework.dtensor.views.places import count_write, keep_place, leave_graph_of_wrappers
+from tilework.dtensor.views.places import count_write, leave_graph_of_wrappers
 from tilework.tiled.op_table import dtensor_handler
 from tilework.tiled.tensor import is_called_within
 
@@ -165,7 +165,6 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
         )
     if tensor._view_of is not None:
         copied_views.refresh(tensor)
-    keep_place(tensor)
     if has_origin(tensor):
         origins.leave_graph(tensor)
     before_leaving_graph(tensor, remains_leaf=False)

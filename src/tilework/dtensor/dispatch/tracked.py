@@ -14,7 +14,7 @@ from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in
 from tilework.dtensor.provenance.digests import digest_of, note_write, seeds_in, stable_digest
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.tensor import DTensor
-from tilework.dtensor.views.places import count_write, keep_place
+from tilework.dtensor.views.places import count_write
 from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import Handler
 
@@ -52,7 +52,6 @@ def tracked(name: str, handler: Handler) -> Handler:
             check_writable(name[:-1], args[0], args[1:])
             if args[0].__class__ is DTensor:
                 count_write(args[0])
-                keep_place(args[0])
         operands = tensors_in((args, [*kwargs.values()]))
         by_mesh = _digests_by_mesh(own, operands)
         seeds = [own] if by_mesh else seeds_in(kwargs, seeds_in(args[first:], [own]))

@@ -16,7 +16,7 @@ from tilework.dtensor.spec import row_major
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views.copied_views import anchor_of
 from tilework.dtensor.views.memory_layout import full_in_memory_order, offset_of
-from tilework.dtensor.views.places import count_write, keep_place
+from tilework.dtensor.views.places import count_write
 from tilework.tiled.op_names import canonical_name
 from tilework.tiled.op_table import dtensor_handler
 
@@ -42,7 +42,6 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     with torch.inference_mode(tensor._local_tensor.is_inference()), torch.enable_grad():
         local_graph.local_of(tensor)  # as it is now, and linked to a user's own Function
         count_write(tensor, graded)
-        keep_place(tensor)
         anchor = anchor_of(tensor)
         result: DTensor = change(anchor)
     if in_place_views.may_change_local(tensor, result):

@@ -48,7 +48,6 @@ from tilework.dtensor.views.memory_layout import (
     window_of,
     write_memory,
 )
-from tilework.dtensor.views.places import keep_place
 from tilework.dtensor.views.ungraded_views import note_ungraded
 from tilework.tiled.op_names import canonical_name
 
@@ -303,7 +302,6 @@ def refresh(tensor: DTensorBase) -> None:
         view.value = _joined(view.value)
         view.joined = view.required = True
     if tensor._local_tensor is not view.value:
-        keep_place(tensor, written=True)
         tensor._local_tensor = view.value
 
 

@@ -15,7 +15,6 @@ from torch.autograd.graph import increment_version
 
 from tilework.dtensor.base import DTensorBase, anchor_in, memory_of, places_of, version_of
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.views.places import keep_place
 from tilework.dtensor.views.ungraded_views import note_ungraded
 
 _FEW = 16
@@ -52,7 +51,6 @@ def before_leaving_graph(tensor: DTensorBase, remains_leaf: bool) -> None:
     """
     if remains_leaf or not version_of(tensor._local_tensor):  # else they show a write to come
         for view in _views_without_elements(tensor):
-            keep_place(view, written=True)
             before = view._local_tensor
             _move(view, tensor)
             _note_unwritten(view, before)

@@ -1,8 +1,7 @@
-"""Places in the graph that tensors have left, where results of a user's own Function came from.
+"""Counts of writes, for tensors that a user's own Function or a checkpoint has saved.
 
-C++ puts a user's autograd.Function into the graph of the wrappers, in which a DTensor is a leaf.
-Its result is linked to the graph of local tensors when it is first used. An operator in place may
-have given the tensor another place there meanwhile: the one before is kept.
+C++ puts a user's autograd.Function into the graph of the wrappers, in which a DTensor is a leaf. It
+compares the versions of wrappers; the writes by way of other views are counted here.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ from torch import Tensor
 
 from tilework.dtensor.base import (
     DTensorBase,
-    Place,
     base_then,
     data_of,
     has_left,
     memory_of,
     own_memory,
-    owner_of,
-    places_of,
 )
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.spec import NONLINEAR
 from tilework.dtensor.torch_counts import holders, living, next_number, number_of
 
 _WithoutInterception = torch._C.DisableTorchFunctionSubclass
@@ -35,39 +30,6 @@ _is_view = _base._is_view
 _increment_version = torch._C._increment_version
 _is_grad_enabled = torch.is_grad_enabled
 _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
-
-
-def keep_place(tensor: DTensorBase, written: bool = False) -> None:
-    """Keep the place of a tensor that leaves it, if C++ has it in a graph. Local.
-
-    A write to a view takes its bases from theirs, too.
-
-    Args:
-        tensor: The tensor.
-        written: True if what it shows has been written to before; False: it is about to be.
-    """
-    if not written:
-        _keep_places_of_taken(tensor)
-    while True:
-        _keep_place(tensor, written)
-        viewed = tensor._viewed
-        if viewed is None or written or viewed[2] is data_of:
-            return
-        tensor = viewed[0]
-
-
-def _keep_place(tensor: DTensorBase, written: bool) -> None:
-    local = tensor._local_tensor
-    if not local.requires_grad or holders(tensor) <= 1:
-        return
-    if tensor._made_without_grad:
-        leave_graph_of_wrappers(tensor)
-    place = same_place(local)
-    left = _last_write(tensor) if written else number_of(place.grad_fn)
-    spec = tensor._spec
-    value = local.detach().clone() if spec.reduce_op in NONLINEAR and not written else None
-    places = places_of(tensor)
-    places.left = (*places.left, Place(place, spec, left, value))
 
 
 def note_taken(tensor: DTensorBase) -> None:
@@ -83,20 +45,6 @@ def note_taken(tensor: DTensorBase) -> None:
         *(each for each in known if each() is not None and each() is not tensor),
         ref(tensor),
     ]
-
-
-def _keep_places_of_taken(tensor: DTensorBase) -> None:
-    """Keep the places of views of a tensor's memory, but those that it is itself a view of."""
-    memory = owner_of(tensor)._memory
-    if memory is None or memory.taken is None:
-        return
-    own = []
-    while (viewed := tensor._viewed) is not None:
-        own.append(tensor)
-        tensor = viewed[0]
-    for view in living(memory.taken):
-        if not any(view is base for base in own):
-            _keep_place(view, written=False)
 
 
 def _count(owner: DTensorBase) -> None:
@@ -178,10 +126,7 @@ def check_unwritten(function: Any) -> None:
     for tensor in saved:
         if not isinstance(tensor, DTensorBase):
             continue
-        owner: DTensorBase = tensor
-        while owner._viewed is not None and owner._viewed[2] is not data_of:
-            owner = owner._viewed[0]
-        if owner._memory is not None and owner._memory.written_at > number_of(function):
+        if is_written_since(tensor, function):
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {tensor!r}, which {function.name()} saved, was written to "
@@ -189,52 +134,18 @@ def check_unwritten(function: Any) -> None:
             )
 
 
+def is_written_since(tensor: DTensorBase, node: Any) -> bool:
+    """True if the memory that a tensor shows was written to since a node was made. Local."""
+    while tensor._viewed is not None and tensor._viewed[2] is not data_of:
+        tensor = tensor._viewed[0]
+    return tensor._memory is not None and tensor._memory.written_at > number_of(node)
+
+
 def same_place(local: Tensor) -> Tensor:
     """A further local tensor of the same memory, which leads to the same place in the graph."""
     with torch.inference_mode(False), torch.enable_grad():
         place: Tensor = _Place.apply(local)  # type: ignore[no-untyped-call]
     return place
-
-
-def _last_write(tensor: DTensorBase) -> int:
-    """Autograd's number of the last write in the graph to what a tensor shows; or of its making."""
-    local = owner_of(tensor)._local_tensor
-    # A view, as in-place changes of dims leave one, gets its node only when it is asked for.
-    return number_of(local._base.grad_fn if local._base is not None else local.grad_fn)
-
-
-def place_of(tensor: DTensorBase, local: Tensor, node: Any) -> Place:
-    """The place that a tensor had when a Function took it.
-
-    Args:
-        tensor: The tensor.
-        local: Its local tensor, at the place that it has now.
-        node: The Function's node.
-
-    Raises:
-        RuntimeError: It has another since, by way of another view.
-    """
-    number = number_of(node)
-    for place in () if tensor._places is None else tensor._places.left:
-        if place.left > number:
-            return Place(local, tensor._spec) if _is_there(tensor, local, place) else place
-    if _last_write(tensor) > number:
-        raise RuntimeError(
-            f"a view of the same memory as {tensor!r} was written to between the call of "
-            f"{node.name()}, which took it, and the first use of what that returned: pass a "
-            f"clone() to the Function, or write to a clone()"
-        )
-    return Place(local, tensor._spec)
-
-
-def _is_there(tensor: DTensorBase, local: Tensor, place: Place) -> bool:
-    """True if a tensor has not left a place that was kept: nothing was written then."""
-    assert place.local.grad_fn is not None
-    if tensor._spec is not place.spec or not local.requires_grad:
-        return False
-    with torch.inference_mode(False), torch.enable_grad():
-        here = torch.autograd.graph.get_gradient_edge(local)
-    return place.local.grad_fn.next_functions[0][0] is here.node
 
 
 class _Place(LocalFunction):
