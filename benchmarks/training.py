@@ -302,7 +302,7 @@ def show(found: list[Figures], ranks: int, threads: int) -> Chart:
             *(f"{100 * figures.share(way):.0f} %" for way in (GLOO, TILEWORK)),
         )
     Console().print(table)
-    return chart(table, WAYS, labels=1)
+    return chart(table, ("alone", "Gloo", "tilework"))
 
 
 def main() -> None:
