@@ -66,6 +66,8 @@ GROUPS = {
         "tilework.rendezvous",
     ],
 }
+#: Packages whose classes show the methods of base classes, and how mkdocstrings is told.
+INHERITING = {"tilework.mesh": "    options:\n      inherited_members: true\n"}
 #: Pages beside docs/, and the site's paths for them.
 BESIDE = {
     "examples/README.md": "beside/examples.md",
@@ -163,7 +165,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not files in docs/."""
     for package, title in PACKAGES.items():
-        text = f"# {title}\n\n`import {package}`\n\n::: {package}\n"
+        options = INHERITING.get(package, "")
+        text = f"# {title}\n\n`import {package}`\n\n::: {package}\n{options}"
         files.append(File.generated(config, api_page(package), content=text))
     for source, place in BESIDE.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text()))

@@ -18,7 +18,7 @@ from tilework.layout import Box, Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 
 #: The names of collectives here, by those of torch's operators.
 _COLLECTIVES = {

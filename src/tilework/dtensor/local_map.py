@@ -17,7 +17,7 @@ from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.layout.placements import native_placement
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 
 #: The placements of one argument or result; None for what is no tensor.
 OnePlacements = Sequence[Placement] | None

@@ -14,7 +14,7 @@ from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 from tilework.tiled.module_plan import check_is_module
 from tilework.tiled.stale_parameters import marking_replaced
 

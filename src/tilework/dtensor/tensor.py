@@ -49,7 +49,7 @@ from tilework.dtensor.views.graph_views import before_leaving_graph
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import native_placement, placements_in
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 from tilework.tiled.html import WIDTH, lines_html
 from tilework.tiled.normalize import torch_arguments
 from tilework.tiled.tensor import is_called_within

@@ -18,7 +18,7 @@ from tilework.dtensor.tensor import DTensor, wrap
 from tilework.layout import Placement, Replicate
 from tilework.layout.placements import placements_in
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 
 _Sizes = int | Sequence[int]
 

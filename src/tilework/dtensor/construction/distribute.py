@@ -22,7 +22,7 @@ from tilework.layout import Placement, Replicate
 from tilework.layout.placements import placements_in
 from tilework.layout.whole_numbers import whole_number
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 from tilework.tiled.tensor import TiledTensor
 from tilework.tiled.transfer_plans import replicated_tiling, transfer_plan
 

@@ -24,7 +24,7 @@ from tilework.dtensor.random import philox
 from tilework.dtensor.random.philox import Distribution, Key
 from tilework.dtensor.spec import DTensorSpec
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 
 #: Held by the thread that uses torch's default generator.
 _default = threading.Lock()

@@ -14,7 +14,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import AnyGroup, NonMember, resolve
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 from tilework.parallel.data_parallel.leaves import shared_ranks
 from tilework.tiled.module_plan import check_is_module
 

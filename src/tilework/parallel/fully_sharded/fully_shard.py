@@ -23,7 +23,7 @@ from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 from tilework.parallel.data_parallel.ddp import DistributedDataParallel
 from tilework.parallel.fully_sharded.module import install
 from tilework.parallel.fully_sharded.policies import (

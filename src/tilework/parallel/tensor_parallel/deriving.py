@@ -20,7 +20,7 @@ from tilework.comm.world import get_rank, get_world_size
 from tilework.dtensor import DTensor, init_device_mesh
 from tilework.layout import Replicate, Shard
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 from tilework.parallel.tensor_parallel.plans import parallelize_module
 from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tilework.dtensor import DTensor, distribute_tensor
 from tilework.layout import Placement, Replicate
 from tilework.mesh import DeviceMesh
-from tilework.mesh.device_mesh import mesh_or_current
+from tilework.mesh.making import mesh_or_current
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.parallel.tensor_parallel.words import named_parameters, style_of

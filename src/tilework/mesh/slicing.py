@@ -1,0 +1,261 @@
+"""Meshes made of another mesh: parts of it, other axes, the ranks that are left."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import current_world, get_rank, get_world_size
+from tilework.mesh.grid import MeshesOfRank, MeshGrid, seats_of
+from tilework.mesh.spec import MeshSpec
+from tilework.mesh.torch_meshes import torch_part
+from tilework.mesh.torch_names import backends_of_axes
+
+_Mesh = TypeVar("_Mesh", bound="MeshSlicing")
+
+
+class MeshSlicing(MeshGrid):
+    """The operations of :class:`~tilework.mesh.DeviceMesh` that give another mesh."""
+
+    def __getitem__(self: _Mesh, names: str | Sequence[str]) -> _Mesh:
+        """The part of the mesh through this rank along the named axes, in their order.
+
+        Local; shares the mesh's groups. Axes made by :meth:`flatten` can be named too. It is the
+        same mesh each time.
+
+        Raises:
+            KeyError: There is no axis of that name.
+            TypeError: They are no names.
+            RuntimeError: This rank is not in the mesh.
+        """
+        wanted = (names,) if isinstance(names, str) else names
+        if not isinstance(wanted, (list, tuple)):
+            known = ", ".join(self.mesh_dim_names or ()) or "none: give some as mesh_dim_names"
+            raise TypeError(
+                f"mesh[…] takes names of axes, which are here {known}; got {names!r}. size(), "
+                f"get_group() and get_local_rank() also take the number of an axis"
+            )
+        wanted = tuple(wanted)
+        if wanted == self.mesh_dim_names:
+            return self
+        flat = cast("list[_Mesh | None]", [self._flattened(name) for name in wanted])
+        if len(wanted) == 1 and flat[0] is not None:
+            return flat[0]
+        self._here()
+        if len(wanted) == 1 and wanted[0] not in (
+            *(self.mesh_dim_names or ()),
+            *(self._root.mesh_dim_names or ()),
+        ):
+            theirs = torch_part(self._root._torch, wanted)  # that torch's flattening made
+            if theirs is not None:
+                return self._from_torch(theirs)
+        part = self._part(wanted)
+        same: _Mesh | None = current_world().state(MeshesOfRank).known.get((self.device_type, part))
+        if same is not None and same._root is self._root:
+            return same  # with the layouts and calls that are remembered for it
+        groups = [
+            self._groups[self.spec.axis(name)] if made is None else made._groups[0]
+            for name, made in zip(wanted, flat, strict=True)
+        ]
+        return self._related(part, groups)
+
+    def _part(self, names: Sequence[str]) -> MeshSpec:
+        """The grid through this rank along named axes, of which flatten() may have made some."""
+        if all(self._flattened(name) is None for name in names):
+            return self.spec.through(names, get_rank())
+        for name in names:
+            if self._flattened(name) is None:
+                self.spec.axis(name)  # of this mesh, not only of the root
+        axes = [axis for name in names for axis in self.root_axes(name)]
+        shape = tuple(self.size(name) for name in names)
+        return MeshSpec(shape, self._root.spec.through(axes, get_rank()).ranks, tuple(names))
+
+    def root_axes(self, name: str) -> tuple[str, ...]:
+        """The axes, of the mesh of which this is a part, that a name stands for.
+
+        Several for what :meth:`flatten` has made.
+
+        Raises:
+            KeyError: There is no axis of that name.
+        """
+        root: MeshSlicing = self._root
+        made = root._flattened(name)
+        if made is None or made._flat_of is None:
+            root.spec.axis(name)
+            return (name,)
+        inner = made._flat_of.mesh_dim_names or (name,)
+        return tuple(axis for each in inner for axis in root.root_axes(each))
+
+    def flatten(
+        self: _Mesh, mesh_dim_name: str | None = None, backend_override: Any = None
+    ) -> _Mesh:
+        """All ranks of this mesh along one axis; the mesh itself if it has one of that name.
+
+        Collective over the ranks of this mesh (on each rank, its own part); blocks. The result is
+        remembered: it is returned again, and found by its name, as an axis, in the mesh that this
+        one is a part of: ``mesh["dp_cp", "tp"]``.
+
+        Args:
+            mesh_dim_name: The axis's name; by default the names joined by underscores.
+            backend_override: The backend of the group: a name, or a pair of it and options.
+
+        Raises:
+            ValueError: The mesh it is part of has an axis of that name.
+        """
+        self._here()
+        spec = self.spec.flattened(mesh_dim_name)
+        if spec == self.spec:
+            return self
+        (name,) = spec.names or ("",)
+        known: _Mesh | None = self._root._flat.get(name)
+        if known is not None and known.spec == spec:
+            return known
+        if known is not None or (name and name in (self._root.mesh_dim_names or ())):
+            raise ValueError(
+                f"{name!r} is an axis already, of other ranks: give flatten() another name"
+            )
+        (backend,) = backends_of_axes(backend_override and [backend_override], spec.names, 1)
+        is_line = self.ndim == 1 and backend is None
+        group = self._groups[0] if is_line else self._new_group(spec.ranks, backend)
+        mesh = self._related(spec, [group])
+        mesh._flat_of = self
+        if name:
+            self._root._flat[name] = mesh
+        return mesh
+
+    def unflatten(
+        self: _Mesh,
+        dim: int | str,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Iterable[str],
+        backend_override: Any = None,
+    ) -> _Mesh:
+        """A new mesh of the same ranks, with one axis replaced by several.
+
+        Collective over the ranks of this mesh (on each rank, its own part); blocks. The other axes
+        share their groups.
+
+        Args:
+            dim: The axis, by number or name.
+            mesh_sizes: The lengths of the new axes; the product is the length of the old axis.
+            mesh_dim_names: Their names.
+            backend_override: The backend of their groups, as for :class:`DeviceMesh`.
+
+        Raises:
+            ValueError: The lengths or names do not fit.
+            KeyError: There is no axis of that name.
+
+        Example:
+            >>> from tilework.mesh import init_device_mesh
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+            ...     return mesh.unflatten("world", (2, 2), ("dp", "tp"))["tp"].spec.ranks
+            >>> run_ranks(4, program)
+            [(0, 1), (0, 1), (2, 3), (2, 3)]
+        """
+        self._here()
+        spec, axis = self.spec.unflattened(dim, mesh_sizes, mesh_dim_names)
+        count = spec.ndim - self.ndim + 1
+        new_names = spec.names and spec.names[axis : axis + count]
+        backends = backends_of_axes(backend_override, new_names, count)
+        mesh: _Mesh = object.__new__(type(self))
+        mesh._set(self.device_type, spec, None)
+        made = [
+            self._new_group(spec.line(axis + number, get_rank()), backends[number])
+            for number in range(count)
+        ]
+        mesh._groups = [*self._groups[:axis], *made, *self._groups[axis + 1 :]]
+        return mesh
+
+    @staticmethod
+    def concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
+        """The part of one mesh along the axes of several parts of it, in their order. Local.
+
+        Raises:
+            ValueError: They are not parts of one mesh, have no names, or share an axis.
+
+        Example:
+            >>> from tilework.mesh import DeviceMesh, init_device_mesh
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
+            ...     return DeviceMesh.concatenate([mesh["tp"], mesh["pp"]]).mesh_dim_names
+            >>> run_ranks(2, program)[0]
+            ('tp', 'pp')
+        """
+        parts = list(meshes)
+        names = [name for part in parts for name in part.mesh_dim_names or ()]
+        alike = {id(part._root) for part in parts}
+        if len(alike) != 1 or len(names) != sum(part.ndim for part in parts):
+            raise ValueError(
+                f"concatenate takes parts of one mesh whose axes have names, such as "
+                f"mesh['dp'] and mesh['tp']; got {parts}"
+            )
+        whole: _Mesh = parts[0]._root
+        return whole[names]
+
+    def shrink(self: _Mesh, axis: int | str = 0) -> _Mesh:
+        """The mesh of the ranks that are left, once the default group has shrunk or grown.
+
+        Collective over all ranks of the default group; makes new groups; blocks. In a mesh of
+        one axis the ranks that were lost are left out. In a mesh of several a slice across ``axis``
+        goes as a whole if it has lost a rank, so that the other axes keep their lengths:
+        of ``dp=3 tp=2`` without rank 3 the first and the last row are left. Ranks of such a slice
+        that live are outside the new mesh. A rank that was started again is in the place of before.
+
+        Tensors on the old mesh, whose groups are closed, are to be laid out anew.
+
+        Args:
+            axis: The axis that becomes shorter, of which ranks hold replicas as a rule.
+
+        Raises:
+            ValueError: No slice is whole; on all ranks.
+            RuntimeError: It is a part of another mesh: that is to shrink.
+
+        Example:
+            >>> import tilework.distributed as dist
+            >>> from tilework.mesh import init_device_mesh
+            >>> from tilework.testing import run_ranks
+            >>> def program(rank):
+            ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            ...     if rank == 1:
+            ...         return None  # and ends
+            ...     try:
+            ...         dist.barrier()
+            ...     except dist.PeerLostError:
+            ...         dist.shrink_group()
+            ...     mesh = mesh.shrink("dp")
+            ...     return mesh.shape, mesh.get_coordinate()
+            >>> run_ranks(4, program)
+            [((1, 2), None), None, ((1, 2), [0, 0]), ((1, 2), [0, 1])]
+        """
+        whole: _Mesh = self._root
+        if whole is not self:
+            raise RuntimeError(
+                f"the mesh {self.spec} is a part of {whole.spec}: let that shrink, and take "
+                f"the part again"
+            )
+        now = {seat: rank for rank, seat in enumerate(seats_of(range(get_world_size())))}
+        here = dict(zip(self.spec.ranks, self._seats, strict=True))
+        lost = [rank for rank, seat in here.items() if seat not in now]
+        left = self.spec.without(lost, axis)
+        ranks = tuple(now[here[rank]] for rank in left.ranks)
+        return self._made_by_all(MeshSpec(left.shape, ranks, left.names))
+
+    def _related(self: _Mesh, spec: MeshSpec, groups: list[ProcessGroup]) -> _Mesh:
+        mesh: _Mesh = object.__new__(type(self))
+        mesh._set(self.device_type, spec, self._root)
+        mesh._groups = groups
+        current_world().state(MeshesOfRank).known.setdefault((self.device_type, spec), mesh)
+        return mesh
+
+    @abstractmethod
+    def _made_by_all(self: _Mesh, spec: MeshSpec) -> _Mesh:
+        """A mesh on the same devices, with new groups. Collective over all ranks."""
+
+    @abstractmethod
+    def _from_torch(self: _Mesh, mesh: Any) -> _Mesh:
+        """The mesh of the ranks of torch's ``mesh``."""
