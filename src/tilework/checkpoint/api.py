@@ -13,7 +13,8 @@ from tilework.checkpoint.asynchronous import PendingSave, raise_pending, start
 from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_file import read_index
-from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into, read_all
+from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into
+from tilework.checkpoint.loading_alone import read_all
 from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks

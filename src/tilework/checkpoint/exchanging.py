@@ -8,16 +8,17 @@ rounds: no other rank waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.load_planning import Need, Unit, Wanted, blocks_of, is_for_all
+from tilework.checkpoint.host_load import HostLoad
+from tilework.checkpoint.load_planning import Need, Unit, blocks_of, is_for_all
 from tilework.checkpoint.memory import byte_view
-from tilework.checkpoint.reading import PartReader, copy_region
+from tilework.checkpoint.reading import copy_region
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_gather_into_tensor, all_to_all_single
 from tilework.layout import Box
@@ -26,9 +27,6 @@ from tilework.layout import Box
 ROUND_BYTES = 4 << 20
 #: Regions begin at multiples of this, so that a view as any dtype is possible.
 _ALIGNMENT = 16
-
-#: Finds the view of this rank's memory for the box of a need.
-TargetOf = Callable[[int, Need], Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,36 +41,29 @@ class _Region:
     box: Box
 
 
-class Exchange:
-    """The rounds of one rank.
+def exchange_shared(load: HostLoad) -> None:
+    """Read this rank's units, and move all units. Collective over the ranks of the host.
 
-    Args:
-        group: The ranks of the host.
-        wanted: The tensors.
-        reader: Reads units.
-        target_of: Finds the memory for arriving regions.
+    Raises:
+        CheckpointError: A unit that this rank has read is damaged; after the last round.
     """
+    if load.group is not None and any(load.plan.units.values()):
+        _Exchange(load, load.group).run(load.plan.units)
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        wanted: Sequence[Wanted],
-        reader: PartReader,
-        target_of: TargetOf,
-    ) -> None:
-        self._group, self._wanted, self._reader = group, wanted, reader
-        self._target_of, self._progress = target_of, reader.progress
+
+class _Exchange:
+    """The rounds of one rank."""
+
+    def __init__(self, load: HostLoad, group: ProcessGroup) -> None:
+        self._group, self._wanted, self._reader = group, load.wanted, load.reader
+        self._target_of, self._progress = load.targets.view, load.reader.progress
         self._host = group.global_ranks
         self._here = self._host[group.rank()]
         self._error: Exception | None = None
         self._buffers: dict[str, Tensor] = {}
 
     def run(self, units: Mapping[int, Sequence[Unit]]) -> None:
-        """Move all units. Collective over the group.
-
-        Raises:
-            CheckpointError: Bytes that this rank has read are damaged; after the last round.
-        """
+        """Move all units."""
         for_all = {r: [u for u in own if is_for_all(u, self._host)] for r, own in units.items()}
         others = {r: [u for u in own if not is_for_all(u, self._host)] for r, own in units.items()}
         for units_of_round in self._rounds(for_all):

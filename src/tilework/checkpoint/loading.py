@@ -1,4 +1,4 @@
-"""Loading: what all ranks do together, and reading by one process alone."""
+"""Loading into a state: what all ranks of a group do together."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from torch.autograd.graph import increment_version
 from tilework.checkpoint.asynchronous import raise_pending
 from tilework.checkpoint.describing import tiles_of
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.exchanging import Exchange
+from tilework.checkpoint.exchanging import exchange_shared
 from tilework.checkpoint.filling import Filling, MapNames, Target
 from tilework.checkpoint.filling_optimizers import visit_optimizer
-from tilework.checkpoint.flat_state import (
-    FlatState,
-    NamedTensor,
-    PerRank,
-    Value,
-    dotted,
-)
-from tilework.checkpoint.flattening import rebuild
+from tilework.checkpoint.flat_state import dotted
 from tilework.checkpoint.format import Path
-from tilework.checkpoint.index_file import names_of, read_index, saved_state
+from tilework.checkpoint.host_load import HostLoad, WayOfReading, read_own
+from tilework.checkpoint.index_file import saved_state
 from tilework.checkpoint.load_planning import Wanted, plan_load
 from tilework.checkpoint.memory_for_meta import give_memory
 from tilework.checkpoint.name_patterns import NamePatterns
@@ -37,10 +31,9 @@ from tilework.checkpoint.ranks import Ranks
 from tilework.checkpoint.reading import PartReader
 from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.sharing import read_shared
-from tilework.checkpoint.splitting import SplitReading
+from tilework.checkpoint.splitting import read_split
 from tilework.checkpoint.storage import Storage
 from tilework.checkpoint.targets import Targets
-from tilework.checkpoint.values import decode_value
 from tilework.dtensor import DTensor
 from tilework.errors import CheckpointError
 from tilework.layout import Box
@@ -304,36 +297,21 @@ def _fill(
     targets = filling.targets
     tensors = [targets[number].tensor if number is not None else None for number in mine]
     places = Targets(wanted, tensors, ranks.here, reader.shares_pages())
-
-    def read() -> None:
-        reader.check_sizes(sorted({each.part.file for each in plan.reads}))
-        with reader.together():
-            for each in plan.reads:
-                saved = wanted[each.tensor].saved
-                target = places.place(each.tensor, each.part, each.need)
-                reader.read_box(saved, each.part, each.need.box, target)
-
-    def split() -> None:
-        if host.group is not None and plan.split:
-            SplitReading(host.group, plan, wanted, reader, places).run()
-
-    def share() -> None:
-        if by_pages:
-            read_shared(plan, wanted, reader, (ranks.here, places))
-        elif host.group is not None and any(plan.units.values()):
-            Exchange(host.group, wanted, reader, places.view).run(plan.units)
-
-    _run_all((read, split, share), ranks, [tensor for tensor in tensors if tensor is not None])
+    load = HostLoad(plan, wanted, reader, places, ranks.here, host.group)
+    ways = (read_own, read_split, read_shared if by_pages else exchange_shared)
+    _run_all(ways, load, ranks, [tensor for tensor in tensors if tensor is not None])
 
 
-def _run_all(steps: Sequence[Callable[[], None]], ranks: Ranks, written: Sequence[Tensor]) -> None:
-    """Take steps that write tensors; the first error of any rank, on all. Collective."""
+def _run_all(
+    ways: Sequence[WayOfReading], load: HostLoad, ranks: Ranks, written: Sequence[Tensor]
+) -> None:
+    """Read in all ways; the first error of any rank, on all. Collective."""
     failures: list[Exception] = []
     with torch.no_grad():
-        for step in steps:
+        for read in ways:
             try:
-                step()
-            except Exception as error:  # of any class: other ranks go on to the next step
+                read(load)
+            except Exception as error:  # of any class: other ranks go on to the next way
                 failures.append(error)
         for tensor in written:
             _count_writes(tensor)
@@ -412,58 +390,3 @@ def _count_writes(tensor: Tensor) -> None:
     for each in tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]:
         if not each.is_inference():
             increment_version(each)
-
-
-# -- one process, without ranks -----------------------------------------------------------------
-
-
-def read_all(
-    storage: Storage, names: Sequence[str] | None, verify: bool, progress: Progress
-) -> Any:
-    """The state of a checkpoint, in plain containers and tensors. Local."""
-    index = read_index(storage)
-    flat = saved_state(index, storage)
-    reader = PartReader(storage, index, verify)
-    tensors: dict[Any, Tensor] = {}
-    patterns = NamePatterns(names)
-
-    def value_of(leaf: Any) -> Any:
-        if isinstance(leaf, Value):
-            return decode_value(leaf.json)
-        if isinstance(leaf, PerRank):
-            return {rank: value_of(each) for ranks, each in leaf.variants for rank in ranks}
-        assert isinstance(leaf, NamedTensor)
-        saved = index.tensors[leaf.name]
-        # Tied weights are one tensor again.
-        if (key := saved.parts or leaf.name) not in tensors:
-            tensors[key] = read_tensor(reader, saved)
-        return tensors[key]
-
-    try:
-        asked = [path for path in flat.leaves if patterns.match(dotted(path))]
-        patterns.check()
-        names_asked = (name for path in asked for name in names_of(flat.leaves[path]))
-        used = [index.tensors[name] for name in names_asked]
-        reader.check_sizes(sorted({part.file for saved in used for part in saved.parts}))
-        distinct = {saved.parts or saved.name: saved.nbytes for saved in used}
-        reader.progress, progress.total = progress, sum(distinct.values())
-        leaves = {path: value_of(flat.leaves[path]) for path in asked}
-    finally:
-        reader.close()
-    if names is None:
-        return rebuild(FlatState(leaves, flat.containers))
-    kept = {path[:n] for path in leaves for n in range(len(path))}
-    containers = {path: kind for path, kind in flat.containers.items() if path in kept}
-    return _rebuild_some(FlatState(leaves, containers))
-
-
-def _rebuild_some(flat: FlatState) -> Any:
-    return rebuild(flat) if flat.leaves else {}
-
-
-def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:
-    """A full tensor on the CPU."""
-    tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
-    for part in saved.parts:
-        reader.read_box(saved, part, part.box, tensor[part.box.slices])
-    return tensor

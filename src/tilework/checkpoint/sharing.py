@@ -11,37 +11,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tilework.checkpoint.format import chunk_count
+from tilework.checkpoint.host_load import HostLoad
 from tilework.checkpoint.load_planning import LoadPlan, Wanted
-from tilework.checkpoint.reading import PartReader
-from tilework.checkpoint.targets import Targets
 
 
-def read_shared(
-    plan: LoadPlan,
-    wanted: Sequence[Wanted],
-    reader: PartReader,
-    here: tuple[int, Targets],
-) -> None:
+def read_shared(load: HostLoad) -> None:
     """Check this rank's chunks of shared parts, and fill the regions that it needs. Local.
-
-    Args:
-        plan: This rank's plan.
-        wanted: The tensors.
-        reader: Reads parts.
-        here: This rank, and the memory to fill.
 
     Raises:
         CheckpointError: Some of the chunks that this rank checks are damaged.
     """
-    rank, targets = here
-    own = _own_chunks(plan, rank, wanted, reader.index.chunk_bytes)
+    rank, reader = load.rank, load.reader
+    own = _own_chunks(load.plan, rank, load.wanted, reader.index.chunk_bytes)
     with reader.together():
-        for number, part, needs in plan.shared:
-            tensor = wanted[number].saved
+        for number, part, needs in load.plan.shared:
+            tensor = load.wanted[number].saved
             checked = bytes(own[number, part.file, part.offset])
             boxes = [need for need in needs if rank in need.ranks]
             for need in boxes:
-                target = targets.place(number, part, need)
+                target = load.targets.place(number, part, need)
                 reader.read_shared_box(tensor, part, need.box, target, checked)
                 checked = bytes(len(checked))
             if not boxes:

@@ -15,45 +15,34 @@ from operator import xor
 import torch
 
 from tilework.checkpoint.format import chunk_count
-from tilework.checkpoint.load_planning import LoadPlan, SharedPart, Wanted
+from tilework.checkpoint.host_load import HostLoad
+from tilework.checkpoint.load_planning import SharedPart
 from tilework.checkpoint.memory import crc32
-from tilework.checkpoint.reading import PartReader
-from tilework.checkpoint.targets import Targets
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
 
 
-class SplitReading:
-    """The reading of split parts on one rank.
+def read_split(load: HostLoad) -> None:
+    """Read this rank's share of split parts, and compare. Collective over the ranks of the host.
 
-    Args:
-        group: The ranks of the host.
-        plan: This rank's plan.
-        wanted: The tensors.
-        reader: Reads parts.
-        targets: This rank's memory.
+    Raises:
+        CheckpointError: A part that this rank needs is damaged; or it is missing, on the
+            rank that noticed.
     """
+    if load.group is not None and load.plan.split:
+        _SplitReading(load, load.group).run()
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        plan: LoadPlan,
-        wanted: Sequence[Wanted],
-        reader: PartReader,
-        targets: Targets,
-    ) -> None:
-        self._group, self._parts, self._wanted = group, plan.split, wanted
-        self._reader, self._targets = reader, targets
-        self._here = group.global_ranks[group.rank()]
+
+class _SplitReading:
+    """The reading of split parts on one rank."""
+
+    def __init__(self, load: HostLoad, group: ProcessGroup) -> None:
+        self._group, self._parts, self._wanted = group, load.plan.split, load.wanted
+        self._reader, self._targets, self._here = load.reader, load.targets, load.rank
 
     def run(self) -> None:
-        """Read, and compare. Collective over the group, if checksums are verified.
-
-        Raises:
-            CheckpointError: A part that this rank needs is damaged; or it is missing, on the rank
-                that noticed.
-        """
+        """Read, and compare, if checksums are verified."""
         ranks = self._group.size()
         shares = bytearray(4 * (ranks + sum(map(self._chunks, self._parts))))
         failure: Exception | None = None
