@@ -74,7 +74,7 @@ void Exchange::await() {
       },
       [&](bool check_processes) { return fault_while_waiting(check_processes); });
   if (state_.step == first_step_)
-    longest_bytes_ = agree(segment_, rank, parity(0), read_, state_.peers);
+    longest_bytes_ = compare_headers(segment_, rank, parity(0), read_, state_.peers);
 }
 
 void Exchange::check_stopped() const {

@@ -171,7 +171,7 @@ uint64_t compare_byte_tables(const Segment& segment, unsigned parity,
   return static_cast<uint64_t>(longest);
 }
 
-/// The slow path of agree(): something differs, which some kinds allow.
+/// The slow path of compare_headers(): something differs, which some kinds allow.
 uint64_t compare_all_calls(const Segment& segment, unsigned parity, const SizeRange& read,
                            PeerBuffers& peers) {
   std::vector<Call> calls;
@@ -263,8 +263,8 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
   }
 }
 
-uint64_t agree(const Segment& segment, int rank, unsigned parity, const SizeRange& read,
-               PeerBuffers& peers) {
+uint64_t compare_headers(const Segment& segment, int rank, unsigned parity, const SizeRange& read,
+                         PeerBuffers& peers) {
   const Call mine = read_call(segment.control(rank).headers[parity]);
   bool uniform = !mine.ragged();
   peers.reading = {true, true, false};

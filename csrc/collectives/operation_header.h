@@ -1,5 +1,5 @@
-// Agreement of all ranks on the operation they called. Each publishes a header with its first
-// round; all compare all headers, so that every rank finds a mismatch, and all find the same one.
+// The header of an operation. Each rank publishes a header of the operation that it called with the
+// first round; all compare all headers, so that every rank finds a mismatch, and the same mismatch.
 //
 // In the gathering and scattering kinds sizes may differ by rank. A rank whose messages all have
 // one size marks its header as uniform (the usual case costs nothing); any other rank publishes a
@@ -75,7 +75,7 @@ void publish_call(const Operation& operation, const Segment& segment, int rank, 
 /// The longest message that one rank sends to another, in bytes, from all ranks' headers of this
 /// round; throws Fault("mismatch") where they disagree. Fills in `peers`; messages of
 /// lengths in `read` are to be read from their senders' memory.
-uint64_t agree(const Segment& segment, int rank, unsigned parity, const SizeRange& read,
-               PeerBuffers& peers);
+uint64_t compare_headers(const Segment& segment, int rank, unsigned parity, const SizeRange& read,
+                         PeerBuffers& peers);
 
 }  // namespace tilework

@@ -1,5 +1,5 @@
 // A public operation (dist.all_reduce, say) as an object that takes its usual calls itself: a group on
-// the fast path, blocking, tensors as they are. It finds the group and runs the operation without a
+// the fast path, tensors as they are. It finds the group and runs the operation without a
 // frame of Python's between the program and the core, so what is recorded as the call site is the
 // frame that runs. All other calls go to the Python function that it stands for, as if that had been
 // called: those for which something is to be prepared or reported, and all while a profiler or debugger
