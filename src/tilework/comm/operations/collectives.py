@@ -23,12 +23,12 @@ from torch import Tensor
 from tilework.comm.contract import Work
 from tilework.comm.operations.coalescing import finish, options
 from tilework.comm.per_call import checks
-from tilework.comm.per_call.fast_function import fast_function
+from tilework.comm.per_call.fast_function import core_first
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp, check_reduction
 from tilework.comm.world import AnyGroup, member
 
 
-@fast_function(inputs="tensor", outputs="tensor")
+@core_first(inputs="tensor", outputs="tensor")
 def all_reduce(
     tensor: Tensor, op: AnyReduceOp = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -88,7 +88,7 @@ def all_reduce_coalesced(
     return finish(pg.allreduce_coalesced(tensors, options(async_op, op)), async_op)
 
 
-@fast_function(inputs="tensor", outputs="tensor")
+@core_first(inputs="tensor", outputs="tensor")
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
@@ -126,7 +126,7 @@ def reduce(
     return finish(pg.reduce([tensor], options(async_op, op, root)), async_op)
 
 
-@fast_function(outputs="tensor")
+@core_first(outputs="tensor")
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -160,7 +160,7 @@ def broadcast(
     return finish(pg.broadcast([tensor], options(async_op, root=root)), async_op)
 
 
-@fast_function(inputs="tensor", outputs="tensor_list")
+@core_first(inputs="tensor", outputs="tensor_list")
 def all_gather(
     tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -195,7 +195,7 @@ def all_gather(
     return finish(pg.allgather([list(tensor_list)], [tensor], options(async_op)), async_op)
 
 
-@fast_function(inputs="input_tensor", outputs="output_tensor")
+@core_first(inputs="input_tensor", outputs="output_tensor")
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
@@ -280,7 +280,7 @@ def all_gather_coalesced(
     return finish(work, async_op)
 
 
-@fast_function(inputs="tensor", outputs="gather_list")
+@core_first(inputs="tensor", outputs="gather_list")
 def gather(
     tensor: Tensor,
     gather_list: list[Tensor] | None = None,
@@ -323,7 +323,7 @@ def gather(
     return finish(pg.gather(lists, [tensor], options(async_op, root=root)), async_op)
 
 
-@fast_function(inputs="scatter_list", outputs="tensor")
+@core_first(inputs="scatter_list", outputs="tensor")
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -384,7 +384,7 @@ def _check_root_list(
         raise ValueError(f"{name} must not be given except on {root_name}: pass None")
 
 
-@fast_function(inputs="input_list", outputs="output")
+@core_first(inputs="input_list", outputs="output")
 def reduce_scatter(
     output: Tensor,
     input_list: list[Tensor],
@@ -424,7 +424,7 @@ def reduce_scatter(
     return finish(pg.reduce_scatter([output], [list(input_list)], options(async_op, op)), async_op)
 
 
-@fast_function(inputs="input", outputs="output")
+@core_first(inputs="input", outputs="output")
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
@@ -463,7 +463,7 @@ def reduce_scatter_tensor(
     return finish(pg.reduce_scatter_tensor(output, input, options(async_op, op)), async_op)
 
 
-@fast_function(inputs="input_tensor_list", outputs="output_tensor_list")
+@core_first(inputs="input_tensor_list", outputs="output_tensor_list")
 def all_to_all(
     output_tensor_list: list[Tensor],
     input_tensor_list: list[Tensor],
@@ -509,7 +509,7 @@ def all_to_all(
     return finish(work, async_op)
 
 
-@fast_function(inputs="input", outputs="output")
+@core_first(inputs="input", outputs="output")
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -555,7 +555,7 @@ def all_to_all_single(
     return finish(work, async_op)
 
 
-@fast_function()
+@core_first()
 def barrier(
     group: AnyGroup = None,
     async_op: bool = False,

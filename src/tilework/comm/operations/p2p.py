@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.per_call import checks
-from tilework.comm.per_call.fast_function import fast_function
+from tilework.comm.per_call.fast_function import core_first
 from tilework.comm.world import AnyGroup, member
 
 
-@fast_function(inputs="tensor")
+@core_first(inputs="tensor")
 def isend(
     tensor: Tensor,
     dst: int | None = None,
@@ -53,7 +53,7 @@ def isend(
     return pg.fast_path.isend(tensor, peer, tag) or pg.send([tensor], peer, tag)
 
 
-@fast_function(outputs="tensor")
+@core_first(outputs="tensor")
 def irecv(
     tensor: Tensor,
     src: int | None = None,
@@ -89,7 +89,7 @@ def irecv(
     return pg.fast_path.irecv(tensor, peer, tag) or pg.recv([tensor], peer, tag)
 
 
-@fast_function(inputs="tensor")
+@core_first(inputs="tensor")
 def send(
     tensor: Tensor,
     dst: int | None = None,
@@ -117,7 +117,7 @@ def send(
         pg.send([tensor], peer, tag).wait()
 
 
-@fast_function(outputs="tensor")
+@core_first(outputs="tensor")
 def recv(
     tensor: Tensor,
     src: int | None = None,

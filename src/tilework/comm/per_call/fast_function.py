@@ -13,12 +13,13 @@ except ImportError:  # installed without the core
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def fast_function(inputs: str = "", outputs: str = "") -> Callable[[_Function], _Function]:
+def core_first(inputs: str = "", outputs: str = "") -> Callable[[_Function], _Function]:
     """A decorator of a public operation that the fast path has, by the function's name.
 
-    The core takes blocking calls on groups with a fast path whose tensors need no preparation, and
-    the function gets all others, as well as those that the core refuses. The function must do with
-    a call that the core takes what the core does: while a profiler watches, it gets that, too.
+    A call has two ways. The core takes calls on groups with a fast path whose tensors need no
+    preparation. The function gets all other calls, and those that the core refuses. Where the
+    core takes a call, the function must do the same with it: while a profiler watches, the function
+    gets such calls, too. docs/algorithms/entrances.md shows all entrances of the core.
 
     Args:
         inputs: The parameter for what the operation reads on this rank; "" for none.
