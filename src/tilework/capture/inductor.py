@@ -31,7 +31,7 @@ from tilework.capture.recorder import ALIAS
 from tilework.capture.sizes import Size, has_size
 from tilework.capture.symbols import Symbols
 from tilework.comm.contract import Options
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.errors import CaptureError
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ class _Call:
 
     def __call__(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
         if self.digest is not None:
-            provenance.set_digest(self.digest())
+            provenance_digest.set_digest(self.digest())
         result = self._run(written, read, self.program.objects, self.program.size)
         if result is None:
             return

@@ -20,7 +20,7 @@ from tilework.capture.number import Number
 from tilework.capture.options import Option
 from tilework.capture.places import Argument
 from tilework.capture.sizes import Size, has_size
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.tensor import DTensor
 
 _SYMBOLS: dict[Any, str] = {
@@ -56,7 +56,7 @@ class Code:
 class _Writer:
     def __init__(self, graph: Graph, options: Sequence[Number], name: str) -> None:
         self.graph, self.name = graph, name
-        self.scope: dict[str, Any] = {"provenance": provenance.set_digest}
+        self.scope: dict[str, Any] = {"provenance": provenance_digest.set_digest}
         self.lines: list[str] = []
         self._numbers: dict[int, str] = {id(each): f"n{i}" for i, each in enumerate(options)}
         self._bound: dict[int, str] = {}

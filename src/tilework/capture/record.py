@@ -19,7 +19,7 @@ from tilework.capture.places import Place, layout_of
 from tilework.capture.python_code import Code, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
 from tilework.capture.sizes import comparable, fits, has_size, size_of, spec_at
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callsite import call_site
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
@@ -45,7 +45,7 @@ class _Purpose:
         self.digests: list[int] = []
 
     def __str__(self) -> str:
-        now = provenance.digest()
+        now = provenance_digest.digest()
         for first, texts in zip(self.digests, self.collectives, strict=False):
             if 0 <= now - first < len(texts):
                 return (
@@ -253,13 +253,13 @@ class Record:
     ) -> list[Any]:
         """The values that outlive a call."""
         digests = self._purpose.digests = self.digests.of_next_call()
-        before = provenance.enter(0, self._purpose, None)
+        before = provenance_digest.enter(0, self._purpose, None)
         try:
             # Local tensors may be of classes with their own handling of operators.
             with torch._C.DisableTorchFunctionSubclass(), self._guard():
                 return self._run(*inputs, *self._sizes(size), *options, *digests)
         finally:
-            provenance.leave(before)
+            provenance_digest.leave(before)
 
     def _sizes(self, size: int | None) -> tuple[int, ...]:
         return (size,) if size is not None and self.code.has_size else ()

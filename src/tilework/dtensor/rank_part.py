@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.provenance import OF_A_DTENSOR, carrying
+from tilework.comm.per_call.provenance_digest import OF_A_DTENSOR, carrying
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import stable_digest
 

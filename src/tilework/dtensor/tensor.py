@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.dtensor import serialization
 from tilework.dtensor.autograd import gradients, in_place_views, local_graph, origins
 from tilework.dtensor.base import DTensorBase, data_of, has_origin, wrap_as
@@ -326,7 +326,7 @@ class DTensor(DTensorBase):
         if explain.watchers:
             explain.begin_operator("redistribute")
         # Within an operator the program does not get it, and no plain tensors give its gradient.
-        of = Moved(digest_of(self), "redistribute", handed_out=not provenance.digest())
+        of = Moved(digest_of(self), "redistribute", handed_out=not provenance_digest.digest())
         local = redistribute_local(local, source, target, async_op=async_op, of=of, dtypes=dtypes)
         if explain.watchers:
             explain.tag_gradient(local)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.per_call.provenance import ADVICE_ON_PASSES, OF_A_PASS, carrying
+from tilework.comm.per_call.provenance_digest import ADVICE_ON_PASSES, OF_A_PASS, carrying
 from tilework.dtensor.provenance.digests import stable_digest
 from tilework.dtensor.provenance.mode import mode
 from tilework.errors import CollectiveMismatchError

@@ -45,7 +45,7 @@ from tilework.comm.contract import (
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry, Ring, Slot
-from tilework.comm.per_call import profiling, provenance
+from tilework.comm.per_call import profiling, provenance_digest
 from tilework.comm.per_call.callsite import call_site
 from tilework.errors import (
     CollectiveMismatchError,
@@ -292,7 +292,7 @@ class NativeGroup(ProcessGroup):
         self._check_devices(operation.inputs)
         self._check_devices(operation.outputs)
         check_overlaps(operation, self._rank, self._size)
-        operation.provenance = provenance.digest()
+        operation.provenance = provenance_digest.digest()
         limit = opts.timeout
         operation.timeout = self.timeout if limit is None else limit.total_seconds()
         only_read = operation.kind == "broadcast" and operation.root == self._rank
@@ -300,7 +300,7 @@ class NativeGroup(ProcessGroup):
         slot = self.flight.begin(operation.summary(), None, 0, 3)
         event = self._event(operation) if profiling.profiled() else None
         if opts.asyncOp:
-            title = provenance.named(operation.describe())
+            title = provenance_digest.named(operation.describe())
             hold = hold_operation(operation, only_read, self.engine.takes_addresses)
             call = EngineCall(self, title, effects, operation, slot, hold)
             return call.start(lambda: self.engine.submit(operation), event)
@@ -311,7 +311,7 @@ class NativeGroup(ProcessGroup):
                 with event:
                     self.engine.run(operation)
         except self.engine.fault_type as fault:
-            title = provenance.named(operation.describe())
+            title = provenance_digest.named(operation.describe())
             error = self.explain(fault.args, title, call_site())
             self.note_failure(slot, error)
             raise error from None
@@ -392,7 +392,7 @@ class NativeGroup(ProcessGroup):
         whom = ", ".join(map(str, ranks))
         if kind == "mismatch":
             return self._mismatch_text(detail)
-        advice = provenance.advice(here)
+        advice = provenance_digest.advice(here)
         if kind == "peer_lost":
             return f"{here}: lost rank {whom}: {detail or 'its process ended'}.{advice}"
         last = self.engine.last_entered()
@@ -417,7 +417,7 @@ class NativeGroup(ProcessGroup):
         return (
             f"ranks called different things: {first}{';' if rest else ''}{rest}\n"
             f"Make every rank of the group call the same operations in the same order, "
-            f"with matching arguments.{provenance.advice(' '.join(calls))}"
+            f"with matching arguments.{provenance_digest.advice(' '.join(calls))}"
         )
 
     def _aborted_error(self, place: str, here: str, detail: str) -> DistBackendError:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tilework.comm.contract import MessageWait, ProcessGroup
 from tilework.comm.flight.ring import RUNNING, Entry
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import World, current_world
 
@@ -97,7 +97,7 @@ def operation_name(group: ProcessGroup, number: int, entry: Entry | None = None)
         running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
         last = running[-1] if running else None
         entry = next((e for e in running if e.number == number), last)
-    title = provenance.named(entry.what if entry else f"operation #{number}")
+    title = provenance_digest.named(entry.what if entry else f"operation #{number}")
     site = call_site() or (entry.site if entry else "")
     place = f" at {site}" if site else ""
     return f"{title}{place} (group {group.group_name!r})"

@@ -38,7 +38,7 @@ from typing import NamedTuple
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight.deadlocks import IN_A_CIRCLE
 from tilework.comm.flight.ring import Entry
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callbacks import callbacks_due
 from tilework.comm.waits import own_threads
 from tilework.comm.waits.by_rank import collective_wait, look_while_waiting, operation_name
@@ -317,7 +317,7 @@ def _ask(task: _Task) -> bool:
         return False
     ranks = sorted(each.rank for each in cycle)
     text = describe(cycle)
-    text = f"{text}\n{_ADVICE}{provenance.advice(text)}"
+    text = f"{text}\n{_ADVICE}{provenance_digest.advice(text)}"
     for each in held_up_by(cycle, read):
         store.set(f"verdict/{each.rank}", json.dumps([each.serial, ranks, text]))
     _abort(task, ranks, text)

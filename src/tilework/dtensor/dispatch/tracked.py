@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.dispatch.overlapping import check_writable
 from tilework.dtensor.dispatch.results import came_from
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in
@@ -57,7 +57,7 @@ def tracked(name: str, handler: Handler) -> Handler:
         seeds = [own] if by_mesh else seeds_in(kwargs, seeds_in(args[first:], [own]))
         with moving(hash(tuple(seeds)), name):
             result = handler(func, args, kwargs)
-            digest = provenance.digest()  # with the keys of random numbers that it drew
+            digest = provenance_digest.digest()  # with the keys of random numbers that it drew
         if writes:
             for number, tensor in enumerate(tensors_in(args[0] if args else ())):
                 if isinstance(tensor, DTensor):

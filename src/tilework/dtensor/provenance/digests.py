@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.base import DTensorBase, memory_of, owner_of
 from tilework.dtensor.provenance import mode
 from tilework.dtensor.provenance.content import content_digest
@@ -63,7 +63,7 @@ def digest_of(tensor: DTensorBase) -> int:
         tensor._digest = 0
         return 0
     if not (spec.is_replicated and spec.takes_part):
-        return hash((spec.digest, provenance.digest()))
+        return hash((spec.digest, provenance_digest.digest()))
     return _digest_of_content(tensor)
 
 

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from tilework.comm.per_call import provenance
-from tilework.comm.per_call.provenance import carrying
+from tilework.comm.per_call import provenance_digest
+from tilework.comm.per_call.provenance_digest import carrying
 from tilework.dtensor.debug.formatting import layout_text
 from tilework.dtensor.provenance.digests import stable_digest
 from tilework.dtensor.provenance.mode import mode
@@ -37,7 +37,7 @@ class TensorText:
 
 def carried(digest: int) -> int:
     """The digest for collectives: that of a tensor, and of the operator around; 0 if off."""
-    return 0 if mode() == "off" else hash((digest, provenance.digest()))
+    return 0 if mode() == "off" else hash((digest, provenance_digest.digest()))
 
 
 def moving(digest: int, operator: str, tensor: TensorText | None = None) -> carrying:
@@ -61,7 +61,7 @@ _digest_of_name = cache(stable_digest)
 
 def named_for(method: str) -> carrying:
     """Let errors meanwhile name a method that the program has called."""
-    return carrying(provenance.digest(), method)
+    return carrying(provenance_digest.digest(), method)
 
 
 class Moved:

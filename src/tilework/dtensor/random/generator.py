@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree_equal
 from tilework.comm.operations.collectives import broadcast
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.recording import recorded
 from tilework.comm.world import current_world
 from tilework.dtensor.provenance.meaning import agreeing
@@ -88,8 +88,10 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
     if mesh.here and mesh.size() > 1:
         drawn = drawn.to(mesh.device_type)
         broadcast(drawn, src=mesh.spec.ranks[0], group=mesh.axes_group(range(mesh.ndim)))
-    if carried := provenance.digest():  # of the operator that draws: its result has the key in it
-        provenance.set_digest(hash((carried, int(drawn))))
+    if (
+        carried := provenance_digest.digest()
+    ):  # of the operator that draws: its result has the key in it
+        provenance_digest.set_digest(hash((carried, int(drawn))))
     return Key(int(drawn), 0)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilework.comm.contract import Work
 from tilework.comm.functional.running import AT_ONCE_BYTES
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.provenance.meaning import Moved, TensorText, carried, moving
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.collective_steps import LOCAL_STEPS, RunStep, prepare_step
@@ -39,11 +39,11 @@ class PreparedRedistribution:
         if not self.communicates:
             return _run_all(self.run_steps, x)
         digest = carried(hash((of.digest, self.digest)))
-        before = provenance.enter(digest, of.operator, self.text)
+        before = provenance_digest.enter(digest, of.operator, self.text)
         try:
             return _run_all(self.run_steps, x)
         finally:
-            provenance.leave(before)
+            provenance_digest.leave(before)
 
     def start(self, x: Tensor, of: Moved) -> tuple[Tensor, Work | None]:
         """The same, of which the last step may still be in flight."""

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.provenance import carrying
+from tilework.comm.per_call.provenance_digest import carrying
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.provenance.digests import digest_of, stable_digest
 from tilework.dtensor.provenance.history import history_of

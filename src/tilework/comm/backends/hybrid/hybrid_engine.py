@@ -38,7 +38,7 @@ from tilework.comm.backends.operation_header import disagreement, header_length,
 from tilework.comm.backends.python_engine import PythonEngine, poll
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.backends.torch.torch_completion import TorchCompletion
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp
 
 #: Seconds between looks of a rank that waits for another host.
@@ -125,7 +125,7 @@ class HybridEngine(PythonEngine):
         self._deadline = time.monotonic() + operation.timeout
         self._performed += 1
         # Only the header carries what the operation means, not the steps within a host.
-        with torch.inference_mode(), provenance.carrying(0):
+        with torch.inference_mode(), provenance_digest.carrying(0):
             step = STEPS[operation.kind](self, operation)
             try:
                 next(step)

@@ -35,7 +35,7 @@ from tilework.comm.flight.ring import (
     describe,
     outcome,
 )
-from tilework.comm.per_call import profiling, provenance
+from tilework.comm.per_call import profiling, provenance_digest
 from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.comm.reduce_op import RedOpType
 
@@ -314,7 +314,7 @@ class ShmGroup(NativeGroup):
     ) -> None:
         """Raise the error that a failure of the fast path means to the program."""
         title = _title(name, inputs, outputs, reduce_op, root, self.global_ranks)
-        title = provenance.named(title)
+        title = provenance_digest.named(title)
         if isinstance(why, BaseException):
             self.note_interruption(slot, why, title)
             return
@@ -343,7 +343,7 @@ class PostedWork(Call):
         self._completion = call.completion
         self._operation = name, inputs, outputs, reduce_op, root
         self._is_message = name in _MESSAGES
-        self._purpose = "" if self._is_message else provenance.named("")
+        self._purpose = "" if self._is_message else provenance_digest.named("")
 
     def title(self) -> str:
         text = describe(self._call.what())

@@ -31,7 +31,7 @@ from tilework.comm.backends.torch.torch_completion import TorchCompletion
 from tilework.comm.capabilities import Capability
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.elastic.watched_store import while_looking
-from tilework.comm.per_call import provenance
+from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 from tilework.store.torch_bridge import as_torch_store
@@ -232,7 +232,7 @@ class EngineGroup(NativeGroup):
                 f"of different sizes; pad them, or use a backend that has it (hybrid, shm and "
                 f"threads do)"
             )
-        operation.compared = self.of_mesh and not provenance.is_off()
+        operation.compared = self.of_mesh and not provenance_digest.is_off()
         return super()._start(operation, opts, outputs)
 
 
