@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.backends.native_work import Call
+from tilework.comm.backends.native_work import NativeWork
 from tilework.testing import run_ranks
 
 
@@ -21,7 +21,7 @@ def test_a_failure_asked_for_after_the_group_was_closed(backend: str) -> None:
             dist.barrier()
             return ""
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
-        assert isinstance(work, Call)
+        assert isinstance(work, NativeWork)
         while not work._completion.done():  # is_completed() would already explain the failure
             time.sleep(0.001)
         dist.destroy_process_group(group)

@@ -295,7 +295,7 @@ def _own_op(dtype: torch.dtype, kind: str) -> Any:
     return _mpi().Op.Create(add, commute=True)
 
 
-class _Call:
+class _Requests:
     """An operation on one rank, as requests of MPI."""
 
     def __init__(self, link: MpiLink, operation: Operation, rank: int) -> None:
@@ -418,16 +418,16 @@ class _Call:
         ]
 
 
-_STARTS: dict[Kind, Callable[[_Call], list[Any]]] = {
-    "barrier": _Call.barrier,
-    "broadcast": _Call.broadcast,
-    "all_reduce": _Call.all_reduce,
-    "reduce": _Call.reduce,
-    "all_gather": _Call.all_gather,
-    "gather": _Call.gather,
-    "scatter": _Call.scatter,
-    "reduce_scatter": _Call.reduce_scatter,
-    "all_to_all": _Call.all_to_all,
+_STARTS: dict[Kind, Callable[[_Requests], list[Any]]] = {
+    "barrier": _Requests.barrier,
+    "broadcast": _Requests.broadcast,
+    "all_reduce": _Requests.all_reduce,
+    "reduce": _Requests.reduce,
+    "all_gather": _Requests.all_gather,
+    "gather": _Requests.gather,
+    "scatter": _Requests.scatter,
+    "reduce_scatter": _Requests.reduce_scatter,
+    "all_to_all": _Requests.all_to_all,
 }
 
 
@@ -447,7 +447,7 @@ class MpiEngine(TorchEngine):
         # Else what others sent before they failed would do. A first look may only fetch the note.
         if self._collectives.is_told() or self._collectives.is_told():
             raise RuntimeError("aborted by another rank")
-        return _Call(self._collectives, operation, self.rank).start()
+        return _Requests(self._collectives, operation, self.rank).start()
 
     def interrupt(self) -> None:
         for link in (self._backend, self._collectives):

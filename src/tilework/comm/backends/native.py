@@ -24,8 +24,8 @@ from tilework.comm.backends.labels import (
 )
 from tilework.comm.backends.native_work import (
     Effects,
-    EngineCall,
-    MessageCall,
+    EngineWork,
+    MessageWork,
     awaited_message,
 )
 from tilework.comm.backends.shm.memory_hold import (
@@ -256,7 +256,7 @@ class NativeGroup(ProcessGroup):
         hold = hold_memory([source], [])
         if hold is not None and not self.engine.takes_addresses:
             source = at_held_address(source)
-        call = MessageCall(self, title, Effects([], [], []), source, slot, hold)
+        call = MessageWork(self, title, Effects([], [], []), source, slot, hold)
         call.peer = dst
         event = profiling.Event("send", [source], self) if profiling.profiled() else None
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout, sent), event)
@@ -274,7 +274,7 @@ class NativeGroup(ProcessGroup):
         hold = hold_memory([target, tensor], [target])
         if hold is not None and not self.engine.takes_addresses:
             target = at_held_address(target)
-        call = MessageCall(self, title, effects, target, slot, hold)
+        call = MessageWork(self, title, effects, target, slot, hold)
         call.peer = src
         event = profiling.Event("recv", [target], self) if profiling.profiled() else None
         return call.start(
@@ -302,7 +302,7 @@ class NativeGroup(ProcessGroup):
         if opts.asyncOp:
             title = provenance_digest.named(operation.describe())
             hold = hold_operation(operation, only_read, self.engine.takes_addresses)
-            call = EngineCall(self, title, effects, operation, slot, hold)
+            call = EngineWork(self, title, effects, operation, slot, hold)
             return call.start(lambda: self.engine.submit(operation), event)
         try:
             if event is None:

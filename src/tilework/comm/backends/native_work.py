@@ -77,7 +77,7 @@ def mark_written(tensors: Sequence[Tensor]) -> None:
     increment_version([t if type(t) in plain_types else t.detach() for t in written])
 
 
-class Call(Work):
+class NativeWork(Work):
     """An operation that goes on, on an engine of a group.
 
     Args:
@@ -206,7 +206,7 @@ class Call(Work):
             self.let_go()
 
 
-class EngineCall(Call):
+class EngineWork(NativeWork):
     """An operation handed to an engine, with what must live and happen until it ends."""
 
     def __init__(
@@ -237,7 +237,7 @@ class EngineCall(Call):
 
     def start(
         self, submit: Callable[[], Completion], event: profiling.Event | None = None
-    ) -> EngineCall:
+    ) -> EngineWork:
         """Submit the operation; a failure to do so raises at once."""
         self._event = event
         try:
@@ -292,19 +292,19 @@ class EngineCall(Call):
 class _ThisThread(threading.local):
     """The message that a thread waits for."""
 
-    message: Call | None = None
+    message: NativeWork | None = None
 
 
 _this_thread = _ThisThread()
 
 
-def awaited_message() -> Call | None:
+def awaited_message() -> NativeWork | None:
     """The message that the calling thread waits for."""
     return _this_thread.message
 
 
 @contextlib.contextmanager
-def waiting_for(message: Call) -> Iterator[None]:
+def waiting_for(message: NativeWork) -> Iterator[None]:
     """Let the calling thread be known to wait for a message."""
     _this_thread.message = message
     try:
@@ -313,7 +313,7 @@ def waiting_for(message: Call) -> Iterator[None]:
         _this_thread.message = None
 
 
-class MessageCall(EngineCall):
+class MessageWork(EngineWork):
     """A message handed to an engine."""
 
     #: The group rank at its other end; -1: any.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tilework.comm import groups
-from tilework.comm.backends.native_work import Call
+from tilework.comm.backends.native_work import NativeWork
 from tilework.comm.backends.shm.shm_group import PostedWork
 from tilework.comm.functional.async_tensor import AsyncTensor
 from tilework.comm.operations import collectives, objects, p2p
@@ -57,7 +57,7 @@ def leave_function(function: FunctionType, reason: str = _REASON, with_calls: bo
 for _module in (collectives, groups, objects, p2p):
     _leave(_module)
 for _method in (
-    *(Call.wait, PostedWork.wait, AsyncTensor.wait, AsyncTensor.is_completed),
+    *(NativeWork.wait, PostedWork.wait, AsyncTensor.wait, AsyncTensor.is_completed),
     *(AsyncTensor.__torch_function__, AsyncTensor.__torch_dispatch__),
 ):
     leave_function(inspect.unwrap(getattr(_method, "__func__", _method)))

@@ -15,11 +15,11 @@ from tilework.comm.operations import collectives
 from tilework.comm.transfer.local_transfer import MOVED, LocalTransfer, flat, in_rows
 from tilework.layout import Piece
 
-Call = Callable[[], object]
-_CallFinder = Callable[[LocalTransfer], Call | None]
+CollectiveCall = Callable[[], object]
+_Finder = Callable[[LocalTransfer], CollectiveCall | None]
 
 
-def single_call(local: LocalTransfer) -> Call | None:
+def single_call(local: LocalTransfer) -> CollectiveCall | None:
     """The collective that the plan is recognised as, if this rank's memory fits it."""
     collective = local.plan.collective
     if local.plan.reduces:
@@ -68,7 +68,7 @@ def _fits(local: LocalTransfer, tensors: Sequence[Tensor]) -> bool:
     return local.pg.uneven_sizes or len({tensor.numel() for tensor in tensors}) == 1
 
 
-def _all_to_all(local: LocalTransfer) -> Call | None:
+def _all_to_all(local: LocalTransfer) -> CollectiveCall | None:
     # Backends that want equal sizes pack others by themselves, into memory without bound.
     if local.plan.reduces or not local.pg.uneven_sizes:
         return None
@@ -78,7 +78,7 @@ def _all_to_all(local: LocalTransfer) -> Call | None:
     return lambda: collectives.all_to_all(outputs, inputs, local.pg)
 
 
-def _all_gather(local: LocalTransfer) -> Call | None:
+def _all_gather(local: LocalTransfer) -> CollectiveCall | None:
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not same_for_all(local.sends):
         return None
@@ -87,7 +87,7 @@ def _all_gather(local: LocalTransfer) -> Call | None:
     return lambda: collectives.all_gather(outputs, inputs[0], local.pg)
 
 
-def _gather(local: LocalTransfer) -> Call | None:
+def _gather(local: LocalTransfer) -> CollectiveCall | None:
     root = _root(local)
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not _only(local.sends, root):
@@ -99,7 +99,7 @@ def _gather(local: LocalTransfer) -> Call | None:
     return lambda: collectives.gather(inputs[root], into, group=local.pg, group_dst=root)
 
 
-def _scatter(local: LocalTransfer) -> Call | None:
+def _scatter(local: LocalTransfer) -> CollectiveCall | None:
     root = _root(local)
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not _only(local.receives, root):
@@ -111,7 +111,7 @@ def _scatter(local: LocalTransfer) -> Call | None:
     return lambda: collectives.scatter(outputs[root], parts, group=local.pg, group_src=root)
 
 
-def _broadcast(local: LocalTransfer) -> Call | None:
+def _broadcast(local: LocalTransfer) -> CollectiveCall | None:
     root = _root(local)
     inputs, outputs = _outgoing(local), _incoming(local)
     if inputs is None or outputs is None or not _only(local.receives, root):
@@ -132,7 +132,7 @@ def _broadcast(local: LocalTransfer) -> Call | None:
     return send_and_keep
 
 
-def _all_reduce(local: LocalTransfer) -> Call | None:
+def _all_reduce(local: LocalTransfer) -> CollectiveCall | None:
     outputs = list(local.target.tensors.values())
     result = flat(outputs[0]) if len(outputs) == 1 else None
     if result is None or not _in_order_of_ranks(local):
@@ -145,7 +145,7 @@ def _all_reduce(local: LocalTransfer) -> Call | None:
     return copy_and_reduce
 
 
-def _reduce_scatter(local: LocalTransfer) -> Call | None:
+def _reduce_scatter(local: LocalTransfer) -> CollectiveCall | None:
     outputs = list(local.target.tensors.values()) or [local.nothing]
     result, inputs = flat(outputs[0]), _outgoing(local)
     if len(outputs) > 1 or result is None or inputs is None or not _in_order_of_ranks(local):
@@ -176,7 +176,7 @@ def _root(local: LocalTransfer) -> int:
     return local.pg.group_ranks[root]
 
 
-_FINDERS: dict[str, _CallFinder] = {
+_FINDERS: dict[str, _Finder] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "gather": _gather,

@@ -24,7 +24,7 @@ from tilework.comm.backends.engine_protocol import (
     op_type,
 )
 from tilework.comm.backends.native import NativeGroup, label
-from tilework.comm.backends.native_work import Call, waiting_for
+from tilework.comm.backends.native_work import NativeWork, waiting_for
 from tilework.comm.backends.shm.tensor_layout import tell_core
 from tilework.comm.contract import CompletedWork, MessageWait, Work, shape_of
 from tilework.comm.flight.ring import (
@@ -323,7 +323,7 @@ class ShmGroup(NativeGroup):
         raise error from None
 
 
-class PostedWork(Call):
+class PostedWork(NativeWork):
     """An operation that the fast path has started."""
 
     _begun = 0.0
