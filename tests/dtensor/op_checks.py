@@ -20,7 +20,7 @@ from tests.rounding import assert_close
 from tilework.comm.agreement import agree
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.propagation.plain_inputs import content_hash
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import wrap
@@ -230,17 +230,17 @@ _noted = _Noted()
 @contextmanager
 def noting_gatherings() -> Iterator[None]:
     """Note which operators are gathered, instead of warning."""
-    before = explain.warn_gather
+    before = causes.warn_gather
 
     def gathers(name: str, *_: Any, **__: Any) -> None:
         if _noted.gathered is not None:
             _noted.gathered.append(name)
 
-    explain.warn_gather = gathers
+    causes.warn_gather = gathers
     try:
         yield
     finally:
-        explain.warn_gather = before
+        causes.warn_gather = before
 
 
 def run_on(

@@ -93,7 +93,7 @@ GRADIENTS = [
     ),
     fault(
         "DTensor: gradients of what has moved lack those of views",
-        "dtensor/autograd/in_place_views.py",
+        "dtensor/autograd/changed_in_place.py",
         "    if before.requires_grad and (is_copy or",
         "    if not before.requires_grad and (is_copy or",
         "tests/dtensor/rules/test_in_place_views.py",

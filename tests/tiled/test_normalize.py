@@ -11,7 +11,7 @@ import torch
 from tests.dtensor.sharded_values import cut
 from tests.rounding import assert_close
 from tilework.dtensor import Shard, init_device_mesh
-from tilework.dtensor.debug.explain import strict
+from tilework.dtensor.debug.causes import strict
 from tilework.sharded import ChunkShardingSpec, shard_tensor
 from tilework.testing import run_ranks
 from tilework.tiled.normalize import torch_arguments

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from tilework.capture.agreement import agree_on
 from tilework.capture.glue import Held
 from tilework.capture.graph import Graph, Input, Instruction, Value
 from tilework.capture.places import Argument, Places, is_dtensor, plain
@@ -25,6 +24,7 @@ from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
 from tilework.capture.record import Record
 from tilework.capture.recorder import BOUNDARY
 from tilework.capture.recording import Call, all_have, record_call, unified
+from tilework.capture.same_program import agree_on
 from tilework.capture.sizes import integers_in, spec_at
 from tilework.comm.per_call.recording import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as

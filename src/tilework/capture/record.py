@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.agreement import Digests
 from tilework.capture.glue import Held, layouts_hold, write_enter, write_leave
 from tilework.capture.graph import Graph, Value
 from tilework.capture.inductor import Compiled
@@ -18,6 +17,7 @@ from tilework.capture.number import Number
 from tilework.capture.places import Place, layout_of
 from tilework.capture.python_code import Code, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
+from tilework.capture.same_program import Digests
 from tilework.capture.sizes import comparable, fits, has_size, size_of, spec_at
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callsite import call_site

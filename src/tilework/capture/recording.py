@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tilework.capture.agreement import agree_on
 from tilework.capture.glue import Held
 from tilework.capture.graph import Graph, Input, Memory
 from tilework.capture.number import value_of
@@ -18,6 +17,7 @@ from tilework.capture.options import Options
 from tilework.capture.places import Argument, Place, Places, is_dtensor, plain
 from tilework.capture.record import Record
 from tilework.capture.recorder import Recorder, bytes_of
+from tilework.capture.same_program import agree_on
 from tilework.capture.sizes import Different, Unifier, first_difference, has_size
 from tilework.capture.unseen import Unseen, told_apart
 from tilework.comm.world import current_world

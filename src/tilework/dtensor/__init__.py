@@ -6,7 +6,7 @@ from tilework.dtensor import compiler_disable, optimizers, rules, tracing
 from tilework.dtensor.autograd import function_inputs, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
-from tilework.dtensor.debug.explain import GatherWarning, explain, strict
+from tilework.dtensor.debug.causes import GatherWarning, explain, strict
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.like_torch import (
     CommDebugMode,

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tilework.dtensor.debug.causes import explain
 from tilework.dtensor.debug.event_log import Log
-from tilework.dtensor.debug.explain import explain
 from tilework.dtensor.show import show
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor

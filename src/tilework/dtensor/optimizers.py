@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tilework.comm.per_call.recording import unrecorded
 from tilework.dtensor.base import has_origin
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
     digest_of,
@@ -32,7 +33,6 @@ from tilework.dtensor.provenance.digests import (
     seeds_in,
     stable_digest,
 )
-from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.torch_tensors import is_torch_dtensor
 from tilework.dtensor.verify import compare_after_step

@@ -13,9 +13,9 @@ from torch.nn import Parameter
 
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor import serialization
-from tilework.dtensor.autograd import gradients, in_place_views, local_graph, origins
+from tilework.dtensor.autograd import changed_in_place, gradients, local_graph, origins
 from tilework.dtensor.base import DTensorBase, data_of, has_origin, wrap_as
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.debug.formatting import headline
 from tilework.dtensor.debug.picture import layout_lines
 from tilework.dtensor.from_local import (
@@ -323,13 +323,13 @@ class DTensor(DTensorBase):
             return copied_views.same_memory(
                 self, local, lambda x: x.redistribute(placements=placements, order=order)
             )
-        if explain.watchers:
-            explain.begin_operator("redistribute")
+        if causes.watchers:
+            causes.begin_operator("redistribute")
         # Within an operator the program does not get it, and no plain tensors give its gradient.
         of = Moved(digest_of(self), "redistribute", handed_out=not provenance_digest.digest())
         local = redistribute_local(local, source, target, async_op=async_op, of=of, dtypes=dtypes)
-        if explain.watchers:
-            explain.tag_gradient(local)
+        if causes.watchers:
+            causes.tag_gradient(local)
         digest = hash((of.digest, target.digest))
         return wrap(local, target, hash((digest, stable_digest(dtypes))) if dtypes else digest)
 
@@ -461,7 +461,7 @@ class DTensor(DTensorBase):
         return gradients.register_post_accumulate_grad_hook(self, hook)
 
     def retain_grad(self) -> None:
-        in_place_views.check_gradient_is_whole(self)
+        changed_in_place.check_gradient_is_whole(self)
         local_graph.in_graph(self).retain_grad()
 
     @property

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from tests.dtensor.op_db.calls import named, operators, samples_of
 from tilework.dtensor import DTensor, distribute_tensor
 from tilework.dtensor.base import owner_of
-from tilework.dtensor.debug.explain import explain
+from tilework.dtensor.debug.causes import explain
 from tilework.layout import Replicate, Shard
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks

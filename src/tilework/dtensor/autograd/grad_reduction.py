@@ -15,8 +15,8 @@ from torch import Tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.per_call.recording import current_recorder
-from tilework.dtensor.debug import explain
-from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.debug import causes
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.meaning import TensorText, moving
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, Ints
@@ -99,9 +99,9 @@ def _buckets(grads: list[PendingGrad]) -> list[list[PendingGrad]]:
 
 def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
     first = bucket[0].grad
-    if explain.watchers:
+    if causes.watchers:
         spec = bucket[0].spec
-        explain.record_reduction(spec, spec.partial_axes, [grad.grad for grad in bucket])
+        causes.record_reduction(spec, spec.partial_axes, [grad.grad for grad in bucket])
     sizes = [grad.grad.numel() for grad in bucket]
     flat = (
         group.empty(sum(sizes), dtype=first.dtype)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import origins
 from tilework.dtensor.autograd.batched_grads import batched_grads
-from tilework.dtensor.autograd.counted_grads import as_seen
-from tilework.dtensor.autograd.expanded_grads import watching
-from tilework.dtensor.autograd.in_place_views import (
+from tilework.dtensor.autograd.changed_in_place import (
     check_gradient_is_whole,
     check_no_leaf,
     refuse_views_of_before,
     show_shape,
 )
+from tilework.dtensor.autograd.counted_grads import as_seen
+from tilework.dtensor.autograd.expanded_grads import watching
 from tilework.dtensor.autograd.local_graph import WayBack, in_graph, local_as, local_of
 from tilework.dtensor.autograd.partial_grads import alias, alias_local
 from tilework.dtensor.base import (
@@ -29,8 +29,8 @@ from tilework.dtensor.base import (
     places_of,
     wrap_as,
 )
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
-from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import (
     redistribute_local,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.base import DTensorBase, Place, base_in_graph, wrap_as
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of, plain_or_digest
-from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.redistribute import pull_back, redistribute_local

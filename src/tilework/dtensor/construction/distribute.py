@@ -12,7 +12,7 @@ from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.propagation.strides import like_strides
-from tilework.dtensor.provenance.history import history_of
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.meaning import TensorText, agreeing, moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, row_major, spec_of

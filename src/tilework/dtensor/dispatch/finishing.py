@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import in_place_views, local_graph
+from tilework.dtensor.autograd import changed_in_place, local_graph
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.dispatch.results import reduced, replicated_like, show_base, wrapped, write
 from tilework.dtensor.propagation.call import Call
@@ -121,7 +121,7 @@ def _written(operation: Operation, sharding: OpSharding, result: Any, call: Call
     if operation.name in _OVERWRITE:
         digest = digest_of_rest(sharding, call)
     if sharding.outputs is None and result.shape != target._spec.size:
-        in_place_views.become(target, replicated_like(target, result))
+        changed_in_place.become(target, replicated_like(target, result))
         note_write(target, digest)
         return target
     if sharding.finish[-1] is Finish.WRITE and result is not target._local_tensor:

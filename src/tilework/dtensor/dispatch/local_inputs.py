@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.autograd import expanded_grads, local_graph, partial_grads
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.results import replicated
 from tilework.dtensor.local_function import as_inference
 from tilework.dtensor.propagation.op_sharding import OpSharding
@@ -63,6 +63,6 @@ def _moved(tensor: DTensor, target: DTensorSpec, axes: Ints, operator: str) -> T
         local = redistribute_local(local, source, target, of=Moved(digest_of(tensor), operator))
     if torch.is_grad_enabled() and tensor._local_tensor.is_inference():
         local = as_inference(local)
-    if explain.watchers:
-        explain.tag_gradient(local)
+    if causes.watchers:
+        causes.tag_gradient(local)
     return local

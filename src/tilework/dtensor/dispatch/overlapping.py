@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import in_place_views
+from tilework.dtensor.autograd import changed_in_place
 from tilework.dtensor.base import DTensorBase, ViewedInPlace, base_in_graph, has_origin, owner_of
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import is_dense
@@ -88,12 +88,12 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
                 made = "together with others, as split() and unbind() do"
             graded = bool(made) and _require_grad((target, *others))
         if has_origin(base):
-            in_place_views.check_no_leaf(base)
+            changed_in_place.check_no_leaf(base)
         if made and (graded or base.requires_grad):
             return made
         view = base
     if target._local_tensor.requires_grad and view._local_tensor.is_leaf:
-        in_place_views.check_no_leaf(target)  # of a leaf, which may have left the graph since
+        changed_in_place.check_no_leaf(target)  # of a leaf, which may have left the graph since
     return ""
 
 
@@ -188,7 +188,7 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
         return False
     count_write(target)
     if has_origin(target):
-        in_place_views.check_no_leaf(target)
+        changed_in_place.check_no_leaf(target)
     for other in others:
         if other.__class__ is not DTensor or other is target:
             continue

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import gradients
 from tilework.dtensor.base import owner_of
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch.overlapping import (
     check_apart,
     is_window,
@@ -220,8 +220,8 @@ def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: A
     if not all(tensor._spec.takes_part for tensor in among):
         return args[0] if args else None
     large = [tensor for tensor in among if tensor.dim()]
-    explain.warn_gather(
-        name, [x._spec for x in large], [x.dtype for x in large], explain.TO_PLAIN_TENSOR
+    causes.warn_gather(
+        name, [x._spec for x in large], [x.dtype for x in large], causes.TO_PLAIN_TENSOR
     )
     full = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     full_args, full_kwargs = with_tensors(args, kwargs, iter(full))
@@ -371,7 +371,7 @@ def write_out(out: Any, value: Any, name: str) -> None:
         value = replicated(value, out._spec.mesh)
     if out.shape != value.shape:
         if out.numel():
-            explain.warn_user(
+            causes.warn_user(
                 f"out= of {name} has shape {list(out.shape)} and elements, and is resized to "
                 f"{list(value.shape)}: this is deprecated; pass one of that shape, or resize_(0) "
                 f"it first",

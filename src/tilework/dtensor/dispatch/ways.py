@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.base import version_of
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch import autocast
 from tilework.dtensor.dispatch.finishing import Operation, digest_of_rest, finished
 from tilework.dtensor.dispatch.local_inputs import local_inputs
@@ -131,9 +131,9 @@ class Ways:
 
     def _on_locals(self, sharding: OpSharding, way: OnLocals | Gathered, call: Call) -> Any:
         """The result of a call, computed from local tensors in the layouts that it needs."""
-        if explain.watchers:
+        if causes.watchers:
             gathers = isinstance(way, Gathered) and any(sharding.inputs)
-            explain.begin_operator(self._name, gathers)
+            causes.begin_operator(self._name, gathers)
         locals_ = local_inputs(sharding, call.tensors, call.mesh, self._title)
         if Finish.WRITE in sharding.finish and _is_kept(locals_[0]):
             locals_[0] = locals_[0].clone()

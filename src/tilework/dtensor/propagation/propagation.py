@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.propagation import strides
 from tilework.dtensor.propagation.call import Call, unseen
 from tilework.dtensor.propagation.op_sharding import (
@@ -233,7 +233,7 @@ class ShardingPropagator:
             raise_if_certain(refusal, call)
         if not self.entry.has_rule or refusal is None:
             dtypes = [arg.dtype for arg in args]
-            explain.warn_gather(self.name, [arg.spec for arg in args], dtypes)
+            causes.warn_gather(self.name, [arg.spec for arg in args], dtypes)
         inputs: list[InputLayout | None] = [
             None if arg.spec.replicated == arg.spec else (arg.spec.replicated, ()) for arg in args
         ]

@@ -21,8 +21,8 @@ from torch import Tensor
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.base import DTensorBase, memory_of, owner_of
 from tilework.dtensor.provenance import mode
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.content import content_digest
-from tilework.dtensor.provenance.history import history_of
 
 _NUMBER_CLASSES: tuple[Any, ...] = (int, float, complex)
 NUMBERS = frozenset({int, float, bool, complex})

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from tilework.dtensor.base import DTensorBase
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of
-from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.provenance.replicas import compare_gradients
 

@@ -13,10 +13,10 @@ from tilework.comm.functional import kinds
 from tilework.comm.functional.async_tensor import AsyncTensor, attached
 from tilework.comm.functional.running import run
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.content import content_digest
-from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.prepared import (
@@ -84,8 +84,8 @@ def redistribute_local(
         return local if dtypes is None else local.to(dtype)
     if local.shape != source.local_shape:
         check_local(local, source, prepared.steps)
-    if explain.watchers:
-        explain.record_steps(source, prepared.steps, dtype)
+    if causes.watchers:
+        causes.record_steps(source, prepared.steps, dtype)
     if local.requires_grad and torch.is_grad_enabled():
         if prepared.adjoint.nonlinear:
             local = local.clone()  # is kept for its gradient, and may be written to afterwards

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.autograd import in_place_views, local_graph
+from tilework.dtensor.autograd import changed_in_place, local_graph
 from tilework.dtensor.base import owner_of
 from tilework.dtensor.dispatch.overlapping import check_in_graph
 from tilework.dtensor.dispatch.results import replicated_like
@@ -30,7 +30,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor: DTensor = args[0]
     name = canonical_name(func)[0]
     operator = getattr(Tensor, name)
-    in_place_views.check_no_leaf(tensor)
+    changed_in_place.check_no_leaf(tensor)
     check_in_graph(name, tensor)
     _check_graph_of_dims(name, tensor)
     rest = args[1:]
@@ -44,11 +44,11 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
         count_write(tensor, graded)
         anchor = anchor_of(tensor)
         result: DTensor = change(anchor)
-    if in_place_views.may_change_local(tensor, result):
-        in_place_views.change_local(
+    if changed_in_place.may_change_local(tensor, result):
+        changed_in_place.change_local(
             anchor, result, lambda local: func(local, *rest, **kwargs), change
         )
-    return in_place_views.become_view(tensor, anchor, result)
+    return changed_in_place.become_view(tensor, anchor, result)
 
 
 def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
@@ -114,7 +114,7 @@ def _resized(
     full.resize_(shape, memory_format=memory_format)
     # Else they are what each rank's memory happens to hold.
     full.as_strided((full.numel(),), (1,), 0)[known:].zero_()
-    return in_place_views.become(tensor, replicated_like(tensor, full))
+    return changed_in_place.become(tensor, replicated_like(tensor, full))
 
 
 @dtensor_handler("resize_as_")

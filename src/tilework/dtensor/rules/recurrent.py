@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tilework.dtensor.autograd import local_graph
-from tilework.dtensor.debug import explain
+from tilework.dtensor.debug import causes
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.tiled.factors import Dim, Factor
@@ -101,7 +101,7 @@ def _on_full_tensors(function: Callable[..., Any], first: Tensor, sizes: Tensor,
         assert isinstance(sizes, DTensor)
         return function(first, sizes.full_tensor(), *args)
     if not first._spec.is_replicated:
-        explain.warn_gather(function.__name__, [first._spec], [first.dtype])
+        causes.warn_gather(function.__name__, [first._spec], [first.dtype])
     full = first.redistribute(placements=first._spec.replicated.placements)
     if isinstance(sizes, DTensor):
         sizes = sizes.full_tensor()

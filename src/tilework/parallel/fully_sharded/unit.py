@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.per_call.provenance_digest import carrying
 from tilework.comm.reduce_op import ReduceOp
+from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.digests import digest_of, stable_digest
-from tilework.dtensor.provenance.history import history_of
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import wrap

@@ -15,14 +15,14 @@ shortens ``world_sizes``.
 
 from __future__ import annotations
 
-from tilework.testing.groups.agreement import (
+from tilework.testing.groups.aliases import AliasSuite
+from tilework.testing.groups.base import GroupSuite
+from tilework.testing.groups.disagreement import (
     MismatchSuite,
     MisuseSuite,
     ProvenanceSuite,
     TimeoutSuite,
 )
-from tilework.testing.groups.aliases import AliasSuite
-from tilework.testing.groups.base import GroupSuite
 from tilework.testing.groups.exchanges import AllToAllSuite
 from tilework.testing.groups.messages import MessageSuite
 from tilework.testing.groups.methods import MethodSuite

@@ -19,8 +19,8 @@ from tilework.comm.backends.hybrid.hybrid_backend import HybridGroup
 from tilework.comm.backends.shm import shm_backend
 from tilework.testing import run_ranks
 from tilework.testing.groups import ProcessGroupContract
-from tilework.testing.groups.agreement import TimeoutSuite
 from tilework.testing.groups.base import GroupSuite, inside
+from tilework.testing.groups.disagreement import TimeoutSuite
 from tilework.testing.groups.messages import MessageSuite
 from tilework.testing.groups.moves import BroadcastSuite, GatherSuite
 from tilework.testing.groups.reductions import AllReduceSuite, ReduceSuite
