@@ -34,7 +34,7 @@ PRONOUNS = {
     "launch": (32, 13),
     "layout": (9, 15),
     "mesh": (5, 16),
-    "parallel": (15, 45),
+    "parallel": (15, 44),
     "rendezvous": (0, 10),
     "rpc": (2, 32),
     "sharded": (28, 24),

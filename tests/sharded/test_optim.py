@@ -261,7 +261,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "no names": ([torch.ones(2)], torch.optim.SGD, TypeError, "parameters must have names"),
     "nothing": ({}, torch.optim.SGD, ValueError, "has no parameters"),
     "one name": ([("a", torch.ones(1)), ("a", torch.ones(1))], torch.optim.SGD, ValueError,
-                 "two parameters have one name"),
+                 "two parameters have the same name"),
     "no tensor": ({"a": 3}, torch.optim.SGD, TypeError, "parameter 'a' must be a tensor, got int"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""``tilework run``, ``doctor`` and ``explain``: their options, and what wrong use is told."""
+"""``tilework run``, ``doctor`` and ``explain``: options, and errors of wrong use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOTES = """\
 """
 
 _RUN_NOTES = """\
-Options of tilework come before SCRIPT; what follows it is the script's own.
+Options of tilework come before SCRIPT; arguments after it go to the script.
 
 The exit status is 0, or that of the rank that failed first (128 + number for a signal),
 or 130 after Ctrl-C.
@@ -59,7 +59,7 @@ def run_command(arguments: Sequence[str], version: str) -> int:
 
 
 def _with_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments with ``run`` in front where they begin with options of ``run`` or a script."""
+    """The arguments, with ``run`` in front if they begin with options of ``run`` or a script."""
     first = arguments[0]
     if first in _COMMANDS or first in ("-h", "--help", "--version"):
         return arguments
@@ -78,7 +78,7 @@ def _unknown_text(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> st
 
 
 def parser_of_commands(version: str) -> argparse.ArgumentParser:
-    """The parser of all commands, of ``checkpoint`` but the name."""
+    """The parser of all commands, with only the name of ``checkpoint``."""
     parser = argparse.ArgumentParser(
         prog="tilework",
         description="Sharded tensors and process groups for PyTorch.",
@@ -204,7 +204,7 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
-    """The program to run; raises if it does not exist: a message now, not from each rank."""
+    """The program to run; raises at once, not on each rank, if it does not exist."""
     name, arguments = options.script, tuple(options.arguments)
     if _PYTHON.fullmatch(os.path.basename(name)) and arguments and not os.path.isdir(name):
         name, *rest = arguments  # the launcher starts the interpreter itself
@@ -243,7 +243,7 @@ def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _script_guess(name: str) -> str:
-    """A suggestion for a name that is no file."""
+    """A suggestion for a name that is not a file."""
     folder, base = os.path.split(name)
     with suppress(OSError):
         known = [entry for entry in os.listdir(folder or ".") if entry.endswith(".py")]
@@ -362,7 +362,7 @@ _CALIBRATE_HELP = "measure again which ways of moving data are fast here, keep a
 
 
 def _doctor(calibrate: bool) -> int:
-    # By name, since it imports torch: seconds that wrong use and help should not cost.
+    # Imported late, as it loads torch: help and wrong use should not wait for that.
     module = importlib.import_module("tilework.launch.doctor")
     status: int = module.calibrate() if calibrate else module.doctor()
     return status

@@ -75,7 +75,7 @@ def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> Non
         if forward is not None and not {"super", "forward"} <= set(names):
             raise TypeError(
                 f"{name or 'the module'} is a {kind.__name__}, whose forward does not call "
-                f"super().forward(): what it computes by itself would have the statistics of "
+                f"super().forward(): its own computation would use the statistics of "
                 f"each rank alone. Let {each.__name__}.forward call super().forward(x), or put a "
                 f"SyncBatchNorm in its place"
             )

@@ -167,9 +167,9 @@ def _check_here(by_mesh: Mapping[Any, list[Tensor]]) -> None:
 
 def _outside(mesh: Any) -> str:
     return (
-        f"clip_grad_norm_ has gradients on {mesh}, and this rank is outside it: their norm is not "
-        f"known here, and what this rank has cannot be scaled alike. Clip the parameters of that "
-        f"mesh apart, on its ranks"
+        f"clip_grad_norm_ has gradients on {mesh}, and this rank is outside of the mesh: "
+        f"it does not know the norm of these gradients, and cannot scale others by the total. "
+        f"Clip the parameters of that mesh separately, on the ranks of the mesh"
     )
 
 

@@ -27,8 +27,8 @@ from tilework.parallel.passes import is_due
 from tilework.tiled.tensor import TiledTensor
 
 _ADVICE = (
-    "ZeroRedundancyOptimizer steps parameters that all ranks have, each on one rank: look for what "
-    "one rank alone has written to them or loaded"
+    "ZeroRedundancyOptimizer steps parameters that all ranks have, each on one rank: look for code "
+    "that writes to parameters, or loads them, on one rank only"
 )
 
 

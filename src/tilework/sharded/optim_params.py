@@ -56,5 +56,5 @@ def named_group(group: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"parameter {name!r} must be a tensor, got {type(tensor).__name__}")
     if len(dict(pairs)) != len(pairs):
-        raise ValueError(f"two parameters have one name: {[name for name, _ in pairs]}")
+        raise ValueError(f"two parameters have the same name: {[name for name, _ in pairs]}")
     return {**group, "params": dict(pairs)}

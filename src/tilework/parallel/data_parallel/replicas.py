@@ -19,8 +19,8 @@ from tilework.parallel.passes import Passes, compare_passes
 
 _ADVICE = (
     "DistributedDataParallel gives all ranks the same parameters and the same gradients: look for "
-    "what one rank alone has written to them, or has stepped with other options or states of the "
-    "optimizer"
+    "code that writes to parameters on one rank only, or for optimizers with different options or "
+    "states"
 )
 
 

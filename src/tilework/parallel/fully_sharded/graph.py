@@ -103,7 +103,7 @@ class Saved:
         if self.param.local._version != self.version:
             raise RuntimeError(
                 f"parameter {self.param.name} was written to in place after the forward pass whose "
-                f"backward needs the value, by an optimizer step for one: call backward before it"
+                f"backward needs the value, for example by an optimizer step: call backward before"
             )
         block: Tensor = self.use.block(self.which)
         return block.as_strided(self.shape, self.stride, self.offset)

@@ -179,9 +179,9 @@ def _check_built(tracked: Sequence[Tracked], tensors: Sequence[Found]) -> None:
         if before.get(name) != now.get(name):
             raise ValueError(
                 f"{name} was {_words(before.get(name))} when the state was built, and is "
-                f"{_words(now.get(name))} after a step, so it could not come back: build() is to "
-                f"make all tensors as they stay; what grows belongs into an object with "
-                f"state_dict() and load_state_dict()"
+                f"{_words(now.get(name))} after a step, so it could not come back: build() must "
+                f"make all tensors in their final shapes; state that grows belongs in an "
+                f"object with state_dict() and load_state_dict()"
             )
 
 

@@ -167,7 +167,7 @@ def _checked(
         return {"": plan}
     if not isinstance(plan, Mapping):
         raise TypeError(
-            f"a plan is a ParallelStyle, or a dict of such by names of modules, got "
+            f"a plan is a ParallelStyle, or a dict of styles by names of modules, got "
             f"{type(plan).__name__}"
         )
     for name, style in plan.items():
@@ -233,7 +233,8 @@ class _Parameters:
             if known != layout:
                 raise ValueError(
                     f"{_style_text(other)} wants {known} and {_style_text(styled)} wants {layout} "
-                    f"of one parameter, {name!r} of {styled.name or 'the module'!r}: let them agree"
+                    f"of the same parameter, {name!r} of {styled.name or 'the module'!r}: "
+                    f"give the same layout in both"
                 )
 
     def distribute(self, root: nn.Module, axis: MeshAxis, source: int | None) -> None:

@@ -287,7 +287,7 @@ def _layout(layout: Placement | None, default: Placement) -> Placement:
     layout = native_placement(layout)
     if not isinstance(layout, Placement):
         raise TypeError(
-            f"a layout is one placement, Shard(dim), Replicate() or Partial(): what the axis does. "
+            f"a layout is a single placement for the axis, Shard(dim), Replicate() or Partial(). "
             f"Got {layout!r}"
         )
     return layout
