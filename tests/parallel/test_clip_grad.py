@@ -104,7 +104,7 @@ def test_a_rank_that_cannot_know_the_norm_says_so() -> None:
             assert clip_grad_norm_([alone, plain], 1.0).item() == pytest.approx(8**0.5)
             return
         assert clip_grad_norm_([alone], 1.0).item() == 0
-        with pytest.raises(RuntimeError, match="this rank is outside it"):
+        with pytest.raises(RuntimeError, match="this rank is outside of the mesh"):
             clip_grad_norm_([alone, plain], 1.0)
 
     run_ranks(2, program)
