@@ -300,7 +300,7 @@ def test_a_wrong_plan_changes_nothing() -> None:
             parallelize_module(model, mesh, {**fine, "blocks.*.mlp.1": ColwiseParallel()})
         with pytest.raises(NotImplementedError, match="not Attention"):
             parallelize_module(model, mesh, {**fine, "blocks.*.attention": RowwiseParallel()})
-        with pytest.raises(ValueError, match=r"Shard\(dim=1\) and .* of the same parameter, 'weight'"):
+        with pytest.raises(ValueError, match=r"Shard\(dim=1\) and .* of the same parameter"):
             parallelize_module(
                 model,
                 mesh,
