@@ -42,10 +42,10 @@ demo: $(VENV)/.installed
 	    print(max(4, min(usable_cores(), 16)))')}; \
 	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
 
-# Three processes for two cores, as many tests wait more than they compute; tests/conftest.py says which
-# of them share one.
+# Four processes for two cores, as many tests wait more than they compute; tests/conftest.py says which
+# tests share a process.
 test: install
-	@$(bin)/python -m pytest -n 3 $(ARGS)
+	@$(bin)/python -m pytest -n 4 $(ARGS)
 
 check: install
 	@$(bin)/python -m tests.check $(ARGS)

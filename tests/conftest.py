@@ -1,4 +1,4 @@
-"""Three processes run the tests; those that measure time, or end processes, share one of them.
+"""Four processes run the tests; those that measure time, or end processes, share two of them.
 
 Where the core is not built, what needs it is skipped, and says why.
 """
@@ -47,12 +47,15 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, handler)
 
 
-#: Modules of which no two tests may run at once.
-IN_A_ROW = re.compile(
-    r"tests/(chaos|faults|launch|rendezvous|rpc|store)/"
-    r"|tests/torch_backend/test_rendezvous.py"
-    r"|(fault|liveness|death|timeout|signal|garbage|failure|diagnosis|hosts)\w*\.py"
-)
+#: By name, modules of which no two tests run at once: those of a row wait for processes and
+#: clocks, those of the others would build, parse or load the same things in every process.
+ROWS = {
+    "launch": r"tests/(launch|rendezvous|rpc|store)/|tests/torch_backend/test_rendezvous.py",
+    "faults": r"tests/(chaos|faults)/"
+    r"|(fault|liveness|death|timeout|signal|garbage|failure|diagnosis|hosts)\w*\.py",
+    "simulation": "tests/csrc/simulation/",
+    "style": "tests/test_style.py",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "in a row" if IN_A_ROW.search(nodeid) else nodeid
+            return next((name for name, row in ROWS.items() if re.search(row, nodeid)), nodeid)
 
     return Scheduling(config, log)
 
