@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase, DTensorT, base_then, data_of, wrap_as
 from tilework.dtensor.provenance.digests import digest_of
-from tilework.dtensor.views.copied_views import WATCHED, mark, same_memory
+from tilework.dtensor.views.copied_views import WATCHED, mark, refresh, same_memory
 
 #: Makes of a tensor another of all of its memory.
 _WHOLE = (None, Tensor.detach, data_of)
@@ -59,6 +59,7 @@ class _Copies:
         return known[1]
 
     def _made(self, tensor: DTensorBase, memo: dict[int, Any]) -> DTensorBase:
+        refresh(tensor)
         view = tensor._view_of
         if view is WATCHED:
             view = None
