@@ -298,9 +298,9 @@ LEFT_OUT: Final[Sequence[LeftOut]] = (
 
 @dataclass(frozen=True)
 class Difference:
-    """Names, members and keywords of torch's that there are not here, for one reason."""
+    """Names, members and keywords that torch has and tilework leaves out, with the reason."""
 
-    #: Where a user looks for them here.
+    #: The package of tilework in which a user looks for them.
     package: str
     #: ``name``, ``Class.member`` or ``function(keyword)``; ``*`` stands for anything.
     names: tuple[str, ...]

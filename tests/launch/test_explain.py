@@ -302,7 +302,7 @@ def test_records_of_an_earlier_run_are_left_out(
         ("9" * 10_000, "it is no JSON, or is cut off"),
         ("[1]", "it is no flight record of tilework"),
         (json.dumps(record(1, tilework_flight=3)), "it is of version 3, this tilework reads 2"),
-        (json.dumps(record(3)), "it says that it is of rank 3"),
+        (json.dumps(record(3)), "the file name and the record differ: the record is of rank 3"),
         (json.dumps(record(-1)), "'rank' of the record must be a whole number from 0"),
         (json.dumps(record(1, host=[])), "'host' of the record must be a text"),
         (json.dumps(record(1, host="x" * 9999)), "'host' of the record must be a text of at most"),

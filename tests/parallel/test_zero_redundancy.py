@@ -139,7 +139,7 @@ def test_groups_and_schedulers() -> None:
 
 def test_misuse() -> None:
     def program(rank: int) -> None:
-        with pytest.raises(TypeError, match="is a subclass of Optimizer, got 5"):
+        with pytest.raises(TypeError, match="must be a subclass of Optimizer, got 5"):
             ZeroRedundancyOptimizer([nn.Parameter(torch.ones(1))], 5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="empty parameter list"):
             ZeroRedundancyOptimizer([], torch.optim.SGD, lr=0.1)

@@ -597,7 +597,7 @@ def test_another_user_is_refused_on_a_unix_socket() -> None:
     name = f"@tilework-test-{uuid.uuid4().hex}"
     with UnixStore(name, is_master=True), process(program, name) as stranger:
         assert "DistNetworkError" in (client_says := stranger.line())
-        assert "not to be trusted: it belongs to user 0" in client_says
+        assert "cannot be trusted: it belongs to user 0" in client_says
         assert "refused this client: it belongs to user 65534" in stranger.line()
 
 

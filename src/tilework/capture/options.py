@@ -42,11 +42,13 @@ class Option(NamedTuple):
 
 
 class Options:
-    """The floats of ``param_groups``, temporarily replaced by numbers of the program.
+    """Replace floats of ``param_groups``, such as learning rates, by inputs of a recorded program.
+
+    A context manager: the floats come back at the end of the block.
 
     Args:
-        optimizers: The optimizers.
-        book: The numbers of the recording.
+        optimizers: The optimizers whose floats are replaced.
+        book: The inputs and numbers of the recording.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], book: NumberBook) -> None:

@@ -139,9 +139,9 @@ def _refused(name: str) -> Callable[..., Any]:
                 return recorder.decided(original, self)
             return original(self, *args, **kwargs)
         raise CaptureError(
-            f"the step {what} at {call_site()}: a program has no Python, so it would go on with "
-            f"the value of this call. Compute with tensors (torch.where instead of a branch), or "
-            f"return the tensor and do this after the call"
+            f"the step {what} at {call_site()}, which a recorded program cannot repeat: it runs no "
+            f"Python, and would use the value of this recording each time. Compute with tensors "
+            f"(torch.where instead of a branch), or return the tensor and do this after the call"
         )
 
     return read

@@ -21,21 +21,21 @@ T_co = TypeVar("T_co", covariant=True)
 class DataLoader(TorchDataLoader[T_co]):
     """torch's DataLoader, in which each rank has batches of a part of the rows.
 
-    Making it is collective over the ranks that share the rows, and blocks, as they compare their
-    arguments; iterating is local. Each full iteration is an epoch; the next has the next order. The
-    batches of all ranks together are those of one process with ``batch_size`` times as many rows:
-    step by step the same rows, for any number of ranks. Workers' random numbers are seeded by seed,
-    epoch and place among the ranks, so that ranks augment differently, and a run can be repeated.
+    Making a loader is collective over the ranks that share the rows, and blocks: the ranks compare
+    their arguments. Iterating is local. Each full iteration is an epoch, and ``shuffle`` gives each
+    epoch another order. At each step all ranks together have the rows that one process would have
+    with a batch of ``global_batch_size`` rows, for any number of ranks. The seed, the epoch and the
+    rank seed the random numbers of workers: ranks augment differently, and a run can be repeated.
 
-    :meth:`state_dict` says by rows where the loop is: it may go on with another number of ranks.
+    :meth:`state_dict` counts the rows that were taken, so another number of ranks can go on there.
 
     Args:
-        dataset: With a length, or iterable. Of an iterable dataset each rank reads the full stream
-            (in each worker, that worker's) and keeps every n-th row.
+        dataset: A dataset with a length, or an iterable dataset. Each rank iterates over the whole
+            of an iterable dataset, in each worker, and keeps every n-th row.
         batch_size: Rows in a batch of this rank.
         shuffle: Whether each epoch has another order; not for iterable datasets.
         global_batch_size: Rows in a step of all ranks, instead of ``batch_size``.
-        seed: Of the order and of workers; the same on each rank.
+        seed: The seed of the order and of the workers; the same on each rank.
         uneven: Where rows do not divide evenly: see :class:`DistributedSampler`. With ``"keep"``
             ranks may have different numbers of batches: train within ``join()``.
         drop_last: Whether a last batch that is not full is left out.

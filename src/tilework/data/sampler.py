@@ -16,27 +16,27 @@ _DIFFERENT = "ranks must load the same rows, in the same way:"
 
 
 class DistributedSampler(Sampler[int]):
-    """A sampler of the rows of one rank, for a DataLoader; torch's class of that name, by mesh.
+    """A sampler of this rank's rows, for a DataLoader: torch's class of that name, with meshes.
 
-    Making it is collective over the ranks that share the rows, and blocks: they compare what they
-    were given, since ranks with different lengths or orders would wait for each other later, or
-    see rows twice. With ``num_replicas`` and ``rank`` given it is local, and nothing is compared.
-    Without a process group it is that of one rank.
+    Making a sampler is collective over the ranks that share the rows, and blocks: the ranks compare
+    their arguments, since ranks with different lengths or orders would wait for each other later,
+    or see rows twice. With ``num_replicas`` and ``rank`` given, making it is local, and nothing is
+    compared. Without a process group the sampler yields all rows.
 
     Args:
         dataset: Anything that has a length, the same on each rank.
         num_replicas: The number of ranks that share the rows; None: those of ``mesh`` or ``group``.
         rank: This rank's number among them; together with ``num_replicas``.
         shuffle: Whether each epoch has another order; the order is torch's.
-        seed: Of the order; the same on each rank.
+        seed: The seed of the order; the same on each rank.
         drop_last: Torch's name for ``uneven="drop"``.
-        uneven: Where the rows do not divide evenly: ``"pad"`` repeats the first ones, so that all
-            ranks have as many; ``"drop"`` leaves out the last; ``"keep"`` lets some ranks have one
-            more, as evaluation wants it, and training within ``join()``.
+        uneven: The treatment of rows that do not divide evenly. ``"pad"`` repeats the first rows,
+            so that all ranks have the same number; ``"drop"`` leaves out the last rows; ``"keep"``
+            gives some ranks one row more, for evaluation or for training within ``join()``.
         group: The ranks that share the rows; None: the default group.
         mesh: The mesh along whose axes rows are divided, instead of a group; ``mesh["dp"]`` for one
-            axis. Ranks at the same place along it have the same rows, such as those that are
-            parallel in tensors.
+            axis. Ranks at the same place along the axes have the same rows: the ranks of one
+            tensor-parallel group, for example.
 
     Raises:
         ValueError: Contradictory arguments; or ranks were given different ones (on every rank).

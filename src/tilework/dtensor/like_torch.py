@@ -38,9 +38,10 @@ class CommCounts(Counter[str]):
 
 
 class CommDebugMode:
-    """Count the collectives that DTensors need meanwhile on this rank: :func:`explain` as numbers.
+    """Count the collectives that DTensors run on this rank inside the ``with`` block.
 
-    A context manager. Local. Collectives that a program calls itself are not counted.
+    Local. Collectives that the program calls directly are not counted. :func:`explain` lists the
+    same collectives with their causes.
 
     Example:
         >>> import torch

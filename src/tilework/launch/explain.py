@@ -104,7 +104,9 @@ def _read_one(path: Path) -> Record:
             raise FlightRecordError("it is not a regular file")
         record = decode(file.read(MAX_FILE_BYTES + 1))
     if path.name != f"rank-{record.rank}.json":
-        raise FlightRecordError(f"it says that it is of rank {record.rank}")
+        raise FlightRecordError(
+            f"the file name and the record differ: the record is of rank {record.rank}"
+        )
     return record
 
 

@@ -13,7 +13,7 @@ KILL_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class Step:
-    """The signals to send at one moment."""
+    """A signal to the ranks of a job, and the time to send it."""
 
     after: float
     """Seconds since the stop began."""

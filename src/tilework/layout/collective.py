@@ -27,10 +27,11 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that is equivalent to a plan, and the ranks that take part.
+    """The collective that moves the same elements as a plan, and the ranks that take part.
 
-    All ranks have the same kind. Ranks that exchange nothing with each other may be in separate
-    groups, each of which does the collective; all_to_all always has a single group of all.
+    ``kind`` is the same on every rank. Ranks that exchange nothing with each other may be in
+    separate groups, and each group runs the collective by itself. all_to_all always runs in one
+    group of all ranks.
     """
 
     kind: Kind

@@ -12,8 +12,8 @@ from tilework.layout.torch_callers import refuse_torch_caller
 from tilework.layout.whole_numbers import whole_number, whole_numbers
 
 _OURS = (
-    "a placement of tilework's: torch.distributed's functions take those of "
-    "torch.distributed.tensor, and x.to_torch() makes a DTensor of theirs, with their placements"
+    "a placement of tilework's: torch.distributed's functions take the placements of "
+    "torch.distributed.tensor. x.to_torch() converts a DTensor, with the placements"
 )
 
 

@@ -31,7 +31,7 @@ from tilework.mesh.torch_meshes import (
     torch_part,
 )
 
-_OURS = "a mesh of tilework's: torch.distributed's functions take to_torch() of it"
+_OURS = "a mesh of tilework's: give torch.distributed's functions the mesh's to_torch()"
 
 
 class DeviceMesh(MeshSlicing):

@@ -79,7 +79,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise TypeError(f"optimizer_class is a subclass of Optimizer, got {optimizer_class!r}")
+            raise TypeError(
+                f"optimizer_class must be a subclass of Optimizer, got {optimizer_class!r}"
+            )
         Joinable.__init__(self)
         self.process_group = group_or_default(process_group)
         self.overlap_with_ddp = overlap_with_ddp

@@ -17,15 +17,15 @@ T = TypeVar("T")
 
 
 class RRef(Generic[T]):
-    """A reference to a value that one rank, its owner, holds; any rank may have one.
+    """A reference, on any rank, to a value that one rank holds: the owner.
 
-    ``RRef(value)`` makes this rank the owner of ``value``; :func:`remote` makes another one the
-    owner of what a function returns there. As an argument or a result of a call, alone or inside
-    other objects, a reference becomes one on the other rank. The owner keeps the value until no
-    rank has a reference any more: the last one is dropped, or that rank has died or shut down.
+    ``RRef(value)`` makes this rank the owner of ``value``. :func:`remote` runs a function on
+    another rank and makes that rank the owner of the result. A reference can be an argument or a
+    result of a call, alone or inside other objects: the rank that receives it can use it as well.
+    The owner keeps the value as long as a living rank has a reference to it.
 
     Args:
-        value: What to refer to.
+        value: The value to refer to.
         type_hint: Accepted for torch's sake; without effect.
 
     Raises:

@@ -14,10 +14,10 @@ class RemoteDevice:
     """A device and its owner.
 
     Args:
-        remote_device: ``"rank:<rank>/<device>"`` (a global rank), ``"<worker name>/<device>"`` (a
-                name given to :func:`tilework.rpc.init_rpc`), each also without a device, which
-                then is the CPU; or only a device, as a string or a torch.device: this rank's.
-                A device without an index is the owner's current device.
+        remote_device: ``"rank:<rank>/<device>"`` (a global rank) or ``"<worker name>/<device>"``
+                (a name given to :func:`tilework.rpc.init_rpc`); without ``/<device>`` the device is
+                the owner's CPU. A device alone, as a string or a torch.device, is a device of this
+                rank. A device without an index is the owner's current device.
 
     Raises:
         ValueError: The string is none of these.

@@ -293,7 +293,7 @@ class Pool:
         try:
             why = self.where.refuses(sock)
             if why:
-                raise DistNetworkError(f"is not to be trusted: {why}")
+                raise DistNetworkError(f"cannot be trusted: {why}")
             channel.greet(self._secret, wait_seconds)
         except (DistNetworkError, GarbageError) as error:
             self._drop(channel)

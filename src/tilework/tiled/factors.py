@@ -95,7 +95,8 @@ def dim_factors(dims: Sequence[Factor | Dim | None]) -> DimFactors:
 
 
 def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[list[Factor], list[DimFactors]]:
-    """The factors of the shape that shapes are broadcast to, and the factors of each shape's dims.
+    """The loops of an operator that broadcasts: a factor for each dim of the result, and for each
+    shape the factors of the dims. A dim of length 1 that is stretched has no factor.
 
     Example:
         >>> factors, (a, b) = broadcast([(4, 1), (3,)])

@@ -44,7 +44,7 @@ def check_elementwise(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(
-            f"optimizer_class is a subclass of torch.optim.Optimizer, got {optimizer_class!r}"
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}"
         )
     if optimizer_class in ELEMENTWISE:
         return

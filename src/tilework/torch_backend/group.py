@@ -91,14 +91,14 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     """A rank's end of a group: made by torch.distributed, run by tilework.
 
     Ranks are group ranks, as in torch's own process groups. Operations return a torch ``Work``;
-    one that is not asynchronous is done when it is returned. What tilework raises
-    (:mod:`tilework.errors`) arrives as it is where Python called, and as a RuntimeError with the
-    error's name and text where torch's C++ code waited for a future, as DDP's reducer does.
+    the ``Work`` of an operation that is not asynchronous is done already. A Python caller gets
+    tilework's own errors (:mod:`tilework.errors`). Where torch's C++ code waits for a future, as
+    DDP's reducer does, the error becomes a RuntimeError with the name and the text of the error.
 
     Args:
         request: torch's description of the group.
-        options: What was given as ``pg_options``: for the backend below (tilework's, or the
-            engine of other devices).
+        options: The caller's ``pg_options``, for tilework's backend or for the engine of other
+            devices.
     """
 
     # Asked of a backend by torch; this group is its own backend.

@@ -63,10 +63,11 @@ def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, .
 
 
 def scatter(tensors: Sequence[Tensor], src: int = 0, group: Group = None) -> Tensor:
-    """This rank's of rank ``src``'s ``tensors``.
+    """The tensor that rank ``src`` has in ``tensors`` for this rank. Differentiable.
 
     Args:
-        tensors: One for each rank, of one shape and dtype; on the other ranks they say these.
+        tensors: On rank ``src`` a tensor for each rank, all of one shape and dtype. The other ranks
+            pass tensors of the same shape and dtype, whose values are not used.
         src: The root's global rank.
 
     Example:

@@ -68,8 +68,9 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: A
     Args:
         comm_hook_type: The hook.
         model: A DistributedDataParallel.
-        state: The hook's state: a group, or None for the default group; for PowerSGD the group of
-            the new state; for POST_LOCAL_SGD a PostLocalSGDState.
+        state: The hook's first argument: for most hooks a group, or None for the default group.
+            For POST_LOCAL_SGD it is a PostLocalSGDState. For PowerSGD it is a PowerSGDState, or the
+            group for which this function makes a PowerSGDState.
 
     Raises:
         TypeError: ``comm_hook_type`` is not a member of DDPCommHookType.

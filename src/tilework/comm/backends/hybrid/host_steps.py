@@ -351,7 +351,7 @@ def _remote(hosts: Hosts) -> list[int]:
 
 
 def barrier(context: StepContext, operation: Operation) -> Step:
-    """Nothing: when they have met, every rank has come."""
+    """Do nothing more: all ranks have met before the first step, which is the barrier."""
     yield
 
 
