@@ -95,7 +95,7 @@ def test_other_ranks_orders_and_what_no_mesh_writes() -> None:
             to_dtensor(shard_tensor(WHOLE, twice), mesh)
         with pytest.raises(ValueError, match="none on ranks \\[1\\]"):
             to_dtensor(shard_tensor(WHOLE, ChunkShardingSpec(0, ["rank:0/cpu"])), mesh)
-        with pytest.raises(ValueError, match="one on rank"):
+        with pytest.raises(ValueError, match="a shard on rank"):
             to_dtensor(sharded, DeviceMesh("cpu", [0]))
         with pytest.raises(TypeError, match="takes a ShardedTensor"):
             to_dtensor(WHOLE, mesh)  # type: ignore[arg-type]

@@ -62,15 +62,15 @@ def _box_by_rank(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
         for rank in tile.owners:
             if rank in boxes or rank not in mesh.spec.ranks:
                 raise ValueError(
-                    f"a DTensor has one part on each rank of its mesh, {list(mesh.spec.ranks)}, "
+                    f"a DTensor has one part on each rank of the mesh, {list(mesh.spec.ranks)}, "
                     f"but {tensor!r} has "
-                    + (f"several shards on rank {rank}" if rank in boxes else f"one on rank {rank}")
+                    f"{'several shards' if rank in boxes else 'a shard'} on rank {rank}"
                 )
             boxes[rank] = tile.box
     missing = [rank for rank in mesh.spec.ranks if rank not in boxes]
     if missing:
         raise ValueError(
-            f"a DTensor has one part on each rank of its mesh, but {tensor!r} has none on ranks "
+            f"a DTensor has one part on each rank of the mesh, but {tensor!r} has none on ranks "
             f"{missing}"
         )
     return boxes

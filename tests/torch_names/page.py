@@ -13,7 +13,8 @@ _HEAD = """# What torch has and tilework has not, and why
 
 This page is written by `python -m tests.torch_names` from the table in
 [`from_torch.py`](../../src/tilework/from_torch.py). The tests compare every public name, member
-and keyword of the installed torch (2.6 to 2.13) with it: what is not here is taken, by its name.
+and keyword of the installed torch (2.6 to 2.13) with it: tilework has every name that is not listed
+here, under the same name.
 
 ## Modules
 

@@ -152,7 +152,7 @@ class Unifier:
             Different: They have no common form.
         """
         if type(left) is not type(right):
-            raise Different(f"{left!r} and {right!r}")
+            raise Different(f"one record has {left!r}, the other {right!r}")
         if left is right:
             return left
         if type(left) is int:

@@ -19,14 +19,15 @@ _Acceptable = tuple[Sequence[Any], Sequence[Any]]
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator of the function that lists what placements an operator of your own may have.
+    """A decorator of a function that lists the placements with which an operator can run.
 
-    The function is called with the operator's arguments, its tensors as objects with ``shape``,
-    ``ndim`` and ``dtype``, and returns pairs: the placements of the results along one mesh axis,
-    and those of the arguments, None for what is no tensor. All replicated is always possible.
+    DTensor calls the function with the operator's arguments; for tensors it passes objects with
+    ``shape``, ``ndim`` and ``dtype``. The function returns a list of pairs. A pair is a way to run
+    the operator along one mesh axis: the placements of the results, and the placements of the
+    arguments, with None for arguments that are not tensors. DTensor can always replicate them all.
 
-    Each dim can be sharded in one of the ways only; of two that shard the same dim of an argument
-    the first one counts. :func:`~tilework.dtensor.register_rule` says the same in a line.
+    If two pairs shard the same dim, only the first counts.
+    :func:`~tilework.dtensor.register_rule` takes the same rule as a line of text.
 
     Args:
         op: An operator of ``torch.ops``, with or without its overload's name, or several. It

@@ -69,18 +69,18 @@ class _Facts(NamedTuple):
 def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -> None:
     """Raise unless all ranks have the same parameters, buffers and gradients. Collective; blocks.
 
-    Every DTensor is compared over its mesh: how it came about, and where it is replicated every
-    element. Plain parameters of a module are replicas: of ranks that a wrapper averages
-    (``DistributedDataParallel``), of the meshes of the module's DTensors, or, where it has neither,
-    of the default group. Other plain tensors are each rank's own, and are left out.
+    The ranks of a mesh compare the provenance of every DTensor, and every element of the parts that
+    the mesh replicates. Plain parameters of a module count as replicas. They are compared over the
+    group of a wrapper such as ``DistributedDataParallel``, over the meshes of the module's
+    DTensors, or, without both, over the default group. Other plain tensors are not compared.
 
     Args:
-        what: A module, a tensor, tensors by name, or any tensors; the same ones on all ranks.
+        what: A module, a tensor, tensors by name, or an iterable of tensors; the same on all ranks.
 
     Raises:
-        CollectiveMismatchError: Ranks differ, or pass other tensors; on every rank. It names the
-            tensor and the ranks.
-        TypeError: It is no tensor, or a DTensor of torch.distributed.tensor's.
+        CollectiveMismatchError: Ranks differ, or pass other tensors; on every rank. The error names
+            the tensor and the ranks.
+        TypeError: ``what`` is not a tensor, or a DTensor of torch.distributed.tensor's.
 
     Example:
         >>> import torch

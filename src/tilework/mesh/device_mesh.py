@@ -44,8 +44,8 @@ class DeviceMesh(MeshSlicing):
         device_type: Where tensors on the mesh live: ``"cpu"``, ``"cuda"``, ….
         mesh: Global ranks: a tensor or nested sequences, or a :class:`MeshSpec`.
         mesh_dim_names: A name for each axis.
-        backend_override: The backend of the groups along some axes: a dict by number or name of
-            the axis, or a sequence with one, or None, for each axis.
+        backend_override: The backends of the groups along some axes: a dict whose keys are numbers
+            or names of axes, or a sequence with a backend or None for each axis.
 
     Raises:
         ValueError: A rank comes twice, the names do not fit, or ranks gave different meshes.

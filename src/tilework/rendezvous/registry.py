@@ -34,9 +34,9 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
     Args:
         scheme: The letters before the colon, in any case.
-        handler: Called as ``handler(url, timeout=…, **kwargs)``; gives an iterator over (store,
-            rank, world size), of which the first counts. Rank and world size that were
-            passed as arguments are in the URL's query.
+        handler: Called as ``handler(url, timeout=…, **kwargs)``. It returns an iterator, of which
+            ``rendezvous`` takes the first item: (store, rank, world size). If the caller of
+            ``rendezvous`` gave a rank and a world size, they are in the URL's query.
 
     Raises:
         ValueError: The scheme is not a URL's, or has a handler already.

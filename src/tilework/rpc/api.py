@@ -182,10 +182,10 @@ def remote(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """The worker called so; this one for None.
+    """The worker of a name; this process's worker for None.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No worker has the name.
         RuntimeError: init_rpc was not called.
     """
     agent = current_agent()

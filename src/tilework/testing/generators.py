@@ -128,7 +128,7 @@ def _of_class(
         if result is not NotImplemented:
             return result
     names = ", ".join(kind.__name__ for kind in types)
-    raise TypeError(f"none of {names} takes {func}")
+    raise TypeError(f"no tensor class among {names} implements {func}")
 
 
 _draws: ContextVar[OwnDraws | None] = ContextVar("tilework_draws", default=None)

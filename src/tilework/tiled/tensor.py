@@ -37,8 +37,8 @@ def _instead() -> str:
 class TiledTensor(Tensor):
     """A tensor of a global shape; this rank holds the tiles that the tiling assigns to it.
 
-    The tensor has no memory. Operators on it are intercepted above autograd, by
-    ``__torch_function__``; the tiles are plain tensors with separate autograd graphs.
+    The tiles are plain tensors with memory and autograd graphs; the TiledTensor itself is a wrapper
+    without memory. ``__torch_function__`` intercepts the operators on it, before autograd does.
     """
 
     @classmethod

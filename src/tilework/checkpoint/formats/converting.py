@@ -47,10 +47,12 @@ class ConvertOptions:
     """Settings of a conversion.
 
     Args:
-        names: Patterns: only tensors whose names match one, without the values beside them.
+        names: Patterns; only tensors whose names match a pattern are written.
         strip: A text to remove from the beginning of names.
         prefix: A text to put before names.
         file_bytes: The maximum of bytes of elements in a file.
+
+    With ``names``, ``strip`` or ``prefix``, only tensors are written: other values are dropped.
     """
 
     names: Sequence[str] | None = None

@@ -86,7 +86,9 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: Group = None) -> Ten
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Op = ReduceOp.SUM, group: Group = None
 ) -> Tensor:
-    """All ranks' ``input_list[rank]`` combined.
+    """The combination of the ``input_list[rank]`` of all ranks, for this rank. Differentiable.
+
+    ``output`` receives the result, too.
 
     Example:
         >>> import torch

@@ -66,8 +66,9 @@ def check_in_graph(name: str, target: DTensor, others: Sequence[Any] = ()) -> No
     made = _out_of_graph(target, others)
     if made:
         raise RuntimeError(
-            f"{name} would change a view that was made {made}, where gradients are recorded, which "
-            f"would lack the change: change it under no_grad(), or a view that is made otherwise"
+            f"{name} cannot change a view that was made {made} while gradients are recorded: the "
+            f"gradients would miss the change. Make the change under no_grad(), or change a view "
+            f"that was made by another operator"
         )
 
 

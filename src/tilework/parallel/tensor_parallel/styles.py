@@ -230,10 +230,11 @@ class RowwiseParallel(_ShardedLayer):
 
 
 class SequenceParallel(ParallelStyle):
-    """Each rank has a slice of the sequence: for norms, dropout, and other modules by position.
+    """Each rank runs the module on a slice of the sequence: for norms, dropout, and other modules
+    that treat each position of the sequence alone.
 
-    Parameters are replicated. Their gradients are reduced together at the end of backward. A
-    DTensor as input is moved to this layout; a plain input is taken as the local tensor.
+    Parameters are replicated, and their gradients are reduced together at the end of backward. A
+    DTensor input is redistributed to this layout; a plain input counts as the local tensor.
 
     Args:
         sequence_dim: The dim of the input that is the sequence.
