@@ -1,4 +1,4 @@
-"""The built-in backends, each imported when a group is first made with it."""
+"""The built-in backends, each imported when a program first makes a group with it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class PythonCompletion:
         self.source_rank = -1
 
     def complete(self, fault: FaultArgs | None = None) -> None:
-        """End it; only the first call counts."""
+        """End the operation; only the first call counts."""
         with self._changed:
             if self._done:
                 return

@@ -1,8 +1,8 @@
-"""Control frames between every two ranks of a group, and notice of those that are gone.
+"""Control frames between every two ranks of a group, and notice of ranks that are gone.
 
-A control channel has a TCP connection to every other rank, which carries no tensors: only what
-ranks must know of each other to move them. One thread reads all connections of a rank. It notices
-a process that ended at once, whichever host it ran on, because the kernel there closes them.
+A control channel has a TCP connection to every other rank. The connections carry no tensors, only
+the facts that ranks need before they move tensors. One thread reads all connections of a rank. The
+kernel closes the connections of a process that ends, on any host, so the thread notices at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from tilework.store.address import watch_closely
 
 _FRAME = struct.Struct("=IB")
 _HELLO = struct.Struct("=32sI")
-#: A frame is written at once unless its reader is stopped and the kernel's buffers are full.
+#: The limit of a write, which only waits if the reader is stopped and the kernel's buffers are
+#: full.
 SEND_SECONDS = 5.0
 _CHUNK = 1 << 16
-#: Seconds between looks, of a rank that is to be called, whether those that it awaits have ended;
-#: and of an attempt to call another.
+#: Seconds between looks whether an awaited rank has ended, while this rank listens for calls;
+#: and seconds of one attempt to call another rank.
 _LOOK_SECONDS, _CALL_SECONDS = 0.2, 2.0
 
 
@@ -42,7 +43,7 @@ class FrameKind(enum.IntEnum):
     FAILURE_REPORT = 3
     MISSING = 4
     GOODBYE = 5
-    #: What do you wait in? And its answer.
+    #: "Which operation do you wait in?", and the answer.
     QUESTION = 6
     ANSWER = 7
 
@@ -53,7 +54,7 @@ class Listener(Protocol):
     def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None: ...
     def on_disconnect(self, source: int) -> None: ...
     def on_tick(self) -> bool:
-        """Look after what waits; called now and then while it returns True."""
+        """Check operations that wait; called again and again while the result is True."""
         ...
 
 
@@ -73,7 +74,7 @@ class ControlChannel:
         self._thread.start()
 
     def send(self, rank: int, kind: FrameKind, payload: bytes = b"") -> None:
-        """Send a frame; to a rank that is gone, nothing."""
+        """Send a frame, unless the rank is gone."""
         sock = self._sockets.get(rank)
         if sock is None:
             return
@@ -115,7 +116,7 @@ class ControlChannel:
                 busy = listener.on_tick()
 
     def _serve(self, sock: object, rank: int, pending: bytearray, listener: Listener) -> bool:
-        """Read what came from ``rank``; True if more may come."""
+        """Read the data from ``rank``; True if more may come."""
         assert isinstance(sock, socket.socket)
         try:
             data = sock.recv(_CHUNK)
@@ -133,7 +134,7 @@ class ControlChannel:
 
 
 def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, socket.socket]:
-    """Connections to all other ranks, by rank. Collective; blocks until all came.
+    """Connections to all other ranks, by rank. Collective; blocks until all ranks came.
 
     Only a process that read the group's token in the store is let in.
 
@@ -210,7 +211,7 @@ def _accept(
     deadline: float,
     store: Store,
 ) -> None:
-    """Accept ``count`` ranks, and nobody else."""
+    """Accept ``count`` ranks; refuse all other processes."""
     expected = len(sockets) + count
     while len(sockets) < expected:
         listener.settimeout(min(_LOOK_SECONDS, _left(deadline)))

@@ -1,7 +1,7 @@
 """The interface of a native backend's engine; :mod:`.native` builds a process group on it.
 
-An engine moves bytes (or tensors) between the ranks of one group. It knows no options, no
-global ranks and no error classes; it raises :class:`Fault`.
+An engine moves bytes (or tensors) between the ranks of one group. An engine knows nothing of
+options, global ranks and error classes; it raises :class:`Fault`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fault(Exception):
     args: tuple[FaultKind, tuple[int, ...], str]
 
 
-#: A contiguous tensor, or N of them; where N are expected, one tensor stands for its N equal parts
+#: A contiguous tensor, or N of them. In the place of N tensors, one tensor stands for N equal parts
 #: in memory order.
 Parts = Tensor | Sequence[Tensor]
 
@@ -56,7 +56,7 @@ Parts = Tensor | Sequence[Tensor]
 class Operation:
     """A collective on contiguous tensors, as an engine runs it.
 
-    Inputs and outputs per kind (N = group size; all_reduce may have its input as its output):
+    Inputs and outputs per kind (N = group size; the output of all_reduce may be the input):
 
     ==============  ======================  ===========================
     broadcast                               1 (the root's is the source)
@@ -76,20 +76,20 @@ class Operation:
     reduce_op: AnyReduceOp | None = None
     root: int = 0
     timeout: float = 0.0
-    #: The name that the user knows, where that differs ("all_gather_into_tensor").
+    #: The public name, if it differs from the kind ("all_gather_into_tensor").
     title: str = ""
     #: The provenance digest that all ranks must have in common; 0: none.
     provenance: int = 0
-    #: True if an engine that does not always compare what ranks call is to do so.
+    #: True to compare calls of ranks also on engines that do not always do so.
     compared: bool = False
-    #: Of dtype and shape as the caller gave them; see :mod:`.labels`.
+    #: The label of the caller's dtype and shape; see :mod:`.labels`.
     label: int = 0
-    #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
+    #: Stand-ins for non-contiguous outputs: (the user's tensor, a contiguous stand-in).
     copy_back: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of all its tensors; None for a barrier."""
+        """The dtype of all tensors; None for a barrier."""
         for parts in (self.outputs, self.inputs):
             if isinstance(parts, Tensor):
                 return parts.dtype
@@ -98,7 +98,7 @@ class Operation:
         return None
 
     def tensors(self) -> list[Tensor]:
-        """All whose memory is read or written until it is done, those copied back included."""
+        """All tensors that the operation reads or writes, with those that are copied back."""
         inputs, outputs = self.inputs, self.outputs
         tensors = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         tensors += [outputs] if isinstance(outputs, Tensor) else outputs
@@ -136,7 +136,7 @@ def shapes_of(parts: Parts) -> Sequence[Sequence[int]]:
 
 
 def op_type(op: AnyReduceOp | None) -> str:
-    """The reduction's name in lower case; "none" where there is none."""
+    """The reduction's name in lower case; "none" without a reduction."""
     if op is None:
         return "none"
     return str(op.value if isinstance(op, RedOpType) else op.type.value)
@@ -152,7 +152,7 @@ class Completion(Protocol):
 
     def done(self) -> bool: ...
     def poll(self) -> bool:
-        """As :meth:`done`, for who asks until it is: it may get on with a short operation."""
+        """As :meth:`done`, for a caller that polls: a poll may advance a short operation."""
         ...
 
     def wait(self, timeout: float) -> bool:
@@ -169,14 +169,14 @@ class Completion(Protocol):
 class Engine(Protocol):
     """A rank's end of a native group. See ``tilework/_core.pyi``, which this generalises."""
 
-    #: The class that its operations raise.
+    #: The exception class of failed operations.
     fault_type: type[Exception]
-    #: The exceptions by which it refuses a call, with nothing sent.
+    #: The exceptions that refuse a call before anything is sent.
     refusals: tuple[type[Exception], ...]
     name: str
-    #: True if it takes tensors' addresses when they are handed over; else it asks for them later.
+    #: True if the engine reads tensors' addresses at the call; False if it may read them later.
     takes_addresses: bool
-    #: True if messages that ended have arrived: none is on its way where this rank cannot see it.
+    #: True if a completed message has arrived: no message is in flight unseen by this rank.
     sees_messages: bool
 
     def run(self, operation: Operation) -> None: ...
@@ -188,7 +188,7 @@ class Engine(Protocol):
         self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
     ) -> Completion: ...
     def let_go(self, buffers: object) -> None:
-        """Hold the buffers of an operation that is done no longer."""
+        """Release the buffers of a finished operation."""
         ...
 
     def sequence(self) -> int: ...
@@ -209,12 +209,12 @@ class Engine(Protocol):
     def blocked(self) -> Sequence[tuple[int, int, str]]:
         """The ranks whose own threads wait in an operation that this rank has not called.
 
-        With its number, and words for it.
+        Each comes with the number of the operation, and words for it.
         """
         ...
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
-        """As that of a process group."""
+        """As ``waiting`` of a process group."""
         ...
 
     def is_owner(self) -> bool:

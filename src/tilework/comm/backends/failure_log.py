@@ -7,14 +7,14 @@ from tilework.comm.backends.python_engine import poll
 from tilework.errors import DistError
 from tilework.store import Store
 
-#: Seconds that a rank which fails waits for the others' reports.
+#: Seconds that a failing rank waits for the others' reports.
 _ASK_SECONDS = 0.3
-#: The same where connections closed: their owner may still be asking.
+#: The same after connections closed: the rank that closed them may still collect reports.
 _LOST_SECONDS = 0.7
 
 
 class FailureLog:
-    """A rank's side. Where the store is gone nothing is reported, and nothing fails."""
+    """Reports of a rank. Without a store nothing is reported, and nothing fails."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class FailureLog:
         return int(rank), kind, text
 
     def diagnose(self, late: bool) -> tuple[FaultKind, tuple[int, ...]]:
-        """The kind of fault that this rank failed with, and the ranks that report nothing.
+        """This rank's kind of fault, and the ranks that report nothing.
 
         Args:
             late: Whether this rank waited too long, rather than lost its connections.

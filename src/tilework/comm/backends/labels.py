@@ -1,6 +1,6 @@
 """Labels: numbers for the dtype and shape of a tensor as the caller gave it, compared by ranks.
 
-The engines see less of a tensor: complex numbers as pairs, float8 as bytes, any shape as a size.
+Engines see complex numbers as pairs, float8 as bytes, and a shape only as a size.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import Kind
 
-#: The bits of a label of parts that tell dtype and number of dims; the others tell the shape.
+#: The bits of a parts' label for dtype and number of dims; the other bits are of the shape.
 _DIMS: Final = 0xFFFF_FFFF
-#: The label of what goes with any other: a tensor without elements.
+#: The label of a tensor without elements, which agrees with every label.
 ANY: Final = 0
 _ELEMENTWISE: Final[frozenset[Kind]] = frozenset({"all_reduce", "reduce", "broadcast"})
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 _START, _FACTOR = 0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3  # FNV-1a, as in the core
-#: Dtypes that all engines know as they are.
+#: Dtypes that all engines know natively.
 _KNOWN: Final = frozenset(
     (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
@@ -32,7 +32,7 @@ _KNOWN: Final = frozenset(
 
 
 def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The label of a shape; of the dtype, too, where engines may take it for another.
+    """The label of a shape, and of a dtype that engines may confuse with another.
 
     Example:
         >>> shape_label((2, 3), torch.float32) == shape_label((6,), torch.float32)
@@ -52,13 +52,13 @@ def message_label(tensor: Tensor) -> int:
 
 
 def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
-    """The label of an operation, which all ranks must have in common (but for ANY).
+    """The label of an operation; equal labels, or ANY, are required on all ranks.
 
     Args:
         kind: The operation.
-        tensor: This rank's part, in which ranks are alike: the input, or where ranks get parts the
-            output. None where there is none.
-        alike: Whether all parts that this rank knows of have its shape.
+        tensor: This rank's tensor with the shape that all ranks share: the input, or the output
+            if ranks receive parts. None if there is none.
+        alike: Whether all parts that this rank knows of have the shape of ``tensor``.
     """
     if tensor is None:
         return _START
@@ -72,12 +72,12 @@ def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
 
 
 def labels_agree(labels: Sequence[int], even: bool) -> bool:
-    """True if ranks with these labels mean the same. ``even``: all parts have one size."""
+    """True if the labels of ranks agree. ``even``: all parts have the same size."""
     known = [label for label in labels if label != ANY]
     shapes = even and all(label & ~_DIMS for label in known)
     return len({label if shapes else label & _DIMS for label in known}) <= 1
 
 
 def same_shapes(tensors: Sequence[Tensor], tensor: Tensor) -> bool:
-    """True if all have the shape of ``tensor``."""
+    """True if all ``tensors`` have the shape of ``tensor``."""
     return all(each.shape == tensor.shape for each in tensors)

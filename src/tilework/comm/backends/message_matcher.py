@@ -18,7 +18,7 @@ ANY_SOURCE = -1
 
 
 class Message(Protocol):
-    """A message, or the announcement of one."""
+    """A message, or an announced message."""
 
     source: int
     tag: int
@@ -31,11 +31,11 @@ class Receive:
     source: int
     tag: int
     tensor: Tensor
-    #: Seconds, and when they are over (time.monotonic()).
+    #: The limit in seconds, and the time when it is over (time.monotonic()).
     timeout: float
     deadline: float
     completion: PythonCompletion
-    #: Of dtype and shape as given.
+    #: The label of the given dtype and shape.
     label: int = 0
 
     def timeout_fault(self) -> FaultArgs:
@@ -48,7 +48,7 @@ _Message = TypeVar("_Message", bound=Message)
 
 
 class MessageMatcher(Generic[_Message]):
-    """The messages for one rank and its receives, neither of which found its counterpart yet.
+    """The unmatched messages for one rank, and the rank's unmatched receives.
 
     Receives are paired in the order posted, with messages in the order added. May be used from any
     thread.
@@ -60,13 +60,13 @@ class MessageMatcher(Generic[_Message]):
         self._receives: list[Receive] = []
 
     def add_message(self, message: _Message) -> list[tuple[Receive, _Message]]:
-        """The pairs that are complete with a new message."""
+        """Add a message; return the pairs that this completes."""
         with self._lock:
             self._messages.append(message)
             return self._match()
 
     def add_receive(self, receive: Receive) -> list[tuple[Receive, _Message]]:
-        """The pairs that are complete with a new receive."""
+        """Add a receive; return the pairs that this completes."""
         with self._lock:
             self._receives.append(receive)
             return self._match()
@@ -86,10 +86,10 @@ class MessageMatcher(Generic[_Message]):
         return bool(self._receives)
 
     def end_receives(self, fault_of: Callable[[Receive], FaultArgs | None]) -> bool:
-        """Complete the receives that cannot end well; True if any other is left.
+        """Complete the receives that cannot succeed; True if other receives are left.
 
         Args:
-            fault_of: The fault that a receive ends with; None while a message may still come.
+            fault_of: The fault to end a receive with; None while a message may still come.
         """
         with self._lock:
             waiting = list(self._receives)
@@ -105,7 +105,7 @@ class MessageMatcher(Generic[_Message]):
 
 
 def labels_fit(label: int, receive: Receive) -> bool:
-    """True if a message of this label is what is received, as far as labels tell."""
+    """True if the label of a message fits a receive."""
     known = ANY not in (label, receive.label) and receive.tensor.numel() > 0
     return label == receive.label or not known
 

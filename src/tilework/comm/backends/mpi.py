@@ -1,8 +1,8 @@
-"""The ``mpi`` backend on mpi4py, for a torch without an MPI of its own; also hybrid's link.
+"""The ``mpi`` backend on mpi4py, for a torch that was built without MPI; also hybrid's link.
 
-Tensors go by their addresses, in calls that do not block, and whoever waits polls them: so a wait
-ends when its time is up, or when the group is aborted. MPI tells nothing else about its ranks. The
-ranks meet in the store first, because MPI waits for a rank that never comes without a limit.
+Tensors go by address, in calls that do not block, and waiting threads poll. So a wait can end at a
+timeout, or when the group is aborted. MPI tells nothing else about ranks. The ranks meet in the
+store first, because MPI would wait for a missing rank without a limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tilework.comm.elastic.watched_store import while_looking
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 
-#: Seconds that a wait polls all the time, then between looks, and those after a second.
+#: Seconds of busy polling; then seconds between looks, in the first second and later.
 _BUSY_SECONDS = 0.0002
 _LOOK_SECONDS = 0.00002
 _LONG_LOOK_SECONDS = 0.001
@@ -49,7 +49,7 @@ _REDUCED = frozenset(
 # -- MPI itself -------------------------------------------------------------------------------
 
 _starting = threading.Lock()
-#: What nobody waits for any more; MPI may still touch its memory.
+#: Works that nobody waits for any more; MPI may still use their memory.
 _abandoned: list[MpiWork] = []
 
 
@@ -77,13 +77,13 @@ def _started() -> Any:
 
 
 def _finalize(mpi: Any) -> None:
-    """End MPI, which waits for every rank: not where one of them did not come already."""
+    """End MPI, which waits for every rank; not if a rank is known to be missing."""
     if not _pending() and not mpi.Is_finalized():
         mpi.Finalize()
 
 
 def _pending() -> bool:
-    """True if something that nobody waits for is still in flight."""
+    """True if an abandoned Work is still in flight."""
     _abandoned[:] = [work for work in _abandoned if not work.ended()]
     return bool(_abandoned)
 
@@ -94,7 +94,7 @@ def _mpi() -> Any:
 
 
 def connect(request: DistributedBackendOptions) -> Any:
-    """A group's communicator. Collective over its ranks; blocks until all came."""
+    """A group's communicator. Collective over its ranks; blocks until all ranks came."""
     mpi = _mpi()
     world, store = mpi.COMM_WORLD, request.store
     store.set(f"mpi/{request.group_rank}", str(world.Get_rank()))
@@ -106,7 +106,7 @@ def connect(request: DistributedBackendOptions) -> Any:
             f"{len(set(ranks))} ranks of MPI for {len(ranks)}; start them with the mpirun of the "
             f"MPI that mpi4py uses, or with srun --mpi=pmix (or pmi2)"
         )
-    tag = zlib.crc32(request.group_id.encode()) % 32768  # of groups that are made at the same time
+    tag = zlib.crc32(request.group_id.encode()) % 32768  # for groups made at once
     try:
         return world.Create_group(world.Get_group().Incl(ranks), tag)
     except mpi.Exception as error:
@@ -114,14 +114,14 @@ def connect(request: DistributedBackendOptions) -> Any:
 
 
 class MpiWork:
-    """Requests in flight, which end together; as torch's Work.
+    """Requests in flight, which end together; has the interface of torch's Work.
 
     Args:
-        link: The group's.
-        requests: mpi4py's.
-        memory: Kept while MPI may touch it.
-        limit: Seconds that a wait without a limit may take.
-        after: Called once they have ended well.
+        link: The group's link.
+        requests: mpi4py's requests.
+        memory: Kept alive while MPI may use it.
+        limit: Seconds that a wait without an explicit limit may take.
+        after: Called once the requests have succeeded.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class MpiWork:
         self._status = link.mpi.Status()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Poll until all have ended; raise RuntimeError once the time is up or the group ended."""
+        """Poll until all ended; raise RuntimeError at the time limit, or if the group ended."""
         seconds = self._limit if limit is None else limit.total_seconds()
         begun = time.monotonic()
         while not self.ended():
@@ -159,7 +159,7 @@ class MpiWork:
             self._after()
 
     def ended(self) -> bool:
-        """True once all have; raises what MPI made of one that failed."""
+        """True once all requests ended; raises MPI's error of a failed request."""
         if len(self._requests) == 1:
             return bool(self._requests[0].Test(self._status))
         return bool(self._link.mpi.Request.Testall(self._requests))
@@ -171,8 +171,8 @@ class MpiWork:
 class _FromAny(MpiWork):
     """A receive from whichever rank sends first.
 
-    It is begun when a message is there: MPICH 5.0 on UCX never ends a receive from any rank that is
-    begun after the message came.
+    The receive begins when a message is there: MPICH 5.0 on UCX never ends a receive from any rank
+    that begins after the message came.
     """
 
     def __init__(self, link: MpiLink, tensor: Tensor, tag: int, limit: float) -> None:
@@ -195,9 +195,9 @@ class MpiLink:
     """Messages between the ranks of a group, with the names of torch's backends.
 
     Args:
-        comm: The communicator, for nothing else.
-        limit: What a wait may take that names no limit.
-        notes: The communicator by which ranks tell each other that the group has ended; None where
+        comm: A communicator that nothing else uses.
+        limit: The limit of a wait that names none.
+        notes: The communicator by which ranks tell each other that the group has ended; None if
             they have other ways.
     """
 
@@ -221,7 +221,7 @@ class MpiLink:
         return self.work([request], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> MpiWork:
-        """As recv, from whichever rank."""
+        """As recv, from any rank."""
         return _FromAny(self, tensors[0], self._checked(tag), self._limit)
 
     def _checked(self, tag: int) -> int:
@@ -236,7 +236,7 @@ class MpiLink:
         limit: float | None = None,
         after: Callable[[], object] | None = None,
     ) -> MpiWork:
-        """The end of requests; see MpiWork."""
+        """The Work of requests; see MpiWork."""
         return MpiWork(self, requests, memory, self._limit if limit is None else limit, after)
 
     def buffer(self, tensor: Tensor) -> list[Any]:
@@ -259,22 +259,22 @@ class MpiLink:
         return getattr(self.mpi, known.get(name, f"{name.upper()}_T"))
 
     def abort(self) -> None:
-        """Make what is waited for fail, on all ranks."""
+        """Make the waits of all ranks fail."""
         self.closed = True
         if self._notes is not None and not self._told:
             others = set(range(self._notes.Get_size())) - {self._notes.Get_rank()}
             self._told = [self._notes.Isend(b"", rank, self._tags) for rank in others]
 
     def is_told(self) -> bool:
-        """True if another rank said that the group has ended."""
+        """True if another rank has told that the group ended."""
         return bool(self._notes and self._notes.Iprobe(self.mpi.ANY_SOURCE, self._tags))
 
     def close(self, is_unused: bool) -> None:
-        """Fail what is waited for, on this rank.
+        """Fail what this rank waits for.
 
         Args:
-            is_unused: Whether to give the communicator back, unless a wait was given up. Not where
-                another rank may have sent a message that nobody received.
+            is_unused: Whether to free the communicator, unless a wait was given up. Must be False
+                if another rank may have sent a message that nobody received.
         """
         if is_unused and not self.closed and not _pending():
             self.comm.Free()
@@ -286,7 +286,7 @@ class MpiLink:
 
 @cache
 def _own_op(dtype: torch.dtype, kind: str) -> Any:
-    """A reduction that MPI lacks: of floats of 16 bits."""
+    """A reduction of 16-bit floats, which MPI lacks."""
 
     def add(source: Any, target: Any, _: object) -> None:
         parts = [torch.frombuffer(memory, dtype=dtype) for memory in (source, target)]
@@ -303,7 +303,7 @@ class _Requests:
         self._kept: list[object] = [operation]
 
     def start(self) -> MpiWork:
-        """Begin it."""
+        """Begin the operation."""
         requests = _STARTS[self._operation.kind](self)
         averaged = op_type(self._operation.reduce_op) == "avg"
         after = self._divide if averaged and self._operation.outputs else None
@@ -323,7 +323,7 @@ class _Requests:
 
     def _number(self, tensor: Tensor) -> list[Any]:
         buffer = self._link.buffer(tensor)
-        if tensor.dtype is torch.uint8:  # MPI calculates with no BYTE
+        if tensor.dtype is torch.uint8:  # MPI does not compute with BYTE
             buffer[1] = self._link.mpi.UINT8_T
         return buffer
 
@@ -396,7 +396,7 @@ class _Requests:
         sources = split_parts(self._operation.inputs, size)
         targets = split_parts(self._operation.outputs, size)
         taken = {target.data_ptr() for target in targets if target.numel()}
-        # In place, what comes would overwrite what has not left yet.
+        # In place, arriving data would overwrite data that was not sent yet.
         leaving = [source.clone() if source.data_ptr() in taken else source for source in sources]
         return self._exchange(enumerate(leaving), enumerate(targets))
 
@@ -406,7 +406,7 @@ class _Requests:
     def _exchange(
         self, leaving: Iterable[tuple[int, Tensor]], coming: Iterable[tuple[int, Tensor]]
     ) -> list[Any]:
-        """Send and receive tensors, each to or from the rank beside it."""
+        """Send and receive tensors, each paired with the rank at the other end."""
         sources, targets = dict(leaving), dict(coming)
         own, mine = sources.pop(self._rank, None), targets.pop(self._rank, None)
         if own is not None and mine is not None and own.data_ptr() != mine.data_ptr():
@@ -444,7 +444,8 @@ class MpiEngine(TorchEngine):
 
     def call(self, operation: Operation) -> MpiWork:
         assert self._collectives is not None
-        # Else what others sent before they failed would do. A first look may only fetch the note.
+        # Without this check, data that others sent before they failed would look like success. A
+        # first look may only fetch the note.
         if self._collectives.is_told() or self._collectives.is_told():
             raise RuntimeError("aborted by another rank")
         return _Requests(self._collectives, operation, self.rank).start()

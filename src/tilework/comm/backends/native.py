@@ -1,9 +1,9 @@
 """A process group on an engine: lowers the contract to operations, and explains failures.
 
-Both native backends (threads and shm) are this class over their engine. Lowering makes every
-tensor contiguous plain data: non-contiguous outputs get a stand-in that is copied back,
-conjugate and negative views are resolved, and kinds that only move data see complex numbers as
-pairs of reals (so complex64 fits float32).
+Each native backend is this class over an engine. Lowering makes every tensor contiguous plain
+data: non-contiguous outputs get a stand-in that is copied back, conjugate and negative views are
+resolved, and kinds that only move data see complex numbers as pairs of reals (so complex64 fits
+float32).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from tilework.errors import (
 
 _DEFAULTS = Options()
 _DONE = CompletedWork()
-#: Seconds that a rank which fails waits for the other ranks' reports.
+#: Seconds that a failing rank waits for the other ranks' reports.
 _REPORT_SECONDS = 0.3
-#: Different calls that the first line of a mismatch holds.
+#: The most different calls in the first line of a mismatch.
 _MAX_CALLS_IN_LINE = 3
 _ERROR_OF: dict[str, type[DistBackendError]] = {
     "mismatch": CollectiveMismatchError,
@@ -69,7 +69,7 @@ _ERROR_OF: dict[str, type[DistBackendError]] = {
 
 
 class NativeGroup(ProcessGroup):
-    """A group whose every operation is native to its engine."""
+    """A group whose engine runs every operation natively."""
 
     #: The types of devices whose tensors the engine takes.
     devices: tuple[str, ...] = ("cpu",)
@@ -287,7 +287,7 @@ class NativeGroup(ProcessGroup):
     # -- running -------------------------------------------------------------------------
 
     def _start(self, operation: Operation, opts: Options, outputs: list[Tensor]) -> Work:
-        """Run or submit it; ``outputs`` are the user's tensors that it fills."""
+        """Run or submit ``operation``; ``outputs`` are the user's tensors that it fills."""
         self.check_options(opts)
         self._check_devices(operation.inputs)
         self._check_devices(operation.outputs)
@@ -374,7 +374,7 @@ class NativeGroup(ProcessGroup):
             text = f"{place}: {self._failure_text(kind, ranks, here, detail)}"
             self.engine.abort(kind, _with_ranks(ranks, text))
         except self.engine.fault_type:
-            # Closed here meanwhile: no other rank can be asked or informed.
+            # This rank closed the group: other ranks can no longer be asked or informed.
             text = f"{place}: {here}: {detail}"
         return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
 
@@ -403,7 +403,7 @@ class NativeGroup(ProcessGroup):
         return f"{here}: {waited}: {detail}. Still missing: rank {whom} ({missing}).{advice}"
 
     def _mismatch_text(self, detail: str) -> str:
-        """Each different call, with the ranks that made it: in the first line unless many."""
+        """The different calls, each with the ranks that made it; on one line if few."""
         reports = self.engine.failure_reports(_REPORT_SECONDS)
         last = self.engine.last_entered()
         ranks: dict[str, list[int]] = {}
@@ -447,7 +447,7 @@ class NativeGroup(ProcessGroup):
     def last_entered(self) -> Sequence[str]:
         try:
             return self.engine.last_entered()
-        except self.engine.fault_type:  # closed here
+        except self.engine.fault_type:  # this rank closed the group
             return ()
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
@@ -465,7 +465,7 @@ class NativeGroup(ProcessGroup):
             return message.message_wait() if message.group is self else None
         if not self.engine.is_owner():
             return None
-        # One that blocks is begun in the core, by its caller, as the last one.
+        # The core records a blocking message, at the caller's request, as the last entry.
         entry = next(
             (e for e in reversed(self.flight_entries()) if e.peer is not None and not e.ended), None
         )
@@ -486,7 +486,7 @@ class NativeGroup(ProcessGroup):
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
         try:
             self.engine.abort(kind, _with_ranks(ranks, text))
-        except self.engine.fault_type:  # closed on this rank meanwhile: nothing waits in it
+        except self.engine.fault_type:  # closed on this rank: no operation waits in it
             return
         note_fault(f"aborted group {self.group_name!r}: {text}")
 
@@ -494,7 +494,7 @@ class NativeGroup(ProcessGroup):
         self.timeout = timeout.total_seconds()
 
     def abort(self, reason: str = "abort() was called") -> None:
-        # To the others this rank is as good as gone.
+        # For the others this rank counts as lost.
         me = self.global_ranks[self._rank]
         self.engine.abort("peer_lost", _with_ranks([me], reason))
         note_fault(f"aborted group {self.group_name!r}: {reason}")
@@ -504,7 +504,7 @@ class NativeGroup(ProcessGroup):
 
 
 def _waited(detail: str) -> str:
-    """The words that torch's own groups have for this, which its programs and tests look for."""
+    """The words of torch's own groups, which programs and tests for torch look for."""
     seconds = re.search(r"within ([0-9.e+-]+) s", detail)
     return "Timed out waiting" + (f" {float(seconds[1]) * 1000:g}ms" if seconds else "")
 

@@ -1,4 +1,4 @@
-"""Operations of native groups that go on: the Work of each."""
+"""The Works of native groups: operations in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tilework.errors import CollectiveTimeoutError, DistBackendError
 
 
 class CallGroup(Protocol):
-    """The part of a native group that its calls use."""
+    """The part of a native group that Works use."""
 
     @property
     def engine(self) -> Engine: ...
@@ -52,17 +52,17 @@ class CallGroup(Protocol):
 class Effects:
     """The effects of a finished operation on this rank's tensors."""
 
-    #: The user's tensors that hold its result.
+    #: The user's tensors that hold the result.
     outputs: list[Tensor]
-    #: Those of them that it wrote.
+    #: The outputs that the operation wrote.
     written: list[Tensor]
-    #: Contiguous stand-ins for outputs that are not: (the user's tensor, its stand-in).
+    #: Stand-ins for non-contiguous outputs: (the user's tensor, a contiguous stand-in).
     copy_back: list[tuple[Tensor, Tensor]]
 
     def settle(self) -> None:
-        """Make written tensors look written: stand-ins copied back, versions raised."""
+        """Mark tensors as written: copy stand-ins back, raise versions."""
         for tensor, memory in self.copy_back:
-            if not fits_storage(tensor):  # it was resized meanwhile
+            if not fits_storage(tensor):  # the tensor was resized during the operation
                 continue
             with torch.inference_mode(tensor.is_inference()):
                 tensor.copy_(memory)
@@ -70,22 +70,22 @@ class Effects:
 
 
 def mark_written(tensors: Sequence[Tensor]) -> None:
-    """Raise tensors' versions: one saved for backward and overwritten must fail there."""
+    """Raise tensors' versions, so that backward refuses an overwritten saved tensor."""
     written = [tensor for tensor in tensors if not tensor.is_inference()]
-    # A subclass may be a wrapper, whose values another tensor has; a detached alias is that one.
+    # A subclass may wrap another tensor with the values; detaching it gives that tensor.
     plain_types = (Tensor, torch.nn.Parameter)
     increment_version([t if type(t) in plain_types else t.detach() for t in written])
 
 
 class NativeWork(Work):
-    """An operation that goes on, on an engine of a group.
+    """An operation in flight on a group's engine.
 
     Args:
         group: The group.
-        slot: Its slot in the group's flight record.
+        slot: The operation's slot in the group's flight record.
     """
 
-    #: The profiler's event, if it watched the start.
+    #: The profiler's event, if the profiler was on at the start.
     _event: profiling.Event | None = None
     _future: torch.futures.Future[list[Tensor]] | None = None
     _error: DistBackendError | None = None
@@ -107,18 +107,18 @@ class NativeWork(Work):
 
     @abstractmethod
     def outputs(self) -> list[Tensor]:
-        """The user's tensors that hold its result."""
+        """The user's tensors that hold the result."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Make what it has written look written, and note its end; once, if it ended well."""
+        """Mark written tensors as written, and record the end. Once, after a success."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """Hold its tensors no longer; once, after its end."""
+        """Release the tensors. Once, after the end."""
 
     def message_wait(self) -> MessageWait | None:
-        """The wait of the calling thread, if it is a message that it waits for."""
+        """The calling thread's wait for a message; None if it does not wait for one."""
         return None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -130,7 +130,7 @@ class NativeWork(Work):
                 with self._event.of_waiting():
                     done = self._completion.wait(seconds)
         except self.group.engine.fault_type as fault:
-            if not self._completion.done():  # nobody can wait here: the group is closed, or forked
+            if not self._completion.done():  # impossible: the group is closed, or forked
                 raise self.group.explain(fault.args, self.title(), self.site()) from None
             done = True
         except BaseException as interruption:
@@ -170,9 +170,9 @@ class NativeWork(Work):
                 return self._future
             self._future = torch.futures.Future()
         expect_callback()
-        # Not on the thread that carries the group's operations: what is called back may wait for
-        # more of them.
-        here = copy_context()  # which tells the rank that this is
+        # Callbacks may wait for further operations, so they must not run on the thread that carries
+        # the group's operations.
+        here = copy_context()  # tells which rank this is
         self._completion.add_done_callback(
             lambda: run_soon(lambda: here.run(self._complete_future))
         )
@@ -192,7 +192,7 @@ class NativeWork(Work):
             callback_ended()
 
     def _finish(self) -> None:
-        """Settle it, or explain the failure; once, on the thread that comes first."""
+        """Settle the operation, or explain the failure. Once, on the first thread that asks."""
         with self._lock:
             if self._finished:
                 return
@@ -207,7 +207,7 @@ class NativeWork(Work):
 
 
 class EngineWork(NativeWork):
-    """An operation handed to an engine, with what must live and happen until it ends."""
+    """An operation handed to an engine. Keeps buffers alive until the end."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class EngineWork(NativeWork):
     def start(
         self, submit: Callable[[], Completion], event: profiling.Event | None = None
     ) -> EngineWork:
-        """Submit the operation; a failure to do so raises at once."""
+        """Submit the operation; raises at once if that fails."""
         self._event = event
         try:
             if event is None:
@@ -252,7 +252,7 @@ class EngineWork(NativeWork):
             self.group.note_failure(self._slot, error)
             raise error from None
         except BaseException as error:
-            if isinstance(error, Exception):  # else it may have been submitted
+            if isinstance(error, Exception):  # else the operation may have been submitted
                 self._release_memory()
             self.group.flight.end(self._slot, f"{type(error).__name__}: {error}")
             raise
@@ -260,7 +260,7 @@ class EngineWork(NativeWork):
         return self
 
     def __del__(self) -> None:
-        # Nobody waits for it any more: its tensors are let go as soon as it is done.
+        # Nobody waits for the operation any more: release the tensors as soon as it is done.
         kept, completion = self._kept, getattr(self, "_completion", None)
         if kept is not None and completion is not None:
             engine, hold = self.group.engine, self._hold
@@ -316,7 +316,7 @@ def waiting_for(message: NativeWork) -> Iterator[None]:
 class MessageWork(EngineWork):
     """A message handed to an engine."""
 
-    #: The group rank at its other end; -1: any.
+    #: The group rank at the other end; -1: any.
     peer = -1
     _begun = 0.0
 

@@ -9,14 +9,14 @@ from tilework.store import PrefixStore, Store
 
 
 def reachable_address(store: Store) -> str:
-    """This host's address for the other ranks that meet at ``store``, as well as it is known."""
+    """The best known address of this host for the other ranks that meet at ``store``."""
     return address_towards(store) or _own_address()
 
 
 def address_towards(store: Store) -> str | None:
     """This host's address on the network that leads to the store's host; None if unknown.
 
-    Known where the store is served over TCP: by the route to its host. Nothing is sent.
+    If the store is served over TCP, the route to the store's host tells. Nothing is sent.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -43,7 +43,7 @@ def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def _own_address() -> str:
-    """The address of this host's name, if that is here."""
+    """The address of this host's name, if the address belongs to this host."""
     try:
         address = socket.gethostbyname(socket.gethostname())
         with socket.socket() as probe:

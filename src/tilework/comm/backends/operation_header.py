@@ -12,7 +12,8 @@ from torch import Tensor
 from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_type
 from tilework.comm.backends.labels import labels_agree
 
-#: The fields, the elements for each rank, those expected from each: as many ints on every rank.
+#: The fields, the elements for each rank, and those expected from each rank. All ranks have the
+#: same number of ints.
 Header = Sequence[int]
 
 _KINDS: dict[Kind, int] = {kind: code for code, kind in enumerate(get_args(Kind))}
@@ -48,7 +49,7 @@ _FIELDS = (
 _LABEL = 4
 #: Headers are signed numbers of 64 bits.
 _MOST = 0x7FFF_FFFF_FFFF_FFFF
-#: For counts: kinds that compare shapes instead.
+#: The count for kinds that compare shapes instead.
 _NOTHING = -1
 
 
@@ -72,7 +73,7 @@ def header_of(operation: Operation, rank: int, size: int) -> Header:
 
 
 def _dtype_code(dtype: torch.dtype | None) -> int:
-    """Equal for equal dtypes, also for those that are no numbers."""
+    """A code for a dtype, also for dtypes that are not numeric."""
     code = _DTYPES.get(dtype)
     return zlib.crc32(str(dtype).encode()) if code is None else code
 
@@ -110,7 +111,7 @@ def _counts_expected(op: Operation, rank: int, size: int) -> list[int]:
 
 
 def disagreement(headers: Sequence[Header]) -> tuple[tuple[int, ...], str]:
-    """The ranks at odds with rank 0 or with each other's sizes, and in what; () if all agree.
+    """The ranks that disagree, with rank 0 or in sizes, and the difference; () if none.
 
     Args:
         headers: One per rank, as from :func:`header_of`.

@@ -33,12 +33,12 @@ _BY_TENSORS = (
 
 
 def backend_for(group: ProcessGroup, device_type: str) -> ProcessGroup:
-    """The backend that serves tensors of a device type; the group itself if it is one."""
+    """The backend for tensors of a device type; a group of a single backend itself."""
     return group.by_device.get(device_type, group) if isinstance(group, DispatchGroup) else group
 
 
 class DispatchGroup(ProcessGroup):
-    """Hands each operation to the backend of its tensors' device.
+    """A group that hands each operation to the backend of the tensors' device.
 
     Args:
         by_device: This rank's end of the group, by device type ("cpu", "cuda").
@@ -55,7 +55,7 @@ class DispatchGroup(ProcessGroup):
 
     def _take_fast_path(self) -> None:
         if self.by_device.get("cpu") is self.ends[0]:
-            self.fast_path = self.ends[0].fast_path  # it refuses the tensors of other devices
+            self.fast_path = self.ends[0].fast_path  # refuses tensors of other devices
 
     def departed(self) -> Sequence[int]:
         return sorted({rank for end in self.ends for rank in end.departed()})
@@ -75,7 +75,7 @@ class DispatchGroup(ProcessGroup):
         return None
 
     def _numbered(self, number: int, end: ProcessGroup) -> int:
-        """A number that no operation of another backend has."""
+        """A number that differs from the operations' numbers of other backends."""
         return number * len(self.ends) + self.ends.index(end)
 
     def why_aborted(self) -> DistBackendError | None:
@@ -129,7 +129,7 @@ class DispatchGroup(ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         for end in self.ends:
             end.set_timeout(timeout)
-        self._take_fast_path()  # a new one, with that timeout
+        self._take_fast_path()  # a fast path keeps the timeout that it was made with
 
     def abort(self, reason: str = "abort() was called") -> None:
         for end in self.ends:

@@ -12,12 +12,12 @@ from queue import SimpleQueue
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
 
-#: Seconds that closing waits for the operation in flight to notice.
+#: Seconds that ``close`` waits for the operation in flight to end.
 _CLOSE_SECONDS = 5.0
 
 
 class PythonEngine(ABC):
-    """An engine whose operations block: on the caller's thread, or on its own if asynchronous.
+    """An engine of blocking operations; asynchronous operations run on the engine's thread.
 
     A subclass supplies :meth:`perform`, :meth:`announce_abort`, :meth:`interrupt`,
     :meth:`release` and messages.
@@ -31,14 +31,14 @@ class PythonEngine(ABC):
     def __init__(self, rank: int, global_ranks: Sequence[int]) -> None:
         #: The thread that made the group.
         self.owner = threading.current_thread()
-        #: The number of the operation that it waits in; 0: in none.
+        #: The number of the operation that the owner waits in; 0: none.
         self._waits_in = 0
         self.rank = rank
         self.size = len(global_ranks)
         self._global_ranks = global_ranks
         self.closed = False
         self._abortion: Abort | None = None
-        #: The fault of the first operation that failed: none starts after it.
+        #: The fault of the first failed operation; no operation starts after it.
         self._failed: FaultArgs | None = None
         self._lock = threading.Lock()
         self._entered = 0
@@ -52,11 +52,11 @@ class PythonEngine(ABC):
 
     @abstractmethod
     def announce_abort(self, kind: str, text: str) -> None:
-        """Let the other ranks know that this one aborts. Never blocks for long."""
+        """Tell the other ranks that this rank aborts. Never blocks for long."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make what is in flight on this rank fail."""
+        """Make this rank's operations in flight fail."""
 
     @abstractmethod
     def release(self) -> None:
@@ -100,7 +100,7 @@ class PythonEngine(ABC):
                 self.publish_wait(number, name)
 
     def publish_wait(self, number: int, name: str) -> None:  # noqa: B027
-        """Let the other ranks see that this one's own thread waits in an operation."""
+        """Tell the other ranks that this rank's own thread waits in an operation."""
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         if not self.is_owner() or not self._waits_in:
@@ -120,7 +120,8 @@ class PythonEngine(ABC):
                 try:
                     self._worker.start()
                 except KeyError as error:
-                    # CPython's start() hides behind it what a signal's handler raised within it.
+                    # If a signal handler raises in start(), CPython raises another error over
+                    # the handler's.
                     raise (error.__context__ or error) from None
         self._queue.put((operation, completion))
         return completion
@@ -136,15 +137,15 @@ class PythonEngine(ABC):
             del operation, completion  # not kept until the next one comes
 
     def _fail(self, operation: Operation, fault: FaultArgs) -> None:
-        """Abort at once: nobody may be waiting for the operation to ask why it failed."""
+        """Abort at once: perhaps nobody waits for the operation, and learns of the failure."""
         self._failed = self._failed or fault
         kind, ranks, detail = fault
-        if kind in ("peer_lost", "timeout"):  # of a mismatch all know by themselves
+        if kind in ("peer_lost", "timeout"):  # every rank finds a mismatch by itself
             at_fault = ",".join(str(self._global_ranks[r]) for r in ranks)
             self.abort(kind, f"{at_fault};{operation.describe()}: {detail}")
 
     def fault_of(self, act: Callable[[], object]) -> FaultArgs | None:
-        """The fault of ``act``, run here; an exception that is none aborts the group."""
+        """Run ``act``; return a fault. Any other exception aborts the group."""
         try:
             self.check_open()
             act()
@@ -157,7 +158,7 @@ class PythonEngine(ABC):
         return None
 
     def let_go(self, buffers: object) -> None:  # noqa: B027
-        """Nothing: it holds none of those that are done."""
+        """Do nothing: this engine holds no buffers of finished operations."""
 
     def sequence(self) -> int:
         return self._entered
@@ -183,7 +184,7 @@ class PythonEngine(ABC):
             self.interrupt()
 
     def note_abort(self, by: int, kind: str, text: str) -> bool:
-        """Remember an abort; True if it is the first that this rank knows of."""
+        """Record an abort; True if it is the first that this rank knows of."""
         with self._lock:
             if self._abortion is not None:
                 return False
@@ -194,7 +195,7 @@ class PythonEngine(ABC):
         return self._abortion
 
     def close(self) -> None:
-        """Leave the group: what is still in flight fails."""
+        """Leave the group; operations in flight fail."""
         with self._lock:
             if self.closed:
                 return
@@ -210,11 +211,11 @@ class PythonEngine(ABC):
 
 
 class _OwnCompletion(PythonCompletion):
-    """The end of a collective; the rank's own thread is seen to wait for it.
+    """The end of a collective, which publishes the wait of the rank's own thread.
 
     Args:
-        begin: Called where a thread begins to wait without a limit.
-        end: Called where it waits no longer.
+        begin: Called when a thread begins to wait without a limit.
+        end: Called when that wait is over.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -232,7 +233,7 @@ class _OwnCompletion(PythonCompletion):
 
 
 def poll(ready: Callable[[], bool], seconds: float) -> bool:
-    """True once ``ready()``, asked now and then; False after ``seconds``. For paths to errors."""
+    """True once ``ready()``, by polling; False after ``seconds``. For error paths."""
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts
 
-#: Addresses from, to (exclusive).
+#: The first address, and the end address (exclusive).
 Span = tuple[int, int]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, byte by byte; shares it."""
-    # What is contiguous may have any stride along a dim of one element, also after view(-1).
+    """The memory of a contiguous tensor as bytes; shares the memory."""
+    # A contiguous tensor may have any stride along a dim of one element, also after view(-1).
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
-    """``tensor``'s values as contiguous memory that means what it says."""
+    """``tensor``'s values in contiguous memory, with conjugation and negation resolved."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if as_real and tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -28,7 +28,7 @@ def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
 
 
 def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
-    """Contiguous memory for ``tensor``'s new values: its own, or noted to be copied back."""
+    """Contiguous memory for ``tensor``'s new values; noted for copying back if not ``tensor``."""
     memory = tensor.detach()
     if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
         if _overlaps(tensor):
@@ -48,13 +48,13 @@ def _overlaps(tensor: Tensor) -> bool:
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     reach, nested = 0, True
     for stride, size in dims:
-        nested = nested and stride > reach  # each step leads past all that lies within it
+        nested = nested and stride > reach  # each step leads past all elements of the inner dims
         reach += stride * (size - 1)
     if nested:
         return False
     if any(stride == 0 for stride, _ in dims) or tensor.numel() > reach + 1:
         return True
-    # Interleaved, as with strides 2 and 3: no formula is cheap, and the case is rare.
+    # Interleaved strides, such as 2 and 3, have no cheap formula, and are rare.
     addresses = torch.zeros((), dtype=torch.int64)
     for stride, size in dims:
         addresses = addresses.unsqueeze(-1) + torch.arange(size) * stride
@@ -62,18 +62,18 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def rows(tensor: Tensor, splits: list[int]) -> Parts:
-    """``tensor``'s rows per rank; itself, for equal parts, where there are no splits."""
+    """``tensor``'s rows per rank; without splits ``tensor`` itself, for equal parts."""
     return torch.split(tensor, splits) if splits else tensor
 
 
 def check_overlaps(operation: Operation, rank: int, size: int) -> None:
-    """Outputs share no memory with each other, nor with inputs except exactly in place.
+    """Check that outputs share no memory, with each other or with inputs, except exactly in place.
 
-    In place is an output that is the very input of the same rank: then what is read from it is
-    read before it is written.
+    In place means that an output is the input of the same rank. The operation then reads the input
+    before it writes the output.
 
     Raises:
-        ValueError: They do.
+        ValueError: They share memory.
     """
     outputs = _spans(operation.outputs, operation.kind in MANY_OUTPUTS, size)
     if not outputs:
@@ -99,7 +99,7 @@ def check_overlaps(operation: Operation, rank: int, size: int) -> None:
 
 
 def _belong_together(i: int, o: int, inputs: list[Span], outputs: list[Span], rank: int) -> bool:
-    """True if input ``i`` and output ``o`` are of the same rank."""
+    """True if input ``i`` and output ``o`` belong to the same rank."""
     return (i if len(inputs) > 1 else rank) == (o if len(outputs) > 1 else rank) or (
         len(inputs) == len(outputs) == 1
     )

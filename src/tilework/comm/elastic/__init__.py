@@ -1,9 +1,9 @@
-"""Groups that lose ranks and go on: who is left, who comes back, and the group of those.
+"""Groups that lose ranks and go on: who is left, who comes back, and the new group.
 
-- ``ledger``: keys to the first values that were written to them, which outlive the writers;
-- ``consensus``: the protocol by which ranks agree on who is left, in steps, without any clock,
-  ledger or group of its own: a model check runs the same code as real ranks;
+- ``ledger``: keys to first values, which outlive the writers;
+- ``consensus``: the protocol by which ranks agree on who is left, in steps, without a real clock,
+  ledger or group: a model check runs the same code as real ranks;
 - ``liveness``: which ranks' processes, or threads, have ended;
 - ``watched_store``: a store whose waits end when a rank is lost;
-- ``shrink``, ``grow``: the new group of those that are left, or with those that came back.
+- ``shrink``, ``grow``: the new group of the ranks that are left, or with ranks that came back.
 """

@@ -1,7 +1,7 @@
 """The protocol by which ranks agree on who is left, one shared access at a time.
 
-docs/algorithms/membership.md tells it with its assumptions and the argument why it is right. These
-are generators: each ``yield`` stands before an access to what ranks share, or, if it yields True,
+docs/algorithms/membership.md describes the protocol, the assumptions, and the proof. The functions
+here are generators: each ``yield`` stands before an access to shared state, or, if it yields True,
 for a pause. Real ranks run straight through and sleep in the pauses; a model check decides after
 each step who runs next, who dies and what time it is.
 """
@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from tilework.comm.elastic.ledger import Ledger
 
 T = TypeVar("T")
-#: Steps of the protocol: True asks for a pause, since others must move first.
+#: Steps of the protocol: True asks for a pause, so that others can move first.
 Steps = Generator[bool, None, T]
 
 _YES = "yes"
@@ -24,15 +24,15 @@ _MADE, _FAILED = "made", "failed"
 
 @dataclass(frozen=True)
 class Party:
-    """A rank that takes part, and what it sees of the others. Ranks are those of the old group."""
+    """A rank that takes part, with a view of the others. Ranks are ranks of the old group."""
 
     me: int
     ledger: Ledger
-    #: The ranks that have surely ended or left, of those that are asked for.
+    #: The ranks, among the given ranks, that have surely ended or left.
     lost: Callable[[Collection[int]], set[int]]
     #: Seconds on a clock of any origin.
     clock: Callable[[], float]
-    #: The longest that a rank is waited for that has not ended.
+    #: The longest wait, in seconds, for a rank that has not ended.
     patience: float
 
 
@@ -42,23 +42,23 @@ class Decision:
 
     round: int
     members: tuple[int, ...]
-    #: The proposer's remark, the same for all.
+    #: The proposer's remark, the same on all ranks.
     remark: str = ""
 
 
 class Builder(Protocol):
-    """The maker of the group that a decision asks for."""
+    """The maker of a decision's group."""
 
     def build(self, decision: Decision) -> Steps[str | None]:
-        """Make it, together with the other members; the reason if that failed here."""
+        """Make the group, together with the other members; return the reason of a failure."""
         ...
 
     def discard(self) -> None:
-        """Drop what was made: some member could not make it."""
+        """Drop the group that was made: another member could not make it."""
         ...
 
     def remark(self) -> str:
-        """This rank's view that the other members must know, if it is the one that decides."""
+        """This rank's view, which the other members must know if this rank decides."""
         ...
 
 
@@ -68,7 +68,7 @@ def survive(
     """Rounds until the ranks that are left have made a group, or have gone on without this one.
 
     Returns:
-        The last round's decision: this rank is a member, and has the group, or it is out.
+        The last round's decision: this rank is a member and has the group, or is out.
 
     Raises:
         NoGroupError: The rounds are used up.
@@ -89,20 +89,20 @@ def survive(
 
 
 class NoGroupError(Exception):
-    """No round has made a group; its argument has the ranks' reasons."""
+    """No round has made a group; the error's argument has the ranks' reasons."""
 
 
 def decide(
     party: Party, round_: int, candidates: Collection[int], remark: Callable[[], str]
 ) -> Steps[Decision]:
-    """Arrive at a round, wait for the others, and agree on those that have come.
+    """Arrive at a round, wait for the others, and agree on the ranks that have come.
 
     The decision may lack this rank: then the others went on without it.
 
     Args:
         party: This rank.
         round_: The number of the round.
-        candidates: The ranks that may come, this one included; the same on all of them.
+        candidates: The ranks that may come, this one included; the same on all ranks.
         remark: Makes the proposer's remark, once this rank is about to propose.
     """
     ledger = party.ledger
@@ -126,7 +126,7 @@ def decide(
 
 
 def failed(party: Party, round_: int) -> bool:
-    """True if the group of a round is known to be never made."""
+    """True if the group of a round will certainly not be made."""
     return party.ledger.read(f"{round_}/outcome") == _FAILED
 
 
@@ -135,7 +135,7 @@ def confirm(party: Party, decision: Decision, error: str | None) -> Steps[bool]:
 
     Args:
         party: This rank.
-        decision: The round's.
+        decision: The decision of the round.
         error: The reason why this rank could not make the group; None if it could.
     """
     ledger, round_, members = party.ledger, decision.round, decision.members
@@ -161,7 +161,7 @@ def confirm(party: Party, decision: Decision, error: str | None) -> Steps[bool]:
 
 
 def answers(party: Party, decision: Decision) -> dict[int, str]:
-    """The reasons that members gave for not having made the group, by rank."""
+    """Members' reasons why they could not make the group, by rank."""
     texts = {rank: party.ledger.read(f"{decision.round}/made/{rank}") for rank in decision.members}
     return {rank: text[4:] for rank, text in texts.items() if text is not None and text != _YES}
 

@@ -1,6 +1,6 @@
 """The part of the job's store where newcomers, members and the launcher meet.
 
-Without torch: the launcher reads it, too.
+This module must not import torch: the launcher imports it, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ticket:
 
 
 class Desk(PrefixStore):
-    """Tickets, their answers, and events, in the job's store."""
+    """Tickets, answers to tickets, and events, in the job's store."""
 
     def __init__(self, store: Store) -> None:
         while isinstance(store, PrefixStore):
@@ -46,7 +46,7 @@ class Desk(PrefixStore):
         return [Ticket(p[0], int(p[1]), p[2]) for p in parts if p[0] not in handled]
 
     def handle(self, ticket: Ticket) -> None:
-        """Take a ticket off the list."""
+        """Remove a ticket from the list."""
         self.append(_HANDLED, f"{ticket.token}\n")
 
     def note(self, event: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class Desk(PrefixStore):
         self.append(_EVENTS, f"{json.dumps(event)}\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """The events, in the order in which they were told."""
+        """The events, in order."""
         return [json.loads(line) for line in self._lines(_EVENTS)]
 
     def _lines(self, key: str) -> list[str]:

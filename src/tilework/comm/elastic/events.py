@@ -12,6 +12,6 @@ from tilework.store import Store
 
 
 def note_event(store: Store, kind: str, **facts: Any) -> None:
-    """Tell the launcher that something has happened, if its store is still there. Local."""
+    """Tell the launcher that something has happened, if the store still exists. Local."""
     with contextlib.suppress(DistError, ValueError):
         Desk(store).note({"time": time.time(), "kind": kind, **facts})

@@ -1,9 +1,9 @@
 """``grow_group``: ranks that were started again are let into the default group.
 
 A newcomer leaves a *ticket* in the job's store and waits for the answer. The members look for
-tickets when they call ``grow_group``; rank 0 reads them, all members agree on what it read, and
-make the new group together with the newcomers. Either all of these have it, or the members keep
-the old one and the newcomers ask again.
+tickets when they call ``grow_group``: rank 0 reads the tickets, all members agree on the result,
+and members and newcomers make the new group together. If that fails on any of them, the members
+keep the old group and the newcomers ask again.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from tilework.errors import DistBackendError, DistError, PeerLostError
 from tilework.rendezvous.liveness import has_ended, process_identity
 from tilework.store import PrefixStore, Store
 
-#: Admissions that may fail, because ranks die meanwhile, before a newcomer gives up.
+#: Admissions that may fail, because ranks die, before a newcomer gives up.
 _MOST_TICKETS: Final = 20
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The group that lets newcomers in, as its members and they know it."""
+    """The plan of a group with newcomers, as members and newcomers know it."""
 
     epoch: int
     name: str
     backend: str
-    #: By rank of the new group: the number that the rank was started with, its identity, its rank
-    #: in the old group.
+    #: By rank of the new group: the number that the rank was started with, the rank's identity, and
+    #: the rank in the old group.
     seats: tuple[int, ...]
     identities: tuple[str, ...]
     origins: tuple[int | None, ...]
-    #: The tickets of those that come anew.
+    #: The tickets of the newcomers.
     tickets: tuple[str, ...] = ()
 
 
 def tickets_waiting(group: ProcessGroup) -> bool:
-    """True if ranks wait to be let in, as the job's store has it. Local; one question to it."""
+    """True if ranks wait to be let in. Local; asks the job's store once."""
     return bool(Desk(current_world().record(group).store).tickets())
 
 
@@ -89,13 +89,13 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
 
 
 def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> ProcessGroup:
-    """The default group that lets this newcomer in; blocks until its members call grow.
+    """The default group that lets this newcomer in; blocks until the members call grow.
 
     Raises:
-        StoreTimeoutError: They did not, within ``timeout``.
+        StoreTimeoutError: The members did not call grow within ``timeout``.
     """
     desk = Desk(store)
-    # The first optimizer of a process loads this, which takes seconds: not while members wait.
+    # The first optimizer of a process imports this, for seconds: do it before members wait.
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")
     deadline = time.monotonic() + timeout.total_seconds()
@@ -116,7 +116,7 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
 
 
 def _offer(world: World, group: ProcessGroup, desk: Desk) -> dict[str, Any] | None:
-    """Rank 0's: the admission of those who wait and live; None if there are none."""
+    """Make the admission of live newcomers; None if there are none. Runs on rank 0."""
     ledger = group.ledger
     assert ledger is not None
     seats = world.seats or tuple(range(group.size()))
@@ -128,7 +128,7 @@ def _offer(world: World, group: ProcessGroup, desk: Desk) -> dict[str, Any] | No
     tickets = []
     for ticket in desk.tickets():
         if ticket.seat in places and not has_ended(ticket.identity):
-            continue  # the seat is free once the group has shrunk without who had it
+            continue  # the seat is free after the group has shrunk
         desk.handle(ticket)
         if not has_ended(ticket.identity):
             places[ticket.seat] = ticket.identity, None
@@ -160,10 +160,10 @@ def _admission(offer: dict[str, Any]) -> Admission:
 def _make(
     world: World, admission: Admission, me: int, desk: Desk, limits: tuple[timedelta, timedelta]
 ) -> ProcessGroup | None:
-    """The new group; None if some of its ranks could not make it. Collective; blocks.
+    """The new group; None if some rank could not make it. Collective; blocks.
 
     Args:
-        limits: The time for making it, and that of its operations.
+        limits: The timeout of making the group, and the timeout of the group's operations.
     """
     patience, timeout = limits
     size = len(admission.seats)

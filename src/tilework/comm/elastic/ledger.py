@@ -1,7 +1,7 @@
-"""Ledgers: keys to the first values that were written to them, which outlive the writers.
+"""Ledgers: keys to first values, which outlive the writers.
 
-A ledger is all that agreement needs: whoever writes a key first has decided it, for everyone and
-for good. Nothing in it can be held by a rank that died or was stopped: there are no locks.
+Agreement needs nothing but a ledger: the first writer of a key has decided the value, for everyone
+and for good. There are no locks, so a rank that dies or is stopped holds nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def write(self, key: str, value: str) -> str:
-        """Write ``value`` unless ``key`` has one; return the value that it has from now on."""
+        """Write ``value`` unless ``key`` has one; return the value that ``key`` has from now on."""
 
     @abstractmethod
     def read(self, key: str) -> str | None:
@@ -40,7 +40,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def leave(self, rank: int) -> None:
-        """Write that a rank has left the group, where that costs no waiting; release the ledger."""
+        """Write that a rank has left the group, if that does not wait; release the ledger."""
 
 
 class StoreLedger(Ledger):
@@ -50,11 +50,11 @@ class StoreLedger(Ledger):
         self._store = store
 
     def write(self, key: str, value: str) -> str:
-        # An empty value would be no value to compare_set.
+        # compare_set takes an empty value for a missing value.
         return self._store.compare_set(key, "", f"={value}").decode()[1:]
 
     def leave(self, rank: int) -> None:
-        """Nothing: the store may have gone before."""
+        """Do nothing: the store may be gone already."""
 
     def read(self, key: str) -> str | None:
         return self._store.get(key).decode()[1:] if self._store.check([key]) else None
@@ -63,8 +63,8 @@ class StoreLedger(Ledger):
 class MemoryLedger(Ledger):
     """A ledger in a memory file that the ranks of one host share.
 
-    Each write appends a record, and the order in which the kernel has appended them decides. The
-    file is in append mode, which all its descriptors share, and lives as long as one of them.
+    Each write appends a record, and the order in the file decides. The file is in append mode,
+    which all descriptors share, and lives as long as one of the descriptors.
 
     Args:
         fd: The file's descriptor, which the ledger owns from now on.
@@ -72,7 +72,7 @@ class MemoryLedger(Ledger):
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        #: Two threads that read the same record would both count it, and pass over the next.
+        #: Two threads that read the same record would both count it, and skip the next record.
         self._lock = threading.Lock()
         self._read_bytes = 0
         self._values: dict[str, str] = {}
@@ -119,7 +119,7 @@ class MemoryLedger(Ledger):
 
 
 def left_key(rank: int) -> str:
-    """The key that says that a rank has left the group."""
+    """The key for the note that a rank has left the group."""
     return f"left/{rank}"
 
 
@@ -139,7 +139,7 @@ def _packed(key: str, value: str) -> bytes:
 
 
 def _unpacked(record: bytes) -> tuple[str, str] | None:
-    """Key and value; None where somebody else wrote there."""
+    """The key and value; None for bytes of another writer."""
     if len(record) < RECORD_BYTES:
         return None
     magic, name, data = _HEADER.unpack_from(record)

@@ -1,4 +1,4 @@
-"""The store of a group's successor: the old one, or a new one where that was lost with a rank."""
+"""The store of a group's successor: the old store, or a new store if that was lost."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tilework.comm.elastic.ledger import Ledger
 from tilework.errors import DistBackendError, DistError
 from tilework.store import Store, UnixStore
 
-#: Remarks on a decision: the old store serves, or the first member makes another.
+#: Remarks on a decision: use the old store, or the first member serves a new store.
 OLD_STORE: Final = "store"
 NEW_STORE: Final = "server"
-#: Seconds within which a store that is there answers.
+#: Seconds within which a live store answers.
 _ANSWER_SECONDS = 1.0
 _PAUSE_SECONDS = 0.005
 
 
 def answers_soon(store: Store) -> bool:
-    """True if the store's server answers. Its process may have ended, or been stopped."""
+    """True if the store's server answers. The server's process may have ended or been stopped."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -39,7 +39,7 @@ def answers_soon(store: Store) -> bool:
 
 
 def serve_store(ledger: Ledger, key: str, timeout: timedelta) -> UnixStore:
-    """A store that this process serves, and that others find in the ledger. Local."""
+    """Serve a store from this process, and note it in the ledger for others. Local."""
     secret, name = secrets.token_bytes(32), f"@tilework-{secrets.token_hex(16)}"
     store = UnixStore(name, is_master=True, timeout=timeout, secret=secret)
     ledger.write(key, f"{name} {secret.hex()}")
@@ -49,7 +49,7 @@ def serve_store(ledger: Ledger, key: str, timeout: timedelta) -> UnixStore:
 def find_store(
     ledger: Ledger, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
 ) -> UnixStore:
-    """The store that another rank serves; waits until it does. ``check`` may end that."""
+    """The store that another rank serves; waits for it until ``check`` raises."""
     deadline = time.monotonic() + limit
     while (text := ledger.read(key)) is None:
         check()

@@ -1,4 +1,4 @@
-"""A real rank as a party of the protocol: its clock, its ledger, its view of the others."""
+"""A real rank as a party of the protocol: a clock, a ledger, a view of the other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 
 class GroupLosses:
-    """The ranks that a group has lost, as one of its ranks sees it. Once lost, always lost."""
+    """The ranks that a group has lost, as one rank sees it. A lost rank stays lost."""
 
     def __init__(self, group: ProcessGroup, ledger: Ledger) -> None:
         self._group, self._ledger = group, ledger

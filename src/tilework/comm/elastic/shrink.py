@@ -28,9 +28,9 @@ from tilework.errors import (
 )
 from tilework.store import PrefixStore, Store
 
-#: The longest that a rank which has not ended is waited for, unless the group's timeout is less.
+#: The longest wait for a rank that has not ended, unless the group's timeout is less.
 PATIENCE = timedelta(seconds=30)
-#: Rounds that may fail besides those in which a rank is lost.
+#: Rounds that may fail, besides rounds in which a rank is lost.
 _SPARE_ROUNDS = 3
 
 
@@ -40,7 +40,7 @@ def shrink(group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | Non
     record = world.record(group)
     _check_excluded(group, exclude)
     patience = min(PATIENCE, record.timeout) if timeout is None else timeout
-    # Whoever still waits in an operation, of whichever group, is to come here.
+    # Abort all groups, so that ranks that wait in an operation of any group come here.
     for known in list(world.records):
         known.abort(f"rank {group.global_ranks[group.rank()]} shrinks group {group.group_name!r}")
     return _Shrinking(world, record, patience).run([group.group_ranks[rank] for rank in exclude])
@@ -99,17 +99,17 @@ class _Shrinking:
         return self._adopt(self._group, decision)
 
     def build(self, decision: Decision) -> Steps[str | None]:
-        """Make the group of a decision; blocks, but not for ever: see :meth:`_make`."""
+        """Make the group of a decision; blocks for a limited time, see :meth:`_make`."""
         try:
             self._group = self._make(decision)
         except (DistError, OSError) as error:
             logger.info("attempt %d to shrink failed here: %s", decision.round, error)
             return f"{type(error).__name__}: {error}"[:500]
         return None
-        yield False  # it is a generator, as a model's builder
+        yield False  # a yield makes this a generator, as builders in the model check are
 
     def discard(self) -> None:
-        """Drop the group, and the store that was made for it."""
+        """Drop the new group and the group's store."""
         if self._group is not None:
             self._world.forget(self._group)
         if self._served is not None:

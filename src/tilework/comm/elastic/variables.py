@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Set where a process takes the seat of a rank that died: it joins the group that there is.
+#: Set for a process in the seat of a rank that died: it joins the existing group.
 REJOIN_VARIABLE: Final = "TILEWORK_REJOIN"
 #: The fewest ranks that the job may go on with.
 MIN_RANKS_VARIABLE: Final = "TILEWORK_MIN_RANKS"

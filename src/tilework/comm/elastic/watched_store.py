@@ -1,4 +1,4 @@
-"""A store whose waits end when they have become futile."""
+"""A store whose waits end when they become futile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.05, 0.3
 
 
 class WatchedStore(PrefixStore):
-    """``store`` under a prefix; while it waits for keys, ``check`` is asked, which may raise."""
+    """``store`` under a prefix; waits for keys call ``check``, which may raise."""
 
     def __init__(self, prefix: str, store: Store, check: Callable[[], None]) -> None:
         super().__init__(prefix, store)
@@ -38,7 +38,7 @@ class WatchedStore(PrefixStore):
         return self._retry(partial(super().multi_get, keys), timeout)
 
     def look(self) -> None:
-        """Ask ``check``."""
+        """Call ``check``."""
         self._check()
 
     def _retry(self, ask: Callable[[timedelta], T], timeout: timedelta | None) -> T:
@@ -56,9 +56,9 @@ class WatchedStore(PrefixStore):
 
 
 def while_looking(act: Callable[[], T], store: Store) -> T:
-    """The result of ``act()``, which may wait for ranks for long, without a look of its own.
+    """The result of ``act()``, which may wait long for ranks, and does not check by itself.
 
-    It runs on another thread, which is left to itself where waiting has become futile.
+    ``act`` runs on another thread, which is abandoned if waiting has become futile.
     """
     future: Future[T] = Future()
 
@@ -68,7 +68,7 @@ def while_looking(act: Callable[[], T], store: Store) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    context = copy_context()  # which tells the rank that this is
+    context = copy_context()  # tells which rank this is
     name = "tilework-wait"
     threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
     while True:
@@ -81,7 +81,7 @@ def while_looking(act: Callable[[], T], store: Store) -> T:
 
 
 def look(store: Store) -> None:
-    """Ask whether waiting is futile, where a store's waits are watched."""
+    """Raise if waiting is futile, for a store with watched waits."""
     if isinstance(store, WatchedStore):
         store.look()
     elif isinstance(store, PrefixStore):

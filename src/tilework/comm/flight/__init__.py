@@ -1,1 +1,1 @@
-"""The flight record: what each rank did last, kept always, written on faults, explained."""
+"""The flight record: each rank's last operations, always kept, written on faults, explained."""

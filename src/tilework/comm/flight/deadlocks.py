@@ -1,4 +1,4 @@
-"""The graph of ranks that wait for each other, and the cycles in it; on thousands of ranks, too."""
+"""The graph of ranks that wait for each other, and the cycles in it. Fit for thousands of ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from tilework.comm.flight.history import Group, History, failed, stuck
 from tilework.comm.flight.ring import ANY_PEER, RUNNING, Entry
 
-#: In the error of ranks that have noticed it themselves.
+#: Words in the error of ranks that noticed the cycle themselves.
 IN_A_CIRCLE = "wait for each other in a circle"
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that waits in an operation, or gave up waiting, and those that it waits for."""
+    """A rank that waits in an operation, or gave up, and the ranks that it waits for."""
 
     rank: int
     group: Group
@@ -23,13 +23,13 @@ class Wait:
 
     @property
     def place(self) -> str:
-        """For a person: the operation."""
+        """The operation, for a person."""
         number = f", operation #{self.entry.number}" if self.entry.number else ""
         return f"group {self.group.name!r}{number}"
 
 
 def waits(history: History) -> list[Wait]:
-    """Every wait: each rank's first in each group, and each message that has not arrived."""
+    """All waits: each rank's first in each group, and all messages that have not arrived."""
     return [
         wait
         for group in history.groups
@@ -39,7 +39,7 @@ def waits(history: History) -> list[Wait]:
 
 def _collective_waits(group: Group) -> Iterator[Wait]:
     for rank, calls in group.calls.items():
-        # The others of a rank that runs several are queued behind the first.
+        # A rank's further operations are queued behind the first.
         first = min((n for n, entry in calls.items() if stuck(entry)), default=None)
         if first is not None:
             yield Wait(rank, group, calls[first], group.absent(first))
@@ -66,15 +66,15 @@ def _message_waits(group: Group) -> Iterator[Wait]:
 
 
 def is_send(entry: Entry) -> bool:
-    """True if a message is a send; else a receive."""
+    """True if a message is a send; False if it is a receive."""
     return entry.what.startswith("send")
 
 
 def blocking(history: History, all_waits: list[Wait]) -> dict[int, list[Wait]]:
     """For each rank that cannot go on, the waits that hold it up.
 
-    A rank with asynchronous operations in flight may be computing meanwhile: where its stack is
-    tells which of them, if any, it waits for. One that gave up waiting is taken to wait still.
+    A rank with asynchronous operations in flight may be computing: the rank's stack tells which
+    operation, if any, the rank waits for. A wait that was given up counts as a wait.
     """
     by_rank: dict[int, list[Wait]] = {}
     all_own: dict[int, list[Wait]] = {}
@@ -100,10 +100,10 @@ def _gave_up(entry: Entry) -> bool:
 
 
 def circles(held_up: Mapping[int, Sequence[Wait]], most: int = 16) -> list[list[Wait]]:
-    """Cycles of ranks that wait for each other: each wait, and then that of the awaited rank.
+    """Cycles of ranks that wait for each other: each wait, followed by the awaited rank's wait.
 
-    The shortest through each rank that is in no cycle before it, and ``most`` at most. Linear in
-    the number of waits and of those awaited.
+    The shortest cycle through each rank that is in no earlier cycle, at most ``most`` cycles.
+    Linear in the number of waits and of awaited ranks.
     """
     graph = _Graph(held_up)
     cycles: list[list[Wait]] = []
@@ -121,18 +121,19 @@ def circles(held_up: Mapping[int, Sequence[Wait]], most: int = 16) -> list[list[
 class _Graph:
     """Ranks that are held up, and the ranks that they wait for.
 
-    Ranks that wait in one operation share the tuple of those that they wait for. It is a node of
-    its own, or a thousand ranks that wait for a thousand others would be a million edges.
+    Ranks that wait in the same operation share a tuple of awaited ranks. The tuple is a separate
+    node, because a thousand ranks that wait for a thousand others would be a million edges.
     """
 
     def __init__(self, held_up: Mapping[int, Sequence[Wait]]) -> None:
         self._waits: dict[int, list[tuple[int, Wait]]] = {}
-        #: By the node, which is negative.
+        #: The awaited ranks of each tuple node; node numbers are negative.
         self._awaited: dict[int, tuple[int, ...]] = {}
         nodes: dict[int, int] = {}
         for rank, waits in held_up.items():
             for wait in waits:
-                # From whichever rank a message may come: one that is held up holds up nobody.
+                # A message may come from several ranks, so a single rank does not hold up the
+                # receiver.
                 if wait.entry.peer == ANY_PEER and len(wait.awaited) > 1:
                     continue
                 node = nodes.setdefault(id(wait.awaited), -1 - len(nodes))
@@ -145,7 +146,7 @@ class _Graph:
         return [awaited for awaited, _ in self._waits.get(node, ())]
 
     def components(self) -> list[list[int]]:
-        """The ranks of each strongly connected component, those of a single node left out.
+        """The ranks of each strongly connected component, without components of a single node.
 
         Tarjan, "Depth-first search and linear graph algorithms" (1972), without recursion.
         """
@@ -184,9 +185,9 @@ class _Graph:
         return components
 
     def cycle_from(self, start: int, component: Sequence[int]) -> list[Wait]:
-        """The shortest way from ``start`` back to it, breadth first, within its component."""
+        """The shortest way from ``start`` back to ``start`` in a component, breadth first."""
         inside = set(component)
-        #: By rank: the wait by which it was reached.
+        #: By rank: the wait that led to the rank.
         reached: dict[int, Wait] = {}
         expanded: set[int] = set()
         queue = [start]

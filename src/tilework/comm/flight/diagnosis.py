@@ -1,4 +1,4 @@
-"""Findings from all ranks' records: which rank waits for which, and why. Reads no files."""
+"""Findings from all ranks' records: which rank waits for which other, and why. Reads no files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tilework.comm.flight.stragglers import (
     without,
 )
 
-#: In the order of telling.
+#: In the order of reports.
 Kind = Literal[
     "deadlock", "mismatch", "failed", "waiting", "message", "busy", "unheard", "slow", "fine"
 ]
 _MAX_DETAILS: Final = 64
-#: The most ranks that are described one by one.
+#: The most ranks that are described separately.
 _MAX_TOLD: Final = 16
-#: The most operations in which one rank is said to wait.
+#: The most waits that are reported of one rank.
 _MAX_WAITS: Final = 4
 
 
@@ -37,21 +37,21 @@ class Finding:
     text: str
     """One sentence."""
     details: tuple[str, ...] = ()
-    """A line each."""
+    """Further lines."""
     group: str = ""
     number: int = 0
-    """Of the operation; 0 for messages, and where it is about none."""
+    """The number of the operation; 0 for messages, and without an operation."""
     ranks: tuple[int, ...] = ()
-    """Whom it is about: those that wait or failed."""
+    """The ranks of the finding: ranks that wait or failed."""
     awaited: tuple[int, ...] = ()
-    """Those that they wait for."""
+    """The ranks that they wait for."""
 
 
 def diagnose(records: Mapping[int, Record]) -> list[Finding]:
     """The findings in the records of a job; at least one.
 
     Args:
-        records: By rank; some may be missing.
+        records: The records by rank; some may be missing.
     """
     history = History(records)
     return [*_Telling(history).findings(), *_slow_ranks(history)]
@@ -74,7 +74,7 @@ def _slow_ranks(history: History) -> Iterator[Finding]:
 
 
 class _Telling:
-    """Words for one history."""
+    """The text for a history."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -82,7 +82,7 @@ class _Telling:
         self._held_up = blocking(history, self._waits)
 
     def findings(self) -> Iterator[Finding]:
-        """Causes before what may follow from them."""
+        """The findings: causes before possible consequences."""
         rings = circles(self._held_up)
         findings = [self._deadlock(ring) for ring in rings]
         in_rings = {(wait.group.name, wait.entry.number) for ring in rings for wait in ring}
@@ -112,7 +112,7 @@ class _Telling:
         return Finding("deadlock", text, tuple(details), first.group.name, number, tuple(ranks))
 
     def _operation(self, group: Group) -> Finding | None:
-        """The first operation of a group that did not go well."""
+        """The first operation of a group that failed or is stuck."""
         diverged, stopped = group.first_divergence(), group.first_stuck()
         if diverged is not None and (stopped is None or diverged <= stopped):
             return self._mismatch(group, diverged)
@@ -148,7 +148,7 @@ class _Telling:
         return Finding(kind, text, tuple(details), group.name, number, waiting, tuple(absent))
 
     def _messages(self, all_waits: Sequence[Wait]) -> Iterator[Finding]:
-        """A finding for messages that are alike but for their shapes and tags."""
+        """A finding for each kind of message; shapes and tags do not count."""
         alike: dict[tuple[object, ...], list[Wait]] = {}
         for wait in all_waits:
             entry = wait.entry
@@ -252,7 +252,7 @@ class _Telling:
         return f"was last in #{last.number} {_call(last)}, {_ending(last, record)}"
 
     def _other_tags(self, wait: Wait) -> list[str]:
-        """Messages between the two whose tag is another."""
+        """Messages between the same ranks with other tags."""
         entry = wait.entry
         wanted = "recv" if is_send(entry) else "send"
         others = [
@@ -280,7 +280,7 @@ def _by_call(entries: Mapping[int, Entry]) -> list[str]:
 
 
 def _failures(entries: Mapping[int, Entry]) -> list[str]:
-    """The first failure; the others only follow."""
+    """The first failure; other failures are consequences."""
     lines = [
         f'rank {rank} said "{_first_line(entry.outcome.removeprefix(FAILED))}"'
         for rank, entry in sorted(entries.items(), key=lambda item: _causality(item[1]))
@@ -290,7 +290,7 @@ def _failures(entries: Mapping[int, Entry]) -> list[str]:
 
 
 def _causality(entry: Entry) -> tuple[bool, float]:
-    """Sorts what failed by itself before what another rank aborted, and then by time."""
+    """A key that sorts original failures before aborts by other ranks, and then by time."""
     return "aborted by rank" in entry.outcome, entry.ended or 0.0
 
 

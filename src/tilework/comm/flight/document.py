@@ -1,7 +1,7 @@
-"""A rank's flight record as a file: what is in it, and how it is written and read.
+"""A rank's flight record as a file: the contents, writing and reading.
 
-One JSON document per rank. A reader trusts nothing in it: sizes, depths, types and numbers are
-checked, and characters that a terminal would obey are replaced.
+One JSON document per rank. A reader trusts nothing: sizes, depths, types and numbers are checked,
+and control characters of terminals are replaced.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Final, TypeVar
 
 from tilework.comm.flight.ring import Entry
 
-#: Raised whenever a reader of before would misunderstand.
+#: Increased by every change that an older reader would misunderstand.
 VERSION: Final = 2
 MAX_FILE_BYTES: Final = 16 << 20
-#: Of all groups together; the latest of each are kept.
+#: The most entries of all groups together; the latest of each group are kept.
 MAX_ENTRIES: Final = 4096
 MAX_GROUPS: Final = 256
 MAX_RANKS: Final = 1 << 16
@@ -31,12 +31,12 @@ _Item = TypeVar("_Item")
 
 
 class FlightRecordError(ValueError):
-    """A file is no flight record, or none that can be read."""
+    """A file is not a readable flight record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that went wrong on this rank, or why it was asked for its record."""
+    """A fault on this rank, or the reason for writing the record."""
 
     #: Unix seconds.
     time: float
@@ -52,15 +52,15 @@ class Stack:
     thread: str
     #: ``file:line in function``, innermost first.
     frames: tuple[str, ...]
-    #: The innermost of them that is the user's; "" if there is none.
+    #: The innermost frame of the user's code; "" if there is none.
     site: str
-    #: True if it was inside tilework.
+    #: True if the thread was inside tilework.
     inside: bool
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLog:
-    """A group as one of its ranks sees it."""
+    """A group as one rank sees it."""
 
     name: str
     backend: str
@@ -75,11 +75,11 @@ class Record:
     """The flight record of one rank."""
 
     rank: int
-    #: 0 if it has no default group yet, or no more.
+    #: 0 without a default group.
     world_size: int
     host: str
     pid: int
-    #: Equal for ranks that were started together, as far as that can be told; else "".
+    #: An id that is equal for ranks that were started together; "" if unknown.
     job: str
     #: The time of writing, in Unix seconds.
     written: float
@@ -95,7 +95,7 @@ def file_name(rank: int) -> str:
 
 
 def encode(record: Record) -> bytes:
-    """The file's contents."""
+    """The contents of a record's file."""
     document = {_MARK: VERSION, **asdict(record)}
     for group in document["groups"]:
         group["ranks"] = _runs(group["ranks"])
@@ -106,7 +106,7 @@ def decode(data: bytes) -> Record:
     """The record in a file.
 
     Raises:
-        FlightRecordError: It is not one, is cut off, or of another version.
+        FlightRecordError: The data is not a record, is cut off, or has another version.
     """
     if len(data) > MAX_FILE_BYTES:
         raise FlightRecordError(f"it has more than {MAX_FILE_BYTES >> 20} MiB")
@@ -125,7 +125,7 @@ def decode(data: bytes) -> Record:
 
 
 def _shortened(value: Any) -> Any:
-    """With every text cut to what a reader takes."""
+    """A value with every text cut to the limit of readers."""
     if isinstance(value, str):
         return value if len(value) <= MAX_TEXT_CHARS else f"{value[: MAX_TEXT_CHARS - 1]}…"
     if isinstance(value, dict):
@@ -136,7 +136,7 @@ def _shortened(value: Any) -> Any:
 
 
 def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The first and last of each run of consecutive ranks, in their order."""
+    """The first and last rank of each run of consecutive ranks, in order."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -220,7 +220,7 @@ def _integer(value: object, low: int, high: int, where: str) -> int:
 
 
 def printable(text: str) -> str:
-    """With what a terminal would obey, or cannot show, replaced.
+    """A text without control or unprintable characters, which are replaced.
 
     Example:
         >>> printable(chr(27) + "[31mred")
@@ -302,7 +302,7 @@ def _entry(value: object) -> Entry:
 
 
 def latest(entries: Sequence[Entry], limit: int) -> tuple[Entry, ...]:
-    """The last ``limit`` entries, and those before them that still run."""
+    """The last ``limit`` entries, and earlier entries that still run."""
     cut = max(0, len(entries) - limit)
     running = [entry for entry in entries[:cut] if entry.outcome == "running"]
     return (*running[-limit:], *entries[cut:])

@@ -1,7 +1,7 @@
 """Writing a rank's flight record: on faults, and when somebody asks.
 
-Nothing here raises or waits for anybody, since it runs on the way to an error: a record that
-cannot be written is one line on stderr.
+Nothing here raises or waits, since it runs on the way to an error. If a record cannot be written,
+one line on stderr says so.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from tilework.comm.flight.watch import DIRECTORY_VARIABLE, WATCHER_NAME
 from tilework.comm.per_call.callsite import format_site, in_library, user_frame
 from tilework.comm.world import World, current_world, live_worlds
 
-#: Records by the time as of which they are: of two threads that write one, the later wins.
+#: Numbers of records in order of time: if two threads write one file, the later record wins.
 _moments: Final = itertools.count(1)
-_replacing: Final = threading.RLock()  # a signal's handler may come in between
-_MOST_SECONDS: Final = 2.0  # a thread that held the lock when the process was forked is not there
+_replacing: Final = threading.RLock()  # a signal handler may interrupt a writer
+_MOST_SECONDS: Final = 2.0  # after a fork, the thread that held the lock is gone
 _newest: Final[dict[str, int]] = {}
 
 _OWN_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 def note_fault(cause: BaseException | str) -> None:
-    """Write the record of the rank that calls, because of ``cause``; nothing without a folder.
+    """Write the calling rank's record, because of ``cause``; do nothing without a folder.
 
-    Never raises and never blocks on other ranks. For the way to an error.
+    Never raises and never blocks on other ranks. For error paths.
     """
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if not folder:
         return
     text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
     fault = Fault(time.time(), text, tuple(getattr(cause, "ranks", ())))
-    # A completion may come on a thread of the core, which is no rank's: then all are told.
+    # On a thread of the core, the rank is unknown: then write the records of all ranks.
     own_rank = _rank_of(current_world())
     for rank, worlds in _ranks().items():
         if own_rank is None or rank == own_rank:
@@ -55,7 +55,7 @@ def note_fault(cause: BaseException | str) -> None:
 
 
 def write_all() -> None:
-    """Write the records of all ranks of this process; nothing without a folder. Never raises."""
+    """Write the records of all ranks of this process; do nothing without a folder. Never raises."""
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if folder:
         for rank, worlds in _ranks().items():
@@ -63,9 +63,9 @@ def write_all() -> None:
 
 
 def _ranks() -> dict[int, list[World]]:
-    """The ranks that live in this process, each with its Worlds (torch's groups have their own).
+    """The ranks in this process, each with its Worlds (torch's groups have a separate World).
 
-    Before it has a group, the rank that the environment says this process will be.
+    Before there is a group, the rank that the environment announces for this process.
     """
     worlds: dict[int, list[World]] = {}
     for world in sorted(live_worlds(), key=lambda world: world.default_group is None):
@@ -79,13 +79,13 @@ def _ranks() -> dict[int, list[World]]:
 
 
 def _rank_of(world: World) -> int | None:
-    """The global rank that a World belongs to; None while it has no groups."""
+    """The global rank that a World belongs to; None without groups."""
     group = next(iter(list(world.records)), None)
     return None if group is None else group.global_ranks[group.rank()]
 
 
 def _write(rank: int, worlds: Sequence[World], folder: str) -> None:
-    """Write one rank's record into ``folder``, in one step; or say why not, once. Never raises."""
+    """Write one rank's record in one step into ``folder``; report a failure once. Never raises."""
     path = os.path.join(folder, file_name(rank))
     try:
         moment = next(_moments)
@@ -97,7 +97,7 @@ def _write(rank: int, worlds: Sequence[World], folder: str) -> None:
 
 
 def _record(rank: int, worlds: Sequence[World]) -> Record:
-    """A rank's record as of now."""
+    """A rank's present record."""
     faults = sorted((f for world in worlds for f in world.notes.faults), key=lambda f: f.time)
     groups = [group for world in worlds for group in list(world.records)]
     return Record(
@@ -114,7 +114,7 @@ def _record(rank: int, worlds: Sequence[World]) -> Record:
 
 
 def _written_before(path: str) -> bool:
-    """True if this process has left a record there when it still had groups."""
+    """True if this process wrote a record there while it had groups."""
     try:
         with open(path, "rb") as file:
             before = document.decode(file.read(document.MAX_FILE_BYTES + 1))
@@ -124,7 +124,7 @@ def _written_before(path: str) -> bool:
 
 
 def _job() -> str:
-    """Tells launches apart in a folder that is used again."""
+    """An id that tells launches apart in a folder that several launches use."""
     secret = os.environ.get("TILEWORK_SECRET", "")
     return hashlib.blake2b(secret.encode(), digest_size=8).hexdigest() if secret else ""
 
@@ -141,7 +141,7 @@ def _ends(group: ProcessGroup) -> list[ProcessGroup]:
 
 
 def _stacks(own: threading.Thread | None) -> Iterator[Stack]:
-    """Every thread's, the rank's own first (else the main one)."""
+    """The stacks of all threads; the rank's own thread first (else the main thread)."""
     own = own or threading.main_thread()
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -154,7 +154,7 @@ def _stacks(own: threading.Thread | None) -> Iterator[Stack]:
 
 def _stack(name: str, frame: FrameType | None) -> Stack:
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
-        frame = frame.f_back  # this very writing
+        frame = frame.f_back  # skips this folder's frames
     user = user_frame(frame)
     lines = [
         f"{each.f_code.co_filename}:{line} in {each.f_code.co_name}"
@@ -169,7 +169,7 @@ def _stack(name: str, frame: FrameType | None) -> Stack:
 
 
 def _replace(path: str, data: bytes, moment: int) -> None:
-    """Make ``path`` hold ``data``: all of it, or what was there before; not what is newer."""
+    """Replace ``path`` by ``data`` in one step, unless a newer record is there."""
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     partial = f"{path}.{os.getpid()}-{threading.get_ident()}.partial"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -200,5 +200,5 @@ def _complain(world: World, folder: str, error: Exception) -> None:
     why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
     line = f"tilework: cannot write the flight record to {folder!r}: {why}\n"
     with contextlib.suppress(OSError, ValueError):
-        # Not sys.stderr: this may interrupt a thread that is just writing to it.
+        # Not sys.stderr: this may interrupt a thread that writes to it.
         os.write(2, line.encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""The records of all ranks side by side: groups, their operations by number, who is where."""
+"""The records of all ranks side by side: groups, operations by number, the place of each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import FAILED, RUNNING, Entry
 
-#: Names under which ranks may call one and the same operation.
+#: Names of functions that are the same operation.
 _ALIASES = {
     "all_reduce_coalesced": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -18,13 +18,13 @@ _ALIASES = {
     "all_to_all_single": "all_to_all",
     "monitored_barrier": "barrier",
 }
-#: All their arguments must be equal on all ranks.
+#: Operations whose arguments must all be equal on all ranks.
 _ELEMENTWISE = ("all_reduce", "broadcast")
 
 
 @dataclass
 class Group:
-    """A group, as its ranks' records have it."""
+    """A group, as the ranks' records describe it."""
 
     name: str
     backend: str
@@ -47,15 +47,15 @@ class Group:
             self._lasts[rank] = self.calls[rank][max(self.calls[rank])]
 
     def last(self, rank: int) -> Entry | None:
-        """The collective that a rank entered last; None if that is not known, or none."""
+        """The collective that a rank entered last; None if unknown, or if it entered none."""
         return self._lasts.get(rank)
 
     def at(self, number: int) -> dict[int, Entry]:
-        """The ranks' calls as their operation of that number."""
+        """The ranks' calls with a number."""
         return self._by_number.get(number, {})
 
     def absent(self, number: int) -> tuple[int, ...]:
-        """The ranks that have not come so far, and those without a record; found once."""
+        """The ranks that have not come, and ranks without a record. Cached."""
         if number not in self._absent:
             lasts = ((rank, self._lasts.get(rank)) for rank in self.ranks)
             self._absent[number] = tuple(
@@ -64,7 +64,7 @@ class Group:
         return self._absent[number]
 
     def first_stuck(self) -> int | None:
-        """The first operation that some rank has entered and not left well."""
+        """The first operation that some rank has entered and not completed."""
         numbers = (e.number for calls in self.calls.values() for e in calls.values() if stuck(e))
         return min(numbers, default=None)
 
@@ -73,7 +73,7 @@ class Group:
         for number in sorted(self._by_number):
             entries = self.at(number).values()
             differ = len({family(entry) for entry in entries}) > 1
-            # Backends that compare arguments say so; in those that do not, ranks wait for ever.
+            # Backends that compare arguments report this; in the others ranks wait for ever.
             if differ or (any(map(stuck, entries)) and len(set(map(_compared, entries))) > 1):
                 return number
             if any("CollectiveMismatchError" in e.outcome for e in entries if failed(e)):
@@ -82,17 +82,17 @@ class Group:
 
 
 def stuck(entry: Entry) -> bool:
-    """True if it runs, or has failed."""
+    """True if an operation runs, or has failed."""
     return entry.outcome == RUNNING or failed(entry)
 
 
 def failed(entry: Entry) -> bool:
-    """True if it has failed."""
+    """True if an operation has failed."""
     return entry.outcome.startswith(FAILED)
 
 
 def family(entry: Entry) -> str:
-    """The operation's name, whichever form of it was called."""
+    """The operation's name, common to all forms of it."""
     name = entry.what.partition(" ")[0]
     return _ALIASES.get(name, name)
 
@@ -105,14 +105,14 @@ class History:
     """All ranks' records.
 
     Args:
-        records: By rank.
+        records: The records by rank.
     """
 
     def __init__(self, records: Mapping[int, Record]) -> None:
         self.records = dict(sorted(records.items()))
         self.groups: list[Group] = _groups(self.records)
         size = max((record.world_size for record in records.values()), default=0)
-        #: Ranks that should have left a record and did not.
+        #: Ranks whose records are missing.
         self.unheard = [rank for rank in range(size) if rank not in records]
         #: Ranks that others saw die or leave.
         self.lost = {

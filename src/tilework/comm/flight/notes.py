@@ -1,4 +1,4 @@
-"""The flight record's notes on a rank, besides its groups' operations."""
+"""The flight record's notes on a rank, besides the operations of groups."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tilework.comm.flight.document import MAX_FAULTS, Fault
 class Notes:
     """The notes on one rank; part of its World."""
 
-    #: The thread that made its first group: the rank's own.
+    #: The rank's own thread, which made the first group.
     thread: threading.Thread | None = None
-    #: The first faults: what follows them is rarely the cause.
+    #: The first faults: later faults are rarely the cause.
     faults: deque[Fault] = field(default_factory=deque)
-    #: True if it was reported that no record can be written.
+    #: True after the report that no record can be written.
     complained: bool = False
 
     def add(self, fault: Fault) -> None:
-        """Keep it, if there is room."""
+        """Keep a fault, if there is room."""
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(fault)

@@ -1,8 +1,8 @@
 """The last operations of one rank in one group, kept in bounded memory at next to no cost.
 
-While the program runs only references are stored: a code object and an offset for the place of
-the call, shapes and dtypes for the tensors. No tensor is kept alive, and nothing is made into
-text before somebody asks.
+While the program runs, the ring stores only references: a code object and an offset for the place
+of the call, shapes and dtypes for the tensors. The ring keeps no tensor alive, and makes text only
+when somebody asks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from tilework.comm.per_call.callsite import Site, format_site, in_library
 
-#: The number of operations that a group remembers on each rank, unless the variable is set.
+#: The number of operations that a group keeps on each rank, unless the variable is set.
 DEFAULT_CAPACITY: Final = 256
 CAPACITY_VARIABLE: Final = "TILEWORK_FLIGHT_ENTRIES"
 _MAX_CAPACITY: Final = 65536
@@ -26,7 +26,7 @@ _MAX_CAPACITY: Final = 65536
 RUNNING: Final = "running"
 DONE: Final = "done"
 FAILED: Final = "failed: "
-#: As the peer of a receive: whichever rank sends first.
+#: The peer of a receive from any rank.
 ANY_PEER: Final = -1
 
 _getframe, _now = sys._getframe, time.time
@@ -34,18 +34,18 @@ _getframe, _now = sys._getframe, time.time
 Shapes = Sequence[Sequence[int]]
 
 
-#: An operation, as cheap to make as can be: its title, the dtype of its tensors (None
-#: without any), the shapes of its inputs and of its outputs (either may be left out where they are
-#: the same), its reduction or None, and its root or None. :func:`describe` makes text of it.
+#: An operation, as cheap to make as possible: the title, the tensors' dtype (None without tensors),
+#: the shapes of inputs and of outputs (one of them may be left out if they are equal), the
+#: reduction or None, and the root or None. :func:`describe` makes text of it.
 What = tuple[str, object, Shapes, Shapes, object, "int | None"]
 
 
-#: Their inputs have the shape of their outputs.
+#: Operations whose inputs have the shape of the outputs.
 _IN_PLACE: Final = ("all_reduce", "broadcast")
 
 
 def describe(what: What | str) -> str:
-    """For a person: the title, dtype, shapes and arguments.
+    """The title, dtype, shapes and arguments, for a person.
 
     Example:
         >>> describe(("reduce", "torch.float32", [(2, 3)], [], "sum", 0))
@@ -82,19 +82,19 @@ class Entry:
 
     #: Counts the group's collectives from 1, in the order of calls; 0 for a message.
     number: int
-    #: Its name, dtype, shapes and arguments; the name comes first.
+    #: The name, dtype, shapes and arguments; the name comes first.
     what: str
     #: ``file:line in function`` of the caller.
     site: str
     #: The time of the call, in Unix seconds.
     entered: float
-    #: The time of its end; None while it runs, and where nobody waited to see the end.
+    #: The time of the end; None while it runs, or if nobody waited for the end.
     ended: float | None
-    #: "running", "done", or "failed: " and why.
+    #: "running", "done", or "failed: " and the reason.
     outcome: str
-    #: Of a message: the global rank at its other end (ANY_PEER: whichever sends first).
+    #: Of a message: the global rank at the other end, or ANY_PEER.
     peer: int | None = None
-    #: Of a message.
+    #: The tag of a message.
     tag: int = 0
 
 
@@ -102,26 +102,26 @@ class Pending(Protocol):
     """The state of an operation that may be in flight."""
 
     def done(self) -> bool:
-        """True if it has ended. Never blocks."""
+        """True if the operation has ended. Never blocks."""
         ...
 
     def fault(self) -> tuple[str, tuple[int, ...], str] | None:
-        """The fault that it ended with, if any."""
+        """The fault that the operation ended with, if any."""
         ...
 
 
-#: The handle of an operation between ``begin`` and ``end``; only its ring knows its type.
+#: The handle of an operation between ``begin`` and ``end``; only the ring knows the type.
 Slot = Any
-#: Here it is the entry to be: a list, because that is the cheapest to make.
+#: The type of this ring: the future entry, as a list, which is cheapest to make.
 _Slot = list[Any]
 _NUMBER, _WHAT, _CODE, _OFFSET, _ENTERED, _ENDED, _OUTCOME, _PEER, _TAG = range(9)
 _EMPTY: Final[_Slot] = [-1, "", None, None, 0.0, 0.0, "", None, 0]
 
 
 def capacity_setting() -> int:
-    """The setting of TILEWORK_FLIGHT_ENTRIES, within bounds; the default where there is none.
+    """The setting of TILEWORK_FLIGHT_ENTRIES, within bounds; the default if unset.
 
-    A diagnostic must not stop a program, so nonsense counts as nothing.
+    A diagnostic must not stop a program, so an invalid value counts as unset.
     """
     text = os.environ.get(CAPACITY_VARIABLE, "")
     return min(int(text), _MAX_CAPACITY) if text.isdecimal() else DEFAULT_CAPACITY
@@ -131,8 +131,8 @@ class Ring:
     """The last operations of one rank in one group. May be used from any thread.
 
     Args:
-        capacity: How many it remembers, at least 1; those that still run may be as many again.
-            None: as the environment says (TILEWORK_FLIGHT_ENTRIES), else 256.
+        capacity: The number of operations to keep, at least 1; as many older operations that still
+            run may be kept besides. None: TILEWORK_FLIGHT_ENTRIES, or 256 if unset.
 
     Example:
         >>> ring = Ring(2)
@@ -148,9 +148,9 @@ class Ring:
 
     def __init__(self, capacity: int | None = None) -> None:
         size = max(1, capacity_setting() if capacity is None else capacity)
-        # Full from the start, so that nobody need ask whether it is.
+        # Full from the start, which saves a check for every operation.
         self._slots: deque[_Slot] = deque([_EMPTY] * size, maxlen=size)
-        #: Pushed out while they still ran, such as a receive that nothing has been sent to.
+        #: Operations that were pushed out while they ran, such as a receive without a sender.
         self._late: deque[_Slot] = deque(maxlen=size)
         self._numbers = itertools.count(1)
 
@@ -160,18 +160,18 @@ class Ring:
         """Note that an operation was called; hand the result to :meth:`end`.
 
         Args:
-            what: What it is; must hold no tensor.
-            peer: For a message, the global rank at its other end, or ANY_PEER. None: a
-                collective, which is given the next number.
-            tag: Of a message.
-            depth: How many frames up to begin looking for the user's.
+            what: The operation; must hold no tensor.
+            peer: For a message, the global rank at the other end, or ANY_PEER. None: a collective,
+                which gets the next number.
+            tag: The tag of a message.
+            depth: How many frames up to begin looking for the user's frame.
         """
         try:
             frame = _getframe(depth)
             while in_library[frame.f_code.co_filename]:
                 frame = frame.f_back  # type: ignore[assignment]
             code, offset = frame.f_code, frame.f_lasti
-        except (ValueError, AttributeError):  # called by no code of the user's
+        except (ValueError, AttributeError):  # not called from the user's code
             code = offset = None  # type: ignore[assignment]
         number = 0 if peer is not None else next(self._numbers)
         slot = [number, what, code, offset, _now(), None, None, peer, tag]
@@ -182,7 +182,7 @@ class Ring:
         return slot
 
     def end(self, slot: Slot, failure: str = "") -> None:
-        """Note that the operation is over, and why if it failed. Once for each."""
+        """Note that the operation is over, and the reason of a failure. Once per operation."""
         slot[_OUTCOME] = failure
         slot[_ENDED] = _now()
 
@@ -203,7 +203,7 @@ def _copied(slots: deque[_Slot]) -> list[_Slot]:
     while True:
         try:
             return list(slots)
-        except RuntimeError:  # another thread added to it meanwhile
+        except RuntimeError:  # another thread added an entry
             continue
 
 
@@ -215,7 +215,7 @@ def _entry(slot: _Slot) -> Entry:
 
 
 def outcome(ended: float | None, result: str | Pending | None) -> str:
-    """An entry's outcome, from why it failed (if it ended) or from what knows."""
+    """An entry's outcome, from the end and the result; a Pending result is asked."""
     if isinstance(result, str) or ended is not None:
         return f"{FAILED}{result}" if result else DONE
     if result is None or not result.done():

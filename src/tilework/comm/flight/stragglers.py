@@ -1,9 +1,9 @@
-"""Ranks that the others wait for, and how much slower they are, from the times of operations.
+"""Ranks that the others wait for, and the delays, from the times of operations.
 
-A rank's *own time* is that between its collectives: from the end of one to the beginning of the
-next. It is what the rank itself takes; the time within a collective is mostly spent waiting for the
-slowest. Each is measured on one rank, so clocks need not agree. Time that the rank waits in another
-group's collective, or for a message, is not its own: there it may wait for somebody else.
+A rank's *own time* is the time between two collectives: from the end of one to the beginning of the
+next. In that time the rank works; within a collective it mostly waits for the slowest rank. Each
+own time is measured on one rank, so clocks need not agree. Waits in another group's collective, or
+for a message, are subtracted: there the rank may wait for another rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tilework.comm.world import AnyGroup, current_world, member
 #: A group by name and global ranks.
 _Key = tuple[str, tuple[int, ...]]
 
-#: A rank is a straggler if it takes so many times as long as the others' median, and
+#: A rank is a straggler if the rank's own time is this many times the others' median, and
 RATIO: Final = 1.2
-#: so many seconds more for each operation.
+#: this many seconds longer for each operation.
 LEAST_SECONDS: Final = 0.0005
 #: Fewer operations tell little.
 LEAST_OPERATIONS: Final = 5
@@ -34,23 +34,23 @@ class Straggler:
     """A rank that the others wait for."""
 
     rank: int
-    #: Seconds of its own between two collectives, on average.
+    #: The rank's own time between two collectives, in seconds, on average.
     seconds: float
-    #: The median of those of the other ranks.
+    #: The median of the other ranks' averages.
     others: float
-    #: The number of collectives that this comes from.
+    #: The number of collectives in the average.
     operations: int
-    #: The most seconds before one of them.
+    #: The longest own time before a collective, in seconds.
     longest: float = 0.0
 
     @property
     def ratio(self) -> float:
-        """The times as long as the others that it takes."""
+        """The rank's own time as a multiple of the others'."""
         return self.seconds / max(self.others, 1e-9)
 
     @property
     def cost(self) -> float:
-        """The seconds that it takes longer, over all collectives."""
+        """The rank's extra seconds, over all collectives."""
         return (self.seconds - self.others) * self.operations
 
     def __str__(self) -> str:
@@ -66,11 +66,11 @@ class Straggler:
 
 
 def own_times(entries: Sequence[Entry], others: Sequence[Entry] = ()) -> dict[int, float]:
-    """A rank's own seconds before each collective of a group, by its number; without the first.
+    """A rank's own seconds before each collective but the first of a group, by number.
 
     Args:
-        entries: Its operations in the group.
-        others: Those in other groups.
+        entries: The rank's operations in the group.
+        others: The rank's operations in other groups.
     """
     calls = {entry.number: entry for entry in entries if entry.number}
     waits = _Waits(entries, others)
@@ -78,20 +78,20 @@ def own_times(entries: Sequence[Entry], others: Sequence[Entry] = ()) -> dict[in
     for number, entry in calls.items():
         before = calls.get(number - 1)
         if before is not None and before.ended is not None:
-            # Asynchronous ones may overlap.
+            # Asynchronous operations may overlap.
             own = entry.entered - before.ended
             times[number] = max(0.0, own - waits.seconds(before.ended, entry.entered))
     return times
 
 
 def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
-    """The entries but those of one group: its own."""
+    """The entries without the entries of one group."""
     known = {id(entry) for entry in own}
     return [entry for entry in entries if id(entry) not in known]
 
 
 class _Waits:
-    """The times that a rank spent within operations, of whatever group, without gaps' overlaps."""
+    """The times that a rank spent in operations of any group, without overlaps."""
 
     def __init__(self, entries: Sequence[Entry], others: Sequence[Entry]) -> None:
         candidates = [*others, *(entry for entry in entries if not entry.number)]
@@ -99,12 +99,12 @@ class _Waits:
         self._spans: list[tuple[float, float]] = []
         for entry in sorted(candidates, key=lambda entry: entry.entered):
             if entry.ended is None or _any_between(begun, entry.entered, entry.ended):
-                continue  # asynchronous: the rank did other things meanwhile
+                continue  # asynchronous: the rank did other things during it
             self._spans.append((entry.entered, entry.ended))
         self._starts = [start for start, _ in self._spans]
 
     def seconds(self, start: float, end: float) -> float:
-        """The seconds of them between two times."""
+        """The seconds in operations between two times."""
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_left(self._starts, end)
         spans = self._spans[first:last]
@@ -144,7 +144,7 @@ def stragglers(times: Mapping[int, Mapping[int, float]]) -> list[Straggler]:
 
 
 def slowest(found: Iterable[Straggler]) -> list[Straggler]:
-    """The stragglers of several groups, each rank once: where it costs most. The slowest first."""
+    """The stragglers of several groups, each rank once with the highest cost; slowest first."""
     worst: dict[int, Straggler] = {}
     for one in found:
         before = worst.get(one.rank)
@@ -160,10 +160,10 @@ def _text(seconds: float) -> str:
 def find_stragglers(group: AnyGroup = None) -> list[Straggler]:
     """The ranks of a group that the others wait for, the slowest first; the same on all of them.
 
-    Collective; blocks. It comes from the flight records: the last operations of the group, and of
-    those within it (a mesh's), some hundreds of each. A rank's own time is that between two
-    collectives of a group in which it does not wait in another one, or for a message; a straggler
-    takes at least 1.2 times as much as the others' median.
+    Collective; blocks. The result comes from the flight records: the last operations, some
+    hundreds, of the group and of the groups within it (a mesh's). A rank's own time is the time
+    between two collectives of a group, without waits in other groups or for messages. A straggler
+    takes at least 1.2 times the others' median.
 
     Args:
         group: None: the default group. Outside it the list is empty.

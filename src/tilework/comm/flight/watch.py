@@ -1,7 +1,7 @@
 """SIGUSR1: have every rank of this process write its flight record, and go on.
 
-A thread writes it, woken through a pipe by Python's own signal handler in C. So it works
-whatever the main thread is doing, also within native code that knows nothing of signals.
+A thread writes the record. Python's own signal handler in C wakes the thread through a pipe. So it
+works whatever the main thread is doing, also within native code that ignores signals.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Final
 
-#: Names the folder that records go to; without it none are written.
+#: The variable with the folder for records; if unset, no records are written.
 DIRECTORY_VARIABLE: Final = "TILEWORK_FLIGHT_DIR"
 WATCHER_NAME: Final = "tilework-flight"
 
-#: By what the launcher asks: not SIGUSR1, which a program may have put to a use of its own.
+#: The launcher's signal for records: not SIGUSR1, which a program may use otherwise.
 LAUNCHER_SIGNAL: Final[int | None] = (
     int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else None
 )
@@ -29,7 +29,7 @@ _USER_SIGNAL: Final[int | None] = getattr(signal, "SIGUSR1", None)
 
 @dataclass(slots=True)
 class _Watch:
-    """The means by which this process is woken. Signals are the process's, not a rank's."""
+    """The pipe and thread of this process's signals. Signals belong to a process, not a rank."""
 
     writer: int = -1
     thread: threading.Thread | None = None
@@ -54,9 +54,9 @@ def arm() -> None:
     os.set_blocking(_watch.writer, False)
     for number in free:
         signal.signal(number, _on_signal)
-        signal.siginterrupt(number, False)  # what the program is doing goes on
+        signal.siginterrupt(number, False)  # do not interrupt the program's system calls
     before = signal.set_wakeup_fd(_watch.writer, warn_on_full_buffer=False)
-    if before != -1:  # somebody else's: the handler in Python must do
+    if before != -1:  # another wake-up descriptor is set: rely on the handler in Python
         signal.set_wakeup_fd(before)
     _watch.thread = threading.Thread(target=_serve, args=(reader,), name=WATCHER_NAME, daemon=True)
     _watch.thread.start()
@@ -64,7 +64,7 @@ def arm() -> None:
 
 @contextlib.contextmanager
 def armed() -> Iterator[None]:
-    """:func:`arm` for the time of a block, unless it was done before."""
+    """:func:`arm` during a block, unless it was armed before."""
     before = _watch.thread
     arm()
     try:
@@ -79,7 +79,7 @@ def _disarm() -> None:
     _stop_listening()
     os.close(_watch.writer)
     if thread is not None:
-        thread.join()  # it has nothing more to read
+        thread.join()  # the thread has nothing more to read
 
 
 def _stop_listening() -> None:
@@ -96,7 +96,7 @@ def _is_free(number: int) -> bool:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """In case the wake-up descriptor is not ours: asyncio, for one, puts in its own."""
+    """Handle a signal if another wake-up descriptor is set, as by asyncio."""
     with contextlib.suppress(OSError):
         os.write(_watch.writer, bytes([number]))
 
@@ -104,7 +104,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _serve(reader: int) -> None:
     """Write records until the pipe is closed."""
     while numbers := os.read(reader, 4096):
-        # A handler of the user's also wakes the pipe.
+        # A user's handler also wakes the pipe.
         if any(signal.getsignal(number) is _on_signal for number in set(numbers)):
             dump = sys.modules.get("tilework.comm.flight.dump")
             if dump is not None:
@@ -113,7 +113,7 @@ def _serve(reader: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child has no such thread, and the pipe is its parent's."""
+    """Reset the watch in a forked child: the thread is gone, and the pipe is the parent's."""
     if _watch.thread is not None:
         _watch.thread = None
         _stop_listening()

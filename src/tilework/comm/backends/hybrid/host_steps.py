@@ -1,12 +1,12 @@
-"""Collectives across hosts: each byte crosses once, and only the bytes that must.
+"""Collectives across hosts: each byte crosses once, and only necessary bytes cross.
 
-Each step is one rank's part, in two halves: before the ranks meet it posts its receives from other
-hosts, and once all agree (after its one ``yield``) data moves. Whoever sends then
-finds the other side ready, and nothing is sent where they do not agree. ``local`` runs a
-collective among the ranks of this host, through shared memory; ``Transfers`` go to other hosts. A
-host's ranks carry what crosses in equal shares, their lanes. Reductions combine the ranks of each
-host first, then the hosts in order, so every rank gets the same bits. docs/algorithms/hybrid.md
-has the figures.
+Each step is one rank's part, in two halves around one ``yield``. In the first half the rank posts
+receives from other hosts. At the ``yield`` the ranks meet and agree; after it data moves. So
+receives are ready when data is sent, and nothing is sent if ranks disagree. ``local`` runs a
+collective among the ranks of this host, through shared memory; ``Transfers`` go to other hosts.
+The ranks of a host form lanes, which carry equal shares of the data between hosts. Reductions
+combine the ranks of each host first, then the hosts in order, so every rank gets the same bits.
+docs/algorithms/hybrid.md has the figures.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tilework.comm.backends.hybrid.hosts import Hosts
 from tilework.comm.backends.threads.reference import combine
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType, ReduceOp
 
-#: Up to this many bytes hosts send each other everything instead of reducing in shares: fewer
-#: steps count for more. Of two hosts either way moves as much.
+#: Up to this many bytes hosts send each other everything instead of reducing in shares, because
+#: fewer steps are faster. Between two hosts both ways move the same number of bytes.
 _SMALL = 16 << 10
 _SHORT = (torch.float16, torch.bfloat16)
 
 
 class Transfers(Protocol):
-    """Contiguous tensors on their way between hosts, each to or from the (group) rank beside it."""
+    """Contiguous tensors in flight between hosts, each with the group rank at the other end."""
 
     def receive(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
     def send(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
@@ -65,7 +65,7 @@ Step = Iterator[None]
 
 
 def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
-    """A flat tensor cut for the ranks of this host: a share for each lane, the rest nothing."""
+    """A flat tensor cut for this host's ranks: a share for a rank with a lane, else empty."""
     shares = list(torch.tensor_split(flat, hosts.lanes))
     return shares + [flat[:0]] * (len(hosts.local) - hosts.lanes)
 
@@ -74,7 +74,7 @@ def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
 
 
 def _within(op: AnyReduceOp | None, dtype: torch.dtype, size: int) -> AnyReduceOp | None:
-    """The reduction among the ranks of a host that a mean over all ranks begins with."""
+    """The reduction within a host, as the first part of a reduction over all ranks."""
     if op_type(op) != "avg":
         return op
     # A sum of short floats might overflow where their mean does not.
@@ -92,13 +92,13 @@ def _across(partials: Sequence[Tensor], op: AnyReduceOp | None, size: int) -> Te
 
 
 def _partial(context: StepContext, operation: Operation, shares: list[Tensor], own: Tensor) -> None:
-    """Reduce this host's shares: into ``own``, on each lane's rank, its partial result."""
+    """Reduce this host's shares; each lane's rank gets a partial result in ``own``."""
     op = _within(operation.reduce_op, own.dtype, context.size)
     context.local("reduce_scatter", shares, [own], op)
 
 
 def _blanks(hosts: Hosts, own: Tensor) -> list[Tensor]:
-    """Room for every host's partial result; this host's is ``own``."""
+    """Memory for every host's partial result; ``own`` serves for this host."""
     return [own if h == hosts.index else torch.empty_like(own) for h in _all(hosts)]
 
 
@@ -107,7 +107,7 @@ def _all(hosts: Hosts) -> range:
 
 
 def _beside(hosts: Hosts, by_host: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """The tensors of the other hosts, each with this lane's rank there."""
+    """The tensors of the other hosts, each with the rank of this lane on that host."""
     if hosts.lane is None:
         return []
     return [(hosts.peer(h), by_host[h]) for h in hosts.others]
@@ -134,7 +134,7 @@ def all_reduce(context: StepContext, operation: Operation) -> Step:
 
 
 def _collected(context: StepContext, pieces: list[Tensor], own: Tensor, whole: Tensor) -> Tensor:
-    """Each host's combined piece, in ``whole``: the second step, which moves fewer bytes."""
+    """Exchange the combined pieces of all hosts, into ``whole``: the second, cheaper step."""
     hosts, transfers = context.hosts, context.transfers()
     transfers.receive(_beside(hosts, pieces))
     transfers.send(_beside(hosts, [own] * len(hosts.ranks)))
@@ -165,7 +165,7 @@ def reduce(context: StepContext, operation: Operation) -> Step:
 
 
 def reduce_scatter(context: StepContext, operation: Operation) -> Step:
-    """Reduce each host's parts here, send each lane's partial results there, combine."""
+    """Reduce each host's parts locally, send partial results by lane, combine on arrival."""
     hosts, op = context.hosts, operation.reduce_op
     parts, output = split_parts(operation.inputs, context.size), operation.outputs[0].view(-1)
     carried = hosts.local[hosts.lane :: hosts.lanes] if hosts.lane is not None else ()
@@ -190,7 +190,7 @@ def reduce_scatter(context: StepContext, operation: Operation) -> Step:
 def _partials_for(
     context: StepContext, parts: Sequence[Tensor], host: int, op: AnyReduceOp | None
 ) -> list[Tensor]:
-    """This host's partial results of the parts of ``host``: of every L-th, in each of L lanes."""
+    """This host's partial results for ranks of ``host``; each of L lanes has every L-th."""
     hosts, partials = context.hosts, []
     nothing = parts[0][:0]
     for turn in _turns(hosts, host):
@@ -203,7 +203,7 @@ def _partials_for(
 
 
 def _turns(hosts: Hosts, host: int) -> Iterator[list[int | None]]:
-    """The ranks of ``host``, as many at a time as there are lanes; per rank of this host."""
+    """The ranks of ``host``, one per lane at a time, listed per rank of this host."""
     ranks = hosts.ranks[host]
     for first in range(0, len(ranks), hosts.lanes):
         turn: list[int | None] = list(ranks[first : first + hosts.lanes])
@@ -255,9 +255,9 @@ def broadcast(context: StepContext, operation: Operation) -> Step:
 
 
 def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
-    """The hosts that this one receives from (none, at ``home``), and those that it sends to.
+    """The hosts that this host receives from (none, at ``home``), and the hosts that it sends to.
 
-    In each round every host that has the data sends it to one that has not.
+    In each round every host with the data sends it to a host without.
     """
     count = len(hosts.ranks)
     me = (hosts.index - home) % count
@@ -273,7 +273,7 @@ def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
 
 
 def all_gather(context: StepContext, operation: Operation) -> Step:
-    """All-gather on each host; each lane exchanges its ranks' tensors; all-gather those."""
+    """All-gather on each host; exchange along each lane; all-gather again."""
     hosts, source = context.hosts, operation.inputs[0].view(-1)
     outputs = split_parts(operation.outputs, context.size)
     transfers = context.transfers()
@@ -332,7 +332,7 @@ def all_to_all(context: StepContext, operation: Operation) -> Step:
         split_parts(operation.outputs, context.size),
     )
     taken = {output.data_ptr() for output in outputs if output.numel()}
-    # In place, what comes would overwrite what has not left yet.
+    # In place, arriving data would overwrite data that was not sent yet.
     leaving = [
         (rank, inputs[rank].clone() if inputs[rank].data_ptr() in taken else inputs[rank])
         for rank in _remote(hosts)
@@ -346,7 +346,7 @@ def all_to_all(context: StepContext, operation: Operation) -> Step:
 
 
 def _remote(hosts: Hosts) -> list[int]:
-    """The ranks of other hosts; not all begin with the same."""
+    """The ranks of other hosts, in an order that differs between ranks to spread load."""
     return [rank for host in hosts.others for rank in hosts.ranks[host]]
 
 

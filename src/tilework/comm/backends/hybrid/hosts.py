@@ -1,4 +1,4 @@
-"""The hosts of a group: which ranks share one, and which carry data between them."""
+"""The hosts of a group: which ranks share a host, and which carry data between hosts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Hosts:
-    """The group ranks of each host, as one of them sees it.
+    """The group ranks of each host, as one rank sees them.
 
-    A *lane* is a set of ranks, one of each host, that carry a share of what goes between hosts:
-    as many lanes as the smallest host has ranks.
+    A *lane* is a set of ranks, one of each host, that carry a share of the data between hosts.
+    There are as many lanes as ranks on the smallest host.
 
     Example:
         >>> hosts = Hosts(((0, 1, 4), (2, 3)), 3)
@@ -59,7 +59,7 @@ class Hosts:
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """The other hosts, nearest after this one first, so that not all begin with the same."""
+        """The other hosts, starting after this host, so that hosts begin with different hosts."""
         count = len(self.ranks)
         return tuple((self.index + step) % count for step in range(1, count))
 
@@ -73,10 +73,10 @@ class Hosts:
 
 
 def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, NativeGroup]:
-    """Find who shares a host, by sharing memory with them. Collective; blocks until all came.
+    """Find the ranks that share a host, by sharing memory. Collective; blocks until all ranks came.
 
-    Ranks whose kernel, network namespace and user are the same try; where that fails, each of
-    them counts as a host of its own.
+    Ranks of the same kernel, network namespace and user try to share memory. If that fails, each
+    of them counts as a separate host.
     """
     store, me, size = request.store, request.group_rank, request.group_size
     everyone = range(size)
@@ -111,6 +111,6 @@ def _part(
 
 
 def host_identity(request: DistributedBackendOptions) -> str:
-    """A string that ranks which could share memory have in common. Only selects who tries."""
+    """A string that is equal on ranks which may share memory. It only selects who tries."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"

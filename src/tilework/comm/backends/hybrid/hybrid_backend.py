@@ -2,8 +2,8 @@
 
 Every collective begins with a meeting: the ranks of each host gather their headers in shared
 memory, the first rank of each host exchanges them with the other hosts over a socket, and all
-compare them. Only then data moves (:mod:`.host_steps`), so that what Gloo cannot survive,
-sizes that differ, never reaches it. Deaths and aborts come over the control channel
+compare them. Data moves only then (:mod:`.host_steps`), so differing sizes, which Gloo cannot
+survive, never reach Gloo. Deaths and aborts come over the control channel
 (:mod:`~tilework.comm.backends.control_channel`).
 """
 
@@ -37,7 +37,7 @@ from tilework.comm.capabilities import Capability
 from tilework.errors import DistBackendError
 from tilework.store import PrefixStore
 
-#: What moves tensors between hosts: "gloo" or "mpi", the same on all ranks.
+#: The library that moves tensors between hosts: "gloo" or "mpi", the same on all ranks.
 LINK_VARIABLE: Final = "TILEWORK_LINK"
 
 
@@ -60,7 +60,7 @@ class HybridGroup(NativeGroup):
 def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> NativeGroup:
     """Make this rank's end of a group. Collective; blocks until all ranks came.
 
-    Where all of them share memory it is a group in shared memory, and nothing else.
+    If all ranks share memory, the result is a plain group in shared memory.
 
     Raises:
         DistBackendError: The core or Gloo is missing, or some rank did not come in time.
@@ -81,7 +81,7 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
         connections = Connections(control, leaders, _LINKS[name](request, address))
         undo.pop_all()
     if shared.ledger is not None:
-        shared.ledger.leave(shared.rank())  # one host's: this group's is in the store
+        shared.ledger.leave(shared.rank())  # one host's ledger; this group's is in the store
     engine = HybridEngine(hosts, request.global_ranks_in_group, shared, connections)
     return HybridGroup(engine, request)
 
@@ -132,7 +132,7 @@ _LINKS: Final[dict[str, Callable[[DistributedBackendOptions, str], Link]]] = {
 
 
 def _link_name() -> str:
-    """The link that the user chose; raises ValueError or DistBackendError where it is none."""
+    """The user's choice of link; raises ValueError or DistBackendError if it is unusable."""
     name = os.environ.get(LINK_VARIABLE, Backend.GLOO).lower()
     if name not in _LINKS:
         raise ValueError(f"{LINK_VARIABLE} must be one of {', '.join(_LINKS)}, got {name!r}")

@@ -43,14 +43,14 @@ from tilework.comm.reduce_op import AnyReduceOp
 
 #: Seconds between looks of a rank that waits for another host.
 LOOK_SECONDS = 0.05
-#: Seconds that a rank which fails waits for other hosts to report why, or who is missing there.
+#: Seconds that a failing rank waits for other hosts to report causes, or missing ranks.
 _ASK_SECONDS = 0.3
 _MISSING_SECONDS = 0.15
 #: Seconds that a transfer has to end by itself after its connection was ended.
 _GRACE_SECONDS = 0.2
-#: A rank whose leader waits for other hosts leaves it to the leader to give up first.
+#: Extra seconds of a rank whose leader waits for other hosts: the leader gives up first.
 _LEADER_SECONDS = 1.5
-#: The link's tags: collectives use one, messages one each from the next on.
+#: The link's tag for collectives; messages use the following tags, one each.
 _COLLECTIVES = 0
 
 
@@ -59,7 +59,7 @@ class Connections:
     """A rank's connections to others."""
 
     control: ControlChannel
-    #: On the first rank of a host: to the first ranks of the others, by host.
+    #: On the first rank of a host: connections to the other hosts' first ranks, by host.
     leaders: dict[int, socket.socket]
     link: Link
 
@@ -69,9 +69,9 @@ class Link:
     """The means by which tensors move between hosts."""
 
     name: str
-    #: torch's Gloo object, or what sends and receives as it does.
+    #: torch's Gloo object, or an object with the same ``send`` and ``recv``.
     backend: Any
-    #: Makes every wait on it fail.
+    #: Makes every wait on the link fail.
     end: Callable[[], object]
 
 
@@ -102,19 +102,19 @@ class HybridEngine(PythonEngine):
         self._last = "nothing yet"
         #: The transfers of the running operation.
         self._in_flight: list[_Transfers] = []
-        #: Held while connections of Gloo are ended: two that do so at once may leave some.
+        #: Held while connections of Gloo are ended: two threads at once may leave some open.
         self._ending = threading.Lock()
-        #: When they were ended first.
+        #: The time of the first end of connections.
         self._ended_at: float | None = None
         self._waits = TransferWaits()
         self._left: set[int] = set()
         self._died: dict[int, float] = {}
         #: The number and the name of the last operation that the rank's own thread waited in.
         self._current = (0, "")
-        #: By rank: what it said that it waits in, when asked.
+        #: By rank: the operation that the rank waits in, by its own answer.
         self._answers: dict[int, tuple[int, str]] = {}
         self._failures: list[str | None] = [None] * self.size
-        #: By host: the ranks that are missing there, as reported by those who waited for them.
+        #: By host: the missing ranks there, as reported by ranks of that host.
         self._missing: dict[int, list[int]] = {}
         self._control.start(self, f"tilework-control-{hosts.me}")
 
@@ -124,7 +124,7 @@ class HybridEngine(PythonEngine):
         self.check_open()
         self._deadline = time.monotonic() + operation.timeout
         self._performed += 1
-        # Only the header carries what the operation means, not the steps within a host.
+        # Only the header carries the digest; the steps within a host do not.
         with torch.inference_mode(), provenance_digest.carrying(0):
             step = STEPS[operation.kind](self, operation)
             try:
@@ -162,10 +162,10 @@ class HybridEngine(PythonEngine):
         self._last = f"#{self._performed} {operation.title or operation.kind}"
 
     def _exchange(self, own: bytearray, headers: Tensor) -> None:
-        """A leader's part: its host's headers to the other leaders, theirs into ``headers``."""
+        """Exchange headers with the other hosts' leaders, into ``headers``. Runs on leaders."""
         hosts = self.hosts
         for host in hosts.others:
-            with contextlib.suppress(OSError):  # whoever is gone is noticed while waiting
+            with contextlib.suppress(OSError):  # the wait below notices a lost rank
                 self._leaders[host].sendall(own)
         for host in hosts.others:
             ranks = list(hosts.ranks[host])
@@ -174,7 +174,7 @@ class HybridEngine(PythonEngine):
             headers[ranks] = torch.frombuffer(theirs, dtype=torch.int64).view(len(ranks), -1)
 
     def _await_headers(self, host: int, memory: memoryview) -> None:
-        """Read what the leader of ``host`` sends, on this very thread: that is what is quick."""
+        """Read headers from the leader of ``host``, on this thread, which is the fastest way."""
         line, begun = self._leaders[host], time.monotonic()
         lost_at: float | None = None
         while memory:
@@ -185,12 +185,13 @@ class HybridEngine(PythonEngine):
             count = _read(line, memory)
             memory = memory[count or 0 :]
             now = time.monotonic()
-            # What they sent may come after the news, which took another connection: it is read
-            # up to its end, or for a while where a connection that was cut has none.
+            # The leader's last headers may arrive after the news of the loss, which
+            # took another connection. Read to the end; a cut connection has no end, so
+            # read for a while.
             if lost_at is not None and (
                 count is None or (not count and now - lost_at > _ASK_SECONDS)
             ):
-                self.check_open()  # the group ended first, and then they left
+                self.check_open()  # if the group ended first, raises that
                 raise Fault("peer_lost", tuple(lost), "its process ended or left the group")
             if memory and now > self._deadline:
                 raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
@@ -200,11 +201,11 @@ class HybridEngine(PythonEngine):
         if leader in self._left or leader in self._died:
             return [leader]
         now = time.monotonic()
-        # Another rank that died may have done its part before.
+        # Another rank that died may have finished before.
         return [rank for rank, when in [*self._died.items()] if now - when > _ASK_SECONDS]
 
     def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
-        """All missing ranks: ``here``, on this host, and those that the other hosts report."""
+        """All missing ranks: ``here`` on this host, and those in other hosts' reports."""
         others = self.hosts.others
         self._control.send_all(FrameKind.MISSING, json.dumps(list(here)).encode())
         poll(
@@ -251,14 +252,14 @@ class HybridEngine(PythonEngine):
         return self._in_flight[-1]
 
     def start_transfer(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
-        """Hand memory to the link, to ``send`` or to ``recv``; return torch's Work."""
+        """Hand memory to the link's ``send`` or ``recv``; return torch's Work."""
         self._sent_bytes += memory.nbytes if way == "send" else 0
         if self._link is None:
             raise RuntimeError("closed")
         return getattr(self._link.backend, way)([memory], rank, tag)
 
     def left_seconds(self) -> float:
-        """The rest of the running operation's time."""
+        """The remaining seconds of the running operation."""
         return max(self._deadline - time.monotonic(), 0.1)
 
     def attempt(self, act: Callable[[], object], peer: int) -> FaultArgs | None:
@@ -275,7 +276,7 @@ class HybridEngine(PythonEngine):
         return None if error is None else self._why(error, peer)
 
     def _is_gone(self, peer: int) -> bool:
-        """True if what connects this rank with another has ended a while ago."""
+        """True if this rank's connection with another ended a while ago."""
         now, died = time.monotonic(), self._died.get(peer)
         if died is not None and now - died > 2 * _ASK_SECONDS:
             return True
@@ -358,7 +359,7 @@ class HybridEngine(PythonEngine):
         self._current = number, name
 
     def blocked(self) -> Sequence[tuple[int, int, str]]:
-        self._control.send_all(FrameKind.QUESTION)  # the answers are there at the next look
+        self._control.send_all(FrameKind.QUESTION)  # answers arrive before the next look
         return [
             (rank, number, f"operation #{number} {name}")
             for rank, (number, name) in sorted(self._answers.items())
@@ -402,7 +403,7 @@ class HybridEngine(PythonEngine):
             self._changed.notify_all()
 
     def _give_up(self, number: int) -> None:
-        """End an operation that still waits in Gloo, which notices no cut link, for a lost rank."""
+        """End an operation that waits for a lost rank in Gloo, which does not notice a cut link."""
         if self._performed == number and self._in_flight and not self.closed:
             self.interrupt()
 
@@ -429,7 +430,7 @@ class HybridEngine(PythonEngine):
         self._control.send_all(FrameKind.ABORT, json.dumps([kind, text]).encode())
 
     def _abort_locally(self, by: int, kind: str, text: str) -> None:
-        with contextlib.suppress(self._shm.fault_type):  # closed here meanwhile
+        with contextlib.suppress(self._shm.fault_type):  # another thread closed it
             self._shm.abort(kind, f"{by}:{text}")
 
     def interrupt(self) -> None:
@@ -462,7 +463,7 @@ class HybridEngine(PythonEngine):
 
 
 def _read(line: socket.socket, memory: memoryview) -> int | None:
-    """The count of bytes read, after waiting a moment; None if no more will come."""
+    """The number of bytes read, after a short wait; None at the end of the connection."""
     try:
         count = line.recv_into(memory)
     except TimeoutError:
@@ -475,15 +476,15 @@ def _read(line: socket.socket, memory: memoryview) -> int | None:
 
 
 def _wait(work: Any, memory: Tensor, limit: timedelta) -> None:
-    """Wait in Gloo, which may touch the memory meanwhile."""
+    """Wait in Gloo; keep the memory alive, since Gloo may use it."""
     work.wait(limit)
 
 
 class _Transfers:
     """Tensors in flight to and from other hosts.
 
-    Failures are handed on as values: a traceback would hold torch's objects, and they Gloo's
-    connections, for as long as somebody holds the error.
+    Failures are returned as values. A raised error's traceback would keep torch's objects, and with
+    them Gloo's connections, alive for as long as somebody holds the error.
     """
 
     def __init__(self, engine: HybridEngine) -> None:

@@ -3,7 +3,7 @@
 The sender announces a message over the control channel and offers its data: in shared memory, or to
 the engine between hosts. The receiver matches announcements with its receives, in order, and
 fetches the data under the number that the sender gave it. So a receive from any rank sees all
-hosts, and a message that does not fit is found before a byte of it has moved.
+hosts, and a message that does not fit is found before any byte moves.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tilework.comm.backends.message_matcher import MessageMatcher, Receive, labe
 
 #: tag, number, bytes; the dtype's name follows.
 _ANNOUNCEMENT = struct.Struct("=qIQQ")
-#: Messages of a rank that may be in flight: as many tags as any MPI has.
+#: The most messages of a rank in flight: the number of tags that every MPI has.
 _NUMBERS = 1 << 18
 
 
 class Transport(Protocol):
-    """The means to move data once both sides know of it, and what is known of other ranks."""
+    """Moves data once both sides know of a message, and knows which ranks are lost."""
 
     rank: int
 
@@ -35,7 +35,7 @@ class Transport(Protocol):
     def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
     def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
     def group_fault(self, completion: Completion) -> FaultArgs | None:
-        """The fault of an offer or a fetch, as one of the group."""
+        """The fault of an offer or a fetch, in terms of the group."""
         ...
 
     def check_open(self) -> None: ...
@@ -67,7 +67,7 @@ class PointToPoint:
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
     ) -> PythonCompletion:
-        """Announce ``tensor``; the completion is done when it may be reused."""
+        """Announce ``tensor``; when the completion is done, ``tensor`` may be reused."""
         self._transport.check_open()
         number = next(self._numbers) % _NUMBERS
         completion = PythonCompletion()
@@ -101,7 +101,7 @@ class PointToPoint:
             self._fetch(receive, matched)
 
     def end_receives(self) -> bool:
-        """End receives that cannot end well; True if any is left."""
+        """End receives that cannot succeed; True if other receives are left."""
         return self._matcher.end_receives(self._fault_of)
 
     def _fault_of(self, receive: Receive) -> FaultArgs | None:
@@ -139,6 +139,6 @@ class PointToPoint:
                 self._follow(fetched, completion)
 
     def _follow(self, moved: Completion, completion: PythonCompletion) -> None:
-        """Let ``completion`` end as ``moved`` does."""
+        """End ``completion`` when ``moved`` ends, with the same outcome."""
         transport = self._transport
         moved.add_done_callback(lambda: completion.complete(transport.group_fault(moved)))

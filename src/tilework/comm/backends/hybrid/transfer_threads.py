@@ -1,8 +1,8 @@
-"""Waits for Gloo's transfers that end with their connections.
+"""Waits for Gloo's transfers that also end when the connection ends.
 
-Gloo (as of torch 2.13) wakes nobody who waits for a message that is half sent or half received when
-its connection ends, by a kill of the other process, a cut link, or a close of its own. So the wait
-is on another thread, which is left to itself once the connection is known to be gone.
+A connection may end in the middle of a message: the other process is killed, the link is cut, or
+the peer closes. Gloo (as of torch 2.13) does not wake the threads that wait then. So the wait runs
+on another thread, which is abandoned once the connection is known to be gone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 _LOOK_SECONDS = 0.05
 
 _Outcome = SimpleQueue[RuntimeError | None]
-#: What a thread is to wait in, and where it says how that ended; None: it ends.
+#: A wait to run, and the queue for the outcome; None: the thread ends.
 _Tasks = SimpleQueue[tuple[Callable[[], object], _Outcome] | None]
 
 
@@ -30,12 +30,14 @@ class TransferWaits:
         """Block until ``wait()`` has returned, or the connection is gone.
 
         Args:
-            wait: A wait of Gloo's. It keeps what Gloo uses alive, also when nobody waits for it.
-            is_gone: True if it cannot be expected to return any more.
+            wait: A wait of Gloo's. It must keep alive everything that Gloo uses, also
+                after the caller gave up.
+            is_gone: True if ``wait`` may never return.
 
         Returns:
-            What ``wait`` raised, or that the connection is gone; None if it succeeded. It is not
-            raised: a traceback would hold torch's objects, and they Gloo's connections.
+            The error of ``wait``, or an error that the connection is gone; None on
+            success. The error is not raised: a traceback would keep torch's objects and
+            Gloo's connections.
         """
         try:
             tasks = self._idle.pop()
@@ -56,11 +58,11 @@ class TransferWaits:
             if ended and not self._is_closed:
                 self._idle.append(tasks)
             else:
-                tasks.put(None)  # it ends when it comes back, if ever
+                tasks.put(None)  # the thread ends if the wait ever returns
         return error
 
     def close(self) -> None:
-        """End the threads that are idle; others end when they are."""
+        """End idle threads now, and busy threads when they become idle."""
         self._is_closed = True
         while self._idle:
             self._idle.pop().put(None)

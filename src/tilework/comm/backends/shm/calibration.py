@@ -1,9 +1,9 @@
-"""The host's calibration: sizes at which the core's algorithms take over from each other.
+"""The host's calibration: the sizes at which the core changes algorithms.
 
-The core measures them (csrc/collectives/calibration.cpp), once per host; they are kept in the
-user's cache folder under what they depend on. Nobody trusts the file: what cannot be read, or was
-written for something else, is measured again. A file appears as a whole or not at all; where none
-can be written, each process that makes groups measures for itself.
+The core measures the sizes (csrc/collectives/calibration.cpp), once per host. They are kept in the
+user's cache folder, keyed by everything they depend on. Files are not trusted: an unreadable file,
+or a file for other facts, causes a new measurement. A file appears as a whole or not at all. If no
+file can be written, each process that makes groups measures again.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ try:
 except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
-#: "0" or "off": nothing is measured nor read; the core's defaults are used.
+#: "0" or "off": measure and read nothing; use the core's defaults.
 CALIBRATION_VARIABLE: Final = "TILEWORK_CALIBRATION"
-#: "1" or "on": wherever possible; "0" or "off": never, not between threads either; else: where
-#: measured to be faster.
+#: "1" or "on": wherever possible; "0" or "off": never, also not between threads; else: where
+#: measurements show it to be faster.
 SINGLE_COPY_VARIABLE: Final = "TILEWORK_SINGLE_COPY"
 _OFF, _ON = ("0", "off"), ("1", "on")
 _MOVES: Final = ("single_copy_bytes", "single_copy_rooted_bytes", "single_copy_message_bytes")
 _BETWEEN_PROCESSES: Final = (*_MOVES, "single_copy_reduce_bytes")
 _CHUNKS: Final = ("chunk_bytes", "reduce_chunk_bytes")
 _LEAST_CHUNK_BYTES: Final = 64 * 1024
-#: By how much messages are longer before ranks that share cores read them: that takes one more
-#: round, for which each of them has to get a core.
+#: The factor by which messages must be longer before ranks that share cores read them directly:
+#: that takes one more round, in which each rank has to get a core.
 _CROWDED_FACTOR: Final = 4
-#: The least messages that are read from peers where the user wants that.
+#: The smallest messages that are read from peers if the user wants that.
 _WANTED_FROM_BYTES: Final = 64 * 1024
 _MOST_FILE_BYTES: Final = 1 << 16
 
@@ -57,8 +57,8 @@ class Calibration:
 
     Args:
         tunables: Sizes in bytes, by name; see csrc/transport/tunables.h.
-        measurements: The times that they follow from; none where nothing was measured.
-        origin: Where they come from, for people.
+        measurements: The times that the tunables follow from; empty if nothing was measured.
+        origin: The origin of the values, for people.
     """
 
     tunables: Mapping[str, int]
@@ -74,9 +74,9 @@ def group_tunables(
     """The tunables for a new group's segment. May measure for some 0.3 s.
 
     Args:
-        ranks: The group's size.
-        cpus: The CPUs that its ranks may use together; None: those of this process.
-        before_measuring: Called if it comes to that, to wait for a quiet moment.
+        ranks: The size of the group.
+        cpus: The CPUs that the ranks may use together; None: the CPUs of this process.
+        before_measuring: Called before a measurement, to wait for a quiet moment.
     """
     cpus = affinity() if cpus is None else cpus
     known = host_calibration(cpus=cpus, before_measuring=before_measuring)
@@ -88,7 +88,7 @@ def group_tunables(
     elif wanted in _OFF:
         tunables |= dict.fromkeys((*_BETWEEN_PROCESSES, "thread_copy_bytes"), _core.NEVER_BYTES)
     elif ranks > usable_cores(cpus=cpus):
-        # Measured with a core for each rank. Where they share one, outboxes stay in its cache.
+        # The measurement had a core per rank. On shared cores, outboxes stay in the cache.
         tunables["single_copy_reduce_bytes"] = _core.NEVER_BYTES
         for name in _MOVES:
             tunables[name] = min(_core.NEVER_BYTES, _CROWDED_FACTOR * tunables[name])
@@ -96,7 +96,7 @@ def group_tunables(
 
 
 def below(name: str) -> str:
-    """The name of the tunable that ends the range of sizes which another one begins."""
+    """The tunable for the upper end of a range of sizes, from that for the lower end."""
     return name.removesuffix("_bytes") + "_below_bytes"
 
 
@@ -104,8 +104,9 @@ def chunks_for(plan: Plan, known: Calibration) -> dict[str, int]:
     """The tunables of a calibration, with chunks that fit into the caches of a group's ranks.
 
     Args:
-        plan: The group's.
-        known: Measured with a cache for each rank; if not measured, caches alone tell.
+        plan: The plan of the group.
+        known: A calibration, measured with a cache for each rank; if not measured, only caches
+            count.
     """
     tunables = dict(known.tunables)
     for name in _CHUNKS:
@@ -128,10 +129,9 @@ def host_calibration(
 ) -> Calibration:
     """This host's calibration: known, kept in the cache folder, or measured now.
 
-    Args:
-        cpus: The CPUs that it is for; None: those of this process.
-        remake: Measure in any case, and keep that.
-        before_measuring: Called if it comes to that.
+    cpus: The CPUs to calibrate for; None: the CPUs of this process.
+    remake: Measure in any case, and keep the result.
+    before_measuring: Called before a measurement.
     """
     if os.environ.get(CALIBRATION_VARIABLE, "").lower() in _OFF and not remake:
         return _defaults("turned off, by TILEWORK_CALIBRATION=0")
@@ -143,7 +143,7 @@ def host_calibration(
         return None if remake else _known.get(str(path)) or load(path, facts)
 
     if before_measuring and usable_cores(cpus=cpus) > 1 and kept() is None:
-        before_measuring()  # not under the lock: it may wait for ranks that need it
+        before_measuring()  # not under the lock: may wait for ranks that need the lock
     with _lock:  # threads of one process make groups at the same time
         known = kept()
         if known is None:
@@ -155,7 +155,7 @@ def host_calibration(
 def _measured(
     path: Path, facts: Mapping[str, object], cpus: frozenset[int], *, patient: bool
 ) -> Calibration:
-    """Measure, and keep it; the defaults where this is no time for that, and ``patient``."""
+    """Measure and keep the result; the defaults if that fails, or (``patient``) on a busy host."""
     if usable_cores(cpus=cpus) < 2:
         return _defaults("not measured: that takes two cores")
     with _alone(path) as alone:
@@ -180,7 +180,7 @@ def _alone(path: Path) -> Iterator[bool]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError:
-        yield True  # nowhere to tell
+        yield True  # no place for a lock file
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,18 +193,18 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def cache_folder() -> Path:
-    """The folder for what is kept per user and host; it need not exist."""
+    """The folder of files per user and host; may not exist."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(given):  # others are to be ignored, says the specification
+    if os.path.isabs(given):  # the specification says to ignore relative paths
         return Path(given) / "tilework"
     try:
         return Path.home() / ".cache" / "tilework"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return Path(tempfile.gettempdir()) / f"tilework-{os.getuid()}"
 
 
 def host_facts(cpus: frozenset[int] | None = None) -> dict[str, object]:
-    """All that a calibration for some CPUs depends on; None: those of this process."""
+    """The facts that a calibration for some CPUs depends on; None: this process's CPUs."""
     return {
         "processor": processor_name(),
         "caches": cache_sizes(),
@@ -224,7 +224,7 @@ def _version() -> str:
 
 
 def processor_name() -> str:
-    """The processor's model, as far as the system tells."""
+    """The processor's model, as the system names it."""
     for line in _text("/proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -257,7 +257,7 @@ def _digest(facts: Mapping[str, object]) -> str:
 
 
 def load(path: Path, facts: Mapping[str, object]) -> Calibration | None:
-    """The calibration in a file; None if there is none for these facts, or garbage."""
+    """The calibration in a file; None if the file is invalid or for other facts."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MOST_FILE_BYTES))
@@ -274,7 +274,7 @@ def load(path: Path, facts: Mapping[str, object]) -> Calibration | None:
 
 
 def _checked_tunables(found: Any) -> dict[str, int]:
-    """Values of all tunables, and nothing else; raises ValueError or TypeError."""
+    """The values of exactly all tunables; raises ValueError or TypeError."""
     if set(found) != set(_core.DEFAULT_TUNABLES):
         raise ValueError("other tunables")
     for value in found.values():
@@ -289,7 +289,7 @@ def save(
     tunables: Mapping[str, int],
     measurements: list[Measurement],
 ) -> str:
-    """Write a file, whole or not at all; "kept in …", or why not."""
+    """Write a file, whole or not at all; return "kept in …", or the failure."""
     content = {"facts": facts, "tunables": tunables, "measurements": measurements}
     new = ""
     try:

@@ -1,12 +1,12 @@
-"""Holds on tensors' memory while an operation goes on: it stays when its storage gets another.
+"""Holds on tensors' memory during an operation, also when a storage gets other memory.
 
-A tensor that an asynchronous operation reads or writes is kept alive. That keeps its storage, but
-not the storage's memory, which torch frees as soon as the storage gets other memory: by
-``resize_``, by ``share_memory_``, on its way to another process. So the memory itself is held, by
-the core (csrc/python/memory_hold.h), until the operation is done; what it wrote is copied then to
-where the storage is by now. torch has no call for this. Where its storages keep their memory is
-found out when this is imported, by looking at some, and tried; where they look different (another
-torch), or without the core, nothing is held.
+An asynchronous operation keeps the tensors that it reads and writes alive. That keeps a storage,
+but not the storage's memory: torch frees the memory as soon as the storage gets other memory, by
+``resize_``, by ``share_memory_``, or on the way to another process. So the core holds the memory
+itself (csrc/python/memory_hold.h) until the operation is done, and then copies results to the
+storage's new memory. torch has no call for this. The place of the memory in torch's storage objects
+is found at import, by looking at samples, and tried. If storages look different (another torch),
+or without the core, nothing is held.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ except ImportError:
     _core = None  # type: ignore[assignment]
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
-#: The words of torch's storage object that are looked at. It is longer than that in every torch.
+#: The words of torch's storage object to look at. Every torch has a longer object.
 _LOOKED_AT_WORDS = 9
 
 
@@ -36,8 +36,8 @@ class HeldMemory:
     """The memory of an operation's tensors, held from construction until :meth:`release`.
 
     Args:
-        tensors: All that it reads or writes.
-        written: Those that it writes; contiguous.
+        tensors: All tensors that the operation reads or writes.
+        written: The tensors that it writes; contiguous.
     """
 
     __slots__ = ("_hold",)
@@ -48,16 +48,16 @@ class HeldMemory:
         self._hold = _core.MemoryHold(storages, spans)
 
     def copy_to_moved(self) -> None:
-        """Copy results to where their storages are by now, as far as those still reach."""
+        """Copy results to the storages' present memory, as far as that is large enough."""
         self._hold.copy_to_moved()
 
     def release(self) -> None:
-        """Let what storages have left be freed; idempotent."""
+        """Free memory that storages have left; idempotent."""
         self._hold.release()
 
 
 def hold_memory(tensors: Iterable[Tensor], written: Sequence[Tensor]) -> HeldMemory | None:
-    """A hold on the memory of tensors on the CPU; None where there are none."""
+    """A hold on the memory of CPU tensors; None without CPU tensors."""
     return HeldMemory(tensors, written) if IS_AVAILABLE else None
 
 
@@ -67,10 +67,10 @@ def hold_operation(
     """A hold on all memory of an operation.
 
     Args:
-        operation: Where the engine looks for addresses later, its tensors become such that they
-            lead to the memory that is held.
-        only_read: True if it does not write its outputs.
-        takes_addresses: As the engine says.
+        operation: If the engine reads addresses later, the operation's tensors are replaced by
+            tensors at the held memory.
+        only_read: True if the operation does not write outputs.
+        takes_addresses: The engine's flag of that name.
     """
     if not IS_AVAILABLE:
         return None
@@ -90,7 +90,7 @@ def _at_held_addresses(parts: Parts) -> Parts:
 
 
 def fits_storage(tensor: Tensor) -> bool:
-    """True if the tensor's elements lie within its storage, which may have become smaller."""
+    """True if the tensor's elements lie within the storage, which may have shrunk."""
     if tensor.numel() == 0:
         return True
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -99,9 +99,9 @@ def fits_storage(tensor: Tensor) -> bool:
 
 
 def at_held_address(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as it is now, for who uses it later; its values are shared.
+    """A contiguous tensor at the present memory, for a later reader; it shares the values.
 
-    The tensor itself would lead to other memory by then, if its storage has got other.
+    The given tensor would lead the reader to other memory if the storage got other memory.
     """
     if not tensor.is_cpu or tensor.nbytes == 0:
         return tensor
@@ -110,7 +110,7 @@ def at_held_address(tensor: Tensor) -> Tensor:
 
 
 class StorageLayout(NamedTuple):
-    """Offsets in torch's storage objects, and the function that frees memory, found there."""
+    """Offsets in torch's storage objects, and the function there that frees memory."""
 
     data: int
     context: int
@@ -121,8 +121,8 @@ class StorageLayout(NamedTuple):
 def find_layout() -> StorageLayout | None:
     """The layout of torch's storages; None if they do not look as expected.
 
-    Expected are three words in a row: the memory's address, and, in either order, the function that
-    frees it and what that is given, which is the address again.
+    Expected are three words in a row: the memory's address, and in either order the function that
+    frees memory and the function's argument, which is the address again.
     """
     samples = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in (8, 24, 4096)]
     layouts = {_layout_of(sample.untyped_storage()) for sample in samples}
@@ -153,16 +153,16 @@ def _words_of(storage: torch.UntypedStorage) -> list[int]:
 
 
 def _is_held() -> bool:
-    """True if memory is indeed held: a storage that has let it go leaves it as it is."""
+    """True if a hold works: memory keeps its values after the storage left it."""
     tensor = torch.arange(1000)
     bytes_before, address = as_bytes(tensor).tolist(), tensor.data_ptr()
     held = HeldMemory([tensor], [tensor])
     storage = tensor.untyped_storage()
     storage.resize_(8 * storage.nbytes())
-    others = [torch.zeros(1000, dtype=torch.int64) for _ in range(4)]  # would get freed memory
+    others = [torch.zeros(1000, dtype=torch.int64) for _ in range(4)]  # would reuse freed memory
     kept = list(ctypes.string_at(address, len(bytes_before))) == bytes_before
     reused = any(other.data_ptr() == address for other in others)
-    tensor.zero_()  # where it is now
+    tensor.zero_()  # writes the new memory
     held.copy_to_moved()
     copied = as_bytes(tensor).tolist() == bytes_before
     held.release()
@@ -172,7 +172,7 @@ def _is_held() -> bool:
 def _make_available() -> bool:
     if _core is None:
         return False
-    # A torch without one of the names used here holds nothing.
+    # If this torch lacks a name that is used here, nothing is held.
     with contextlib.suppress(AttributeError, RuntimeError, TypeError):
         layout = find_layout()
         if layout is not None:

@@ -1,11 +1,10 @@
 """The ``shm`` backend: ranks are processes (or threads) of one host, sharing one sealed memfd.
 
-The moving is done by the core (csrc/, shm_group.py); here groups are made: rank 0 creates the
-segment and listens on an abstract Unix socket whose name it puts in the store; each rank
-connects, both sides check that the other runs as the same user, the rank proves that it read the
-store (nonce) and is handed the segment's descriptor. That works or it does not: whether ranks
-share a host is found out by sharing memory, never guessed from names. Whatever fails on one rank
-reaches all through a verdict.
+The core moves data (csrc/, shm_group.py); this module makes groups. Rank 0 creates the segment and
+listens on an abstract Unix socket, whose name it puts in the store. Each rank connects, and both
+sides check that the other runs as the same user. The rank proves that it read the store (nonce),
+and receives the segment's descriptor. Whether ranks share a host is found out by sharing memory,
+never guessed from names. A failure on one rank reaches all ranks through a verdict.
 """
 
 from __future__ import annotations
@@ -37,18 +36,20 @@ except ImportError:  # installed without the core: make_backend says so when ask
 
 _HELLO = struct.Struct("=16sI")
 _READY, _GO = b"R", b"G"
-#: Connections that may be open without a greeting, and for how long if there are more.
+#: The most open connections without a greeting, and the seconds that each may stay if there are
+#: more.
 _MAX_NEWCOMERS = 256
 _HELLO_SECONDS = 1.0
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _STARVED_SECONDS = 0.5
-#: Errors that say that ranks cannot reach each other's memory; any other is a failure of one rank.
+#: Errors that mean that ranks cannot reach each other's memory; other errors are failures of one
+#: rank.
 _UNREACHABLE = (errno.ECONNREFUSED, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ECONNRESET)
-# Verdicts: all is well; ranks that cannot share memory; anything else; a rank that ended, or could
-# not make its end, with its number. Each but the first with its reason.
+# Verdicts: success; ranks cannot share memory; another failure; a rank ended, or could not make
+# its end, with the rank's number. All but the first come with a reason.
 _FINE, _ELSEWHERE, _FAILED = "fine", "elsewhere", "failed"
 _LOST, _BROKEN = "lost", "broken"
-#: Rank 0 gives its verdict before it hangs up, unless it died.
+#: Rank 0 gives a verdict before it hangs up, unless it died.
 _VERDICT_TIMEOUT = timedelta(seconds=1.5)
 #: How long rank 0 waits for the others before it calibrates beside them.
 _LOADING_TIMEOUT = timedelta(seconds=5)
@@ -82,14 +83,14 @@ def create_shm_group(request: DistributedBackendOptions, options: Any) -> ShmGro
     return group
 
 
-#: This rank's end of the core's group, and of what outlives ranks.
+#: This rank's end of the core's group, and the ledger that outlives ranks.
 _Ends = tuple["_core.Group", MemoryLedger]
 
 
 def _host(request: DistributedBackendOptions) -> _Ends:
     """Rank 0's side: create the segment, hand it to everyone, announce the verdict."""
     nonce = secrets.token_bytes(16)
-    # Socket names are there for every user to read: the nonce must not be in one.
+    # Every user can read socket names, so the nonce must not be part of the name.
     name = f"tilework-shm-{secrets.token_hex(16)}"
     ranks = request.group_size
     tunables = group_tunables(ranks, _cpus_of_all(request), lambda: _await_others(request))
@@ -125,16 +126,17 @@ def _host(request: DistributedBackendOptions) -> _Ends:
 
 
 def _await_others(request: DistributedBackendOptions) -> None:
-    """Wait a while for the other ranks, which take the cores as long as they load their modules."""
+    """Wait a while for the other ranks, which use the cores while they load modules."""
     others = [f"shm/here/{rank}" for rank in range(1, request.group_size)]
     with contextlib.suppress(StoreTimeoutError):
         request.store.wait(others, min(_LOADING_TIMEOUT, request.timeout / 2))
 
 
 def _cpus_of_all(request: DistributedBackendOptions) -> frozenset[int]:
-    """The CPUs that the ranks may run on together: a launcher may have bound each to its own.
+    """The CPUs that the ranks may run on together: a launcher may have bound ranks to CPUs.
 
-    The others' are waited for only where this rank's are too few for all and not all there are.
+    This waits for the others' CPUs only if this rank is bound to some of the host's CPUs, which are
+    too few for all ranks.
     """
     cpus, store = affinity(), request.store
     if len(cpus) >= min(request.group_size, os.cpu_count() or 1):
@@ -147,7 +149,7 @@ def _cpus_of_all(request: DistributedBackendOptions) -> frozenset[int]:
 
 
 def _error_of(verdict: str) -> DistBackendError:
-    """Every rank raises the same."""
+    """The error for a verdict, the same on every rank."""
     kind, _, reason = verdict.partition(":")
     if kind in (_LOST, _BROKEN):
         rank, _, reason = reason.partition(":")
@@ -170,11 +172,11 @@ class _Reception:
         self._listener = listener
         self._fds = fds
         self._nonce = nonce
-        #: Connected, and silent so far: since when, oldest first.
+        #: Connected but silent clients, and the time since when; oldest first.
         self._newcomers: dict[socket.socket, float] = {}
         self._joined: dict[int, socket.socket] = {}
         self._ready: set[int] = set()
-        #: Since when there have been no descriptors left.
+        #: The time since when no descriptors are left.
         self._starved: float | None = None
 
     def receive_all(self) -> str:
@@ -201,12 +203,12 @@ class _Reception:
         return _FINE
 
     def _refusal(self) -> str:
-        """The verdict that a rank's refusal leads to; "" if none refused."""
+        """The verdict on a rank's refusal; "" if no rank refused."""
         store = self._request.store
         return store.get("shm/refused").decode() if store.check(["shm/refused"]) else ""
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> int | None:
-        """Serve the connections that are ready; the rank that was lost thereby, if any."""
+        """Serve ready connections; return a rank that turned out to be lost."""
         connection, rank = key.fileobj, key.data
         assert isinstance(connection, socket.socket)
         if connection is self._listener:
@@ -223,9 +225,9 @@ class _Reception:
         return None
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
-        """Take connections. Any user may have made them, so nobody is waited for.
+        """Accept all connections at once. Any user may have made them, so do not wait for one.
 
-        All of them at once: strangers that filled the queue would keep ranks out.
+        If some stayed in the queue, strangers could fill the queue and keep ranks out.
         """
         self._drop_silent(selector)
         for _ in range(_MAX_NEWCOMERS - len(self._newcomers)):
@@ -242,17 +244,17 @@ class _Reception:
                 connection.close()
 
     def _note_starvation(self, error: OSError) -> None:
-        """Raise if there are no descriptors left for connections, and that for long."""
+        """Raise if no descriptors have been left for connections for a long time."""
         if error.errno not in _OUT_OF_DESCRIPTORS:
             return  # nobody is there
         now = time.monotonic()
         self._starved = self._starved or now
         if now - self._starved > _STARVED_SECONDS:
             raise error
-        time.sleep(0.01)  # the listener is ready all the time
+        time.sleep(0.01)  # the listener stays ready, so this loop would spin
 
     def _greet(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        """Hand the segment to who proves to be one of us; close on anyone else."""
+        """Hand the segment to a client that proves to be a rank; close other connections."""
         try:
             rank = self._rank_of(connection.recv(_HELLO.size))
             if rank is None:
@@ -279,7 +281,7 @@ class _Reception:
             connection.close()
 
     def _rank_of(self, hello: bytes) -> int | None:
-        """The rank that says hello; None if it is none that is awaited."""
+        """The rank of a greeting; None if it is not an awaited rank."""
         nonce, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
         awaited = 0 < rank < self._request.group_size and rank not in self._joined
         return int(rank) if awaited and secrets.compare_digest(nonce, self._nonce) else None
@@ -293,7 +295,7 @@ class _Reception:
         )
 
     def dismiss(self, go: bool) -> None:
-        """Let the joined ranks go on (or read the verdict), and the others go."""
+        """Let joined ranks go on (or read the verdict), and disconnect the others."""
         for connection in self._newcomers:
             connection.close()
         for connection in self._joined.values():
@@ -301,12 +303,12 @@ class _Reception:
                 if go:
                     connection.send(_GO)
             except OSError:
-                pass  # it ended just now: the group's first operation will say so
+                pass  # the rank just ended: the group's first operation will say so
             connection.close()
 
 
 def _is_ready(connection: socket.socket) -> bool:
-    """True if a rank that did something has mapped the segment; else it has ended."""
+    """True if a rank has mapped the segment; False if the rank has ended."""
     try:
         return connection.recv(1) == _READY
     except OSError:
@@ -326,10 +328,10 @@ def _join(request: DistributedBackendOptions) -> _Ends:
                 undo.callback(_close, ends)
                 connection.send(_READY)
                 going = connection.recv(1) == _GO
-            except TimeoutError:  # rank 0's time is up, too: it says why, or has just gone on
+            except TimeoutError:  # rank 0's time is up, too: rank 0 says why, or has just gone on
                 going = False
             except (OSError, ValueError) as error:
-                # Told before the connection ends: rank 0 takes a silent end for a death.
+                # Tell before the connection ends: rank 0 takes a silent end for a death.
                 going = False
                 _refuse(request, identity, error)
         verdict = _FINE if going else _verdict(request)
@@ -340,7 +342,7 @@ def _join(request: DistributedBackendOptions) -> _Ends:
 
 
 def _verdict(request: DistributedBackendOptions) -> str:
-    """Rank 0's word on the group."""
+    """Rank 0's verdict on the group."""
     try:
         request.store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
         return request.store.get("shm/verdict").decode()
@@ -356,7 +358,7 @@ def _close(ends: _Ends) -> None:
 def _enter(
     connection: socket.socket, name: str, nonce: bytes, request: DistributedBackendOptions
 ) -> _Ends:
-    """Connect to rank 0, prove to be one of the job's, and map what it hands over."""
+    """Connect to rank 0, prove to be a rank of the job, and map the segment."""
     connection.connect(f"\0{name}")
     if _peer_uid(connection) != os.geteuid():
         raise PermissionError("the other side runs as another user")
@@ -366,7 +368,7 @@ def _enter(
 
 
 def _take_end(fd: int, rank: int, size: int, nonce: bytes) -> _core.Group:
-    """A rank's end of a segment, which tells the others how many cores it may use."""
+    """A rank's end of a segment; tells the others how many cores this rank may use."""
     _core.set_core_limit(math.ceil(cpu_quota() or 0))
     return _core.Group(fd, rank, size, nonce)
 
@@ -411,7 +413,7 @@ def _refuse(request: DistributedBackendOptions, identity: str, error: Exception)
 
 
 def _host_identity() -> str:
-    """Names this host in messages; nothing is decided by it."""
+    """A name of this host, for messages only."""
     return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 

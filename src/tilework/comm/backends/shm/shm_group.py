@@ -45,7 +45,7 @@ except ImportError:  # installed without the core: make_backend says so when ask
     _core = None  # type: ignore[assignment]
 
 
-#: Entries from which on those that are done are looked for.
+#: The number of entries from which on a sweep looks for finished operations.
 _FIRST_SWEEP = 64
 
 
@@ -68,13 +68,13 @@ class ShmEngine:
             getattr(torch, name): code for name, code in _core.DTYPES.items() if name != "bytes"
         }
         self._bytes = self._dtypes[None] = _core.DTYPES["bytes"]
-        #: Completions, and the buffers that the core may touch until they are done: by the
-        #: identity of the buffers.
+        #: Completions, with the buffers that the core may use until then; by the identity of the
+        #: buffers.
         self._in_flight: dict[int, list[Any]] = {}
-        #: The number of them from which on those that are done are looked for.
+        #: The number of entries that triggers the next sweep.
         self._sweep_at = _FIRST_SWEEP
         self._lock = threading.Lock()
-        # Bound once: these are on the path of every operation.
+        # Bound once for speed: every operation calls these.
         self.sequence = group.sequence
         self.report_failure = group.report_failure
         self.failure_reports = group.failure_reports
@@ -106,10 +106,10 @@ class ShmEngine:
     def _hand_over(
         self, buffers: object, start: Callable[..., Completion], *args: Any
     ) -> Completion:
-        """Start what goes on by itself; hold what the core uses until it is done with that.
+        """Start an asynchronous operation; hold the buffers until it is done.
 
-        Held before it is handed over: a signal handler may raise in between, and nobody knows
-        then whether the core has it. Such an entry, without a completion, stays until the end.
+        The buffers are held before the start: if a signal handler raises in between, nobody knows
+        whether the core has them. Such an entry has no completion, and stays until the end.
         """
         entry: list[Any] = [None, buffers]
         with self._lock:
@@ -128,13 +128,13 @@ class ShmEngine:
         return completion
 
     def _sweep(self) -> None:
-        """Drop what is done. As seldom as entries double, so that each costs the same."""
+        """Drop finished entries. Runs when entries have doubled, for a constant cost per entry."""
         kept = {k: e for k, e in self._in_flight.items() if e[0] is None or not e[0].done()}
         self._in_flight = kept
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(kept))
 
     def let_go(self, buffers: object) -> None:
-        """Hold ``buffers`` no longer: the operation is done that they were handed over for."""
+        """Release ``buffers`` of a finished operation."""
         with self._lock:
             entry = self._in_flight.get(id(buffers))
             done = entry is not None and entry[0] is not None and entry[0].done()
@@ -173,14 +173,14 @@ class ShmEngine:
     def departed(self) -> Sequence[int]:
         try:
             return self.group.lost_ranks()
-        except self.fault_type:  # closed here
+        except self.fault_type:  # this rank closed the group
             return ()
 
     def blocked(self) -> Sequence[tuple[int, int, str]]:
         try:
             waits = self.group.blocked_ranks()
             entered = self.last_entered() if waits else []
-        except self.fault_type:  # closed here
+        except self.fault_type:  # this rank closed the group
             return ()
         return [(rank, number, f"operation {entered[rank]}") for rank, number in waits]
 
@@ -193,7 +193,7 @@ class ShmEngine:
         try:
             number = self.group.last_wait()
             entered = [header[0] for header in self.group.headers()] if number else []
-        except self.fault_type:  # closed here
+        except self.fault_type:  # this rank closed the group
             return None
         missing = [rank for rank, last in enumerate(entered) if last < number]
         return (number, missing) if missing else None
@@ -215,7 +215,7 @@ class CoreRing(Ring):
     """The flight record of a shm group: the core's ring, which the fast path writes, too.
 
     Args:
-        ranks: Tells the global rank of each group rank.
+        ranks: Returns the global rank of each group rank.
     """
 
     __slots__ = ("_ranks", "begin", "end", "follow", "ring")
@@ -223,7 +223,7 @@ class CoreRing(Ring):
     def __init__(self, ranks: Callable[[], Sequence[int]]) -> None:
         self.ring = _core.FlightRing(capacity_setting())
         self._ranks = ranks
-        # The core's own methods: these are on the path of every operation.
+        # The core's own methods, for speed: every operation calls these.
         self.begin = self.ring.begin  # type: ignore[method-assign]
         self.end = self.ring.end  # type: ignore[method-assign]
         self.follow = self.ring.follow  # type: ignore[method-assign]
@@ -272,7 +272,7 @@ class ShmGroup(NativeGroup):
 
         def make_work(call: _core.PostedCall | None, *args: Any) -> Work:
             group = this()
-            assert group is not None  # its method is running
+            assert group is not None  # a method of the group is running
             if call is not None:
                 return PostedWork(group, call, *args)
             outputs, peer = args[2], args[4]  # of a message
@@ -288,7 +288,7 @@ class ShmGroup(NativeGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
-        self._make_fast_path()  # it keeps the timeout that it was made with
+        self._make_fast_path()  # a fast path keeps the timeout that it was made with
 
     def close(self) -> None:
         if self.ledger is not None:
@@ -398,7 +398,7 @@ _MESSAGES = ("send", "recv")
 def _title(
     name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int, ranks: tuple[int, ...]
 ) -> str:
-    """The operation as the program knows it."""
+    """The operation as the program called it."""
     if name in _MESSAGES:
         tensor = inputs if name == "send" else outputs
         return f"{name} {label(tensor)}" + _of_message(name, root, reduce_op, ranks)
@@ -430,7 +430,7 @@ if _core is not None:
 _sees_tensors = _core is not None and _core.register_torch(
     Tensor,
     torch.nn.Parameter,
-    # The public function's own first step is what it costs; older torch has only that.
+    # The private function is faster than the public function; older torch has only the latter.
     getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version),
     {member: member.value for member in RedOpType},
     in_library,

@@ -1,9 +1,9 @@
 """The places in torch's tensors of two facts that each operation needs: a bit and a number.
 
-Whether a tensor's values are to be negated when they are read (``torch.Tensor.is_neg``), and its
-version counter, which autograd compares. Asking torch takes as long as a short operation; the core
-looks itself (csrc/python/tensors.h), at places that are found here by looking at tensors for which
-the answers are known. Where tensors do not look as expected, it asks torch.
+The bit says that a tensor's values are negated on reading (``torch.Tensor.is_neg``). The number is
+the version counter, which autograd compares. A call of torch takes as long as a short operation. So
+the core looks itself (csrc/python/tensors.h), at places that this module finds by looking at
+tensors with known answers. If tensors do not look as expected, the core asks torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_size_t)
-#: Of the object behind a tensor, which is no smaller in any torch.
+#: The words to look at in the object behind a tensor; no torch has a smaller object.
 _LOOKED_AT_WORDS = 22
-#: In a version counter, after what its class begins with.
+#: Possible offsets of the number in a version counter, after the header of the class.
 _COUNTER_OFFSETS = (8, 12, 16, 20, 24)
 
 
@@ -34,10 +34,11 @@ class TensorLayout(NamedTuple):
 
     #: In a tensor's Python object: the address of the object behind it.
     impl: int
-    #: In the object behind it: the word with the bit that says that it is to be negated.
+    #: In the object behind the tensor: the word with the negation bit.
     flags: int
     negative: int
-    #: In the same: the address of the version counter, and there the number, of 32 bits.
+    #: In the same object: the address of the version counter; and the number's offset there (32
+    #: bits).
     counter: int
     number: int
 
@@ -46,7 +47,7 @@ def find_layout() -> TensorLayout | None:
     """The layout of torch's tensors; None if they do not look as expected."""
     plain = _samples()
     negative = [torch._neg_view(tensor.detach()) for _ in range(3) for tensor in plain]
-    # Others are made after these: bits of addresses are alike in what was made at one time.
+    # Later samples differ in addresses: objects that are made together share address bits.
     others = [tensor for _ in range(3) for tensor in _samples()]
     impl = _only(set.intersection(*(_places_of_impl(tensor) for tensor in plain + negative)))
     flag = _only(_differences(plain + others, negative))
@@ -90,7 +91,7 @@ def _places_of_impl(tensor: Tensor) -> set[_Place]:
 
 
 def _differences(plain: list[Tensor], negative: list[Tensor]) -> set[_Place]:
-    """The bits of all the second and none of the first: the word's offset, the bit as a mask."""
+    """The bits that all ``negative`` and no ``plain`` tensors have: offset of the word, mask."""
     without, having = (
         list(zip(*(_words(tensor._cdata, _LOOKED_AT_WORDS) for tensor in tensors), strict=True))
         for tensors in (plain, negative)
@@ -104,7 +105,7 @@ def _differences(plain: list[Tensor], negative: list[Tensor]) -> set[_Place]:
 
 
 def _places_of_version(tensor: Tensor) -> set[_Place]:
-    """Offsets of the address of a number which is the version, and the number's own."""
+    """The offset of an address, and the offset there of a number equal to the version."""
     return {
         (at * _WORD_BYTES, offset)
         for at, address in enumerate(_words(tensor._cdata, _LOOKED_AT_WORDS))
@@ -114,7 +115,7 @@ def _places_of_version(tensor: Tensor) -> set[_Place]:
 
 
 def _number_at(address: int, offset: int) -> int | None:
-    """The number of 32 bits there; None if there is no memory, says the kernel, which reads it."""
+    """The 32-bit number at an address; None if the kernel says that no memory is there."""
     if address == 0 or address % _WORD_BYTES:
         return None
     with open("/proc/self/mem", "rb", buffering=0) as memory:
@@ -126,7 +127,7 @@ def _number_at(address: int, offset: int) -> int | None:
 
 
 def _finds_what_torch_says() -> bool:
-    """True if the core's answers are torch's, for tensors that it was not found by."""
+    """True if the core and torch agree on further tensors, besides the samples."""
     imaginary = torch.zeros(3, dtype=torch.complex64).conj().imag
     tensors = [torch.ones(5), torch.ones(2, 3)[:, 1:], imaginary, torch._neg_view(torch.ones(1))]
     for tensor in tensors:
@@ -138,8 +139,8 @@ def _finds_what_torch_says() -> bool:
 
 
 def tell_core() -> bool:
-    """Let the core look at tensors itself; False if it has to ask torch. After register_torch."""
-    # A torch without one of the names used here is asked.
+    """Let the core look at tensors; False if it must ask torch. Call after register_torch."""
+    # If this torch lacks a name that is used here, the core asks torch.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, TypeError):
         layout = find_layout()
         if layout is not None:

@@ -10,26 +10,29 @@ from typing import Final, Literal
 
 from tilework.cores import Topology
 
-#: Nanoseconds in which a cache line comes from another core, within and between memory nodes.
+#: Nanoseconds to get a cache line from another core, within and between memory nodes.
 NEAR_NS, FAR_NS = 60.0, 200.0
-#: Nanoseconds that each reader of one line adds for the next, and lines that a core awaits at once.
+#: Nanoseconds that each reader of a line adds for the next, and the lines that a core awaits at
+#: once.
 READER_NS, AT_ONCE = 20.0, 8
-#: Two levels must take at most this share of the flat way's time: the model is not that exact.
+#: Two levels must take at most this share of the flat way's time: the model is too coarse for
+#: smaller gains.
 _CLEARLY: Final = 0.75
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and algorithms that serve a group best, by the model.
+    """The best sizes and algorithms for a group, by the model.
 
     Args:
-        nodes: Memory nodes that its ranks are on, if they are spread evenly.
-        ranks_per_node: On the fullest of them.
-        rounds: How ranks learn that all have come. ``"flat"``: each looks at all. ``"by node"``:
-            one of each node looks at that node's, then at the other nodes' first.
-        long_all_reduce: ``"flat"``: each rank reduces a part of every rank's. ``"by node"``: within
-            the nodes first, so that every byte crosses between two nodes once.
-        cache_sharers: Ranks that use one second-level cache at the same time.
+        nodes: Memory nodes with ranks, if ranks are spread evenly.
+        ranks_per_node: Ranks on the fullest node.
+        rounds: How ranks learn that all have come. ``"flat"``: each rank looks at all. ``"by
+            node"``: one rank of each node looks at that node's ranks, then at the other nodes'
+            first ranks.
+        long_all_reduce: ``"flat"``: each rank reduces a part of every rank's data. ``"by node"``:
+            within the nodes first, so that every byte crosses between two nodes once.
+        cache_sharers: Ranks that use the same second-level cache at the same time.
         chunk_bytes: The most of an outbox that a round should use; 0: no bound is known.
     """
 
@@ -49,7 +52,7 @@ def plan_for(topology: Topology, ranks: int) -> Plan:
 
     Args:
         topology: The host.
-        ranks: The group's size.
+        ranks: The number of ranks of the group.
 
     Example:
         >>> one_node = Topology((frozenset({0, 1}),), (frozenset({0}), frozenset({1})))
@@ -62,12 +65,12 @@ def plan_for(topology: Topology, ranks: int) -> Plan:
     by_node = nodes > 1 and two_level_round_ns(nodes, per_node) < _CLEARLY * flat_round_ns(
         nodes, per_node
     )
-    # Flat, all but a node's share of each reduction crosses; by node, what one rank has. Ranks
-    # alone on their nodes have nothing to save.
+    # Flat, all but a node's share of each reduction crosses; by node, only one rank's amount. A
+    # single rank per node has nothing to save.
     crosses_less = nodes > 1 and per_node > 1
     crowded = ranks > topology.cpus
-    # Two threads of a core share its cache. Ranks that take turns on one do so, too, but each
-    # finds there what it wrote in its own turn.
+    # Two threads of a core share a cache. Ranks that take turns on a core share it, too, but each
+    # rank finds there what it wrote in its own turn.
     shared = 1 if crowded else per_core
     return Plan(
         nodes,

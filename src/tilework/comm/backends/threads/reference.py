@@ -1,4 +1,4 @@
-"""The reductions in plain torch: the threads backend's, which the core is tested against.
+"""The reductions of the threads backend, in plain torch; tests compare the core with them.
 
 Contributions are combined in rank order, so every rank gets the same bits.
 """
@@ -41,7 +41,7 @@ def combine(parts: Sequence[Tensor], op: str, factors: Sequence[float]) -> Tenso
     """The reduction ``op`` of the ranks' tensors, as a new tensor of their dtype and shape.
 
     Args:
-        parts: One tensor per rank, all alike.
+        parts: One tensor per rank, with equal dtypes and shapes.
         op: "sum", "avg", "product", "min", "max", "band", "bor", "bxor" or "premul_sum".
         factors: One factor per rank; read by "premul_sum" only.
     """
@@ -62,9 +62,9 @@ def combine(parts: Sequence[Tensor], op: str, factors: Sequence[float]) -> Tenso
 
 
 def _combine_unsigned(parts: Sequence[Tensor], op: str, signed: torch.dtype) -> Tensor:
-    """Torch computes little in wide unsigned types; the same bits as signed ones do.
+    """Reduce wide unsigned integers, which torch hardly supports, as signed integers.
 
-    Sums and products wrap alike; order is that of the signed type once the top bit is flipped.
+    Sums and products wrap in the same way. The order is the same once the top bit is flipped.
     """
     views = [part.view(signed) for part in parts]
     top = torch.iinfo(signed).min if op in ("min", "max") else 0

@@ -1,13 +1,13 @@
 """The ``threads`` backend: ranks are threads of one process.
 
-A group is one :class:`_Hub`. Ranks leave references to their tensors there and meet. The last to
-come compares the headers, and reduces if that is the operation: each rank copies the result. Of
-any other operation each rank reads the others' tensors, and they meet once more, so that no
-tensor is changed while another rank reads it.
+A group is one :class:`_Hub`. Ranks leave references to their tensors there and meet. The last rank
+to come compares the headers. For a reduction, the last rank also reduces, and each rank copies the
+result. For any other operation, each rank reads the others' tensors, and the ranks meet once more,
+so that no tensor changes while another rank reads it.
 
-All ranks share one interpreter. So a rank does a constant amount of work per operation where the
-data permits, and wakes nobody: the last to come wakes all, and whichever waiting rank looks first
-looks after the others' threads for all.
+All ranks share one interpreter. So a rank does a constant amount of work per operation if the data
+permits, and does not wake single ranks: the last rank to come wakes all. The waiting rank that
+looks first checks the others' threads for all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tilework.comm.backends.threads.threads_collectives import (
 from tilework.comm.waits import by_rank
 from tilework.errors import DistBackendError
 
-#: Seconds between looks of a waiting rank: so many, and so many more for each rank, since the looks
+#: Seconds between looks of a waiting rank: a constant, plus a share for each rank, since the looks
 #: of all ranks share an interpreter.
 _LOOK_SECONDS, _LOOK_SECONDS_PER_RANK = 0.1, 0.001
 #: Seconds that copying and reducing may take once all ranks have come: a safety net.
@@ -57,17 +57,17 @@ _GONE = "its thread ended or left the group"
 
 
 class _Meeting:
-    """A collective: each rank's share, and how many ranks have read the others'."""
+    """A collective: each rank's share, and how many ranks have read the other shares."""
 
     def __init__(self, size: int, lock: threading.Lock) -> None:
         self.shares: list[tuple[Share, Header] | None] = [None] * size
         self.arrived = 0
         self.left = 0
-        #: Notified when all have come, or have left; and by whatever else ends a wait.
+        #: Notified when all have come, when all have left, and by every other end of a wait.
         self.changed = threading.Condition(lock)
-        #: True once the last to come has done its part.
+        #: True once the last rank to come has compared and reduced.
         self.is_prepared = False
-        #: Why it came to nothing; else, of a reduction, its value.
+        #: The error of a failed meeting; else the value of a reduction.
         self.error: Exception | None = None
         self.value: Tensor | None = None
         #: True if no rank reads the others' tensors any more.
@@ -78,7 +78,7 @@ class _Meeting:
         return [rank for rank, arrived in enumerate(self.shares) if arrived is None]
 
     def prepare(self) -> None:
-        """Compare, and reduce: by the last to come, for all."""
+        """Compare the shares, and reduce. The last rank to come does this for all."""
         arrived = [each for each in self.shares if each is not None]
         try:
             at_fault, why = disagreement([header for _, header in arrived])
@@ -100,31 +100,31 @@ class _Message:
 
 
 class _Hub:
-    """The state that the ranks of one group share, but for messages guarded by ``lock``."""
+    """The shared state of a group's ranks. ``lock`` guards all but messages."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.look_seconds = _LOOK_SECONDS + _LOOK_SECONDS_PER_RANK * size
         self.lock = threading.Lock()
-        #: Notified when all have joined, and when all have told of a failure.
+        #: Notified when all ranks have joined, and when all have reported a failure.
         self.changed = threading.Condition(self.lock)
         self.meetings: dict[int, _Meeting] = {}
-        #: By receiving rank.
+        #: One matcher for each receiving rank.
         self.messages: list[MessageMatcher[_Message]] = [MessageMatcher() for _ in range(size)]
         self.owners: list[threading.Thread | None] = [None] * size
         self.joined = 0
         self.closed = [False] * size
         self.failures: list[str | None] = [None] * size
         self.entered = ["nothing yet"] * size
-        #: By rank: the number of the operation that its own thread has entered.
+        #: By rank: the number of the operation that the rank's own thread has entered.
         self.blocked = [0] * size
         self.abortion: Abort | None = None
-        #: The ranks that had ended or left at the last look, and when the next one is due.
+        #: The ranks that had ended or left at the last look, and the time of the next look.
         self._gone: list[int] = []
         self._next_look = 0.0
 
     def join(self, rank: int) -> None:
-        """Enter the calling thread as that of ``rank``."""
+        """Register the calling thread as the thread of ``rank``."""
         with self.lock:
             self.owners[rank] = threading.current_thread()
             self.joined += 1
@@ -132,11 +132,11 @@ class _Hub:
                 self.changed.notify_all()
 
     def lost(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that ended or left."""
+        """The members of ``ranks`` that ended or left."""
         return [r for r in ranks if self.closed[r] or _is_dead(self.owners[r])]
 
     def _lost_at_last_look(self) -> list[int]:
-        """All that ended or left. It looks once for all ranks that wait."""
+        """All ranks that ended or left. One look serves all ranks that wait."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
@@ -150,7 +150,7 @@ class _Hub:
         missing: Callable[[], list[int]],
         deadline: float,
     ) -> None:
-        """Wait, holding ``lock``, until ``ready``; raise Fault for whatever prevents it."""
+        """Wait with ``lock`` held until ``ready``; raise Fault if that cannot happen."""
         start = time.monotonic()
         while not ready():
             if self.abortion is not None:
@@ -171,7 +171,7 @@ class _Hub:
                 self.lock.acquire()
 
     def wake(self) -> None:
-        """Have every rank that waits look at what has changed."""
+        """Wake every waiting rank for another look."""
         with self.lock:
             self._next_look = 0.0
             for meeting in self.meetings.values():
@@ -181,7 +181,7 @@ class _Hub:
                 self.end_receives(rank)
 
     def end_receives(self, rank: int) -> None:
-        """End the receives of ``rank`` that cannot end well."""
+        """End the receives of ``rank`` that cannot succeed."""
         self.messages[rank].end_receives(partial(self._receive_fault, rank))
 
     def _receive_fault(self, rank: int, receive: Receive) -> FaultArgs | None:
@@ -205,7 +205,7 @@ def _is_dead(owner: threading.Thread | None) -> bool:
 
 
 class _ReceiveCompletion(PythonCompletion):
-    """The end of a receive; the rank that waits for it looks after its peer meanwhile."""
+    """The end of a receive; the waiting rank checks the sender's thread."""
 
     def __init__(self, look: Callable[[], None], seconds: float, deadline: float) -> None:
         super().__init__(seconds)
@@ -235,7 +235,7 @@ class ThreadsEngine(PythonEngine):
         super().__init__(rank, global_ranks)
         self.hub = hub
         self._performed = 0
-        #: That of the operation in flight.
+        #: The meeting of the operation in flight.
         self._meeting: _Meeting | None = None
         hub.join(rank)
 
@@ -292,7 +292,7 @@ class ThreadsEngine(PythonEngine):
 
     def _missing(self, meeting: _Meeting) -> list[int]:
         if self.closed:
-            # Left meanwhile, with this in flight: withdraw, so that nobody counts on this rank.
+            # This rank left during the operation: withdraw, so that no rank counts on this share.
             meeting.shares[self.rank] = None
             meeting.arrived -= 1
             self.check_open()
@@ -384,7 +384,7 @@ class ThreadsEngine(PythonEngine):
         return True
 
     def announce_abort(self, kind: str, text: str) -> None:
-        """Nothing: it is the hub that knows."""
+        """Do nothing: the hub has the abort."""
 
     def interrupt(self) -> None:
         self.hub.wake()
@@ -418,8 +418,8 @@ def _deliver(message: _Message, receive: Receive, rank: int) -> None:
 
 # -- making groups -----------------------------------------------------------------------
 
-# Hubs by name, for the time that a group is being made: how threads that share only a store
-# find the object that they are to share.
+# Hubs by name, while a group is being made: threads that share only a store find the hub that they
+# are to share.
 _hubs: dict[str, _Hub] = {}
 _hubs_lock = threading.Lock()
 

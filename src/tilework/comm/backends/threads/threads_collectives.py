@@ -1,12 +1,12 @@
 """The collectives of the threads backend.
 
-A reduction is made once, for all ranks. Where data is moved, each rank reads the others' tensors
-where they are: a function copies at once what no rank changes meanwhile, and returns what is to be
-written once all ranks have read.
+A reduction is made once, for all ranks. In operations that move data, each rank reads the others'
+tensors in place: a function copies values at once if no rank may change them, and returns the
+other copies, which are made after all ranks have read.
 
-Torch lets the interpreter go in each call, and a rank gets it back after those of all others that
-want it. So a rank calls torch a few times for an operation, however many ranks there are: it
-prepares what it hands out once for all readers, and copies from all of them together.
+torch releases the interpreter in each call, and a rank gets it back only after all other ranks that
+want it. So the number of torch calls per rank does not depend on the number of ranks: a rank
+prepares tensors once for all readers, and copies from all ranks together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Writes = list[tuple[Parts, Sequence[Tensor]]]
 class Share:
     """A rank's operation, and the flat tensors that the others may read.
 
-    As many as ranks where the operation has so many inputs; of a barrier none; else a single
+    As many tensors as ranks if the operation has an input per rank; none for a barrier; else one
     tensor.
     """
 
@@ -68,7 +68,7 @@ def copy_parts(outputs: Parts, values: Sequence[Tensor]) -> None:
 
 
 def reduced(shares: Sequence[Share]) -> Tensor | None:
-    """The sum, or what else was asked for, by rank order; None where nothing is reduced."""
+    """The result of the reduction in rank order; None for other operations."""
     first = shares[0].operation
     if first.kind in ("all_reduce", "reduce"):
         contributions = [share.tensors[0] for share in shares]
@@ -87,7 +87,7 @@ def _in_a_row(share: Share) -> Tensor:
 
 
 def fill(rank: int, own: Share, value: Tensor | None) -> None:
-    """Copy a rank's part of a value to its output, if it has any."""
+    """Copy a rank's part of a value to the rank's output, if there is one."""
     if value is None or not len(own.operation.outputs):
         return
     if own.operation.kind == "reduce_scatter":
@@ -123,7 +123,7 @@ def _all_to_all(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
 
 
 def _are_parts(tensors: Sequence[Tensor], outputs: Parts) -> bool:
-    """True if some of the tensors are outputs of the rank; the others share nothing with these."""
+    """True if some of the tensors are the rank's outputs; no other tensors overlap outputs."""
     begins = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
     if isinstance(outputs, Tensor):
         first, end = outputs.data_ptr(), outputs.data_ptr() + outputs.nbytes

@@ -42,7 +42,7 @@ def _all_reduce(backend: Any, operation: Operation, rank: int) -> Any:
 
 
 def _reduce(backend: Any, operation: Operation, rank: int) -> Any:
-    # torch's leaves partial sums in the tensors of ranks that are not the root.
+    # torch's reduce leaves partial sums in the tensors of other ranks than the root.
     at_root = rank == operation.root
     tensor = operation.outputs[0] if at_root else operation.inputs[0].clone()
     if at_root and tensor.data_ptr() != operation.inputs[0].data_ptr():
@@ -85,7 +85,7 @@ def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
         source, target = as_bytes(inputs), as_bytes(outputs)
         source = source.clone() if source.data_ptr() == target.data_ptr() else source
         return backend.alltoall_base(target, source, [], [], options)
-    # torch's form for lists wants equal sizes, the one for a tensor with split sizes does not.
+    # torch's call for lists wants equal sizes; the call with split sizes does not.
     sources, targets = _split(inputs, backend.size()), _split(outputs, backend.size())
     target = targets[0].new_empty(sum(part.numel() for part in targets))
     splits = [[part.numel() for part in parts] for parts in (targets, sources)]
@@ -103,7 +103,7 @@ def _split(parts: Parts, size: int) -> list[Tensor]:
 
 
 def _number(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as gloo adds it up rightly: truth values are bytes."""
+    """A contiguous tensor for Gloo's reductions: booleans become bytes."""
     return as_bytes(tensor) if tensor.dtype is torch.bool else tensor.view(-1)
 
 
@@ -131,17 +131,17 @@ def _options(torch_options: Any, operation: Operation) -> Any:
 
 def _torch_reduce_op(op: AnyReduceOp | None, dtype: torch.dtype | None) -> Any:
     kind = kind_of(op)
-    if dtype is torch.bool:  # gloo's sum of bytes counts them
+    if dtype is torch.bool:  # a sum of bytes would count them
         kind = OF_TRUTH.get(kind, kind)
     if kind is RedOpType.PREMUL_SUM and op is not None and not isinstance(op, RedOpType):
         return c10d._make_nccl_premul_sum(op.factor)
     return getattr(c10d.ReduceOp, kind.name)
 
 
-#: Reductions of truth values, as those of bytes.
+#: Reductions of booleans, as reductions of bytes.
 OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
 
 
 def kind_of(op: AnyReduceOp | None) -> RedOpType:
-    """The reduction without its factor; SUM where there is none."""
+    """The reduction without a factor; SUM for None."""
     return op if isinstance(op, RedOpType) else RedOpType.SUM if op is None else op.type

@@ -17,13 +17,13 @@ Run = Callable[[Callable[[], object]], FaultArgs | None]
 class TorchCompletion(PythonCompletion):
     """The end of a message or an operation in flight.
 
-    torch's own waits for a message cannot be tried for a moment: one that gives up closes all
-    connections. So the wait is one call, on the thread of whoever waits without a limit, or on
-    one of its own where somebody only looks.
+    torch cannot wait for a message for a moment only: a wait that times out closes all
+    connections. So the wait is one call. It runs on the thread of a caller that waits without a
+    limit, or on a separate thread if callers only poll.
 
     Args:
         work: torch's Work.
-        memory: Kept while the engine may touch it.
+        memory: Kept alive while the engine may use it.
         timeout: How long the message may take, in seconds from the first wait.
         run: Runs the wait.
     """
@@ -46,7 +46,7 @@ class TorchCompletion(PythonCompletion):
         work.wait(self._limit)
         try:
             self.source_rank = int(work._source_rank())
-        except RuntimeError:  # it was a send
+        except RuntimeError:  # the message was a send
             return
 
     def _watch(self) -> None:

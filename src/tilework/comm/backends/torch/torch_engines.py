@@ -1,10 +1,10 @@
 """torch's own engines (gloo, nccl, ucc, mpi) behind tilework's contract.
 
-An engine is torch's backend object for one group, meeting through tilework's store. It is fed
-with what the native backends' engines are fed with: contiguous tensors, one operation at a time.
-Data that is only moved goes as bytes, so every dtype can. What an engine does not have natively
-is listed on its group's class and raises; nothing is emulated. What gloo has, and why the code
-around it is as it is, stands in docs/how-to/many-hosts.md.
+An engine is torch's backend object for one group, meeting through tilework's store. The engine gets
+the same input as the native backends' engines: contiguous tensors, one operation at a time. Data
+that is only moved goes as bytes, so every dtype can. Operations that an engine lacks are listed on
+the class of the group, and raise; nothing is emulated. docs/how-to/many-hosts.md says what Gloo
+can do, and why the code around it is as it is.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 from tilework.errors import DistBackendError
 from tilework.store.torch_bridge import as_torch_store
 
-#: Words in messages of failures, where a rank came late and where connections ended.
+#: Words in error messages: of a late rank, and of closed connections.
 _LATE = ("timed out",)
 _LOST = ("connection closed", "connection reset", "broken pipe", "pair closure", "aborted")
-#: A tag of which no message is ever sent.
+#: A tag that no message ever has.
 _NEVER_SENT = 0x7FFF_FFFE
 
 # -- the engine -----------------------------------------------------------------------------
@@ -48,7 +48,7 @@ _NEVER_SENT = 0x7FFF_FFFE
 class TorchEngine(PythonEngine):
     """A rank's end of one of torch's backends."""
 
-    #: True if it can exchange headers of operations: a few numbers in the host's memory.
+    #: True if the engine can exchange headers, which are a few numbers in the host's memory.
     compares = True
 
     def __init__(self, backend: Any, request: DistributedBackendOptions, name: str) -> None:
@@ -63,14 +63,14 @@ class TorchEngine(PythonEngine):
         self.blocking(lambda: self.call(operation).wait())
 
     def call(self, operation: Operation) -> Any:
-        """Begin an operation; return torch's Work, or what looks like it."""
+        """Begin an operation; return torch's Work, or an object with the same interface."""
         return CALLS[operation.kind](self._backend, operation, self.rank)
 
     def _meet(self, operation: Operation) -> None:
         """Exchange headers with every rank; raise Fault unless all agree.
 
-        Only in groups of meshes: torch's engines compare nothing by themselves, and an exchange
-        takes as long as a collective of a few bytes.
+        Runs only in groups of meshes: torch's engines compare nothing, and an exchange takes as
+        long as a collective of a few bytes.
         """
         header = torch.tensor(header_of(operation, self.rank, self.size), dtype=torch.int64)
         headers = torch.empty((self.size, len(header)), dtype=torch.int64)
@@ -84,14 +84,14 @@ class TorchEngine(PythonEngine):
         return self.fault_of(lambda: self.blocking(act))
 
     def blocking(self, act: Callable[[], object]) -> None:
-        """Call into torch's backend, with its failures as faults."""
+        """Call into torch's backend; raise failures as faults."""
         try:
             act()
         except RuntimeError as error:
             raise self._fault(error) from error
 
     def _fault(self, error: RuntimeError) -> Exception:
-        """The meaning of an engine's failure. Asks the other ranks, so it takes a moment."""
+        """The fault behind an engine's error. Asks the other ranks, so it takes a moment."""
         if self.closed:
             return Fault("closed", (self.rank,), "")
         detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
@@ -101,7 +101,7 @@ class TorchEngine(PythonEngine):
         kind, silent = self._failures.diagnose(late=any(words in text for words in _LATE))
         recorded = self._failures.aborted() if kind == "aborted" else None
         if recorded is not None and self.note_abort(*recorded):
-            # Somebody may wait for this rank, which is as much out of the group as who aborted it.
+            # Another rank may wait for this rank, which has left the group like an aborting rank.
             self.interrupt()
         abortion = self.aborted()
         if abortion is not None:
@@ -133,10 +133,10 @@ class TorchEngine(PythonEngine):
             raise self._fault(error) from error
 
     def blocked(self) -> Sequence[tuple[int, int, str]]:
-        return ()  # nobody can know
+        return ()  # unknown to torch's engines
 
     def waiting(self) -> None:
-        """Nothing: nobody can know who has come."""
+        """None: torch's engines do not know which ranks have come."""
 
     def departed(self) -> Sequence[int]:
         return ()  # torch's engines do not tell
@@ -164,22 +164,23 @@ class TorchEngine(PythonEngine):
 def end_connections(backend: Any, rank: int, size: int) -> None:
     """Make every wait on a Gloo object fail, here and at the other ends.
 
-    The one way to: a wait that times out closes all its connections. Its abort() ends nothing.
+    Gloo's abort() ends nothing. The only way is a wait that times out, which closes all
+    connections.
     """
     for peer in (other for other in range(size) if other != rank):
         nothing = torch.empty(1, dtype=torch.uint8)
         try:
             backend.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
-            # A connection that was closed already fails without closing the others.
+            # A wait on a closed connection fails without closing the other connections.
             if "timed out" in str(error).lower():
                 return
 
 
 class StreamEngine(TorchEngine):
-    """An engine whose operations run on a device's streams: none waits on a thread."""
+    """An engine whose operations run on a device's streams: no operation blocks a thread."""
 
-    compares = False  # to look at headers would be to wait for the device
+    compares = False  # reading headers would wait for the device
 
     def submit(self, operation: Operation) -> TorchCompletion:
         self.check_open()
@@ -247,7 +248,7 @@ class GlooGroup(EngineGroup):
 
     def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request)
-        self.devices = ("cpu",)  # on a GPU it was never tried
+        self.devices = ("cpu",)  # never tried on a GPU
 
     _DTYPES = frozenset(
         getattr(torch, name)
@@ -276,11 +277,11 @@ class GlooGroup(EngineGroup):
 
 
 def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -> Any:
-    """Torch's Gloo object for a group. Collective over its ranks; blocks until all came.
+    """Torch's Gloo object for a group. Collective over its ranks; blocks until all ranks came.
 
     Args:
         request: The group.
-        address: This host's address to listen at; None for what Gloo finds by itself.
+        address: This host's address to listen at; None: Gloo finds an address.
     """
     store, rank, size = as_torch_store(request.store), request.group_rank, request.group_size
     if address is None or os.environ.get("GLOO_SOCKET_IFNAME"):
