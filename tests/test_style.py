@@ -27,7 +27,7 @@ PRONOUNS = {
     ".": (16, 13),
     "capture": (16, 40),
     "checkpoint": (56, 41),
-    "comm": (202, 101),
+    "comm": (76, 45),
     "data": (0, 5),
     "distributed": (2, 10),
     "dtensor": (422, 149),

@@ -1,1 +1,1 @@
-"""Process groups: their contract, the World that holds them, and the operations on them."""
+"""Process groups: the contract, the World that holds groups, and the operations on groups."""

@@ -19,7 +19,8 @@ from tilework.errors import DistBackendError, text_of
 T = TypeVar("T")
 Facts = Mapping[str, Any]
 
-#: Classes of errors that all ranks raise as they are; others become a RuntimeError elsewhere.
+#: Error classes that every rank raises unchanged; other errors become a RuntimeError on other
+#: ranks.
 _KINDS = (
     AttributeError,
     IndexError,
@@ -35,13 +36,14 @@ _KINDS = (
 def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
     """The results of ``make()`` on each rank of the group; or its error, on every rank.
 
-    Collective; blocks. So a check that fails on one rank leaves no other waiting: the rank
-    raises its own error, the others one of the same builtin class that names the rank.
+    Collective; blocks. If ``make`` fails on one rank, no other rank is left waiting: the failing
+    rank raises the original error, other ranks an error of the same builtin class that names the
+    rank.
 
     Args:
-        make: Makes this rank's contribution, without communicating: plain data (numbers, strings,
-            containers of them), which is all that others accept. Where all ranks contribute the
-            same it is returned for each of them as it is, not copied.
+        make: Makes this rank's contribution, without communication. It must be plain data (numbers,
+            strings, containers of them); other data is refused. If all ranks contribute equal data,
+            the result repeats this rank's object, without copies.
 
     Raises:
         Exception: ``make`` raised, here or on another rank.
@@ -84,19 +86,19 @@ def agree_equal(
     hint: str = "",
     error: type[ValueError | DistBackendError] = ValueError,
 ) -> list[Facts]:
-    """The facts of each rank of the group, once all ranks have the same.
+    """The facts of each rank of the group; raises unless all ranks have equal facts.
 
-    Collective; blocks. A rank outside the group only checks its own arguments, and gets an empty
-    list.
+    Collective; blocks. A rank outside the group only checks the rank's own arguments, and gets an
+    empty list.
 
     Args:
         facts: Makes this rank's facts, plain data by name, as ``make`` of :func:`agree` does.
         group: The group; None: the default group.
-        what: How the message begins, such as "all ranks must make the same mesh:"; ``{name}`` in it
+        what: The start, such as "all ranks must make the same mesh:"; ``{name}`` in it
             stands for the name of the fact that differs.
         own: Names of facts that may differ between ranks.
-        hint: How the message ends: the next step.
-        error: Its class.
+        hint: The end of the message: the next step.
+        error: The class of the error.
 
     Raises:
         Exception: ``facts`` raised, here or on another rank.
@@ -129,15 +131,15 @@ def check_equal(
     hint: str = "",
     error: type[ValueError | DistBackendError] = ValueError,
 ) -> None:
-    """Raise if ranks have different facts, as :func:`agree_equal` does once they are gathered.
+    """Raise if gathered facts differ between ranks, as :func:`agree_equal` does.
 
     Args:
-        facts: Those of each rank.
+        facts: The facts of each rank.
         ranks: The global ranks, in the same order.
-        what: How the message begins.
+        what: The beginning of the message.
         own: Names of facts that may differ.
-        hint: How the message ends.
-        error: Its class.
+        hint: The end of the message.
+        error: The class of the error.
     """
     first = facts[0]
     others = [(rank, theirs) for rank, theirs in zip(ranks, facts, strict=True) if theirs != first]
@@ -166,19 +168,19 @@ def _listed(name: str, values: Mapping[int, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = str(value)  # that of a sharding spec may go on for a thousand placements
+    text = str(value)  # the text of a sharding spec may have a thousand placements
     return text if len(text) <= 500 else f"{text[:300]} … {text[-100:]}"
 
 
 def _gather(report: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
-    """The report of each rank; ``data`` is this one's, pickled. Collective."""
+    """The report of each rank; ``data`` is this rank's pickled report. Collective."""
     digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big") >> 1
     row = torch.tensor([digest, len(data)], device=device_of(pg))
     rows = row.new_empty(pg.size(), 2)
     all_gather_into_tensor(rows, row, pg)
     digests, sizes = zip(*rows.tolist(), strict=True)
     if digests.count(digest) == len(digests):
-        return [report] * len(digests)  # as mostly
+        return [report] * len(digests)  # the usual case
     return all_gather_pickled(data, sizes, pg, weights_only=True)
 
 

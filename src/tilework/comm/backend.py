@@ -1,4 +1,4 @@
-"""Names of backends, the registry of those that make them, and which serves which device."""
+"""Names of backends, the registry of their makers, and the backend of each device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tilework.store.contract import Store
 class DistributedBackendOptions:
     """A request for one group, as a backend gets it."""
 
-    #: Seen by this group's ranks only; holds nothing yet.
+    #: An empty store that only this group's ranks use.
     store: Store
     group_rank: int
     group_size: int
-    #: The time that an operation may wait for other ranks, unless it has a timeout of its own.
+    #: The time that an operation may wait for other ranks, unless the call gives a timeout.
     timeout: timedelta
-    #: The group's name, equal on all its ranks.
+    #: The group's name, equal on all ranks.
     group_id: str
     global_ranks_in_group: tuple[int, ...]
 
@@ -40,7 +40,7 @@ class BackendPlugin(NamedTuple):
 
 
 class Backend(str):
-    """A backend's name in lower case; ``Backend.SHM`` and so on are the known ones.
+    """A backend's name in lower case; ``Backend.SHM`` and so on are known names.
 
     ``Backend("SHM") == "shm"``. Register your own with :meth:`register_backend`.
 
@@ -65,7 +65,7 @@ class Backend(str):
     backend_list: ClassVar[list[str]] = [UNDEFINED, THREADS, SHM, HYBRID, GLOO, NCCL, UCC, MPI]
     #: Backends that users registered, by upper-case name.
     plugins: ClassVar[dict[str, BackendPlugin]] = {}
-    #: torch's name for the same.
+    #: torch's name for ``plugins``.
     _plugins: ClassVar[dict[str, BackendPlugin]] = plugins
     #: The device types that each backend serves.
     backend_capability: ClassVar[dict[str, list[str]]] = {
@@ -167,7 +167,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The backend of a device's tensors where a program names none.
+    """The backend of a device's tensors if the program names no backend.
 
     Raises:
         ValueError: No backend serves the device here.
@@ -236,7 +236,7 @@ def is_xccl_available() -> bool:
 
 
 def is_shm_available() -> bool:
-    """True if the shared-memory core is built; ``core_error()`` says why not.
+    """True if the shared-memory core is built; ``core_error()`` gives the reason if not.
 
     Example:
         >>> is_shm_available() == is_backend_available("shm")

@@ -1,4 +1,4 @@
-"""The promises of the contract that a backend may lack: on its class, instead of emulated."""
+"""The promises of the contract that a backend may lack; the backend's class lists them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import enum
 class Capability(enum.Enum):
     """A promise of the contract that a backend need not keep.
 
-    A process group lists those that it does not keep in ``lacks``; the shipped suite skips their
-    tests, and names them.
+    A process group lists broken promises in ``lacks``; the shipped suite skips the tests of these
+    promises, and names the tests.
     """
 
-    #: An operation that needs it raises NotImplementedError.
+    #: Operations on tensors of different sizes raise NotImplementedError.
     UNEVEN_SIZES = "tensors of different sizes in all_gather, gather, scatter and reduce_scatter"
-    #: Ranks that call different things get wrong data, hang or die.
+    #: Ranks that call different operations get wrong data, hang or die.
     COMPARISON = "comparing what ranks are about to do"
-    #: Ranks whose tensors have parted communicate them unnoticed, but at an optimizer's steps.
+    #: Ranks do not notice that their tensors have parted, except at an optimizer's steps.
     PROVENANCE = "comparing how the tensors came about that DTensors communicate"
-    #: All ranks get the same bits nevertheless.
+    #: The order differs, but all ranks get the same bits.
     RANK_ORDER = "combining the ranks in ascending order"
-    #: A sum's bits depend on the operation, the place in the tensor and its size.
+    #: A sum's bits depend on the operation, the place in the tensor, and the tensor's size.
     SAME_BITS = "the same bits for the same elements, whatever the operation"
     #: The result of a comparison with NaN depends on the order.
     NAN = "handing on NaN in MIN and MAX"

@@ -1,4 +1,4 @@
-"""The contract of process groups and their asynchronous work, for every backend.
+"""The contract of process groups and asynchronous work, for every backend.
 
 A backend subclasses :class:`ProcessGroup` and overrides the operations that it has. Method
 names and argument shapes are those of torch.distributed's own backend layer, so a backend
@@ -29,12 +29,12 @@ from tilework.layout.torch_callers import refuse_torch_caller
 class MessageWait:
     """The wait of a thread for a message."""
 
-    #: The group rank at its other end; -1: any.
+    #: The group rank at the other end; -1: any.
     peer: int
     what: str
     #: The caller's ``file:line in function``.
     site: str
-    #: A number that tells it from other waits: when it began, on some clock.
+    #: The time when the wait began, on some clock; tells this wait from other waits.
     begun: float
 
 
@@ -63,25 +63,25 @@ class Work(ABC):
 
         Raises:
             CollectiveTimeoutError: ``timeout`` passed first.
-            DistBackendError: The operation failed (its subclass says how).
+            DistBackendError: The operation failed (the error's subclass says how).
         """
 
     def synchronize(self) -> None:
-        """Wait: on the CPU there is no stream that could do it instead."""
+        """Wait: on the CPU there is no stream that could wait instead."""
         self.wait()
 
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        """True if the operation has ended, well or not. Never blocks."""
+        """True if the operation has ended, successfully or not. Never blocks."""
         return True
 
     def is_success(self) -> bool:
-        """True if the operation has ended well."""
+        """True if the operation has succeeded."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error that the operation failed with; None while it runs and if it ended well."""
+        """The error that the operation failed with; None while it runs, and after a success."""
         return None
 
     def result(self) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Work(ABC):
         return []
 
     def source_rank(self) -> int:
-        """For a receive: the global rank that the message came from."""
+        """The global rank that a received message came from."""
         raise RuntimeError("only a receive has a source rank")
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -147,7 +147,7 @@ class SeveralWorks(Work):
 
 @dataclass(slots=True)
 class Options:
-    """The options of an operation; fields that it does not need are ignored.
+    """The options of an operation, which ignores fields that it does not need.
 
     The names are those that backends for torch.distributed expect on their ``opts``.
     """
@@ -158,21 +158,21 @@ class Options:
     rootRank: int = 0
     #: None: the group's timeout.
     timeout: timedelta | None = None
-    #: True if to return before the operation is done.
+    #: True to return before the operation is done.
     asyncOp: bool = False
 
 
 def shape_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
-    """The shape that the arguments of a creation function give: numbers, or one sequence."""
+    """The shape in the arguments of a creation function: numbers, or one sequence."""
     dims: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return torch.Size(dims)
 
 
 class FastPath:
-    """The fast path of operations. This one is for backends that have none.
+    """The fast path of operations. This class is for backends without a fast path.
 
-    Each call either does the complete operation, or starts it, or does nothing: then the caller
-    goes through the group's methods, which can prepare tensors and raise what is wrong with them.
+    Each call does the complete operation, or starts it, or does nothing. If it does nothing, the
+    caller uses the group's methods, which prepare tensors and raise errors about arguments.
     """
 
     def run(
@@ -186,16 +186,16 @@ class FastPath:
         out_rows: Sequence[int] | None = None,
         /,
     ) -> bool:
-        """Run a collective, and block until it is done; True if that was done.
+        """Run a collective, and block until it is done; False if nothing was done.
 
         Args:
             operation: The name of a function of ``comm.operations.collectives``.
             inputs: Read on this rank: a tensor, one for each rank, or nothing.
             outputs: Written on this rank, likewise; for a broadcast always the tensor.
-            reduce_op: How to combine, where it does.
+            reduce_op: The reduction, if the operation reduces.
             root: The root's rank within the group.
             in_rows: Rows of dim 0 for each rank, if ``inputs`` is not divided equally.
-            out_rows: Likewise.
+            out_rows: Rows of dim 0 for each rank, if ``outputs`` is not divided equally.
         """
         return False
 
@@ -214,7 +214,7 @@ class FastPath:
         return None
 
     def send(self, tensor: Tensor, dst: int, tag: int, /) -> bool:
-        """Send, and block until the tensor may be reused; True if that was done."""
+        """Send, and block until the tensor may be reused; False if nothing was done."""
         return False
 
     def recv(self, tensor: Tensor, src: int, tag: int, /) -> int:
@@ -242,7 +242,7 @@ _OURS = (
 
 
 class Successors(Protocol):
-    """The maker of the groups that follow on one."""
+    """The maker of a group's successors."""
 
     def shrink(
         self, group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None
@@ -255,7 +255,7 @@ _Kind = TypeVar("_Kind", bound="_Slots")
 
 
 class _Slots:
-    """The attributes of a group that the core reads where they lie: slots have one place in all."""
+    """The attributes of a group that the core reads in memory: slots have a fixed offset."""
 
     __slots__ = ("fast_path", "global_ranks", "group_ranks")
 
@@ -294,13 +294,13 @@ class ProcessGroup(_Slots, TorchMethods):
 
     #: True if all_gather, gather and scatter take tensors of different sizes.
     uneven_sizes: bool = True
-    #: True if blocking operations that only move data use tensors in rows at one distance (a
-    #: block of a matrix's columns, say) as they are. Others are copied, which takes memory.
+    #: True if blocking operations that only move data take tensors in rows at equal distances (such
+    #: as a block of a matrix's columns) without a copy.
     takes_rows: bool = False
-    #: True if operations hold copies of all that they move, of whatever size.
+    #: True if operations copy all data that they move, whatever the size.
     holds_copies: bool = False
-    #: True if it is a group of a mesh. A backend that does not always compare what ranks call does
-    #: so then, since operators of DTensors communicate unseen.
+    #: True for a group of a mesh. There, a backend that does not always compare calls of ranks must
+    #: compare them, since operators of DTensors communicate unseen.
     of_mesh: bool = False
     #: The promises of the contract that the backend does not keep.
     lacks: ClassVar[frozenset[Capability]] = frozenset()
@@ -308,18 +308,18 @@ class ProcessGroup(_Slots, TorchMethods):
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        #: Names the group in messages; set when the group is registered.
+        #: The group's name, for messages; set when the group is registered.
         self.group_name: str = ""
         #: A person's description of the group.
         self.group_desc: str = ""
         self.global_ranks = tuple(range(size))
         self.group_ranks = {rank: rank for rank in range(size)}
-        #: The ledger that outlives its ranks; set when the group is made.
+        #: The ledger that outlives the group's ranks; set when the group is made.
         self.ledger: Ledger | None = None
-        #: The maker of the groups that follow on this one; set when the group is registered.
+        #: The maker of successors of this group; set when the group is registered.
         self.successors: Successors | None = None
-        #: For each rank its rank in the group that this one follows on, None for one that came
-        #: anew; None if it follows on no group.
+        #: In a successor of a group: each rank's number in the old group, None for a newcomer. None
+        #: in a group that is not a successor.
         self.origins: tuple[int | None, ...] | None = None
 
     def rank(self) -> int:
@@ -335,7 +335,7 @@ class ProcessGroup(_Slots, TorchMethods):
         return type(self).__name__
 
     def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroup:
-        """The group itself: a copy of a module that has it communicates with the same ranks."""
+        """The group itself, so that a copy of a module communicates with the same ranks."""
         return self
 
     def name(self) -> str:
@@ -343,7 +343,7 @@ class ProcessGroup(_Slots, TorchMethods):
         return self.getBackendName()
 
     def check_options(self, opts: object) -> None:
-        """Raise TypeError for options that are not this library's: torch's own code has them."""
+        """Raise TypeError for options of another library: torch's own code passes those."""
         if not isinstance(opts, Options):
             raise TypeError(f"{self!r} is {_OURS}")
 
@@ -352,7 +352,7 @@ class ProcessGroup(_Slots, TorchMethods):
         return True
 
     def __iter__(self) -> NoReturn:
-        refuse_torch_caller(self, _OURS)  # which takes it for ranks
+        refuse_torch_caller(self, _OURS)  # torch would take the group for a list of ranks
         raise TypeError(f"{self!r} is not iterable: global_ranks are the ranks of a group")
 
     def __str__(self) -> str:
@@ -365,10 +365,10 @@ class ProcessGroup(_Slots, TorchMethods):
 
     @classmethod
     def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
-        """True if the backend has the reduction ``op``, defined for ``dtype``, natively."""
+        """True if the backend natively reduces ``dtype`` with ``op``, which is defined for it."""
         return True
 
-    # -- what a group is for: a backend overrides what it can do --------------------------
+    # -- operations: a backend overrides those that it supports --------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
         """Combine the one tensor in ``tensors`` over all ranks, in place on every rank."""
@@ -379,7 +379,7 @@ class ProcessGroup(_Slots, TorchMethods):
         self._lacks("all_reduce_coalesced")
 
     def reduce(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
-        """Combine over all ranks into the root's tensor; other ranks' stay as they are."""
+        """Combine over all ranks into the root's tensor; other ranks' tensors stay unchanged."""
         self._lacks("reduce")
 
     def broadcast(self, tensors: list[Tensor], opts: Options | None = None) -> Work:
@@ -468,11 +468,11 @@ class ProcessGroup(_Slots, TorchMethods):
         self._lacks("barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None) -> None:
-        """A blocking barrier whose failure names every rank that did not come."""
+        """A blocking barrier whose failure names every missing rank."""
         self.barrier(Options(timeout=timeout)).wait()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        """Send the one tensor to ``dst``. Not collective. The Work ends when it may be reused."""
+        """Send the one tensor to ``dst``. Not collective. The Work ends when it is reusable."""
         self._lacks("send")
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
@@ -480,18 +480,18 @@ class ProcessGroup(_Slots, TorchMethods):
         self._lacks("recv")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receive from whichever rank sends first. Not collective."""
+        """Receive from the rank that sends first. Not collective."""
         self._lacks("recv_anysource")
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor on the CPU that operations of this group move fastest.
 
-        A plain ``torch.empty`` where the backend has nothing better. With ``shm`` its memory is
-        part of the group's segment while there is room: operations whose tensors on all ranks
-        are such (or contiguous parts of such) read them in place, without copies through
-        outboxes. It counts as shared memory, is given back when the last view of it is gone,
-        also after the group's end, cannot be resized, and in a forked child is the parent's.
-        Not collective; does not block.
+        A plain ``torch.empty`` unless the backend has better memory. With ``shm`` the memory is
+        part of the group's segment while there is room. If the tensors of all ranks are in the
+        segment (or are contiguous parts of such tensors), operations read them in place, without
+        copies through outboxes. The tensor counts as shared memory and cannot be resized; a forked
+        child shares it with the parent. The memory is freed after the last view is gone, also after
+        the group's end. Not collective; does not block.
 
         Args:
             size: As for ``torch.empty``: numbers, or one sequence of them.
@@ -510,9 +510,9 @@ class ProcessGroup(_Slots, TorchMethods):
         return torch.empty(shape_of(size), dtype=dtype)
 
     def agree(self, flag: bool) -> bool:
-        """True on every rank if ``flag`` is on every one: a decision that all make alike.
+        """True on every rank if ``flag`` is true on all ranks: a common decision of all ranks.
 
-        Collective; blocks. A rank that died is no "no": all others raise PeerLostError.
+        Collective; blocks. If a rank died, all other ranks raise PeerLostError.
 
         Example:
             >>> import tilework.distributed as dist
@@ -525,7 +525,7 @@ class ProcessGroup(_Slots, TorchMethods):
         self.allreduce([votes], Options(ReduceOp.MIN)).wait()
         return bool(votes.item())
 
-    # -- its life ------------------------------------------------------------------------
+    # -- lifetime -------------------------------------------------------------------------
 
     def shrink(
         self, ranks_to_exclude: Sequence[int] = (), timeout: timedelta | None = None
@@ -544,13 +544,13 @@ class ProcessGroup(_Slots, TorchMethods):
     def blocked(self) -> Sequence[tuple[int, int, str]]:
         """The group ranks that wait in an operation which this rank has not called.
 
-        With the operation's number, and words for it. Local, never blocks for long. A rank counts
-        if it is its own thread that waits, so that it can do nothing else meanwhile.
+        Each comes with the operation's number, and words for it. Local, never blocks for long. Only
+        a wait of the rank's own thread counts, since the rank can do nothing else in that time.
         """
         return ()
 
     def last_entered(self) -> Sequence[str]:
-        """The operation that each group rank entered last, in words; empty if that is not known.
+        """The operation that each group rank entered last, in words; empty if unknown.
 
         Local, never blocks.
         """
@@ -559,33 +559,33 @@ class ProcessGroup(_Slots, TorchMethods):
     def waiting(self) -> tuple[int, Sequence[int]] | None:
         """The number of the operation that the calling thread waits in, and the ranks to come.
 
-        Group ranks, of which some may have come. None if it is not this rank's own thread, or waits
-        in no collective of this group, or for no longer than a limit of its own.
+        Group ranks, some of which may have come. None if the calling thread is not this rank's own,
+        or waits in no collective of this group, or only up to an explicit limit.
         """
         return None
 
     def messages_under_way(self) -> Sequence[Entry] | None:
         """The messages of this rank that have begun and not ended.
 
-        None if it is not the rank's own thread that asks, or the backend cannot tell, or what was
-        sent may still be on its way. Local, never blocks.
+        None if the caller is not the rank's own thread, or the backend does not know, or a sent
+        message may still be in flight. Local, never blocks.
         """
         return None
 
     def message_wait(self) -> MessageWait | None:
-        """The message that the calling thread waits for, as far as is known. Never blocks."""
+        """The message that the calling thread waits for, if known. Never blocks."""
         return None
 
     def why_aborted(self) -> DistBackendError | None:
-        """The error of every operation since the group was aborted; None if it was not. Local."""
+        """The error of every operation since the group was aborted; None before. Local."""
         return None
 
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
-        """Abort the group because of what global ``ranks`` did. Not collective.
+        """Abort the group because of a fault of global ``ranks``. Not collective.
 
         Args:
-            kind: That of the error which operations raise: "mismatch", "peer_lost" or "timeout".
-            ranks: Those at fault.
+            kind: The kind of error that operations raise: "mismatch", "peer_lost" or "timeout".
+            ranks: The ranks at fault.
             text: The reason.
         """
         self.abort(text)
@@ -609,26 +609,26 @@ class ProcessGroup(_Slots, TorchMethods):
         return {}
 
     def flight_entries(self) -> list[Entry]:
-        """This rank's last operations in the group, oldest first; empty where none are kept.
+        """This rank's last operations in the group, oldest first; empty if none are kept.
 
-        Takes no lock and never blocks: any thread may ask, whatever the others wait for.
+        Takes no lock and never blocks: any thread may call at any time.
         """
         return []
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change how long operations that are called from now on may wait for other ranks."""
+        """Change the time that later operations may wait for other ranks."""
         raise NotImplementedError(
             f"backend {self.name()!r} cannot change a group's timeout; make the group with it"
         )
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Make every present and future operation raise on every rank, as if this one died.
+        """Make every present and future operation raise on every rank, as if this rank had died.
 
         Never blocks.
         """
 
     def close(self) -> None:
-        """Leave the group and free what it holds. Idempotent, not collective."""
+        """Leave the group and free the group's resources. Idempotent, not collective."""
 
     def _as_one(self, works: list[Work]) -> Work:
         return SeveralWorks(works)

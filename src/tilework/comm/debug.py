@@ -17,7 +17,7 @@ class DebugLevel(enum.Enum):
     DETAIL = "DETAIL"
 
 
-# Diagnostics are the process's, not a rank's, like the logging configuration they feed.
+# The level belongs to the process, not to a rank, as the logging configuration does.
 _level = DebugLevel.OFF
 
 
@@ -45,10 +45,10 @@ def set_debug_level(level: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Read the level from TILEWORK_DEBUG, else TORCH_DISTRIBUTED_DEBUG, in any case of letters.
+    """Read the level from TILEWORK_DEBUG, else TORCH_DISTRIBUTED_DEBUG, in upper or lower case.
 
     Raises:
-        ValueError: The variable holds something else than OFF, INFO or DETAIL.
+        ValueError: The variable holds a value other than OFF, INFO or DETAIL.
 
     Example:
         >>> import os

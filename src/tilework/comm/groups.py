@@ -58,19 +58,19 @@ def init_process_group(
     pg_options: Any = None,
     device_id: Any = None,
 ) -> None:
-    """Make the default group. Collective over all ranks of the job; blocks until all came.
+    """Make the default group. Collective over all ranks of the job; blocks until all ranks came.
 
     Args:
-        backend: A backend's name, or pairs like "cpu:shm,cuda:nccl". None: what ``tilework run
-            --backend`` said; else shm where all ranks share one host, hybrid where they do not
-            (and nccl for cuda tensors where there is a GPU).
+        backend: A backend's name, or pairs like "cpu:shm,cuda:nccl". None: the backend of
+            ``tilework run --backend``; else shm if all ranks share one host, hybrid if they do not
+            (and nccl for cuda tensors if there is a GPU).
         init_method: A URL to meet at; None means "env://". Not together with ``store``.
-        timeout: How long an operation may wait for other ranks; None: what ``tilework run
-            --timeout`` said, else 30 minutes. A dead rank is noticed at once whatever it is.
+        timeout: The time that an operation may wait for other ranks; None: the time of ``tilework
+            run --timeout``, else 30 minutes. A dead rank is noticed at once, whatever the timeout.
         world_size: The number of ranks; needed with ``store``.
         rank: This rank's number; needed with ``store``.
         store: A store that all ranks see, to meet at.
-        group_name: Names the group in messages.
+        group_name: The group's name in messages.
         pg_options: Handed to the backend.
         device_id: Accepted for torch's sake; devices are taken from tensors.
 
@@ -144,7 +144,7 @@ def _plan_world(
     limit: timedelta,
     group_name: str,
 ) -> GroupPlan:
-    """The plan of the default group, once all ranks have come and want the same."""
+    """The plan of the default group; waits until all ranks have come, with equal arguments."""
     ranks, name = tuple(range(size)), group_name or DEFAULT_GROUP_NAME
     with answers_within(limit):
         generation = InitGeneration(store, rank)
@@ -190,7 +190,7 @@ def _check_store_arguments(init_method: str | None, rank: int, world_size: int) 
 
 
 class _Successors:
-    """The makers of groups that follow on others."""
+    """The makers of groups' successors."""
 
     def shrink(
         self, group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None
@@ -211,24 +211,24 @@ def shrink_group(
     pg_options: Any = None,
     timeout: timedelta | None = None,
 ) -> ProcessGroup:
-    """The group of the ranks that are left of ``group``, once some were lost or are to leave.
+    """The group of the ranks of ``group`` that are left, after ranks were lost or are to leave.
 
-    Collective over the ranks that are left; blocks. To be called when an operation has raised
-    PeerLostError or CollectiveTimeoutError: this rank's other groups are aborted, so that ranks
-    which still wait in one get there, too. The ranks agree on who is left, also if more of them die
-    meanwhile; each that calls and lives gets the same group, and the old one is closed.
+    Collective over the ranks that are left; blocks. Call it after an operation has raised
+    PeerLostError or CollectiveTimeoutError. It aborts this rank's other groups, so that ranks that
+    wait in another group come here, too. The ranks agree on who is left, even if more ranks die
+    during the call. Each rank that calls and lives gets the same group; the old group is closed.
 
-    Ranks are numbered anew within the group, in their old order; ``group.origins`` tells their old
-    numbers. The default group's successor is the default group then: global ranks are its ranks,
-    and every other group and mesh is to be made again. The store goes on, or, where it was served
-    by a rank that is lost, a new one takes its place.
+    The new group numbers the ranks in the old order; ``group.origins`` has the old numbers. If
+    ``group`` is the default group, the new group becomes the default group: group ranks are the new
+    global ranks, and every other group and mesh must be made again. The store stays, or is replaced
+    by a new store if a lost rank served it.
 
     Args:
         ranks_to_exclude: Global ranks that are to leave; they do not call.
         group: None: the default group.
-        shrink_flags: Accepted for torch's sake: what other ranks wait in is always aborted.
-        pg_options: Accepted for torch's sake: the group has the options of the old one.
-        timeout: How long to wait for a rank whose process has not ended; one that comes later is
+        shrink_flags: Accepted for torch's sake: waits of other ranks are always aborted.
+        pg_options: Accepted for torch's sake: the group has the options of the old group.
+        timeout: The time to wait for a rank whose process has not ended; a rank that comes later is
             out. None: the group's timeout, at most 30 s.
 
     Raises:
@@ -259,16 +259,17 @@ def shrink_group(
 def grow_group(group: AnyGroup = None, timeout: timedelta | None = None) -> ProcessGroup:
     """The default group with the ranks that were started again and wait to be let in.
 
-    Collective over the group, at a place where newcomers can take part in what follows, such as the
-    end of a step; blocks. Where nobody waits it is the group as it is, after one small exchange. A
-    newcomer waits in ``init_process_group`` (``tilework run --restarts`` starts it so).
+    Collective over the group; blocks. Call it at a place where newcomers can take part in the
+    following steps, such as the end of a step. If nobody waits, the result is the old group, after
+    one small exchange. A newcomer waits in ``init_process_group`` (``tilework run --restarts``
+    starts newcomers).
 
-    Ranks are numbered anew, in the order of the numbers that they were started with: whoever
-    comes back has its old number, if all came back. ``group.origins`` has None for newcomers. All
-    other groups and meshes are to be made again. If a rank dies meanwhile the group stays as it is.
+    The new group numbers the ranks in the order of the numbers that they were started with. If all
+    ranks came back, every rank has the old number. ``group.origins`` has None for newcomers. All
+    other groups and meshes must be made again. If a rank dies during the call, the group stays.
 
     Args:
-        group: The default group; None means that.
+        group: The default group; None means the default group.
         timeout: The time to make the new group in; None: the group's timeout, at most 30 s.
 
     Raises:
@@ -317,7 +318,7 @@ def destroy_process_group(group: AnyGroup = None) -> None:
 
 
 def abort_process_group(group: AnyGroup = None, reason: str = "abort was called") -> None:
-    """Make every present and future operation on ``group`` raise, on all its ranks.
+    """Make every present and future operation on ``group`` raise, on all ranks of the group.
 
     Not collective; does not wait. They raise PeerLostError, as if this rank had died.
 
@@ -356,7 +357,7 @@ def new_group(
     """Make a group of some of the ranks.
 
     Collective over *all* ranks of the default group, members or not, in the same order
-    everywhere; with ``use_local_synchronization``, over the members only. Blocks until those
+    everywhere; with ``use_local_synchronization``, over the members only. Blocks until these
     ranks called it with the same arguments.
 
     Args:
@@ -368,15 +369,15 @@ def new_group(
             be made in an order that cannot deadlock.
         group_desc: Describes the group in messages.
         device_id: Accepted for torch's sake.
-        sort_ranks: Whether ranks are numbered in ascending order within the group, whatever the
-            order of ``ranks``; otherwise they are numbered in that order.
+        sort_ranks: True: ranks are numbered in ascending order within the group, whatever the order
+            of ``ranks``; False: they are numbered in the order of ``ranks``.
 
     Returns:
         The group; on ranks outside it an object equal to ``GroupMember.NON_GROUP_MEMBER``, or
         None with ``use_local_synchronization``.
 
     Raises:
-        ValueError: Ranks that do not exist, or one twice.
+        ValueError: Some ranks do not exist, or are given twice.
         CollectiveMismatchError: Ranks called with different arguments.
         DistStoreError: Some rank did not call in time.
 
@@ -426,12 +427,12 @@ def split_group(
 
     Args:
         parent_pg: The group to cut; None: the default group.
-        split_ranks: The parts: for each one ranks *within* ``parent_pg``, in the order of their
-            numbers in the part. No rank may be in two. The same on every rank.
+        split_ranks: The parts, the same on every rank: each a list of ranks *within* ``parent_pg``,
+            in the order of the numbers in the part. No rank may be in two parts.
         timeout: As for new_group, like the rest.
 
     Returns:
-        The part that this rank is in; None if it is in none.
+        The part that this rank is in; None if it is in no part.
 
     Raises:
         ValueError: No part was given, a rank does not exist or is in two parts, ranks gave
@@ -493,7 +494,7 @@ def _check_ranks(
 
 
 def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
-    """A name that all callers find without talking: ranks outside keep no count of local ones."""
+    """A name that all callers find without communication; other ranks need no counts."""
     if not local:
         return f"group_{next(world.group_count)}"
     count = world.local_counts[members] = world.local_counts.get(members, 0) + 1
@@ -504,10 +505,11 @@ def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
 def _agree(
     wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None = None
 ) -> None:
-    """Meet the ranks that are awaited, and make sure that all ask for the same group.
+    """Meet the awaited ranks, and check that all ask for the same group.
 
     Raises:
-        CollectiveMismatchError: On every rank, if not; or where one waits in something else.
+        CollectiveMismatchError: On every rank: ranks ask for different groups, or one waits in
+            another operation.
         PeerLostError: A rank ended.
         DistStoreError: Some rank did not come in time.
     """
@@ -516,10 +518,10 @@ def _agree(
             _meet(wait, asked, limit, check)
         except DistNetworkError as error:
             raise wait.explain(error) from error
-        except StoreTimeoutError:  # the server does not answer: nobody can be told
+        except StoreTimeoutError:  # the server does not answer: other ranks cannot be told
             raise
         except DistError as error:
-            wait.fail(error)  # unless another was first
+            wait.fail(error)  # unless another rank failed first
             wait.part()
             raise
         except MEANS_ERRORS as error:
@@ -603,10 +605,10 @@ def new_subgroups_by_enumeration(
     pg_options: Any = None,
     group_desc: str = "",
 ) -> tuple[ProcessGroup | NonMember | None, list[ProcessGroup | NonMember | None]]:
-    """Make one group per list of ranks; no rank may be in two. Collective over all ranks.
+    """Make one group per list of ranks; no rank may be in two groups. Collective over all ranks.
 
     Returns:
-        This rank's group (NON_GROUP_MEMBER if it is in none), and all groups.
+        This rank's group (NON_GROUP_MEMBER if it is in no group), and all groups.
 
     Raises:
         ValueError: No list was given, or a rank is in two of them.

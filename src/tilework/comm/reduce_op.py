@@ -1,9 +1,9 @@
 """Reductions of contributions.
 
 ``ReduceOp.SUM`` and its siblings are members of :class:`RedOpType`, plain names that cost
-nothing to compare. ``ReduceOp(name)`` wraps one, with a factor for PREMUL_SUM. Both are
+nothing to compare. ``ReduceOp(name)`` wraps a name, with a factor for PREMUL_SUM. Both are
 instances of ``ReduceOp``. A ``ReduceOp`` equals the name that it wraps; a bare name equals only
-itself (users of torch.distributed rely on both, see docs/decisions/0003-reduce-op-equality.md).
+that name (users of torch.distributed rely on both, see docs/decisions/0003-reduce-op-equality.md).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RedOpType(enum.Enum):
         return self.name
 
     def __repr__(self) -> str:
-        if called_by_torch():  # which shows what it does not take
+        if called_by_torch():  # torch shows operators that it refuses
             return (
                 f"<ReduceOp.{self.name} of tilework's: torch.distributed's functions take "
                 f"torch.distributed.ReduceOp.{self.name}>"
@@ -95,10 +95,10 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     @staticmethod
     def from_torch(op: Any) -> AnyReduceOp:
-        """The reduction that one of torch.distributed's is.
+        """The reduction for a reduction of torch.distributed.
 
         Raises:
-            TypeError: It is none of torch.distributed's.
+            TypeError: ``op`` is not a reduction of torch.distributed.
 
         Example:
             >>> import torch.distributed
@@ -142,7 +142,7 @@ class ReduceOp(metaclass=_ReduceOpMeta):
         return f"<ReduceOp {self}>"
 
 
-# torch's name for the enumeration; inside the class body it would hide the real one.
+# torch's name for the enumeration; inside the class body it would hide the enumeration.
 ReduceOp.RedOpType = RedOpType  # type: ignore[attr-defined]
 
 #: The type that operations accept.
@@ -150,7 +150,7 @@ AnyReduceOp = ReduceOp | RedOpType
 
 
 def make_premul_sum(factor: float | torch.Tensor) -> ReduceOp:
-    """A SUM whose contributions are first multiplied by ``factor``, each rank by its own.
+    """A SUM whose contributions are first multiplied by ``factor``, which may differ by rank.
 
     Args:
         factor: A number, or a tensor with one element.
@@ -195,7 +195,7 @@ def _name_in_torch(op: object) -> str:
 
 
 def no_reduction(op: object) -> str:
-    """The message for what is no reduction of this library's."""
+    """The error message for an object that is not a reduction of this library."""
     names = f"ReduceOp.{', '.join(RedOpType.__members__)}"
     kind = type(op)
     if kind.__module__.startswith(("torch.distributed", "torch._C._distributed")):
@@ -224,7 +224,7 @@ def supports_complex(reduceOp: AnyReduceOp) -> bool:
 
 
 def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``op`` is defined for ``dtype``; TypeError unless it is one."""
+    """Raise ValueError unless ``op`` is defined for ``dtype``, TypeError unless a reduction."""
     kind = op if op.__class__ is RedOpType else getattr(op, "type", None)
     legal = _LEGAL.get(dtype)
     if legal is not None and kind in legal:

@@ -1,4 +1,4 @@
-"""torch's further names for a group's methods, each of which is another one here."""
+"""torch's further names for a group's methods."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TorchMethods:
         raise NotImplementedError
 
     def _get_backend(self: Any, device: torch.device | str) -> Any:
-        """The group's end for tensors of a device: the group itself if it serves one."""
+        """The group's backend for tensors of a device: the group itself if it is one."""
         by_device = getattr(self, "by_device", {})
         return by_device.get(torch.device(device).type, self)
 

@@ -1,7 +1,7 @@
-"""All state of one rank: its groups, their stores and names.
+"""All state of one rank: groups, stores and names.
 
-The World is held by one ContextVar, so that N ranks can be N threads of one process. A process
-that never asked for that has one World, the variable's default, seen by all its threads.
+A ContextVar holds the World, so that N ranks can be N threads of one process. An ordinary process
+has one World, the variable's default, which all threads see.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ StateT = TypeVar("StateT")
 class NonMember:
     """Stands for a group on the ranks outside it; knows who is inside.
 
-    All of them equal ``GroupMember.NON_GROUP_MEMBER``. Operations on one warn once and do
+    All such objects equal ``GroupMember.NON_GROUP_MEMBER``. Operations on them warn once and do
     nothing.
     """
 
@@ -71,7 +71,7 @@ class _GroupMeta(type):
 
 
 class GroupMember(metaclass=_GroupMeta):
-    """``GroupMember.WORLD`` is the default group, ``NON_GROUP_MEMBER`` what others get."""
+    """``WORLD`` is the default group; ranks outside a group get ``NON_GROUP_MEMBER``."""
 
     NON_GROUP_MEMBER: ClassVar[NonMember] = NonMember()
 
@@ -92,7 +92,7 @@ class GroupRecord:
 
 
 class _Slots:
-    """The attribute of a World that the core reads where it lies."""
+    """The attribute of a World that the core reads in memory."""
 
     __slots__ = ("default_group",)
 
@@ -101,42 +101,42 @@ class _Slots:
 class World(_Slots):
     """A rank's groups."""
 
-    #: Made by a function: a default value would be in the slot's way.
+    #: Made by a function, because a default value would clash with the slot.
     default_group: ProcessGroup | None = field(default_factory=lambda: None)
     records: dict[ProcessGroup, GroupRecord] = field(default_factory=dict)
     #: Numbers the groups that all ranks make together.
     group_count: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    #: By set of ranks: the number of groups that they made by themselves.
+    #: By set of ranks: the number of groups that these ranks made by themselves.
     local_counts: dict[tuple[int, ...], int] = field(default_factory=dict)
     warned: set[tuple[str, str]] = field(default_factory=set)
     #: The store that rendezvous made, closed with the World.
     owned_store: Store | None = None
     #: Overrides LOCAL_RANK where ranks share one environment.
     local_rank: int | None = None
-    #: Over the ranks that met at the store; None once they have new numbers.
+    #: The watch over the ranks that met at the store; None once ranks have new numbers.
     watch: RankWatch | None = None
-    #: For the flight record.
+    #: The notes of the flight record.
     notes: Notes = field(default_factory=Notes)
-    #: Stands for torch's default generator where ranks share a process; None: torch's own.
+    #: The default generator of a rank in a shared process; None: torch's default generator.
     generator: torch.Generator | None = None
-    #: The state that higher layers keep of this rank, by its class.
+    #: The state that higher layers keep for this rank, by class.
     states: dict[type, Any] = field(default_factory=dict)
-    #: By rank of the default group, the number that it was started with: its seat.
+    #: The seat of each rank of the default group: the number that it was started with.
     seats: tuple[int, ...] = ()
-    #: Threads of other ranks in this process: those that ran when ranks met.
+    #: Threads of other ranks in this process, as of the meeting of ranks.
     bystanders: WeakSet[threading.Thread] = field(default_factory=WeakSet)
-    #: Registered groups that another World made, and will close: those that torch's run on.
+    #: Registered groups that another World made and closes: the groups under torch's groups.
     borrowed: set[ProcessGroup] = field(default_factory=set)
 
     def borrow(self, record: GroupRecord) -> ProcessGroup:
-        """Know a group that another World made and will close."""
+        """Register a group that another World made and will close."""
         if record.group not in self.records:
             self.records[record.group] = record
             self.borrowed.add(record.group)
         return record.group
 
     def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
-        """Name a group and remember it."""
+        """Name a group and keep a record of it."""
         if not self.records:
             self.notes = Notes(threading.current_thread())
             if self is not _process_world:
@@ -153,7 +153,7 @@ class World(_Slots):
         """The default group.
 
         Raises:
-            ValueError: There is none yet.
+            ValueError: There is no default group.
         """
         if self.default_group is None:
             raise ValueError(
@@ -166,7 +166,7 @@ class World(_Slots):
         """The record of ``group``.
 
         Raises:
-            ValueError: It was not made by init_process_group or new_group, or was destroyed.
+            ValueError: ``group`` was not made by init_process_group or new_group, or was destroyed.
         """
         record = self.records.get(group)
         if record is None:
@@ -185,9 +185,10 @@ class World(_Slots):
             record.group.close()
 
     def succeed(self, group: ProcessGroup, seats: tuple[int, ...]) -> None:
-        """Make a registered group the default group, and close all others: it renumbers ranks.
+        """Make a registered group the default group, and close all others, since ranks are
+        renumbered.
 
-        What higher layers keep of those is dropped: their states' ``forget_groups()``.
+        State of higher layers for the old groups is dropped, by ``forget_groups()``.
         """
         for known in reversed(list(self.records)):
             if known is not group:
@@ -201,9 +202,9 @@ class World(_Slots):
                 state.forget_groups()
 
     def state(self, kind: type[StateT]) -> StateT:
-        """The one object of class ``kind`` that a higher layer keeps for this rank.
+        """The object of class ``kind`` that a higher layer keeps for this rank.
 
-        It is made by ``kind()`` when first asked for, outlives the groups, and is closed with
+        ``kind()`` makes the object at the first call. It outlives the groups, and is closed with
         the World if it has a method ``close``.
         """
         state = self.states.get(kind)
@@ -212,7 +213,7 @@ class World(_Slots):
         return cast(StateT, state)
 
     def end(self) -> None:
-        """Close what higher layers keep, then every group. Idempotent."""
+        """Close the state of higher layers, then every group. Idempotent."""
         while self.states:
             _, state = self.states.popitem()
             if hasattr(state, "close"):
@@ -233,7 +234,7 @@ class World(_Slots):
             store.close()
 
     def end_watch(self) -> None:
-        """Watch over the ranks that met at the store no longer."""
+        """End the watch over the ranks that met at the store."""
         watch, self.watch = self.watch, None
         if watch is not None:
             watch.close()
@@ -250,7 +251,7 @@ if _core is not None:
     _core.register_world(_world, World, ProcessGroup)
 
 
-# Those that ever had a group: who is asked for the flight records of a process.
+# The Worlds that ever had a group, which give the flight records of the process.
 _live: WeakSet[World] = WeakSet()
 
 
@@ -260,13 +261,13 @@ def live_worlds() -> list[World]:
 
 
 def current_world() -> World:
-    """The World of the rank that calls."""
+    """The World of the calling rank."""
     return _world.get()
 
 
 @contextmanager
 def own_world(world: World) -> Iterator[World]:
-    """Make ``world`` the current one of this thread (strictly: this context) meanwhile."""
+    """Make ``world`` current in this thread (strictly: this context) within the block."""
     token = _world.set(world)
     try:
         yield world
@@ -275,10 +276,10 @@ def own_world(world: World) -> Iterator[World]:
 
 
 def _forget_in_child() -> None:
-    """A forked child is another rank, or none: the parent's groups are not its own."""
+    """Reset the World in a forked child, which does not own the parent's groups."""
     _live.clear()
     world = current_world()
-    world.__init__()  # type: ignore[misc]  # in place: it is the ContextVar's default
+    world.__init__()  # type: ignore[misc]  # in place: this object is the ContextVar's default
 
 
 if hasattr(os, "register_at_fork"):
@@ -286,9 +287,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def end_process() -> None:
-    """Close this process's groups, and wait a minute for the callbacks that run. Idempotent.
+    """Close this process's groups, and wait up to a minute for running callbacks. Idempotent.
 
-    Programs that end without destroying their groups leave them in order all the same.
+    It also runs at the end of programs that do not destroy their groups.
     """
     _process_world.end()
     finish_callbacks()
@@ -297,7 +298,7 @@ def end_process() -> None:
 atexit.register(end_process)
 
 
-# -- what ranks ask about groups -----------------------------------------------------------
+# -- questions about groups -----------------------------------------------------------------
 
 
 def is_available() -> bool:
@@ -340,15 +341,17 @@ def get_default_store() -> Store:
 
 
 def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
-    """``group``, or the default group for None; for torch's the one that it runs on."""
+    """``group``, or the default group for None; for a group of torch's the group under it."""
     return current_world().default() if group is None else native_group(group)
 
 
 def native_group(group: Any) -> ProcessGroup | NonMember:
-    """The group of this library's that ``group`` is, or that one of torch's runs on. Local.
+    """This library's group for ``group``: the group itself, or the group under a group of torch's.
+
+    Local.
 
     Raises:
-        TypeError: It is no group, or one of torch's on a backend of torch's own.
+        TypeError: The argument is not a group, or is torch's group on torch's own backend.
     """
     if isinstance(group, ProcessGroup | NonMember):
         return group
@@ -366,7 +369,7 @@ def native_group(group: Any) -> ProcessGroup | NonMember:
 
 
 def member(group: AnyGroup, operation: str) -> ProcessGroup | None:
-    """``group`` if this rank is in it; else None, with a warning the first time."""
+    """``group`` if this rank is in it; otherwise None, with a warning once."""
     if group is None:
         default = _world.get().default_group
         return current_world().default() if default is None else default
@@ -436,15 +439,15 @@ def get_world_size(group: AnyGroup = None) -> int:
 
 
 def get_process_group_ranks(group: AnyGroup) -> list[int]:
-    """The global ranks of ``group``, in the order of their group ranks; known on all ranks."""
+    """The global ranks of ``group``, in the order of group ranks; known on all ranks."""
     return list(_registered_ranks(resolve(group)))
 
 
 def get_group_rank(group: AnyGroup, global_rank: int) -> int:
-    """The number within ``group`` of the rank ``global_rank``.
+    """The group rank of ``global_rank`` in ``group``.
 
     Raises:
-        ValueError: That rank is not part of the group, or the group is not registered.
+        ValueError: The rank is not part of the group, or the group is not registered.
 
     Example:
         >>> import tilework.distributed as dist
@@ -465,7 +468,7 @@ def get_group_rank(group: AnyGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
-    """The global rank of ``group``'s member number ``group_rank``.
+    """The global rank of ``group_rank`` in ``group``.
 
     Raises:
         ValueError: There is no such member, or the group is not registered.
@@ -493,7 +496,7 @@ def _registered_ranks(group: ProcessGroup | NonMember) -> tuple[int, ...]:
 
 
 def get_backend(group: AnyGroup = None) -> str:
-    """The name of ``group``'s backend ("shm", …), or of its cpu backend where it has several.
+    """The name of ``group``'s backend ("shm", …), or of the cpu backend if there are several.
 
     Raises:
         ValueError: This rank is not in the group, or the group is not registered.
@@ -523,11 +526,11 @@ def get_pg_count() -> int:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This rank's number among those of its host: LOCAL_RANK, or what mpirun or srun call it.
+    """This rank's number on the host: LOCAL_RANK, or the variable of mpirun or srun.
 
     Raises:
         RuntimeError: LOCAL_RANK is not set, and there is no ``fallback_rank``.
-        ValueError: It is not a number.
+        ValueError: LOCAL_RANK is not a number.
 
     Example:
         >>> get_node_local_rank(fallback_rank=2)

@@ -1,8 +1,8 @@
 """Functional collectives: new tensors instead of overwritten ones, differentiable and traceable.
 
 - :mod:`.api`: the public functions;
-- :mod:`.kinds`: the collectives: the start of each, its result's shape and its adjoint;
-- :mod:`.primitives`: collectives on given memory, by the fast path where there is one;
+- :mod:`.kinds`: the collectives: for each the start, the result's shape and the adjoint;
+- :mod:`.primitives`: collectives on given memory, by the fast path if there is one;
 - :mod:`.reductions`: reductions as text, for schemas;
 - :mod:`.running`: calls, run now or written into a trace;
 - :mod:`.ops`: the operators that traces hold;

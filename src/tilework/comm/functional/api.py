@@ -1,12 +1,12 @@
-"""Functional collectives: each returns a new tensor and leaves its inputs as they are.
+"""Functional collectives: each returns a new tensor and leaves inputs unchanged.
 
-Every function here is collective over ``group``, as those of
-:mod:`tilework.comm.operations.collectives` are, and so is the backward pass of its result: every
+Every function here is collective over ``group``, like the functions of
+:mod:`tilework.comm.operations.collectives`. The backward pass of a result is collective, too: every
 rank of the group must run it.
 
 Results are asynchronous: large ones may still be in flight, and wait by themselves when they
 are first used (:class:`~tilework.comm.functional.waiting.AsyncTensor`); small ones are plain
-tensors. A failed operation raises where its result is used.
+tensors. A failed operation raises when the result is used.
 
 Gradients are those of the sum of all ranks' losses; ``requires_grad`` must agree between the
 ranks. Under torch.compile, torch.export and make_fx each call becomes two operators,
@@ -42,18 +42,18 @@ from tilework.comm.world import AnyGroup
 
 #: The ``group`` of functional collectives.
 Group = AnyGroup | str | MeshLike | tuple[MeshLike, int | str] | Sequence[int]
-#: Their ``op``: a ReduceOp, or its name ("sum").
+#: The ``op`` of functional collectives: a ReduceOp, or the name of a reduction ("sum").
 Op = AnyReduceOp | str
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
-    """The result of a functional collective as a plain tensor, waiting for it if need be.
+    """The result of a functional collective as a plain tensor; waits for it if necessary.
 
-    Never needed for a right result: only to wait at a place of one's choice. Other tensors are
-    returned as they are.
+    Correct results never need this call: it only chooses the place of the wait. Other tensors are
+    returned unchanged.
 
     Raises:
-        DistBackendError: The operation failed (its subclass says how).
+        DistBackendError: The operation failed (the error's subclass says how).
 
     Example:
         >>> import torch
@@ -115,7 +115,7 @@ def broadcast(tensor: Tensor, src: int, group: Group = None) -> Tensor:
     Backward: the sum of all ranks' gradients on ``src``, zeros on the others.
 
     Args:
-        tensor: The same shape and dtype on every rank; its values count on ``src`` only.
+        tensor: The same shape and dtype on every rank; the values count on ``src`` only.
         src: The root's global rank.
 
     Example:
@@ -140,12 +140,12 @@ def all_gather_tensor(
     Backward: ``reduce_scatter_tensor`` of the gradients.
 
     Args:
-        tensor: The same shape on every rank, but for ``gather_dim`` where ``sizes`` are given. A
+        tensor: The same shape on every rank, except in ``gather_dim`` if ``sizes`` are given. A
             scalar counts as one row.
-        gather_dim: May be negative. The result is contiguous where it is 0, else a transposed
+        gather_dim: May be negative. The result is contiguous if it is 0, else a transposed
             view.
-        sizes: The size of ``gather_dim`` on each rank, the same list on every rank; None: as
-            long as here.
+        sizes: The size of ``gather_dim`` on each rank, the same list on every rank; None: the
+            size on this rank.
 
     Example:
         >>> import torch
@@ -194,12 +194,12 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """The parts that all ranks have for this one: part r of the result comes from rank r.
+    """The parts that all ranks send to this rank: part r of the result comes from rank r.
 
     Backward: the same with both splits exchanged.
 
     Args:
-        tensor: Its rows (dim 0) are dealt out to the ranks.
+        tensor: The tensor whose rows (dim 0) are divided among the ranks.
         output_split_sizes: Rows received from each rank; None: equal parts.
         input_split_sizes: Rows sent to each rank; None: equal parts.
 
@@ -263,7 +263,8 @@ def scatter(
     Backward: ``gather`` of all ranks' gradients to ``src``.
 
     Args:
-        tensor: On ``src`` what is dealt out. On the others its dtype and its other dims count:
+        tensor: The tensor to divide, on ``src``. On other ranks only the dtype and the other dims
+            count:
             pass a tensor without rows.
         src: The root's global rank.
         sizes: The size of each rank's part of ``scatter_dim``, the same list on every rank.
@@ -285,13 +286,13 @@ def scatter(
 
 @torch_names({"tag": ""}, self="tensor")
 def permute_tensor(tensor: Tensor, src_dst: Sequence[int], group: Group = None) -> Tensor:
-    """The ``tensor`` of the rank that sends to this one; zeros if none does.
+    """The ``tensor`` of the rank that sends to this rank; zeros if no rank does.
 
     Backward: the inverse permutation of the gradients.
 
     Args:
         tensor: The same shape and dtype on every rank.
-        src_dst: ``src_dst[r]`` is where group rank r sends, -1 for nowhere; the same list on
+        src_dst: ``src_dst[r]`` is the destination of group rank r, or -1 for none; the same list on
             every rank, no destination twice.
 
     Example:
@@ -312,7 +313,7 @@ def permute_tensor(tensor: Tensor, src_dst: Sequence[int], group: Group = None) 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor], op: Op = "sum", group: Group = None
 ) -> list[Tensor]:
-    """:func:`all_reduce` of each tensor; all are started before any is waited for.
+    """:func:`all_reduce` of each tensor; all start before the first wait.
 
     Example:
         >>> import torch
@@ -329,7 +330,7 @@ def all_reduce_coalesced(
 def all_gather_into_tensor_coalesced(
     tensors: Sequence[Tensor], group: Group = None
 ) -> list[Tensor]:
-    """:func:`all_gather_tensor` of each tensor; all are started before any is waited for.
+    """:func:`all_gather_tensor` of each tensor; all start before the first wait.
 
     Example:
         >>> import torch
@@ -367,11 +368,11 @@ def reduce_scatter_tensor_coalesced(
 
 
 def copy_to_group(tensor: Tensor, group: Group = None) -> Tensor:
-    """``tensor`` itself, a value that all ranks hold alike, before they do different things to it.
+    """``tensor`` itself, a value that is equal on all ranks, before ranks use it in different ways.
 
-    Forward: nothing (a view of it). Backward: the sum of all ranks' gradients. With
-    :func:`reduce_from_group` around what ranks do differently, gradients are those of *one*
-    loss that all ranks compute alike (docs/decisions/0006).
+    Forward: a view, nothing is sent. Backward: the sum of all ranks' gradients. If
+    :func:`reduce_from_group` ends the part in which ranks differ, gradients are those of *one* loss
+    that is equal on all ranks (docs/decisions/0006).
 
     Example:
         >>> import torch
@@ -388,7 +389,7 @@ def copy_to_group(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_from_group(tensor: Tensor, group: Group = None) -> Tensor:
-    """The sum of all ranks' ``tensor``, a value that all ranks hold and use alike from here on.
+    """The sum of all ranks' ``tensor``, which all ranks hold and use in the same way from here on.
 
     Forward: ``all_reduce``. Backward: nothing, the gradient passes unchanged. See
     :func:`copy_to_group`.
@@ -405,7 +406,7 @@ def reduce_from_group(tensor: Tensor, group: Group = None) -> Tensor:
 def scatter_to_group(
     tensor: Tensor, dim: int = 0, group: Group = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's part of ``tensor``, a value that all ranks hold alike.
+    """This rank's part of ``tensor``, a value that is equal on all ranks.
 
     Forward: nothing moves. Backward: ``all_gather_tensor`` of the gradients. See
     :func:`copy_to_group`.
@@ -431,9 +432,9 @@ def scatter_to_group(
 def gather_from_group(
     tensor: Tensor, dim: int = 0, group: Group = None, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """All ranks' ``tensor`` concatenated, a value that all ranks hold and use alike from here on.
+    """All ranks' ``tensor`` concatenated, which all ranks use in the same way from here on.
 
-    Forward: ``all_gather_tensor``. Backward: this rank's part of the gradient, nothing moves. See
+    Forward: ``all_gather_tensor``. Backward: this rank's part of the gradient, locally. See
     :func:`copy_to_group`.
 
     Args:

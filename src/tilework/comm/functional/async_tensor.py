@@ -14,10 +14,10 @@ from tilework.comm.contract import Work
 class AsyncTensor(Tensor):
     """The result of a collective that may still be in flight.
 
-    Behaves as a plain tensor: whatever reads or writes its elements waits first, and works on
-    (and returns) plain tensors. Asking for its shape, dtype, device or place in the autograd
-    graph does not wait. It has no memory of its own, so nothing can read past the wait. May
-    be dropped at any time. If the operation failed, every use raises its error.
+    Behaves like a plain tensor. Code that reads or writes elements first waits, and then works on
+    (and returns) plain tensors. The shape, dtype, device and place in the autograd graph are known
+    without a wait. The wrapper has no memory, so nothing can read data before the wait. It may be
+    dropped at any time. If the operation failed, every use raises the error.
 
     Made by the functional collectives only.
     """
@@ -27,7 +27,7 @@ class AsyncTensor(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor, work: Work) -> AsyncTensor:
-        """A tensor that looks like ``value`` and is it once ``work`` is done."""
+        """A tensor that looks like ``value``, and resolves to it once ``work`` is done."""
         self = Tensor._make_wrapper_subclass(
             cls,
             value.shape,
@@ -40,12 +40,12 @@ class AsyncTensor(Tensor):
         return self
 
     def wait(self) -> Tensor:
-        """Block until the operation is done; return its result as a plain tensor.
+        """Block until the operation is done; return the result as a plain tensor.
 
         The result has the same place in the autograd graph. Later calls return the same tensor.
 
         Raises:
-            DistBackendError: The operation failed (its subclass says how).
+            DistBackendError: The operation failed (the error's subclass says how).
         """
         if self._work is not None:
             self._work.wait()
@@ -53,7 +53,7 @@ class AsyncTensor(Tensor):
         return self._value
 
     def is_completed(self) -> bool:
-        """True if using it would not block. Never blocks."""
+        """True if a use of the tensor would not block. Never blocks."""
         return self._work is None or self._work.is_completed()
 
     @classmethod
@@ -67,7 +67,7 @@ class AsyncTensor(Tensor):
         get = _peek if func in _METADATA else AsyncTensor.wait
         return func(*_plain(args, get), **_plain(dict(kwargs or {}), get))
 
-    # Where C++ meets the wrapper without having gone through __torch_function__: below autograd.
+    # C++ code below autograd reaches the wrapper without __torch_function__.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -90,7 +90,7 @@ def attached(value: Tensor, work: Work) -> AsyncTensor:
 
 
 class _Attach(torch.autograd.Function):
-    """Gradients of the wrapper (from C++, which sees no other tensor) are those of its value."""
+    """Pass gradients of the wrapper, which C++ code computes, on to the value."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, work: Work) -> Tensor:
@@ -117,7 +117,7 @@ def _plain(value: Any, get: Callable[[AsyncTensor], Tensor]) -> Any:
 
 
 def _check_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise if C++ would write to a wrapper: its place in the graph would move, not its value's."""
+    """Raise if C++ would write to a wrapper: the graph would track the wrapper, not the value."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -129,7 +129,7 @@ def _check_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             )
 
 
-#: Functions that need no elements, as __torch_function__ gets them.
+#: Functions that need no elements, as passed to __torch_function__.
 _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
     *(Tensor.stride, Tensor.element_size, Tensor.storage_offset, Tensor.__len__),

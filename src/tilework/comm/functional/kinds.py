@@ -1,4 +1,4 @@
-"""The collectives: the start of each, its result's shape, and its adjoint.
+"""The collectives: for each the start, the result's shape, and the adjoint.
 
 The adjoints differentiate the sum of all ranks' losses; docs/algorithms/adjoints.md derives them.
 Ranks are group ranks here, and ``rows`` the numbers of rows of ``dim`` that belong to each rank.
@@ -105,12 +105,12 @@ class ReduceScatter(Collective):
         return pull_back(self.op, x, total, group)
 
 
-#: Reductions whose adjoints need what the rank put in, not only the gradient.
+#: Reductions whose adjoints need the rank's input, not only the gradient.
 _NONLINEAR = frozenset({"min", "max", "product"})
 
 
 def pull_back(op: str, x: Tensor | None, total: Tensor, group: GroupOrName) -> Tensor:
-    """The gradient of this rank's ``x``; ``total`` is the result's, summed over its uses.
+    """The gradient of this rank's ``x``; ``total`` is the result's gradient, over all uses.
 
     Collective for the reductions that need ``x`` (min, max, product).
     """
@@ -127,14 +127,14 @@ def pull_back(op: str, x: Tensor | None, total: Tensor, group: GroupOrName) -> T
 
 
 def _share(x: Tensor, op: str, group: GroupOrName) -> Tensor:
-    """1 where this rank alone has the extremum, 1/k where it is one of k that do, else 0."""
+    """1 where only this rank has the extremum, 1/k where k ranks with this rank do, else 0."""
     extremum = run(AllReduce, x, group, op)
     mine = ((x == extremum) | (x.isnan() & extremum.isnan())).to(x.dtype)
     return mine / run(AllReduce, mine, group, "sum")
 
 
 def _product_of_others(x: Tensor, group: GroupOrName) -> Tensor:
-    # Not the product divided by x, which is wrong at zeros and where the product overflows.
+    # Dividing the product by x would be wrong at zeros, and if the product overflows.
     size = size_of(group)
     ones = [1] * size
     everyone = run(AllGather, x.unsqueeze(0), group, 0, ones)
@@ -172,7 +172,7 @@ class AllGather(Collective):
 
 
 class AllToAll(Collective):
-    """The rows that each rank has for this one, one after the other."""
+    """The rows that each rank sends to this rank, one after the other."""
 
     name, schema = "all_to_all_single", "SymInt[] received, SymInt[] sent"
 
@@ -263,12 +263,12 @@ class Scatter(Collective):
 
 
 class Permute(Collective):
-    """The tensor of the rank that sends here; zeros if none does."""
+    """The tensor of the rank that sends to this rank; zeros if no rank does."""
 
     name, schema, elementwise = "permute_tensor", "int[] destinations", True
 
     def __init__(self, destinations: Sequence[int]) -> None:
-        #: For each rank where it sends; -1 for nowhere.
+        #: The destination of each rank; -1 for none.
         self.destinations = destinations
 
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> Started:
@@ -293,7 +293,7 @@ class Permute(Collective):
 
 
 def inverse(destinations: Sequence[int]) -> list[int]:
-    """For each rank the source that sends to it; -1 if none does."""
+    """The source of each rank; -1 for none."""
     sources = [-1] * len(destinations)
     for source, destination in enumerate(destinations):
         if destination >= 0:
@@ -350,7 +350,7 @@ class ScatterToGroup(Collective):
 
 
 class GatherFromGroup(AllGather):
-    """Every rank's rows, on every rank; each keeps its own part of the gradient."""
+    """Every rank's rows, on every rank; each rank keeps the rank's part of the gradient."""
 
     name = "gather_from_group"
 
@@ -373,7 +373,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _front(x: Tensor, dim: int, async_op: bool) -> Tensor:
-    """``x`` with ``dim`` in front, contiguous; a copy if it is to be read async_op."""
+    """``x`` with ``dim`` in front, contiguous; a copy if it is read asynchronously."""
     moved = _rows_first(x, dim).resolve_conj().resolve_neg()
     return _copy(moved) if async_op else moved.contiguous()
 
@@ -383,9 +383,9 @@ def _rows_first(x: Tensor, dim: int) -> Tensor:
 
 
 def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
-    """An empty tensor like ``x`` but for its ``rows``, which follow each other in memory."""
-    # Collectives know rows only: results lie transposed in memory where dim is not 0. They are no
-    # views, as autograd allows nobody to write to views that a function returns.
+    """An empty tensor like ``x`` with ``rows`` in ``dim``, which follow each other in memory."""
+    # Collectives know only rows, so results for other dims lie transposed in memory. They are made
+    # without views, because autograd allows nobody to write to views that a function returns.
     shape = [*x.shape[:dim], rows, *x.shape[dim + 1 :]]
     order = [dim, *(other for other in range(len(shape)) if other != dim)]
     return torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
@@ -399,7 +399,7 @@ def _even(rows: Sequence[int]) -> bool:
     return all(count == rows[0] for count in rows)
 
 
-# -- what can be wrong ---------------------------------------------------------------------
+# -- checks -------------------------------------------------------------------------------
 
 
 def _check_count(values: Sequence[int], group: ProcessGroup, what: str) -> None:

@@ -1,10 +1,11 @@
 """The operators that stand for collectives in traces: ``torch.ops.tilework.*``.
 
-A collective is two operators there. The first starts it and returns a *ticket*: a tensor of the
-result's shape whose elements mean nothing. ``wait`` turns a ticket into the result, in memory
-of its own: compilers may reuse a ticket's memory, and nobody can read a result too early.
+A collective is two operators there. The first operator starts the collective and returns a
+*ticket*: a tensor of the result's shape with meaningless elements. ``wait`` turns a ticket into the
+result, in separate memory: compilers may reuse a ticket's memory, and nobody can read a result too
+early.
 
-Collectives are registered as having effects: compilers keep them, used or not, and in their order.
+Collectives are registered as having effects, so compilers keep unused collectives, and the order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tilework.comm.functional.running import Collective, begin, check_batched, g
 
 _library = torch.library.Library("tilework", "DEF")  # type: ignore[no-untyped-call]
 
-#: The attribute of a ticket that holds (result, work); it lives as long as the ticket.
+#: The attribute of a ticket that holds (result, work); lives as long as the ticket.
 _RESULT = "_tilework_result"
 
 

@@ -1,9 +1,9 @@
-"""Collectives on given memory, started: by the fast path where the group has one.
+"""Starting collectives on given memory, by the fast path if the group has one.
 
-Each function starts one collective and returns the Work of what may still be in flight, None if it
-is done. With ``async_op`` it returns at once, and inputs must stay as they are until the work is
-done. Functional collectives (``kinds``) and the steps of a DTensor's redistribution both call these
-with tensors that they have checked and made contiguous; collectives that users call check more
+Each function starts one collective and returns the Work, or None if the collective is done. With
+``async_op`` it returns at once, and inputs must stay unchanged until the Work is done. Functional
+collectives (``kinds``) and the steps of a DTensor's redistribution call these functions with
+tensors that they have checked and made contiguous. The public collectives check more
 (``comm.operations.collectives``).
 """
 
@@ -34,7 +34,7 @@ def broadcast(group: ProcessGroup, tensor: Tensor, root: int, async_op: bool) ->
 def all_gather(
     group: ProcessGroup, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool
 ) -> Work | None:
-    """Gather every rank's ``tensor`` into one of ``outputs``."""
+    """Gather every rank's ``tensor``, each into a tensor of ``outputs``."""
     if not async_op and group.fast_path.run("all_gather", tensor, outputs):
         return None
     return group.allgather([list(outputs)], [tensor], Options(asyncOp=async_op))
@@ -61,7 +61,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     group: ProcessGroup, out: Tensor, tensor: Tensor, op: AnyReduceOp, async_op: bool
 ) -> Work | None:
-    """Reduce every rank's ``tensor``; ``out`` is this rank's of its equal parts."""
+    """Reduce every rank's ``tensor``; ``out`` is this rank's part of equal parts."""
     if not async_op and group.fast_path.run("reduce_scatter_tensor", tensor, out, op):
         return None
     return group.reduce_scatter_tensor(out, tensor, Options(op, asyncOp=async_op))
@@ -70,7 +70,7 @@ def reduce_scatter_tensor(
 def all_to_all(
     group: ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
-    """Send one of ``inputs`` to each rank, and receive one of ``outputs`` from each."""
+    """Send a tensor of ``inputs`` to each rank; receive a tensor of ``outputs`` from each."""
     if not async_op and group.fast_path.run("all_to_all", inputs, outputs):
         return None
     return group.alltoall(list(outputs), list(inputs), Options(asyncOp=async_op))
@@ -83,7 +83,7 @@ def all_to_all_single(
     rows: tuple[Sequence[int], Sequence[int]],
     async_op: bool,
 ) -> Work | None:
-    """Exchange rows of ``tensor``; ``rows`` are those sent to and those received from each rank."""
+    """Exchange rows of ``tensor``; ``rows`` counts rows sent to, and received from, each rank."""
     sent, received = rows
     if not async_op and group.fast_path.run(
         "all_to_all_single", tensor, out, None, 0, sent, received

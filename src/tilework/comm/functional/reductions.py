@@ -16,7 +16,7 @@ def op_text(op: AnyReduceOp | str) -> str:
 
     Raises:
         ValueError: There is no such reduction.
-        TypeError: It is neither a reduction nor text.
+        TypeError: ``op`` is neither a reduction nor text.
     """
     if isinstance(op, str):
         return op_text(reduction(op.lower()))
@@ -46,5 +46,5 @@ def reduction(text: str) -> AnyReduceOp:
 
 
 def factor_of(text: str) -> float | None:
-    """The factor of a PREMUL_SUM that is op_text ``text``; None for other reductions."""
+    """The factor of a PREMUL_SUM in the form ``text``; None for other reductions."""
     return float(text.removeprefix(_FACTOR)) if text.startswith(_FACTOR) else None

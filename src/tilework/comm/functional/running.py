@@ -1,8 +1,8 @@
 """Calls of functional collectives: run now, or written into a trace.
 
-Without a trace a call goes straight to the group, through one autograd function if a gradient
-may be asked for. Under torch.compile, torch.export, make_fx and for tensors of foreign classes
-it goes through the operators of :mod:`.ops`, which are these same collectives.
+Without a trace, a call goes straight to the group, through one autograd function if it may need a
+gradient. Under torch.compile, torch.export, make_fx and for tensors of foreign classes, a call goes
+through the operators of :mod:`.ops`, which are the same collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilework.comm.groups import new_group
 from tilework.comm.per_call import checks
 from tilework.comm.world import AnyGroup, NonMember, current_world, get_group_rank, native_group
 
-#: Smaller collectives are done before the call returns: another thread would cost more.
+#: Smaller collectives finish before the call returns: another thread would cost more.
 AT_ONCE_BYTES = 1 << 16
 
 #: A group of this rank, or its name (in traces).
@@ -29,7 +29,7 @@ GroupOrName = ProcessGroup | str
 
 
 class MeshLike(Protocol):
-    """A mesh, as far as its groups go."""
+    """A mesh with groups."""
 
     def get_group(self, mesh_dim: Any = None) -> Any: ...
 
@@ -37,16 +37,16 @@ class MeshLike(Protocol):
 class Collective(ABC):
     """A collective with its static arguments: an operation from a tensor to a new tensor.
 
-    Made from the arguments that ``schema`` lists.
+    The constructor takes the arguments that ``schema`` lists.
     """
 
     #: The operator's name.
     name: ClassVar[str]
-    #: Its arguments between the tensor and the group, as in an operator's schema.
+    #: The arguments between the tensor and the group, as in an operator's schema.
     schema: ClassVar[str]
-    #: True if it involves this rank alone.
+    #: True if the collective involves only this rank.
     local: ClassVar[bool] = False
-    #: True if it does the same to every element, wherever that is: then torch.vmap maps it.
+    #: True if every element is treated equally at every place: then torch.vmap can map it.
     elementwise: ClassVar[bool] = False
 
     @property
@@ -56,30 +56,30 @@ class Collective(ABC):
 
     @abstractmethod
     def start(self, group: ProcessGroup, x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
-        """The result, its values there once the work is done: starts the collective.
+        """Start the collective; return the result, which has values once the work is done.
 
-        ``x`` is not changed, and with ``async_op`` not read after this returned.
+        ``x`` is not changed. With ``async_op``, ``x`` is not read after the return.
         """
 
     def empty(self, x: Tensor, group_rank: Callable[[], int]) -> Tensor:
-        """A tensor like the result of ``x`` (here: like ``x``), its elements undefined."""
+        """A tensor like the result of ``x`` (here: like ``x``), with undefined elements."""
         return empty_like(x)
 
     @abstractmethod
     def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        """The gradient for the input, from the result's. Collective, and itself differentiable.
+        """The input's gradient, from the result's. Collective; the result is differentiable.
 
         ``x`` is the input if ``keeps_input``.
         """
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """A dense tensor of the same shape, its elements undefined."""
+    """A dense tensor of the same shape, with undefined elements."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def run(kind: type[Collective], x: Tensor, group: GroupOrName, *args: Any) -> Tensor:
-    """``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
+    """Run ``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
     if not isinstance(x, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")
     checks.refuse_parts(x, "tensor")
@@ -110,7 +110,7 @@ def _operators(
 
 
 def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tensor, Work | None]:
-    """The result of ``collective``, started; the work is None if it is done already."""
+    """Start ``collective``; return the result, and the work, or None if it is done already."""
     x = checks.check_tensor(x, "tensor")
     async_op = x.nbytes > AT_ONCE_BYTES
     out, work = collective.start(group, x, async_op)
@@ -121,7 +121,7 @@ def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tenso
 
 
 class _Call:
-    """A call, as its backward needs it: with the group, whatever World that runs in."""
+    """A call with the group, since backward may run in another World."""
 
     __slots__ = ("args", "collective", "group", "kind", "wait", "work")
 
@@ -130,12 +130,12 @@ class _Call:
     ) -> None:
         self.kind, self.args, self.group = kind, args, group
         self.collective = kind(*args)
-        #: True to wait whatever the size.
+        #: True to wait for results of any size.
         self.wait = wait
         self.work: Work | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        """The result, its values there once ``work`` is done."""
+        """Start the call; the result has values once ``work`` is done."""
         if self.wait and traced(x):  # a transform within a trace
             return _operators(self.kind, x, self.group, self.args)
         out, work = begin(self.collective, self.group, x)
@@ -182,7 +182,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def check_batched(kind: type[Collective]) -> None:
-    """Raise unless ``kind`` may be mapped by doing the same to the whole batch at once."""
+    """Raise unless ``kind`` may be mapped by one call on the whole batch."""
     if not kind.elementwise:
         raise NotImplementedError(
             f"torch.vmap of {kind.name} is not implemented; call it outside the mapped function, "
@@ -197,7 +197,7 @@ def group_named(name: str) -> ProcessGroup:
     """The group of this rank's World with that name.
 
     Raises:
-        ValueError: There is none (any more), or this rank is not in it.
+        ValueError: There is no such group, or this rank is not in the group.
     """
     records = current_world().records
     for group in records:
@@ -228,21 +228,21 @@ def _root_of(name: str, rank: int) -> int:
 
 @constant
 def _name_of(*group: Any) -> str:
-    """The name of a mesh's group; of a mesh's and an axis's; of that of some ranks."""
+    """The name of the group of a mesh, of a mesh's axis, or of some ranks."""
     alone = len(group) == 1 and not isinstance(group[0], int)
     return _member(group[0] if alone else group).group_name
 
 
 class _ByRanks(dict[tuple[int, ...], ProcessGroup]):
-    """The groups that were named by lists of ranks, by these."""
+    """The groups that programs named by lists of ranks, by ranks."""
 
     def forget_groups(self) -> None:
-        """Forget groups of ranks that have other numbers now."""
+        """Forget all groups, since ranks have new numbers."""
         self.clear()
 
 
 def _group_of_ranks(ranks: Sequence[int]) -> ProcessGroup | NonMember:
-    """The group of some ranks; the first time it is made: collective over them then."""
+    """The group of some ranks. The first call makes the group: collective over the ranks."""
     world = current_world()
     numbers = tuple(int(rank) for rank in ranks)
     if numbers == world.default().global_ranks:
@@ -273,7 +273,7 @@ def _from_mesh(group: Any) -> Any:
 
 
 def _member(group: Any) -> ProcessGroup:
-    """The group of a ``group`` argument, which this rank is in."""
+    """The group of a ``group`` argument; raises if this rank is not in it."""
     if group is None:
         return current_world().default()
     if isinstance(group, str):
@@ -293,8 +293,8 @@ def named(
     """The group of a ``group`` argument, or its name within a trace.
 
     Raises:
-        ValueError: This rank is not in it, or there is none of that name.
-        TypeError: It is no group, or one of torch's on a backend of torch's own.
+        ValueError: This rank is not in the group, or no group has that name.
+        TypeError: The argument is not a group, or is torch's group on torch's own backend.
     """
     if torch.compiler.is_compiling():
         if group is None:
@@ -318,7 +318,7 @@ def rank_in(group: GroupOrName) -> int:
 
 
 def root_of(group: GroupOrName, rank: int) -> int:
-    """The number within the group of a global rank.
+    """The group rank of a global rank.
 
     Raises:
         ValueError: That rank is not part of the group.

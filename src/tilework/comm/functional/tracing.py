@@ -1,4 +1,4 @@
-"""Tracing: predicates of the calls that are traced, and constants of traces."""
+"""Tracing: predicates for traced calls, and constants of traces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def traced(x: Tensor) -> bool:
 
 
 def transformed() -> bool:
-    """True if a call is within a transform of torch.func, or within forward-mode autograd."""
+    """True inside a transform of torch.func, or inside forward-mode autograd."""
     return (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
@@ -33,6 +33,6 @@ def transformed() -> bool:
 
 def constant(fn: _Fn) -> _Fn:
     """``fn``, marked so that torch.compile calls it while it traces: the result is a constant."""
-    # What torch.compiler.assume_constant_result does, which takes a second to import.
+    # The same as torch.compiler.assume_constant_result, which takes a second to import.
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn

@@ -1,1 +1,1 @@
-"""The making of groups: who takes part, in which attempt, and what a group is to be."""
+"""The making of groups: participants, attempts, and plans of groups."""

@@ -39,7 +39,7 @@ from tilework.store.answer_limit import answers_within
 class Watch:
     """The watch over the ranks that a group is made with."""
 
-    #: Called now and then while this rank waits for others; what it raises ends the wait.
+    #: Called repeatedly while this rank waits for others; an exception ends the wait.
     check: Callable[[], None]
     #: The time to make the group in.
     limit: timedelta
@@ -57,14 +57,14 @@ class GroupPlan:
     timeout: timedelta
     desc: str = ""
     watch: Watch | None = None
-    #: The wait of the ranks that make it, where they have met already.
+    #: The wait of the ranks that make the group, if they have met already.
     wait: GroupWait | None = None
 
     def make(self, config: BackendConfig, pg_options: Any, fall_back: bool) -> ProcessGroup:
-        """Make and register it; with ``fall_back``, on hybrid where ranks share no memory.
+        """Make and register the group; with ``fall_back``, on hybrid if ranks share no memory.
 
         Raises:
-            DistError: It cannot be made; on every rank, whichever it failed on.
+            DistError: The group cannot be made. Raised on every rank, whichever rank it failed on.
         """
         me = self.ranks[self.group_rank]
         groups = list(self.world.records)
@@ -82,7 +82,7 @@ class GroupPlan:
     def _make_on(
         self, config: BackendConfig, pg_options: Any, fall_back: bool, watch: Watch
     ) -> tuple[ProcessGroup, BackendConfig, str]:
-        """The group, with what it was made on; its ledger knows this rank."""
+        """The group, with the config that it was made on; the group's ledger knows this rank."""
         try:
             group = self._make(config, pg_options, watch)
         except Exception as error:
@@ -128,7 +128,7 @@ class GroupPlan:
         watched = WatchedStore(name, self.store, watch.check)
         watched.set_timeout(limit)
         group = make_backend(name, replace(request, store=watched, timeout=limit), pg_options)
-        # torch's engines keep the time that they began with
+        # torch's engines keep their first timeout
         if limit != self.timeout and isinstance(group, NativeGroup):
             group.set_timeout(self.timeout)
         return group
@@ -142,16 +142,16 @@ def identity_on(config: BackendConfig) -> str:
 
 @contextlib.contextmanager
 def told_to_all(wait: GroupWait) -> Iterator[None]:
-    """Let every rank that makes the group hear of what fails here meanwhile.
+    """Tell every rank that makes the group of a failure within the block.
 
     Raises:
-        DistError: Instead of what the system, or torch, raised.
+        DistError: In the place of an error of the system, or of torch.
     """
     try:
         yield
     except DistNetworkError as error:
         raise wait.explain(error) from error
-    except StoreTimeoutError:  # the server does not answer: nobody can be told
+    except StoreTimeoutError:  # the server does not answer: other ranks cannot be told
         raise
     except DistError as error:
         wait.fail(error)

@@ -9,7 +9,7 @@ from tilework.store import PrefixStore, Store
 class InitGeneration:
     """The generation of the default group that ``rank`` is about to make at ``store``.
 
-    Each rank counts how often it came, so that ranks that came for the same group meet.
+    Each rank counts its arrivals, so that ranks that come for the same group meet.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -17,7 +17,7 @@ class InitGeneration:
         self._count = _count_key(rank)
         self._rank = rank
         self._number = store.add(self._count, 1)
-        #: Seen by the ranks of this generation only.
+        #: A store that only the ranks of this generation use.
         self.store: Store = self._at(self._number)
 
     @staticmethod
@@ -28,10 +28,10 @@ class InitGeneration:
         return store.check([_count_key(rank)])
 
     def check(self) -> None:
-        """Raise where two processes are the same rank. To be called now and then while waiting.
+        """Raise if two processes are the same rank. To be called repeatedly while waiting.
 
-        The one that came first sees that its rank, which still waits, came again. It tells the
-        ranks that wait with it, and those that wait for the other one.
+        The process that came first, and still waits, sees that the rank came again. It tells the
+        ranks that wait with it, and the ranks that wait with the other process.
 
         Raises:
             CollectiveMismatchError: Some rank, this or another, came twice.

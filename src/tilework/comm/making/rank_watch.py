@@ -1,12 +1,12 @@
-"""The watch over the ranks of a job, from the moment at which each first meets the others.
+"""The watch over the ranks of a job, from the first meeting of each rank.
 
-A rank says who it is as the first thing that it does in the job's store, and leaves a will there
-where the store's server can carry one out. So those that wait for it learn that it has ended: from
-the system where they are on one host, from its will where they are not.
+A rank's first act in the job's store is to write an identity. If the store's server supports wills,
+the rank also leaves a will. So waiting ranks learn that the rank has ended: from the system on the
+same host, from the will on other hosts.
 
-Of a rank that ends before it has said who it is others may know: the launcher, which says so in the
-store; the store, where each rank has made one (its attendance); the system, where ranks have their
-numbers in their environment (:mod:`~tilework.rendezvous.siblings`), or are as many as the processes
+A rank may end before it writes an identity. Then others may know: the launcher, which tells the
+store; the store, if each rank has made one (its attendance); the system, if ranks have numbers in
+their environment (:mod:`~tilework.rendezvous.siblings`), or are as many as the processes
 that were started together (:mod:`~tilework.rendezvous.kin`).
 """
 
@@ -25,29 +25,29 @@ from tilework.store import PrefixStore, Store
 from tilework.store.attendance import Attendance
 
 _WHO, _GONE = "who", "gone"
-#: Each rank asks the system about so many ranks that come after it, and tells the others.
+#: The number of following ranks that each rank asks the system about, for all ranks.
 _NEIGHBOURS = 16
-#: Seconds between looks for those that never came: so many, and so many more for each rank.
+#: Seconds between looks for ranks that never came: a constant, plus a share for each rank.
 _LOOK_SECONDS, _LOOK_SECONDS_PER_RANK = 0.25, 0.002
-#: Seconds for which those that may have ended are given the time to say that they have not.
+#: Seconds that doubted ranks have to show that they have not ended.
 _DOUBT_SECONDS = 0.8
 
 
 class RankWatch:
-    """The watch of a rank over the others of its job.
+    """The watch of a rank over the other ranks of the job.
 
     Args:
-        store: Seen by the ranks of this job, and of this attempt to form it, only.
+        store: A store that only the ranks of this job, and of this attempt to form it, use.
         rank: This rank's number.
-        size: How many there are.
-        identity: This rank's, as from :mod:`tilework.rendezvous.liveness`.
+        size: The number of ranks.
+        identity: This rank's identity, as from :mod:`tilework.rendezvous.liveness`.
     """
 
     def __init__(self, store: Store, rank: int, size: int, identity: str) -> None:
         self._store = PrefixStore("ranks", store)
         self._rank, self._size = rank, size
         self._identities: dict[int, str] = {}
-        #: By their names in the store's attendance: ranks that said who they are.
+        #: Identified ranks, by name in the store's attendance.
         self._attendants: dict[str, int] = {}
         self._lost: set[int] = set()
         here = f"{rank} {store.attendant or '-'} {identity}\n"
@@ -55,13 +55,13 @@ class RankWatch:
         self._ended_ranks = EndedRanks.at_launcher(rank, size) or EndedRanks(store)
         self._siblings = Siblings.of(rank, size)
         is_process = identity.startswith("process ")
-        # Elsewhere there may be ranks that no process here knows of.
+        # A store of several hosts may have ranks that no local process knows of.
         self._kin = Kin.of_this_process() if is_process and store.is_of_one_host else None
         self._next_look = 0.0
         self._doubted_since = 0.0
-        #: Those of which at least one has ended, though nobody knows which.
+        #: Ranks of which at least one has ended, but it is unknown which.
         self.doubted: frozenset[int] = frozenset()
-        #: Why the rank that serves the store has given up; "" while it has not.
+        #: The reason why the rank that serves the store has given up; "" if it has not.
         self.given_up = ""
         self._read_identities()
 
@@ -69,7 +69,7 @@ class RankWatch:
         """The ranks that have ended. Asks the store, and the system.
 
         Raises:
-            StoreTimeoutError: The store's server does not answer, and nothing is known to be lost.
+            StoreTimeoutError: The store's server does not answer, and no rank is known to be lost.
         """
         ended = self.ended_here(self._neighbours())
         try:
@@ -77,11 +77,11 @@ class RankWatch:
             if self._store.check([_GONE]):
                 self._lost.update(map(int, self._store.get(_GONE).split()))
             ended |= self._missed()
-        except StoreTimeoutError:  # asking once more would take as long again
+        except StoreTimeoutError:  # a second try would take as long again
             if not ended | self._lost:
                 raise
         except DistError:
-            pass  # the store has gone; the system can be asked
+            pass  # the store is gone; ask the system
         ended -= self._lost
         if ended:
             self._lost |= ended
@@ -90,23 +90,23 @@ class RankWatch:
         return self._lost - {self._rank}
 
     def ended_here(self, ranks: Collection[int]) -> set[int]:
-        """Those of ``ranks`` of which the system knows that they have ended. Asks no store."""
+        """The members of ``ranks`` that have ended, as the system knows. Asks no store."""
         known = self._identities
         return {rank for rank in ranks if rank in known and has_ended(known[rank])}
 
     def roll(self) -> str:
-        """The identities of those that came, for :meth:`learn`."""
+        """The identities of ranks that came, for :meth:`learn`."""
         return self._store.get(_WHO).decode()
 
     def learn(self, roll: str) -> None:
-        """Know who the others are, as another rank has read it."""
+        """Learn the other ranks' identities, as another rank has read them."""
         for line in roll.splitlines():
             rank, attendant, identity = line.split(" ", 2)
             self._identities.setdefault(int(rank), identity)
             self._attendants[attendant] = int(rank)
 
     def here(self) -> set[int]:
-        """The ranks that have said who they are; all, where each has made its store already."""
+        """The ranks that have identified themselves; all ranks if each has made a store already."""
         self._read_identities()
         attendance = self._store.attendance()
         if attendance is not None and self._are_all_at(attendance):
@@ -114,7 +114,7 @@ class RankWatch:
         return set(self._identities)
 
     def server_is_unknown(self) -> bool:
-        """True if rank 0, which serves the store unless another process does, is not known."""
+        """True if rank 0, which may serve the store, is unknown."""
         return self._rank != 0 and 0 not in self._identities
 
     def everyone(self) -> Collection[int]:
@@ -122,14 +122,14 @@ class RankWatch:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def close(self) -> None:
-        """Leave in order: this rank's end is no news to those that still watch. Idempotent."""
+        """Leave in order, so that ranks that still watch do not count this end. Idempotent."""
         revoke, self._revoke = self._revoke, None
         if revoke is not None:
             with contextlib.suppress(DistError, OSError):
                 revoke()
 
     def _neighbours(self) -> Collection[int]:
-        """The next ranks that are here, going round."""
+        """The next present ranks, in cyclic order."""
         others = sorted(self._identities, key=lambda rank: (rank - self._rank) % self._size)
         return [rank for rank in others if rank != self._rank][:_NEIGHBOURS]
 
@@ -141,7 +141,7 @@ class RankWatch:
     # -- what the store, the launcher and the environment tell --------------------------------
 
     def _missed(self) -> set[int]:
-        """Ranks that have ended, as others know than the system and the server of their wills."""
+        """Ended ranks, as known to sources other than the system and the server of wills."""
         now = time.monotonic()
         if now < self._next_look:
             return set()
@@ -161,13 +161,13 @@ class RankWatch:
         return ended
 
     def _missed_by_store(self, silent: set[int], now: float) -> set[int]:
-        """Those whose store was not closed by them; silent ones are found by elimination."""
+        """Ranks that ended without closing their store; finds silent ranks by elimination."""
         attendance = self._store.attendance()
         if attendance is None:
             return set()
         self.given_up = attendance.given_up
         ended = {self._attendants[name] for name in attendance.lost if name in self._attendants}
-        # Only where each rank has made one store: who is missing there is a rank for sure.
+        # Elimination is only valid if each rank has made exactly one store.
         if not self._are_all_at(attendance):
             return ended
         unknown = attendance.lost.difference(self._attendants)

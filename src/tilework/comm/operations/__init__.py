@@ -1,1 +1,1 @@
-"""The operations on groups: collectives, messages, and what is built of them."""
+"""The operations on groups: collectives, messages, and operations built from them."""

@@ -17,18 +17,18 @@ class _Calls(Counter[str]):
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
-    """Stop one rank in Python's debugger; the others wait in a barrier until it goes on.
+    """Stop one rank in Python's debugger; the other ranks wait in a barrier until it goes on.
 
-    Collective over the default group; blocks. The rank needs a terminal as its standard input:
+    Collective over the default group; blocks. The rank needs a terminal as standard input:
     ``tilework run`` gives it to rank 0.
 
     Args:
-        rank: The rank that stops. ``up`` shows the frame that called this.
-        skip: Calls at this place that do nothing before one does.
+        rank: The rank that stops. In the debugger, ``up`` shows the caller's frame.
+        skip: Calls at this place to skip before the first stop.
         timeout_s: Seconds that the others wait; None: the group's timeout.
 
     Raises:
-        CollectiveTimeoutError: It took longer.
+        CollectiveTimeoutError: The rank stopped for longer.
 
     Example:
         >>> import tilework.distributed as dist
@@ -43,5 +43,5 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         return
     if get_rank() == rank:
         print(f"rank {rank} stops at {site}: `up` goes there, `c` goes on", file=sys.stderr)
-        pdb.set_trace()  # it is what the caller asks for
+        pdb.set_trace()  # the purpose of this function
     barrier(timeout=None if timeout_s is None else timedelta(seconds=timeout_s))

@@ -1,4 +1,4 @@
-"""Collectives that are started one after the other and waited for together."""
+"""Collectives that start one after the other, with one wait for all."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class CoalescedWork(SeveralWorks):
 def coalescing_manager(
     group: AnyGroup = None, device: Any = None, async_ops: bool = False
 ) -> Iterator[CoalescedWork]:
-    """Start the collectives of the block one after the other, and wait for all at its end.
+    """Start the collectives of the block one after the other, and wait for all at the end.
 
-    Inside, operations return None and their results must not be used.
+    Inside, operations return None, and results must not be used.
 
     Args:
-        group: Accepted for torch's sake; operations name their own group.
-        device: Likewise.
+        group: Accepted for torch's sake; each operation names a group.
+        device: Accepted for torch's sake.
         async_ops: Do not wait at the end; call ``wait()`` on the block's ``CoalescedWork``.
 
     Example:
@@ -63,7 +63,7 @@ def coalescing_manager(
 class _CoalescingPath(FastPath):
     """A group's fast path while some block coalesces: collectives of the block do not block.
 
-    So collectives need not ask whether they are coalesced before they try one.
+    So collectives use the fast path without asking whether they are coalesced.
     """
 
     def __init__(self, path: FastPath) -> None:
@@ -73,7 +73,7 @@ class _CoalescingPath(FastPath):
 
     def run(self, *args: Any) -> bool:
         works = _works.get()
-        if works is None:  # called beside the block
+        if works is None:  # called outside the block
             return self.path.run(*args)
         work = self.path.post(*args)
         if work is None:
@@ -92,7 +92,7 @@ class _FastPaths:
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """Replace those of all groups that there are."""
+        """Replace the fast paths of all groups."""
         with self._lock:
             self._blocks += 1
             if self._blocks == 1:
@@ -110,13 +110,13 @@ class _FastPaths:
 
     def _restore(self) -> None:
         for group, path in self._replaced:
-            if group.fast_path is path:  # else it got another one meanwhile
+            if group.fast_path is path:  # else the group has got another fast path
                 group.fast_path = path.path
         self._replaced.clear()
 
 
 def options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
-    """The options of a collective that is called here."""
+    """The options of a collective at this call site."""
     return Options(op, root, None, async_op or _works.get() is not None)
 
 

@@ -1,16 +1,16 @@
 """Collectives on tensors.
 
 Every function here is collective: each rank of ``group`` must call it, in the same order, with
-matching arguments. Ranks outside the group get a warning once and None. Each blocks until this
-rank's part is done and returns None; with ``async_op=True`` it returns a
-:class:`~tilework.comm.contract.Work` at once, and the tensors must be left alone until
+matching arguments. A rank outside the group gets None, with a warning once. Each function blocks
+until this rank's part is done and returns None. With ``async_op=True`` it returns a
+:class:`~tilework.comm.contract.Work` at once, and the tensors must stay untouched until
 ``work.wait()`` returns.
 
-All raise ``ValueError`` or ``TypeError`` for arguments that are wrong by themselves (nothing
-has moved then, and the group goes on), and abort the group with a
-:class:`~tilework.errors.CollectiveMismatchError` where ranks disagree, a
-:class:`~tilework.errors.PeerLostError` where a rank died, and a
-:class:`~tilework.errors.CollectiveTimeoutError` where one did not come in time.
+Arguments that are wrong by themselves raise ``ValueError`` or ``TypeError`` before anything has
+moved, and the group goes on. Three errors abort the group:
+:class:`~tilework.errors.CollectiveMismatchError` if ranks disagree,
+:class:`~tilework.errors.PeerLostError` if a rank died, and
+:class:`~tilework.errors.CollectiveTimeoutError` if a rank did not come in time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tilework.comm.world import AnyGroup, member
 def all_reduce(
     tensor: Tensor, op: AnyReduceOp = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
-    """Combine ``tensor`` over all ranks; every rank's becomes the result, bit for bit the same.
+    """Combine ``tensor`` over all ranks; on every rank it becomes the result, with equal bits.
 
     Args:
         tensor: The same shape and dtype on every rank; overwritten.
-        op: How to combine. Contributions are combined in rank order.
+        op: The reduction. Contributions are combined in rank order.
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -97,12 +97,12 @@ def reduce(
     async_op: bool = False,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Combine ``tensor`` over all ranks into rank ``dst``'s; other ranks' stay as they are.
+    """Combine ``tensor`` over all ranks into rank ``dst``'s; other ranks' stay unchanged.
 
     Args:
         tensor: The same shape and dtype on every rank; overwritten on ``dst``.
-        dst: The root's global rank; or give ``group_dst``, its rank within the group.
-        op: How to combine. Contributions are combined in rank order.
+        dst: The root's global rank; or give ``group_dst``, the root's group rank.
+        op: The reduction. Contributions are combined in rank order.
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -138,7 +138,7 @@ def broadcast(
 
     Args:
         tensor: The same shape and dtype on every rank; overwritten except on ``src``.
-        src: The root's global rank; or give ``group_src``, its rank within the group.
+        src: The root's global rank; or give ``group_src``, the root's group rank.
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -294,7 +294,7 @@ def gather(
     Args:
         tensor: This rank's contribution; ranks may contribute different amounts.
         gather_list: On ``dst`` one tensor per rank, overwritten; None elsewhere.
-        dst: The root's global rank (0 if neither it nor ``group_dst`` is given).
+        dst: The root's global rank (0 if neither ``dst`` nor ``group_dst`` is given).
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -337,7 +337,7 @@ def scatter(
     Args:
         tensor: Overwritten; ranks may receive different amounts.
         scatter_list: On ``src`` one tensor per rank; None elsewhere.
-        src: The root's global rank (0 if neither it nor ``group_src`` is given).
+        src: The root's global rank (0 if neither ``src`` nor ``group_src`` is given).
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -397,7 +397,7 @@ def reduce_scatter(
     Args:
         output: Overwritten; ranks may receive different amounts.
         input_list: One tensor per rank, of the same shapes on all ranks.
-        op: How to combine. Contributions are combined in rank order.
+        op: The reduction. Contributions are combined in rank order.
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -437,7 +437,7 @@ def reduce_scatter_tensor(
     Args:
         output: Overwritten.
         input: N times the elements of ``output``, in memory order.
-        op: How to combine. Contributions are combined in rank order.
+        op: The reduction. Contributions are combined in rank order.
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -473,7 +473,7 @@ def all_to_all(
     """``output_tensor_list[r]`` becomes rank r's ``input_tensor_list[this rank]``.
 
     Args:
-        output_tensor_list: One tensor per rank, of any sizes that fit what they send.
+        output_tensor_list: One tensor per rank, with the size that this rank sends.
             Overwritten.
         input_tensor_list: One tensor per rank.
 
@@ -522,7 +522,7 @@ def all_to_all_single(
 
     Args:
         output: Overwritten.
-        input: Its rows (dim 0) are dealt out to the ranks.
+        input: The tensor whose rows (dim 0) are divided among the ranks.
         output_split_sizes: Rows received from each rank; None: equal parts.
         input_split_sizes: Rows sent to each rank; None: equal parts.
 
@@ -567,10 +567,10 @@ def barrier(
 
     Args:
         device_ids: Accepted for torch's sake.
-        timeout: How long to wait for the other ranks; None: the group's timeout.
+        timeout: The time to wait for the other ranks; None: the group's timeout.
 
     Raises:
-        CollectiveTimeoutError: Some ranks did not come in time; ``error.ranks`` are those.
+        CollectiveTimeoutError: Some ranks did not come in time; ``error.ranks`` are these ranks.
 
     Example:
         >>> import tilework.distributed as dist
@@ -591,14 +591,14 @@ def barrier(
 def monitored_barrier(
     group: AnyGroup = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """A blocking barrier with a timeout of its own, whose failure names the ranks missing.
+    """A blocking barrier with a separate timeout, whose failure names the missing ranks.
 
     Args:
-        timeout: None: the group's.
+        timeout: The time to wait for the other ranks; None: the group's timeout.
         wait_all_ranks: Accepted for torch's sake: all missing ranks are always named.
 
     Raises:
-        CollectiveTimeoutError: Some ranks did not come; ``error.ranks`` are those.
+        CollectiveTimeoutError: Some ranks did not come; ``error.ranks`` are these ranks.
 
     Example:
         >>> import tilework.distributed as dist

@@ -1,7 +1,7 @@
-"""torch.compile leaves operations that write in place, and waiting, alone.
+"""Keep torch.compile from tracing operations that write in place, and waits.
 
-It ends its graph there, calls them, and compiles nothing of what they call: their writes happen
-in the group, where no compiler sees them. Collectives to be traced are in
+torch.compile ends the graph there, calls the operations, and compiles nothing inside: the writes
+happen in the group, where no compiler sees them. Collectives to be traced are in
 :mod:`tilework.comm.functional`.
 """
 
@@ -33,16 +33,16 @@ def _leave(module: ModuleType) -> None:
 
 
 def leave_function(function: FunctionType, reason: str = _REASON, with_calls: bool = True) -> None:
-    """Have torch.compile end its graph at ``function``, call it, and compile nothing in it.
+    """Have torch.compile end the graph at ``function``, call it, and compile nothing inside.
 
-    Where a whole graph is asked for (fullgraph=True) it raises, and says ``reason``.
+    If the user asks for a whole graph (fullgraph=True), compilation raises with ``reason``.
 
     Args:
         function: The function.
-        reason: Said where a whole graph is asked for.
-        with_calls: False: functions that it calls may be compiled.
+        reason: The text of the error for fullgraph=True.
+        with_calls: False: functions that ``function`` calls may be compiled.
     """
-    # What torch.compiler.disable does, which takes a second to import and a frame in each call.
+    # The same as torch.compiler.disable, which takes a second to import and a frame per call.
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = reason

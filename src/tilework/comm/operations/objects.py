@@ -1,12 +1,12 @@
 """Collectives on Python objects, by pickle.
 
-Pickle runs code of the sender's choosing, so these work only in groups whose ranks are known
-to be of the job (shm and threads always; torch's engines where the store has the job's secret,
-as under ``tilework run``). With ``weights_only=True`` nothing but plain data and tensors is
-accepted, from anyone. See docs/decisions/0004-pickle.md.
+Pickle runs code of the sender's choice, so these functions work only in groups whose ranks are
+known to belong to the job (shm and threads always; torch's engines if the store has the job's
+secret, as under ``tilework run``). With ``weights_only=True`` they accept data from anyone, but
+only plain data and tensors. See docs/decisions/0004-pickle.md.
 
-Collective as those of :mod:`.collectives`; all block. Objects must be picklable; what a rank
-receives are copies.
+The functions are collective like those of :mod:`.collectives`; all block. Objects must be
+picklable; ranks receive copies.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _as_tensor(data: bytes) -> Tensor:
 
 
 def _bytes_of(data: Tensor) -> memoryview:
-    """The memory of a tensor of bytes; a copy of another device's."""
+    """The memory of a tensor of bytes; a copy if the tensor is on another device."""
     return data.cpu().numpy().data
 
 
@@ -84,10 +84,10 @@ def _load(data: Tensor | memoryview, weights_only: bool) -> Any:
 
 
 def load_plain(data: bytes) -> Any:
-    """Plain data and tensors from their pickle, which runs nothing else.
+    """Unpickle plain data and tensors; run no other code.
 
     Raises:
-        pickle.UnpicklingError: It holds something else.
+        pickle.UnpicklingError: The pickle holds other data.
 
     Example:
         >>> load_plain(pickle.dumps({"a": [1, 2.0]}))
@@ -110,7 +110,7 @@ def _ready(group: AnyGroup, operation: str, weights_only: bool) -> ProcessGroup 
 
 
 def device_of(pg: ProcessGroup) -> torch.device:
-    """The device that the group's tensors must be on: the CPU if it serves that."""
+    """The device that the group's tensors must be on: the CPU if the group serves it."""
     record = current_world().records.get(pg)
     devices = record.config.get_device_backend_map() if record else {"cpu": ""}
     return torch.device("cpu" if "cpu" in devices else next(iter(devices)))
@@ -128,7 +128,7 @@ def _room(pg: ProcessGroup, size: int) -> Tensor:
 
 
 def _padded(pg: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """``data`` and the sizes to gather: as they are where the backend takes uneven ones."""
+    """``data`` and the sizes to gather; padded unless the backend takes uneven sizes."""
     if pg.uneven_sizes:
         return data.to(device_of(pg)), list(sizes)
     padded = _room(pg, max(sizes))
@@ -167,7 +167,7 @@ def all_gather_object(
 def all_gather_pickled(
     data: bytes, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
 ) -> list[Any]:
-    """Each rank's unpickled object, where all know its length. Collective; blocks."""
+    """Each rank's unpickled object; all ranks know the lengths. Collective; blocks."""
     received = _all_parts(pg, _as_tensor(data), sizes)
     return [_load(part, weights_only) for part in received]
 
@@ -175,8 +175,8 @@ def all_gather_pickled(
 def _all_parts(pg: ProcessGroup, own: Tensor, sizes: Sequence[int]) -> Sequence[memoryview]:
     """The bytes of each rank.
 
-    Where all have about as many, they come padded in a single tensor: a tensor for each rank is
-    more work for each rank than the few bytes that it holds.
+    If all ranks have similar numbers of bytes, the data comes padded in a single tensor, because a
+    tensor per rank costs more than the padding.
     """
     most = max(sizes)
     if pg.uneven_sizes and most * len(sizes) > 2 * sum(sizes):
@@ -203,7 +203,7 @@ def gather_object(
 
     Args:
         object_gather_list: As long as the group on ``dst``, None elsewhere; overwritten.
-        dst: The root's global rank (0 if neither it nor ``group_dst`` is given).
+        dst: The root's global rank (0 if neither ``dst`` nor ``group_dst`` is given).
 
     Example:
         >>> import tilework.distributed as dist
@@ -243,12 +243,12 @@ def broadcast_object_list(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Copy the objects of rank ``src``'s list into every rank's.
+    """Copy the objects of rank ``src``'s list into every rank's list.
 
     Args:
         object_list: As long on every rank; overwritten except on ``src``.
-        src: The root's global rank (0 if neither it nor ``group_src`` is given).
-        device: Accepted for torch's sake; the group's own is used.
+        src: The root's global rank (0 if neither ``src`` nor ``group_src`` is given).
+        device: Accepted for torch's sake; the group's device is used.
 
     Example:
         >>> import tilework.distributed as dist
@@ -288,9 +288,9 @@ def scatter_object_list(
     """``scatter_object_output_list[0]`` becomes rank ``src``'s input for this rank.
 
     Args:
-        scatter_object_output_list: Not empty; its first element is overwritten.
+        scatter_object_output_list: A list that is not empty; the first element is overwritten.
         scatter_object_input_list: On ``src`` one object per rank; ignored elsewhere.
-        src: The root's global rank (0 if neither it nor ``group_src`` is given).
+        src: The root's global rank (0 if neither ``src`` nor ``group_src`` is given).
 
     Example:
         >>> import tilework.distributed as dist
@@ -340,8 +340,8 @@ def send_object_list(
     """Send the objects to rank ``dst``. Not collective; the receiver's list must be as long.
 
     Args:
-        dst: The receiver's global rank (0 if neither it nor ``group_dst`` is given).
-        device: Accepted for torch's sake; the group's own is used.
+        dst: The receiver's global rank (0 if neither ``dst`` nor ``group_dst`` is given).
+        device: Accepted for torch's sake; the group's device is used.
         use_batch: Accepted for torch's sake: there is one way to send.
 
     Example:

@@ -1,4 +1,4 @@
-"""Work that one rank does for all, and values that all ranks must have alike."""
+"""Work that one rank does for all, and checks that all ranks have equal values."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ T = TypeVar("T")
 
 
 def on_rank(rank: int, fn: Callable[[], T], group: AnyGroup = None) -> T:
-    """Call ``fn`` on one rank; all ranks get what it returns, or raise what it raises.
+    """Call ``fn`` on one rank; all ranks return the result, or raise the error.
 
-    Collective; blocks. The others wait meanwhile, as in any collective, no longer than the group's
+    Collective; blocks. The other ranks wait, as in any collective, no longer than the group's
     timeout. ``fn`` must not communicate.
 
     Args:
         rank: The global rank.
-        fn: What it returns, or raises, must be picklable; others get copies. It is not called on
-            the others, where None may be given.
+        fn: A function with a picklable result or error; other ranks get copies. Other ranks do not
+            call it, and may pass None.
         group: The ranks; None: all.
 
     Raises:
-        Exception: What ``fn`` raised: on the other ranks of the same class, with the rank in a
-            note; a RuntimeError with its text where it cannot be pickled.
-        TypeError: What ``fn`` returned cannot be pickled; on all ranks.
+        Exception: The error of ``fn``. Other ranks raise the same class, with the rank in a note,
+            or a RuntimeError with the error's text if the error cannot be pickled.
+        TypeError: The result of ``fn`` cannot be pickled; on all ranks.
         ValueError: The rank is not in the group.
 
     Example:
@@ -80,7 +80,7 @@ def _pickled_error(error: Exception) -> bytes:
     text = f"{type(error).__name__}: {text_of(error)}"
     try:
         data = pickle.dumps((error, text), pickle.HIGHEST_PROTOCOL)
-        pickle.loads(data)  # classes with arguments of their own are pickled, and cannot be rebuilt
+        pickle.loads(data)  # some classes with own arguments pickle, and then do not unpickle
         return data
     except Exception:
         return pickle.dumps((None, text), pickle.HIGHEST_PROTOCOL)
@@ -97,19 +97,19 @@ def _told(data: bytes, rank: int) -> Exception:
 
 
 def assert_same(value: Any, what: str = "the value", group: AnyGroup = None) -> None:
-    """Raise on every rank unless all have the same value, and say where they differ.
+    """Raise on every rank unless all ranks have equal values; the error names the difference.
 
-    Collective; blocks; sends a digest of each part. Tensors are the same if dtype, shape and bits
-    are; dicts, lists and tuples are compared part by part, other things by what they pickle to.
+    Collective; blocks; sends a digest of each part. Tensors are equal if dtype, shape and bits are.
+    Dicts, lists and tuples are compared part by part, other objects by their pickles.
 
     Args:
         value: Plain data and tensors, which may be nested.
-        what: Its name, for messages.
+        what: The name of the value, for messages.
         group: The ranks; None: all.
 
     Raises:
-        ValueError: Ranks have different values; it names the part and the ranks.
-        TypeError: A tensor is a part of one only, such as a DTensor; or something cannot be
+        ValueError: Ranks have different values; the error names the part and the ranks.
+        TypeError: A tensor is part of a distributed tensor, such as a DTensor; or a value cannot be
             pickled.
 
     Example:

@@ -21,12 +21,12 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Start sending ``tensor`` to rank ``dst``. Does not block; leave it alone until done.
+    """Start sending ``tensor`` to rank ``dst``. Does not block; do not touch it until done.
 
     Args:
-        tensor: What to send.
-        dst: The receiver's global rank; or give ``group_dst``, its rank within the group.
-        tag: The receiver's must be equal. Messages with one tag arrive in order.
+        tensor: The tensor to send.
+        dst: The receiver's global rank; or give ``group_dst``, the receiver's group rank.
+        tag: The receiver's must be equal. Messages with the same tag arrive in order.
 
     Returns:
         The Work; None on a rank outside the group, with a warning once.
@@ -61,13 +61,13 @@ def irecv(
     tag: int = 0,
     group_src: int | None = None,
 ) -> Work | None:
-    """Start receiving into ``tensor`` from rank ``src``, or from any rank if none is given.
+    """Start receiving into ``tensor`` from rank ``src``, or from any rank if ``src`` is not given.
 
-    Does not block; leave the tensor alone until done. ``work.source_rank()`` is the sender.
+    Does not block; leave the tensor untouched until done. ``work.source_rank()`` is the sender.
 
     Args:
-        tensor: Overwritten; must have the dtype and the number of elements of what comes.
-        src: The sender's global rank; or give ``group_src``, its rank within the group.
+        tensor: Overwritten; must have the dtype and the number of elements of the message.
+        src: The sender's global rank; or give ``group_src``, the sender's group rank.
         tag: The sender's must be equal.
 
     Returns:
@@ -162,13 +162,13 @@ class P2POp:
 
     Args:
         op: ``isend`` or ``irecv``.
-        tensor: What to send, or what to receive into.
-        peer: The other side's global rank; or give ``group_peer``, its rank within the group.
+        tensor: The tensor to send, or to receive into.
+        peer: The other side's global rank; or give ``group_peer``, the other side's group rank.
         group: None: the default group.
         tag: As for :func:`isend`.
 
     Raises:
-        ValueError: ``op`` is something else, or the peer is not in the group.
+        ValueError: ``op`` is another function, or the peer is not in the group.
 
     Example:
         >>> P2POp(print, None, 0)
@@ -193,7 +193,7 @@ class P2POp:
         self.group = group
         self.tag = tag
         pg = member(group, "P2POp")
-        self.peer, self.group_peer = peer, group_peer  # of a group without this rank: nobody asks
+        self.peer, self.group_peer = peer, group_peer  # unused: this rank is not in the group
         if pg is not None:
             self.group_peer = checks.group_root(pg, peer, group_peer, "peer")
             self.peer = pg.global_ranks[self.group_peer]
@@ -209,7 +209,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         One Work per message.
 
     Raises:
-        ValueError: The list is empty, or holds something else than P2POp.
+        ValueError: The list is empty, or holds objects other than P2POp.
 
     Example:
         >>> import torch, tilework.distributed as dist

@@ -11,12 +11,12 @@ from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
 
 def all_reduce_sparse(tensor: Tensor, op: AnyReduceOp, group: ProcessGroup) -> None:
-    """Sum COO tensors of one shape over all ranks, each with entries of its own. Blocks.
+    """Sum COO tensors of equal shape over all ranks, whose entries may differ. Blocks.
 
-    Every rank receives all ranks' entries, so that it costs as much as they are many.
+    Every rank receives all ranks' entries, so the cost grows with their total number.
 
     Raises:
-        ValueError: ``op`` is not SUM, or the layout is another one.
+        ValueError: ``op`` is not SUM, or the layout is not COO.
     """
     if tensor.layout is not torch.sparse_coo or op is not ReduceOp.SUM:
         raise ValueError(
@@ -36,4 +36,4 @@ def all_reduce_sparse(tensor: Tensor, op: AnyReduceOp, group: ProcessGroup) -> N
         torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape, check_invariants=True
     )
     with torch.no_grad():
-        tensor.copy_(total.coalesce())  # not its detach(), which has entries of its own
+        tensor.copy_(total.coalesce())  # a detach() would have separate entries

@@ -1,1 +1,1 @@
-"""The checks, records and callbacks of each call, and the place in the program it came from."""
+"""The checks, records and callbacks of each call, and the call's place in the program."""

@@ -14,31 +14,31 @@ _Task = Callable[[], None]
 
 #: Seconds that a thread without a task is kept.
 _IDLE_SECONDS = 0.5
-#: Seconds that the end of a process waits for callbacks: until it says so, and at most.
+#: Seconds that the end of a process waits for callbacks: before a message, and at most.
 _WORD_SECONDS, _LIMIT_SECONDS = 3.0, 60.0
 
 
 class _Threads:
-    """A thread for each task that runs; it is kept a while for later ones."""
+    """A thread for each task that runs; kept a while for later tasks."""
 
     def __init__(self) -> None:
         #: None ends the thread that takes it.
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._lock = threading.Lock()
-        #: Tasks that were handed in and have not ended; who waits for that is told.
+        #: The number of submitted tasks that have not ended.
         self._open = 0
         self._ended = threading.Condition(self._lock)
         #: Futures whose callbacks have not been called.
         self._expected = 0
-        #: Threads that wait, and that no task which was handed in counts on.
+        #: The number of idle threads that no submitted task needs.
         self._idle = 0
 
     def run_soon(self, task: _Task) -> None:
-        """Run ``task`` on a thread of its own, before or after this returns. Never blocks."""
+        """Run ``task`` on a separate thread, before or after this returns. Never blocks."""
         with self._lock:
             start = self._idle == 0
             self._idle -= not start
-        if start:  # first, as the interpreter refuses it at its end
+        if start:  # start first: the interpreter refuses it near its end
             threading.Thread(target=self._work, name="tilework callbacks", daemon=True).start()
         with self._lock:
             self._open += 1
@@ -50,7 +50,7 @@ class _Threads:
             self._expected += 1
 
     def callback_ended(self) -> None:
-        """Count one future less."""
+        """Remove a future from the count."""
         with self._lock:
             self._expected -= 1
 
@@ -79,24 +79,24 @@ class _Threads:
                     self._ended.notify_all()
 
     def end_idle(self) -> None:
-        """End the threads that have no task: none may come for long. Does not wait."""
+        """End idle threads, since no task may come for long. Does not wait."""
         with self._lock:
             idle, self._idle = self._idle, 0
         for _ in range(idle):
             self._tasks.put(None)
 
     def finish(self, word: float = _WORD_SECONDS, limit: float = _LIMIT_SECONDS) -> bool:
-        """Wait until every task has ended, those included that tasks hand in. Blocks.
+        """Wait until every task has ended, with the tasks that tasks submit. Blocks.
 
-        To be called before the interpreter ends: it stops threads that ask for its lock by
-        unwinding them, and within torch's futures that ends the process with SIGABRT.
+        Call it before the interpreter ends: the interpreter unwinds threads that ask for its lock,
+        which within torch's futures ends the process with SIGABRT.
 
         Args:
-            word: Seconds after which a line on stderr says what is waited for.
-            limit: Seconds after which it is waited for no longer.
+            word: Seconds until a line on stderr reports the wait.
+            limit: Seconds until this gives up.
 
         Returns:
-            False if some task has not ended within the limit.
+            False if a task has not ended within the limit.
         """
         with self._ended:
             if self._ended.wait_for(lambda: not self._open, word):

@@ -1,4 +1,4 @@
-"""The place in the user's program that a call came from."""
+"""The place of a call in the user's program."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from types import CodeType, FrameType
 from typing import Final
 
-#: A place in a program: what was running, and the offset of the instruction. Costs nothing to
-#: keep and holds no variables; :func:`format_site` makes text of it.
+#: A place in a program: a code object, and the offset of the instruction. Costs nothing to keep
+#: and holds no variables; :func:`format_site` makes text of it.
 Site = tuple[CodeType, int]
 
 
 def _folders() -> tuple[str, ...]:
-    """Code that is never the user's own: this package's, torch's, and the interpreter's."""
+    """The folders of code that is never the user's: this package, torch, and the interpreter."""
     own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     torch = importlib.util.find_spec("torch")
     folders = torch.submodule_search_locations if torch is not None else None
@@ -22,13 +22,13 @@ def _folders() -> tuple[str, ...]:
 
 
 _LIBRARIES = _folders()
-#: The suites for backends call as users do; what runs between a rank's program and torch does not.
+#: The suites for backends are in this folder, and count as the user's code.
 _TESTING = os.path.join(_LIBRARIES[0], "testing", "")
 _BETWEEN = os.path.join(_TESTING, "generators.py")
 
 
 class _Inside(dict[str, bool]):
-    """True if a file is a library's, by its name; asked once for each."""
+    """True for names of library files; computed once per name."""
 
     def __missing__(self, name: str) -> bool:
         testing = name.startswith(_TESTING) and name != _BETWEEN
@@ -37,12 +37,12 @@ class _Inside(dict[str, bool]):
         return inside
 
 
-#: By the name of a file; there are few, so it stays small.
+#: A cache by file name. There are few files, so it stays small.
 in_library: Final = _Inside()
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame from ``frame`` outwards that is the user's; None if there is none."""
+    """The innermost frame of the user's code, from ``frame`` outwards; None without one."""
     while frame is not None and in_library[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
@@ -58,6 +58,6 @@ def format_site(site: Site | None) -> str:
 
 
 def call_site() -> str:
-    """``file:line in function`` of the innermost frame of the user's; "" if there is none."""
+    """``file:line in function`` of the user's innermost frame; "" if there is none."""
     frame = user_frame(sys._getframe(1))
     return "" if frame is None else format_site((frame.f_code, frame.f_lasti))

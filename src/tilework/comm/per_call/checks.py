@@ -20,7 +20,7 @@ _REAL_OF = {
 
 
 def check_tensor(value: Any, name: str) -> Tensor:
-    """The tensor with memory to move: ``value``, or what it wraps, once that is there."""
+    """The tensor with memory to move: ``value``, or the result that it wraps, after a wait."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
     is_plain = type(value) in _PLAIN
@@ -43,7 +43,7 @@ def check_tensor(value: Any, name: str) -> Tensor:
 
 
 def awaited(tensor: Tensor) -> Tensor:
-    """The tensor that the result of a functional collective wraps, torch's too; others as they are.
+    """The tensor inside a functional collective's result (also torch's); else ``tensor``.
 
     Blocks until the collective is done.
     """
@@ -54,7 +54,7 @@ def awaited(tensor: Tensor) -> Tensor:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """True unless the tensor is a wrapper of others whose elements lie elsewhere."""
+    """True unless the tensor wraps other tensors, which have the elements."""
     if type(tensor) in _PLAIN or not tensor.numel():
         return True
     if tensor.untyped_storage().device.type == "meta":  # torch's FakeTensors warn otherwise
@@ -74,7 +74,7 @@ def refuse_parts(value: Tensor, name: str) -> None:
 
 
 def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tensor]:
-    """The tensors with memory to move, of a list of ``count`` (of any number, if None)."""
+    """The tensors with memory to move, of a list of ``count`` (None: of any length)."""
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{name} must be a list of tensors, got {type(values)}")
     tensors = [check_tensor(value, f"{name}[{i}]") for i, value in enumerate(values)]
@@ -86,7 +86,7 @@ def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tens
 
 
 def same_dtype(*groups: Tensor | Sequence[Tensor], mix_complex: bool = True) -> None:
-    """All tensors have one dtype; where data is only moved, complex numbers count as reals."""
+    """Check that all tensors have the same dtype; with ``mix_complex`` complex counts as real."""
     first = None
     for tensors in groups:
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
@@ -103,7 +103,7 @@ def same_dtype(*groups: Tensor | Sequence[Tensor], mix_complex: bool = True) -> 
 
 
 def same_device(*groups: Tensor | Sequence[Tensor]) -> None:
-    """All tensors are on one device."""
+    """Check that all tensors are on the same device."""
     first = None
     for tensors in groups:
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
@@ -122,7 +122,7 @@ def elements(tensor: Tensor) -> int:
 
 
 def same_elements(a: Tensor, a_name: str, b: Tensor, b_name: str) -> None:
-    """Both have as many elements."""
+    """Check that both tensors have the same number of elements."""
     if elements(a) != elements(b):
         raise ValueError(
             f"{a_name} has shape {list(a.shape)} and {b_name} has shape {list(b.shape)}: they "
@@ -131,7 +131,7 @@ def same_elements(a: Tensor, a_name: str, b: Tensor, b_name: str) -> None:
 
 
 def stacked_elements(whole: Tensor, whole_name: str, part: Tensor, part_name: str, n: int) -> None:
-    """``whole`` has room for exactly ``n`` parts."""
+    """Check that ``whole`` has room for exactly ``n`` parts."""
     if elements(whole) != n * elements(part):
         raise ValueError(
             f"{whole_name} must have as many elements as {part_name} from each of {n} ranks: got "
@@ -140,7 +140,7 @@ def stacked_elements(whole: Tensor, whole_name: str, part: Tensor, part_name: st
 
 
 def check_splits(tensor: Tensor, splits: Sequence[int] | None, name: str, size: int) -> list[int]:
-    """The rows of ``tensor`` for each rank, as asked; empty where they are equal."""
+    """The rows of ``tensor`` for each rank, as in ``splits``; empty for equal parts."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if tensor.numel() and rows % size:
@@ -165,10 +165,10 @@ def group_root(
     name: str,
     default: int | None = None,
 ) -> int:
-    """The root's rank within the group, given as a global rank or as a group rank.
+    """The root's group rank, from a global rank or a group rank.
 
     Raises:
-        ValueError: Both or neither were given, or that rank is not part of the group.
+        ValueError: Both or neither were given, or the rank is not part of the group.
     """
     if group_root is None:
         known = pg.group_ranks.get(root)  # the usual case, in one step

@@ -1,4 +1,4 @@
-"""Public operations whose usual calls the core takes, without a frame of Python's in between."""
+"""Public operations whose usual calls go straight to the core, without a Python frame."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def core_first(inputs: str = "", outputs: str = "") -> Callable[[_Function], _Function]:
-    """A decorator of a public operation that the fast path has, by the function's name.
+    """A decorator for public operations that the fast path knows by the function's name.
 
     A call has two ways. The core takes calls on groups with a fast path whose tensors need no
-    preparation. The function gets all other calls, and those that the core refuses. Where the
-    core takes a call, the function must do the same with it: while a profiler watches, the function
-    gets such calls, too. docs/algorithms/entrances.md shows all entrances of the core.
+    preparation. The function gets all other calls, and calls that the core refuses. The function
+    must do the same as the core, because it gets every call while a profiler
+    watches. docs/algorithms/entrances.md shows all entrances of the core.
 
     Args:
-        inputs: The parameter for what the operation reads on this rank; "" for none.
-        outputs: Likewise for what it writes.
+        inputs: The parameter for the tensors that the operation reads on this rank; "" for none.
+        outputs: The parameter for the tensors that it writes; "" for none.
 
     Example:
         >>> import pickle, types

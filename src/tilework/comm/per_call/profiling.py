@@ -1,9 +1,9 @@
-"""Events of operations for ``torch.profiler``: their names, and the bytes that this rank moves.
+"""Events of operations for ``torch.profiler``: names, and the bytes that this rank moves.
 
-An operation is an event ``tilework:all_reduce (8 bytes)``; an asynchronous one is such an event as
-it is submitted, and ``tilework:wait all_reduce (8 bytes)`` while it is waited for. With
-``record_shapes=True`` the event also has its tensors, and the bytes, the group and its size as
-arguments. While no profiler runs an operation reads one flag.
+An operation is an event ``tilework:all_reduce (8 bytes)``. An asynchronous operation is such an
+event at the start, and an event ``tilework:wait all_reduce (8 bytes)`` during a wait. With
+``record_shapes=True`` the event also has the tensors, and as arguments the bytes, the group and the
+group's size. Without a profiler an operation only reads one flag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilework.comm.contract import ProcessGroup
 _Fast: Any = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
 
 
-#: torch's functions for this, which older torch lacks.
+#: The name of torch's flag, which older torch lacks.
 _FLAG: Final = "_is_profiler_enabled"
 _SETTER: Final = "_set_is_profiler_enabled"
 
@@ -33,16 +33,16 @@ def profiled() -> bool:
     return bool(getattr(profiler, _FLAG, False))
 
 
-#: The program's name for the operations that are called now; "" for none.
+#: The program's name for operations that start now; "" for none.
 _given_name: ContextVar[str] = ContextVar("tilework_comm_name", default="")
 
 
 @contextmanager
 def record_comm(name: str) -> Iterator[None]:
-    """Give the operations within a name of the program's own in ``torch.profiler``'s events.
+    """Name the operations within the block in ``torch.profiler``'s events.
 
     Args:
-        name: Takes the place of the operation's name, as in ``tilework:name (8 bytes)``.
+        name: Replaces the operation's name, as in ``tilework:name (8 bytes)``.
 
     Example:
         >>> import torch, tilework.distributed as dist
@@ -62,9 +62,9 @@ def record_comm(name: str) -> Iterator[None]:
 
 
 def follow(tell: Callable[[bool], None]) -> None:
-    """Have ``tell`` called with True when a profiler starts, and with False when it stops.
+    """Call ``tell`` with True when a profiler starts, and with False when it stops.
 
-    torch has no place for this: its own function that keeps the flag is wrapped.
+    torch has no hook for this, so this wraps torch's function that keeps the flag.
     """
     keep = getattr(profiler, _SETTER, None)
     if keep is None:
@@ -79,12 +79,12 @@ def follow(tell: Callable[[bool], None]) -> None:
 
 
 class Event:
-    """An operation's event, from entering to leaving it.
+    """A context manager for an operation's event.
 
     Args:
         name: The operation, as the program knows it.
-        tensors: Those that it reads, or those that it writes if it reads none here: their bytes are
-            what the event tells.
+        tensors: The tensors that the operation reads on this rank, or else writes: the event counts
+            their bytes.
         group: The group that runs it.
     """
 

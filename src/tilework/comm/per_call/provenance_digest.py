@@ -1,9 +1,9 @@
-"""The provenance that a thread's collectives carry: what tensors they mean, for ranks to compare.
+"""The provenance that a thread's collectives carry, by which ranks compare tensors.
 
-A *provenance digest* tells how a tensor came about. It is in the header of the collectives that a
-thread calls while it is set, beside dtype and shape, so that ranks which mean different tensors, or
-tensors whose values have parted, all raise. Here digests are numbers that must be equal on all
-ranks; ``dtensor.provenance`` says what they are made of.
+A *provenance digest* tells how a tensor came about. While a thread has set a digest, the headers of
+the thread's collectives carry it, beside dtype and shape. So ranks all raise if they mean different
+tensors, or tensors whose values have parted. Here digests are numbers that must be equal on all
+ranks; ``dtensor.provenance`` says how they are computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ try:
 except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
-#: The words by which messages tell that a collective is that of an operator on DTensors.
+#: Words in messages for a collective of an operator on DTensors.
 OF_A_DTENSOR = "of a DTensor"
 _ADVICE = (
     "Operators on DTensors are collective, and so are item(), float(), bool() and print() of their "
@@ -34,7 +34,7 @@ _ADVICE = (
 )
 
 
-#: The words by which messages tell that a collective is of a pass of a wrapped module.
+#: Words in messages for a collective of a pass of a wrapped module.
 OF_A_PASS = "after forward pass"
 ADVICE_ON_PASSES = (
     "Modules that average gradients or gather parameters count their forward and backward passes, "
@@ -44,19 +44,19 @@ ADVICE_ON_PASSES = (
     "the module within (ddp.module) or use torch.no_grad(); for uneven inputs use Join."
 )
 
-#: The environment variable that says how much is compared.
+#: The environment variable for the amount of comparison.
 VARIABLE = "TILEWORK_VERIFY"
 
 
 @cache
 def is_off() -> bool:
-    """True if the environment says that nothing is to be compared."""
+    """True if the environment turns comparisons off."""
     return os.environ.get(VARIABLE) == "off"
 
 
-#: What a thread's collectives are for, innermost first: the operator or method, "" if unknown, or
-#: an object whose str() is the whole text; the tensor that moves, by its str(), None if unknown;
-#: and what is around.
+#: The purpose of a thread's collectives: the operator or method ("" if unknown), or an object whose
+#: str() is the whole text; the moving tensor, whose str() names it (None if unknown); and the
+#: enclosing purpose.
 Purpose = tuple[object, object, Any]
 
 
@@ -77,33 +77,33 @@ def _digest() -> int:
     return _carried.digest
 
 
-#: Set the digest that collectives of this thread carry (0: none); returns the one before.
+#: Set the digest that collectives of this thread carry (0: none); return the old digest.
 set_digest = _set_digest if _core is None else _core.set_provenance
 #: The digest that collectives of this thread carry.
 digest = _digest if _core is None else _core.provenance
 
 
 def enter(digest: int, operator: object, tensor: object) -> int:
-    """Let this thread's collectives carry a digest from now on; :func:`leave` with the result."""
+    """Let this thread's collectives carry a digest; pass the result to :func:`leave`."""
     _carried.purpose = (operator, tensor, _carried.purpose)
     return set_digest(digest)
 
 
 def leave(before: int) -> None:
-    """Let this thread's collectives carry what they did before the last :func:`enter`."""
+    """Restore the digest from before the last :func:`enter`."""
     set_digest(before)
     purpose = _carried.purpose
     _carried.purpose = None if purpose is None else purpose[2]
 
 
 class carrying:
-    """Let this thread's collectives carry a digest meanwhile.
+    """Let this thread's collectives carry a digest within a block.
 
     Args:
         digest: The digest; the same on all ranks that are to call the same collectives.
-        operator: The operator or method that they are for, unless one around says so; or an object
-            whose str() says what they are for, where that is none of DTensors.
-        tensor: The tensor that moves; its str() names it in errors.
+        operator: The operator or method that calls the collectives, unless an enclosing block names
+            one; or an object whose str() is the purpose, for collectives without a DTensor.
+        tensor: The tensor that moves; errors name it by str().
 
     Example:
         >>> import torch
@@ -137,7 +137,7 @@ class carrying:
 
 
 def named(title: str) -> str:
-    """An operation's title, with what it is for: the outermost operator, the innermost tensor."""
+    """An operation's title with the purpose: the outermost operator, the innermost tensor."""
     purpose = _carried.purpose
     operator: object = ""
     tensor: object = None
@@ -154,7 +154,7 @@ def named(title: str) -> str:
 
 
 def advice(text: str) -> str:
-    """The next step after a failure that ``text`` tells of; "" if nothing is known of it."""
+    """The next step after a failure that ``text`` describes; "" if there is no advice."""
     if OF_A_PASS in text:
         return f" {ADVICE_ON_PASSES}"
     return f" {_ADVICE}" if OF_A_DTENSOR in text else ""

@@ -1,9 +1,9 @@
-"""The recorder of a thread: a program that is being captured sees calls that torch does not show.
+"""The recorder of a thread, by which a captured program sees calls that torch hides.
 
-Torch's dispatcher shows a recorder every operator. It does not show what the core does with memory
-(collectives, random numbers, memory of a segment), nor what ranks compare besides. Functions of the
-first kind are :func:`recorded`: a program calls them again when it runs. Those of the second kind
-are :func:`unrecorded`: a program leaves them out.
+Torch's dispatcher shows a recorder every operator, but neither the core's work on memory
+(collectives, random numbers, memory of a segment) nor comparisons between ranks. Functions of the
+first kind are :func:`recorded`: a program calls them again when it runs. Functions of the second
+kind are :func:`unrecorded`: a program leaves them out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _recording = _Recording()
 
 
 def set_recorder(recorder: Recorder | None) -> Recorder | None:
-    """Make a recorder that of this thread; returns the one before. None: nothing is recorded."""
+    """Set this thread's recorder; return the old recorder. None: record nothing."""
     before, _recording.recorder = _recording.recorder, recorder
     return before
 
@@ -46,7 +46,7 @@ def current_recorder() -> Recorder | None:
 
 
 def recorded(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose calls become instructions: the recorder sees nothing of what it does.
+    """A function whose calls become instructions; the recorder sees nothing inside.
 
     Example:
         >>> recorded(abs)(-3)
@@ -85,7 +85,7 @@ def unrecorded(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse_count(name: str) -> None:
-    """Refuse a part of a step that does something else by a count of Python's in later calls.
+    """Refuse a part of a step that behaves differently in later calls, by a Python counter.
 
     Raises:
         CaptureError: This thread records.

@@ -1,4 +1,4 @@
-"""torch's names of parameters that have another name here."""
+"""torch's names for parameters with other names here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: The attribute of a function that has torch's names: for tests and documentation.
+#: The attribute of a function with torch's names, for tests and documentation.
 ATTRIBUTE = "torch_names"
 
 
@@ -18,8 +18,8 @@ def torch_names(
     """A decorator: calls may name parameters as torch does.
 
     Args:
-        ignored: Parameters of torch's that mean nothing here, with the value that may be given, or
-            a function that is true for such values.
+        ignored: Parameters of torch's that mean nothing here, with the permitted value, or a
+            function that is true for permitted values.
         names: Names of parameters here, by torch's names.
 
     Example:

@@ -3,11 +3,11 @@
 - ``run``: :func:`run_plan`, and the checks of its arguments;
 - ``run_mode``: the agreement of all ranks on the plan and on how to run it;
 - ``local_transfer``: this rank's group, pieces and tensors while a plan runs;
-- ``single_collective``: plans that are one collective on tensors as they are;
-- ``rounds``: all others, in rounds through a small buffer; ``packing`` fills and empties it, and
-  ``round_shares`` says which elements go in which round, in pure integers;
-- ``reduce_rounds``: rounds that reduce what arrives; ``identity_element``: what a partial result
-  holds besides the value;
+- ``single_collective``: plans that are one collective on unchanged tensors;
+- ``rounds``: all other plans, in rounds through a small buffer; ``packing`` fills and empties the
+  buffer, and ``round_shares`` assigns elements to rounds, in pure integers;
+- ``reduce_rounds``: rounds that reduce arriving elements; ``identity_element``: the elements of a
+  partial result besides the value;
 - ``large_buffers``: memory for results.
 """
 

@@ -8,10 +8,10 @@ from tilework.comm.reduce_op import RedOpType
 
 
 def identity_element(op: RedOpType, dtype: torch.dtype) -> bool | int | float:
-    """The number that changes nothing when it is reduced with others.
+    """The number that changes nothing in a reduction.
 
     Raises:
-        NotImplementedError: There is none.
+        NotImplementedError: The reduction has no identity element.
 
     Example:
         >>> identity_element(RedOpType.MIN, torch.int8)

@@ -1,8 +1,8 @@
-"""Memory for large results, used again and in huge pages where the kernel has them.
+"""Memory for large results: reused, and in huge pages if the kernel has them.
 
-The first write to a page has the kernel find and clear it: with pages of 4 KiB that takes about as
-long as moving what comes into them. So the memory of large results that are gone serves the next
-ones of about that size. It is bounded, marked as free for the kernel to take meanwhile
+At the first write to a page the kernel finds and clears it. With pages of 4 KiB that takes about as
+long as moving the data into them. So the memory of large results that are gone serves later results
+of about the same size. That memory is bounded; it is marked as free for the kernel to take
 (MADV_FREE), and dropped when a result comes that it does not suit.
 """
 
@@ -30,8 +30,8 @@ _HUGE_PAGE = 2 << 20
 
 _KINDS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if sys.platform == "linux" else 0
 
-#: Free blocks, the oldest first. Finalizers append to it, at any time in any thread: a deque needs
-#: no lock for that.
+#: Free blocks, the oldest first. Finalizers append at any time in any thread: a deque needs no lock
+#: for that.
 _free: deque[mmap.mmap] = deque()
 
 
@@ -60,7 +60,7 @@ def _new_block(nbytes: int) -> mmap.mmap:
 
 
 def _advise(block: mmap.mmap, advice: str) -> None:
-    # A kernel that does not know it refuses, and that is all.
+    # A kernel that does not know the advice refuses it, which does no harm.
     with contextlib.suppress(OSError, AttributeError):
         block.madvise(getattr(mmap, advice))
 
@@ -71,7 +71,7 @@ def _aligned(block: mmap.mmap) -> int:
 
 
 def _suitable_block(nbytes: int) -> mmap.mmap | None:
-    """A block that suits; those that do not are given back to the kernel."""
+    """A suitable block; gives unsuitable blocks back to the kernel."""
     suitable = None
     while (block := _oldest()) is not None:
         room = len(block) - _HUGE_PAGE

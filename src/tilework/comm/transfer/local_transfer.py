@@ -1,4 +1,4 @@
-"""This rank's side of a plan while it runs: its group, its pieces by peer, its tensors."""
+"""This rank's side of a plan while it runs: the group, the pieces by peer, the tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.reduce_op import RedOpType
 from tilework.layout import Box, Piece, Plan, Tiling
 
-#: The dtypes as which elements are moved that are not reduced: so any dtype can be moved, and as
-#: fast as its size allows.
+#: The dtypes for moving elements without a reduction: every dtype can be moved as an integer, as
+#: fast as the size allows.
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOVED = frozenset(_INTEGER_OF_SIZE.values())
 
@@ -26,7 +26,7 @@ class LocalTiles:
         tiling: The tiling.
         rank: The global rank.
         tensors: Aligned with ``tiling.of(rank)``.
-        dtype: The dtype as which to view their memory; of their elements' size.
+        dtype: The dtype to view the memory as; of the elements' size.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class LocalTiles:
 
 @dataclass
 class LocalTransfer:
-    """The side of one rank in a plan: what is sent, received and kept, and the memory for it."""
+    """The side of one rank in a plan: the pieces to send, receive and keep, and the memory."""
 
     pg: ProcessGroup
     plan: Plan
     source: LocalTiles
     target: LocalTiles
-    #: Of the tensors; ``source`` and ``target`` may show them as integers.
+    #: The dtype of the tensors; ``source`` and ``target`` may show them as integers.
     dtype: torch.dtype
     device: torch.device
     #: The element that fills tiles that get no value.
     identity: bool | int | float
-    #: The pieces for, and from, each group rank; its own keeps are in both.
+    #: The pieces for, and from, each group rank; kept pieces are in both.
     sends: list[list[Piece]] = field(init=False)
     receives: list[list[Piece]] = field(init=False)
 
@@ -72,12 +72,12 @@ class LocalTransfer:
 
     @cached_property
     def nothing(self) -> Tensor:
-        """A tensor without elements, for peers that have no part in something."""
+        """A tensor without elements, for peers without a part."""
         return self.empty(0)
 
     @property
     def memory_dtype(self) -> torch.dtype:
-        """The dtype as which elements are viewed: theirs if they are reduced, else any integers."""
+        """The dtype to view elements as: the tensors' for a reduction, else integers."""
         return self.dtype if self.plan.reduces else moved_dtype(self.dtype)
 
     @property
@@ -94,22 +94,22 @@ class LocalTransfer:
         return self.source.view(piece.src_tile, piece.box)
 
     def target_view(self, piece: Piece) -> Tensor:
-        """The view into which a piece goes that this rank receives or keeps."""
+        """The view to write a received or kept piece into."""
         return self.target.view(piece.dst_tile, piece.box)
 
     def keep(self) -> None:
-        """Copy the pieces that this rank has already."""
+        """Copy the pieces that this rank keeps."""
         for piece in self.plan.keeps:
             self.target_view(piece).copy_(self.source_view(piece))
 
 
 def moved_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Integers of the size of ``dtype``; itself where there are none."""
+    """The integer dtype of the size of ``dtype``; ``dtype`` itself if there is none."""
     return _INTEGER_OF_SIZE.get(dtype.itemsize, dtype)
 
 
 def in_rows(view: Tensor) -> bool:
-    """True if a view's elements lie in rows of one length, at one distance."""
+    """True if a view's elements lie in rows of equal length, at equal distances."""
     run, row = 1, 0
     for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
         if size == 1:

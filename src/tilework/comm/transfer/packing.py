@@ -1,4 +1,4 @@
-"""Parts of tensors as contiguous rows: where they are, if that is contiguous, else in a buffer."""
+"""Parts of tensors as contiguous rows: in place if contiguous, else in a buffer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ViewOf = Callable[[Piece], Tensor]
 
 
 class PackedRows:
-    """The rows for the parts of one round after the other, at one end of an exchange.
+    """The rows for each round's parts, at one end of an exchange.
 
     Args:
         view_of: The view of a piece.
         empty: Makes the buffer.
-        most: The most elements that the parts of a round have together.
+        most: The most elements of all parts of a round.
     """
 
     def __init__(self, view_of: ViewOf, empty: Callable[[int], Tensor], most: int) -> None:
@@ -26,11 +26,11 @@ class PackedRows:
         self._empty = empty
         self._most = most
         self._nothing = self._buffer = empty(0)
-        #: Views of tensors, and of the place in the buffer that their elements have in this round.
+        #: Views of tensors, each with a view of the buffer for the same elements in this round.
         self._buffered: list[tuple[Tensor, Tensor]] = []
 
     def rows(self, streams: Sequence[Sequence[Part]]) -> list[Tensor]:
-        """A row for each stream's parts. Those in the buffer are valid until the next round."""
+        """A row for each stream's parts. Rows in the buffer are valid until the next round."""
         viewed = [[view for part in parts for view in self.views(part)] for parts in streams]
         rows = [self._in_place(views) for views in viewed]
         scattered = [peer for peer, row in enumerate(rows) if row is None]
@@ -48,7 +48,7 @@ class PackedRows:
         return rows  # type: ignore[return-value]  # there is no None left
 
     def _in_place(self, views: Sequence[Tensor]) -> Tensor | None:
-        """The row that the views are already; None if they are none."""
+        """The views as one row in place; None if they are not contiguous."""
         if not views:
             return self._nothing
         return views[0].view(-1) if len(views) == 1 and views[0].is_contiguous() else None
@@ -79,7 +79,7 @@ class PackedRows:
 
 
 def cached_views(view_of: ViewOf) -> ViewOf:
-    """``view_of``, called once for each piece: for pieces that are split into several parts."""
+    """A cached ``view_of``, for pieces that are split into several parts."""
     views: dict[int, Tensor] = {}
 
     def view(piece: Piece) -> Tensor:

@@ -1,7 +1,7 @@
-"""Rounds that reduce terms where they arrive, region by region, so that they fit a buffer.
+"""Rounds that reduce arriving terms, region by region, within a buffer.
 
-A round brings one region of each target tile, all terms of it. They are reduced in the order of
-terms, whatever ranks they come from: every rank that gets an element gets the same bits.
+A round brings one region of each target tile, with all terms of it. The terms are reduced in order,
+from whichever ranks they come: every rank that gets an element gets the same bits.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tilework.layout import Box, Piece
 
 
 def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
-    """The number of rounds that keeps this rank's regions, and what reducing them takes, in room.
+    """The number of rounds that keeps this rank's regions, and their reduction, in ``room``.
 
     Args:
         local: The rank's pieces.
-        room: Elements, for each direction.
+        room: The room for each direction, in elements.
     """
     source, target = local.plan.source, local.plan.target
     sent = {(piece.dst, piece.dst_tile, piece.term) for piece in local.plan.sends}
-    # A term may be held by many ranks: then a whole region may come from one of them.
+    # Many ranks may hold a term: then a whole region may come from one rank.
     going = sum(target.tiles[tile].box.volume for _, tile, _ in sent)
     coming = sum(box.volume for box in target.boxes_of(local.plan.rank)) * len(source.terms)
     streams = len(sent) + len(local.target.tensors)
@@ -34,10 +34,10 @@ def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
 
 
 def _weight(dtype: torch.dtype) -> int:
-    """The elements held for each that arrives, until it is reduced.
+    """The number of elements held for each arriving element, until it is reduced.
 
-    One in the buffer that it arrives in, one in its region, one or less for the result; and
-    what it is converted to: 16-bit floats to two of their size.
+    The buffer holds an element, the region another, and the result at most one. Conversion to
+    float32 holds two more elements of the size of 16-bit floats.
     """
     if dtype in (torch.float16, torch.bfloat16):
         return 6
@@ -45,7 +45,7 @@ def _weight(dtype: torch.dtype) -> int:
 
 
 class ReducingTensors:
-    """The tensors between which pieces are moved, and reduced where they arrive.
+    """The tensors to move pieces between, with a reduction on arrival.
 
     Args:
         local: The rank's pieces and tensors.
@@ -57,11 +57,11 @@ class ReducingTensors:
         self._rounds = rounds
         self.source_view = local.source_view
         self._regions: dict[int, list[list[Box]]] = {}
-        #: By target tile, for each box of the round's region: it, and its terms.
+        #: By target tile: each box of the round's region, with the terms of the box.
         self._arriving: dict[int, list[tuple[Box, Tensor]]] = {}
 
     def shares(self, pieces: Sequence[Piece]) -> list[list[Part]]:
-        """The parts of ``pieces`` that each round moves: those in its regions."""
+        """The parts of ``pieces`` that each round moves: the parts in the round's regions."""
         return region_shares(pieces, self._rounds, self._regions_of)
 
     def _regions_of(self, tile: int) -> list[list[Box]]:
@@ -80,7 +80,7 @@ class ReducingTensors:
         }
 
     def target_view(self, piece: Piece) -> Tensor:
-        """The view into which a piece goes that arrives."""
+        """The view to write an arriving piece into."""
         for box, terms in self._arriving[piece.dst_tile]:
             if box.contains(piece.box):
                 return terms[piece.term][piece.box.relative_to(box).slices]

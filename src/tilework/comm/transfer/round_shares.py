@@ -1,8 +1,8 @@
-"""The shares of a plan's pieces that go in each round: pure integers, alike on both ends.
+"""The shares of a plan's pieces in each round: pure integers, equal on both ends.
 
-A rank's pieces for one peer, one after the other, each in row-major order, are a stream. It is
-split into as many equal shares as there are rounds. A split prefers to fall between rows (or larger
-parts) of a piece, where that moves it by little: then a share is a box again, and copied as one.
+A rank's pieces for one peer form a stream: one piece after the other, each in row-major order. A
+stream is split into as many equal shares as there are rounds. A split moves a little, to fall
+between rows (or larger parts) of a piece: then a share is a box again, and copied as one box.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tilework.layout import Box, Piece
 
-#: The index that gives a block of a tensor; of dims that it leaves out it has all.
+#: The index of a block of a tensor; the block is complete in dims that the index leaves out.
 Block = tuple[slice, ...]
 #: A split moves by at most the share divided by this.
 _SLACK = 8
@@ -36,9 +36,10 @@ def rounds_for(elements: int, room: int, streams: int) -> int:
     """The number of rounds that keeps shares of ``streams`` streams within ``room`` elements.
 
     Args:
-        elements: The number that all streams have together.
-        room: For the shares of one round; a round moves at least an element of each stream.
-        streams: The number of streams; each share may be an element longer than its part.
+        elements: The total number of all streams.
+        room: The limit for the shares of one round; a round moves at least an element of each
+            stream.
+        streams: The number of streams; each share may be an element longer than an equal share.
     """
     return max(1, math.ceil(elements * (1 + 1 / _SLACK) / max(1, room - streams)))
 
@@ -69,7 +70,7 @@ def shares(pieces: Sequence[Piece], rounds: int) -> list[list[Part]]:
 
 
 def _unit(sizes: Sequence[int], limit: int) -> int:
-    """The elements of the largest part of a box that is not to be split (rows, planes)."""
+    """The number of elements of a box's largest part (row, plane) that should stay whole."""
     unit = 1
     for size in reversed(sizes):
         if unit * size > limit:
@@ -79,7 +80,7 @@ def _unit(sizes: Sequence[int], limit: int) -> int:
 
 
 def blocks(sizes: Sequence[int], start: int, stop: int) -> list[Block]:
-    """The blocks of a shape that have its elements from ``start`` to ``stop``, in that order.
+    """The blocks of a shape with the elements from ``start`` to ``stop``, in order.
 
     Example:
         >>> blocks((3, 4), 2, 8)
@@ -108,7 +109,7 @@ def _in_row(sizes: Sequence[int], row: int, start: int, stop: int) -> list[Block
 
 
 def regions(box: Box, rounds: int) -> list[list[Box]]:
-    """A box in as many nearly equal regions, each some boxes, in row-major order.
+    """Cut a box into ``rounds`` nearly equal regions of some boxes, in row-major order.
 
     Example:
         >>> [list(map(str, region)) for region in regions(Box((0, 0), (4, 2)), 2)]
@@ -132,10 +133,10 @@ def _part_of(box: Box, block: Block) -> Box:
 def region_shares(
     pieces: Sequence[Piece], rounds: int, regions_of: Callable[[int], list[list[Box]]]
 ) -> list[list[Part]]:
-    """The parts of each piece that are in the region of its target tile that each round has.
+    """The parts of each piece in each round: the parts in the target tile's region.
 
     Args:
-        pieces: One after the other.
+        pieces: The pieces, in order.
         rounds: The number of rounds.
         regions_of: The regions of a target tile, by its index.
     """

@@ -1,8 +1,8 @@
-"""Any plan, in rounds: what is not contiguous is packed into a small buffer, moved and unpacked.
+"""Any plan, in rounds: a small buffer packs, moves and unpacks non-contiguous elements.
 
-Each round moves a share of what any two ranks exchange, and of what a rank keeps, so that tensors
-are read once from one end to the other. Rounds are sized so that a rank's shares stay within the
-buffer, which is to fit a cache.
+Each round moves a share of the pieces between any two ranks, and of the pieces that a rank keeps,
+so that tensors are read once from one end to the other. The number of rounds is such that a rank's
+shares stay within the buffer, which should fit a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Streams = Sequence[Sequence[Part]]
 
 
 def rounds_needed(local: LocalTransfer, buffer_bytes: int) -> int:
-    """The number of rounds that keeps what this rank has in flight within ``buffer_bytes``."""
+    """The number of rounds that keeps this rank's data in flight within ``buffer_bytes``."""
     room = buffer_bytes // 2 // local.dtype.itemsize  # one half for each direction
     if local.plan.reduces:
         return rounds_to_reduce(local, room)
@@ -39,7 +39,7 @@ def rounds_needed(local: LocalTransfer, buffer_bytes: int) -> int:
 def run_in_rounds(local: LocalTransfer, mode: RunMode) -> None:
     """Run the plan in the mode that all ranks have agreed on.
 
-    Collective, unless no rank needs another.
+    Collective, unless no data moves between ranks.
     """
     kind = ReducingTensors if local.plan.reduces else _MovingTensors
     tensors = kind(local, mode.rounds)
@@ -64,36 +64,36 @@ def run_in_rounds(local: LocalTransfer, mode: RunMode) -> None:
 
 
 def _of_others(streams: Sequence[Sequence[Piece]], me: int) -> list[Sequence[Piece]]:
-    """The streams without what this rank keeps."""
+    """The streams without the pieces that this rank keeps."""
     return [() if peer == me else pieces for peer, pieces in enumerate(streams)]
 
 
 def _by_round(
     streams: Sequence[Sequence[Piece]], tensors: _MovingTensors | ReducingTensors
 ) -> list[Streams]:
-    """For each round the parts of each stream."""
+    """The parts of each stream, for each round."""
     return list(zip(*[tensors.shares(pieces) for pieces in streams], strict=True))
 
 
 def _most(rounds: Sequence[Streams]) -> int:
-    """The most elements that any round has."""
+    """The most elements of a round."""
     return max(sum(part.volume for parts in streams for part in parts) for streams in rounds)
 
 
 def _all_to_all(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-    """Each rank sends each other something else. Collective."""
+    """Each rank sends different elements to each other rank. Collective."""
     collectives.all_to_all(incoming, outgoing, pg)
 
 
 def _all_gather(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-    """Each rank sends all others the same. Collective."""
+    """Each rank sends the same elements to all other ranks. Collective."""
     (mine,) = outgoing
     incoming[pg.rank()] = mine
     collectives.all_gather(incoming, mine, pg)
 
 
 class _MovingTensors:
-    """The tensors between which pieces are moved and no more."""
+    """The tensors to move pieces between, without a reduction."""
 
     def __init__(self, local: LocalTransfer, rounds: int) -> None:
         self._rounds = rounds

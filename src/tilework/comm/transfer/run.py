@@ -1,4 +1,4 @@
-"""``run_plan``, which runs a plan, and the checks of its arguments."""
+"""``run_plan``, which runs a plan, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tilework.comm.transfer.single_collective import same_for_all, single_call
 from tilework.comm.world import AnyGroup, member
 from tilework.layout import Plan, Tiling
 
-#: The memory that a run takes besides its source and its target, by default. Measured: with
-#: less, meeting in each round costs more than caches save, above all where ranks share cores; more
-#: gains nothing.
+#: The default memory of a run besides source and target. Measured: with less memory, the meetings
+#: of more rounds cost more than caches save, above all if ranks share cores; with more memory,
+#: nothing is gained.
 BUFFER_BYTES = 8 << 20
 
 
@@ -39,29 +39,30 @@ def run_plan(
 ) -> list[Tensor]:
     """This rank's tensors of the target tiling, moved and reduced as ``plan`` says.
 
-    Collective over ``group``: every rank of it calls, with its own plan of the same source and
-    target, also those that hold nothing. Blocks until this rank has its tensors. A plan that
-    moves nothing between ranks is run without communication.
+    Collective over ``group``: every rank of the group calls, also ranks that hold nothing. Each
+    rank passes a plan for this rank, from the same source to the same target. Blocks until this
+    rank has the target tensors. A plan that moves nothing between ranks runs without communication.
 
-    One collective does it where the plan is recognised as one and all ranks' memory fits it as it
-    is; else it takes rounds of all_to_all (all_gather, if every rank gets the same). Terms of a
-    partial source are combined in their order, 16-bit floats in float32, so that every rank
-    gets the same bits; where one all_reduce or reduce_scatter does it, as the backend does that.
+    If the plan is recognised as one collective, and all ranks' memory fits it unchanged, that
+    collective runs. Otherwise the plan runs in rounds of all_to_all (all_gather, if every rank gets
+    the same elements). Terms of a partial source are combined in order, 16-bit floats in float32,
+    so that every rank gets the same bits. A single all_reduce or reduce_scatter combines terms as
+    the backend does.
 
-    Memory: the results, and ``buffer_bytes``. Engines of torch's (gloo, nccl) hold copies of what
-    is in flight in a round besides.
+    Memory: the results, and ``buffer_bytes``. torch's engines (gloo, nccl) also hold copies of the
+    elements in flight in a round.
 
     Args:
-        plan: This rank's plan; its ranks are global.
+        plan: This rank's plan, with global ranks.
         tiles: This rank's tensors of the source, one for each of ``plan.source.of(rank)``, of any
-            strides. They are left as they are.
+            strides. They stay unchanged.
         group: All ranks of the plan must be in it; ranks outside it get a warning and ``[]``.
         out: The tensors to write, one for each of ``plan.target.of(rank)``, of any strides
             (views of a larger tensor, say) that share no memory with ``tiles``; None: new,
             contiguous tensors.
-        dtype: For a rank that has neither tiles nor ``out``: that of the others'.
-        device: Likewise; None means the CPU.
-        buffer_bytes: The most memory for what is in flight. A round moves an element between any
+        dtype: For a rank without tiles and ``out``: the dtype of the other ranks' tensors.
+        device: For a rank without tiles and ``out``: the device; None means the CPU.
+        buffer_bytes: The most memory for elements in flight. A round moves an element between any
             two ranks at least.
 
     Raises:
@@ -104,9 +105,9 @@ def run_plan(
         if isinstance(plan, Plan) and plan.collective.kind == "none":
             raise
         refuse(pg, error, where)
-    # Written with versions counted, unless they are such as have none.
+    # Count versions of written tensors; inference tensors have no versions.
     with torch.no_grad(), torch.inference_mode(any(result.is_inference() for result in results)):
-        # Their own version counters: a collective may take one for its output, and not write it.
+        # Separate version counters: a collective may raise the version of an input.
         sources = [tile.data.resolve_conj().resolve_neg() for tile in tiles]
         viewed = used_dtype if plan.reduces else moved_dtype(used_dtype)
         source = LocalTiles(plan.source, plan.rank, sources, viewed)
@@ -137,18 +138,18 @@ def _run(local: LocalTransfer, buffer_bytes: int) -> None:
 
 
 def _fill(local: LocalTransfer) -> None:
-    """Write the identity element to what a partial target has besides the value."""
+    """Write the identity element to the tiles of a partial target that get no value."""
     for tile in local.plan.fills:
         local.target.tensors[tile].view(local.dtype).fill_(local.identity)
 
 
 def _identity(plan: Plan, dtype: torch.dtype) -> bool | int | float:
-    """The element that fills those tiles; 0 if there are none."""
+    """The element for tiles that get no value; 0 if there are none."""
     return identity_element(RedOpType(plan.target.reduce_op), dtype) if plan.fills else 0
 
 
 def _has_room(local: LocalTransfer, buffer_bytes: int) -> bool:
-    """True if one collective keeps within the buffer what it holds besides source and result."""
+    """True if a collective's memory besides source and result fits the buffer."""
     if local.plan.reduces or not local.pg.holds_copies:
         return True
     size = local.dtype.itemsize

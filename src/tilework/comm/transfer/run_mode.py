@@ -1,9 +1,9 @@
-"""The agreement of ranks before a plan runs: one small all_gather of what each is about to run.
+"""The agreement of ranks before a plan runs: one small all_gather of each rank's facts.
 
-All ranks learn that they run the same plan on the same dtype, whether each has memory that one
-collective can use as it is, and how many rounds the rank needs that needs most. If something is
-wrong on one rank, all raise, nothing has moved, and the group goes on. That costs microseconds;
-words are exchanged only when something is wrong (``comm.agreement``).
+All ranks learn that they run the same plan on the same dtype, whether every rank's memory fits one
+collective unchanged, and the largest number of rounds that a rank needs. If a check fails on one
+rank, all ranks raise, nothing has moved, and the group goes on. The agreement costs microseconds;
+ranks exchange words only after a failure (``comm.agreement``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilework.comm.operations import collectives
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Plan, Tiling
 
-#: Flags of a rank's state: it refuses to run; one collective will do; its sends are all the same.
+#: Flags of a rank's state: it refuses to run; one collective suffices; all its sends are equal.
 _REFUSES, _SINGLE, _SAME_FOR_ALL = 1, 2, 4
 #: The most tiles that a message names.
 _MOST_TILES = 4
@@ -29,14 +29,14 @@ _MOST_TILES = 4
 
 @dataclass(frozen=True, slots=True)
 class RunMode:
-    """A way to run a plan: what one rank proposes, or what suits all."""
+    """A way to run a plan, as one rank proposes it, or as it suits all."""
 
     rounds: int
     """The number of rounds that keeps within the buffers."""
     single_collective: bool
-    """True if one collective does it all, on tensors and outputs as they are."""
+    """True if one collective on unchanged tensors and outputs runs the plan."""
     same_for_all: bool
-    """True if each rank sends the same to all others."""
+    """True if each rank sends the same elements to all other ranks."""
 
 
 def agree_on_mode(
@@ -46,7 +46,7 @@ def agree_on_mode(
 
     Raises:
         CollectiveMismatchError: On every rank: ranks run different plans.
-        Exception: On every rank: one refuses to run its plan.
+        Exception: On every rank: a rank refuses to run the plan.
     """
     state = _SINGLE * proposed.single_collective + _SAME_FOR_ALL * proposed.same_for_all
     row = [plan.source.digest, plan.target.digest, zlib.crc32(str(dtype).encode())]
@@ -59,7 +59,7 @@ def agree_on_mode(
 
 
 def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn:
-    """Raise ``error``, here and on the others, who are about to agree. Collective."""
+    """Raise ``error`` on this rank and on the others, which wait to agree. Collective."""
 
     def give_up() -> NoReturn:
         raise error
@@ -71,7 +71,7 @@ def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn
 def _exchange(
     pg: ProcessGroup, row: list[int], words: Callable[[], str], device: torch.device
 ) -> list[list[int]]:
-    """Every rank's row, if they are the same plan's and no rank refuses."""
+    """Every rank's row; raises if plans differ or a rank refuses."""
     own = torch.tensor(row, dtype=torch.int64, device=device)
     gathered = torch.empty(pg.size() * len(row), dtype=torch.int64, device=device)
     collectives.all_gather_into_tensor(gathered, own, pg)

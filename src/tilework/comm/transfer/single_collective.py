@@ -1,7 +1,7 @@
-"""Plans that are one collective, on tensors and outputs as they are: nothing is packed.
+"""Plans that are one collective, on unchanged tensors and outputs, without packing.
 
-Each function looks at one rank's pieces and returns the call that moves them all, or None. Ranks
-agree (see ``run_mode``) whether all have such a call, since memory may fit on one rank only.
+Each function looks at one rank's pieces and returns the call that moves them all, or None. Memory
+may fit on one rank only, so ranks agree whether all have such a call (see ``run_mode``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _Finder = Callable[[LocalTransfer], CollectiveCall | None]
 
 
 def single_call(local: LocalTransfer) -> CollectiveCall | None:
-    """The collective that the plan is recognised as, if this rank's memory fits it."""
+    """The plan's single collective; None without one, or if this rank's memory does not fit."""
     collective = local.plan.collective
     if local.plan.reduces:
         backend = backend_for(local.pg, local.device.type)
         if not backend.reduces(local.reduce_op, local.dtype):
             return None
-    # Where groups of ranks do each the same among themselves, it is one exchange for all.
+    # If several subgroups each run the collective, an exchange of all ranks does the same.
     everyone = len(collective.ranks) == local.pg.size()
     find = _FINDERS[collective.kind] if everyone else _all_to_all
     return find(local)
@@ -39,7 +39,7 @@ def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
 
 
 def _outgoing(local: LocalTransfer) -> list[Tensor] | None:
-    """A tensor for each rank, if each gets at most one piece that the backend takes as it is."""
+    """A tensor for each rank, if each gets at most one piece that needs no packing."""
     return _tensors(local, local.sends, local.source_view)
 
 
@@ -69,7 +69,7 @@ def _fits(local: LocalTransfer, tensors: Sequence[Tensor]) -> bool:
 
 
 def _all_to_all(local: LocalTransfer) -> CollectiveCall | None:
-    # Backends that want equal sizes pack others by themselves, into memory without bound.
+    # Backends that want equal sizes pack other sizes themselves, into unbounded memory.
     if local.plan.reduces or not local.pg.uneven_sizes:
         return None
     inputs, outputs = _outgoing(local), _incoming(local)
@@ -123,7 +123,7 @@ def _broadcast(local: LocalTransfer) -> CollectiveCall | None:
     others = [pieces for rank, pieces in enumerate(local.sends) if rank != root]
     if not same_for_all(others):
         return None
-    tensor = inputs[root - 1]  # what any of the others gets
+    tensor = inputs[root - 1]  # the tensor for any other rank
 
     def send_and_keep() -> None:
         collectives.broadcast(tensor, group=local.pg, group_src=root)
@@ -156,7 +156,7 @@ def _reduce_scatter(local: LocalTransfer) -> CollectiveCall | None:
 
 
 def _in_order_of_ranks(local: LocalTransfer) -> bool:
-    """True if each rank brings one term of this rank's only tile: the term of its own number."""
+    """True if each rank r brings term r, and no other, of this rank's only tile."""
     (tile, *_) = [*local.target.tensors, None]
     if tile is None or local.plan.target.tiles[tile].box.empty:
         return True

@@ -1,1 +1,1 @@
-"""Waits for other ranks: the lines on stderr, the cycles, the errors that end them."""
+"""Waits for other ranks: lines on stderr, cycles, and errors that end waits."""

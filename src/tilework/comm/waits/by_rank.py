@@ -1,7 +1,7 @@
 """The waits of this rank's thread for others, and the functions that look at long waits.
 
-Every engine that is tilework's own calls these functions now and then while a thread waits: engines
-in Python by :func:`look_if_long`, the core by itself.
+tilework's own engines call these functions repeatedly while a thread waits: engines in Python by
+:func:`look_if_long`, the core directly.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ try:
 except ImportError:  # installed without the core
     _core = None  # type: ignore[assignment]
 
-#: Seconds of waiting after which a wait is a long one.
+#: Seconds after which a wait is long.
 AFTER_SECONDS = 0.3
 
 _functions: list[Callable[[], None]] = []
 
 
 def add_function(function: Callable[[], None]) -> None:
-    """Add one that is called; it must be quick, and what it raises ends the wait. Idempotent."""
+    """Add a function to call; it must be quick, and may raise to end the wait. Idempotent."""
     if function in _functions:
         return
     _functions.append(function)
@@ -43,21 +43,21 @@ def _call() -> None:
 
 
 def look_if_long(begun: float) -> None:
-    """Call the function if the wait that began at ``begun`` (time.monotonic()) is a long one."""
+    """Call the functions if the wait that began at ``begun`` (time.monotonic()) is long."""
     if time.monotonic() - begun > AFTER_SECONDS:
         _call()
 
 
 class Looker(Protocol):
-    """A rank's object that looks at its waits; made without arguments."""
+    """A rank's object that looks at the rank's waits; made without arguments."""
 
     def look(self, world: World) -> None:
-        """Look at what the calling thread waits in. Quick; called often."""
+        """Look at the calling thread's wait. Quick; called often."""
         ...
 
 
 def look_while_waiting(kind: type[Looker]) -> None:
-    """Have threads that wait long call ``look`` of their rank's ``kind``. Idempotent."""
+    """Have threads that wait long call ``look`` on the rank's ``kind``. Idempotent."""
     add_function(_look_of(kind))
 
 
@@ -74,7 +74,7 @@ def _look_of(kind: type[Looker]) -> Callable[[], None]:
 def collective_wait(
     groups: Iterable[ProcessGroup],
 ) -> tuple[ProcessGroup, int, Sequence[int]] | None:
-    """The collective that the calling thread waits in: group, number, and the ranks to come."""
+    """The calling thread's wait in a collective: group, number, and the ranks to come."""
     for group in groups:
         wait = group.waiting()
         if wait is not None:
@@ -92,7 +92,7 @@ def message_wait(groups: Iterable[ProcessGroup]) -> tuple[ProcessGroup, MessageW
 
 
 def operation_name(group: ProcessGroup, number: int, entry: Entry | None = None) -> str:
-    """The operation that the calling thread waits in, for a person; ``entry``: if it is known."""
+    """The operation that the calling thread waits in, for a person; ``entry``: if known."""
     if entry is None:
         running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
         last = running[-1] if running else None

@@ -1,25 +1,26 @@
-"""Ranks that wait for each other in different groups: noticed, and ended with an error on each.
+"""Cycles of ranks that wait for each other in different groups: found, and ended with errors.
 
-Collectives of one group in another order on another rank are a mismatch, which headers tell. Where
-rank 0 waits in one group for rank 1, and rank 1 in another group for rank 0, no header arrives.
-So a thread that waits long asks its groups who waits for this rank in an operation that it has not
-called. Only where somebody does, or it waits for a message, whose sender cannot see that, it
-publishes its wait in the job's store, reads those of the ranks that it waits for, and looks for a
-cycle (:class:`WaitGraph`). A proven one is told to all of its ranks, and to those that it holds up.
-Each aborts the group that it waits in, and those in which others wait for it.
+If ranks call collectives of one group in different orders, the headers show the mismatch. If rank 0
+waits in one group for rank 1, and rank 1 in another group for rank 0, no header arrives. So a
+thread that waits long asks the rank's groups which ranks wait for this rank in an operation that it
+has not called. If there are such ranks, or if the thread waits for a message (whose sender cannot
+see the wait), the thread publishes its wait in the job's store, reads the waits of the awaited
+ranks, and looks for a cycle (:class:`WaitGraph`). A proven cycle is told to all ranks in it, and to
+the ranks that they hold up. Each of these aborts the group that it waits in, and the groups in
+which others wait for it.
 
-The store may be slow to answer, or its server stopped: so the asking is done on a thread of its
-own, which lives for as long as it is needed.
+The store may be slow, or the server stopped. So a separate thread asks the store, and lives for as
+long as it is needed.
 
 A rank publishes a :class:`WaitRecord` again and again: the operation that it waits in, and the
-ranks that it *holds up*, since they wait in an operation that it has not called. An edge of the
-graph needs both ends: one rank waits for another in an operation, and that other says that it
-has not called it, and waits itself. Nobody sees who waits for a message; there the other end is
-that the rank has no message under way that would fit. So a rank that is stopped, or that has gone
-on since, is in no cycle: nobody else can speak for it.
+ranks that it *holds up*, because they wait in an operation that it has not called. An edge of the
+graph needs both ends: one rank waits for another in an operation, and the other rank says that it
+has not called the operation, and waits itself. Nobody sees who waits for a message; there the other
+end is that the rank has no fitting message under way. A rank that is stopped, or that has gone on,
+is in no cycle, because no other rank can speak for it.
 
-Records are read at different moments. The proof that a cycle exists is a moment at which all of its
-edges did: each wait had been seen to be there before it, and each record tells of a time after it.
+Ranks read records at different moments. The proof of a cycle is a moment at which all edges
+existed: each wait was seen before that moment, and each record tells of a time after it.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from tilework.comm.world import World
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store
 
-#: Seconds between looks; and after the first of a wait, when it is no longer a young one.
+#: Seconds between looks at a young and at an older wait, and seconds for which a wait is young.
 _PERIOD, _LATER_PERIOD, _YOUNG_SECONDS = 0.1, 0.3, 5.0
 #: Seconds without a look after which the asking thread ends.
 _IDLE_SECONDS = 1.0
-#: Seconds of a wait for a message after which it is told; and between looks of a rank that nobody
-#: waits for in a collective whether somebody waits for a message.
+#: Seconds after which a wait for a message is published; and seconds between looks whether another
+#: rank waits for a message from this rank, if no rank waits for it in a collective.
 _MESSAGE_SECONDS, _ASKED_SECONDS = 0.7, 1.5
-#: Added to the latter for each thread of another rank: they share an interpreter.
+#: Seconds added to the latter for each thread of another rank in the same interpreter.
 _ASKED_SECONDS_PER_BYSTANDER = 0.01
 #: The most records that a rank reads in one look.
 _MAX_READ = 256
-#: The most ticks that are remembered of a rank.
+#: The most ticks of a rank to remember.
 _MAX_TICKS = 8
 _ADVICE = (
     "Call the operations of all groups in one order on every rank: where two groups share ranks, "
@@ -76,13 +77,13 @@ class _Task:
     """The next task of the asking thread."""
 
     record: WaitRecord
-    #: The rank's groups, by name.
+    #: The groups of the rank, by name.
     groups: dict[str, ProcessGroup]
     graph: WaitGraph
     store: Store
-    #: Of the thread that waits: it tells the rank.
+    #: The context of the waiting thread, which tells the rank.
     context: Context
-    #: True if it is to be told only if a rank that waits for a message has asked.
+    #: True to publish the wait only if a rank that waits for a message has asked.
     if_asked: bool = False
 
 
@@ -91,23 +92,23 @@ class _Wait:
     """The wait of the calling thread."""
 
     group: ProcessGroup
-    #: That of a collective; of a message its time.
+    #: The number of a collective, or the time of a message.
     number: int
     #: Global ranks.
     awaited: tuple[int, ...]
     message: Message | None
     messages: tuple[Message, ...] | None
-    #: Of a message: its name and place in the program.
+    #: Of a message: the name and place in the program.
     entry: Entry | None = None
 
     @property
     def place(self) -> object:
-        """Something that is equal for the same wait, with the same messages under way."""
+        """A key that is equal for the same wait with the same messages under way."""
         return self.group.group_name, self.number, self.messages
 
 
 class CyclicWaits:
-    """A rank's waits, as it tells the others of them."""
+    """A rank's waits, and their publication."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -115,31 +116,31 @@ class CyclicWaits:
         self._thread: threading.Thread | None = None
         self._is_free = True
         self._next = self._begun = self._asked = 0.0
-        #: The wait as it was last looked at, and as it was last told.
+        #: The key of the wait at the last look, and at the last publication.
         self._place: object = None
         self._serial_place: object = None
-        #: That of which somebody has asked.
+        #: The key of the wait that another rank has asked for.
         self._told_place: object = None
         self._what = ""
         self._serial = self._tick = 0
-        #: Of the default group whose store is asked.
+        #: The default group, whose store is asked.
         self._default: weakref.ref[ProcessGroup] | None = None
         self._graph = WaitGraph()
         self._over = False
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         with self._changed:
             self._over, self._task = True, None
             self._changed.notify_all()
 
     def _follow(self, default: ProcessGroup) -> None:
-        """Begin anew if the default group is another one, which has another store."""
+        """Reset if the default group has changed, and with it the store."""
         if self._default is None or self._default() is not default:
             self._default, self._graph, self._over = weakref.ref(default), WaitGraph(), False
 
     def look(self, world: World) -> None:
-        """On the thread that waits: collect what is to be told, if anybody waits for this rank."""
+        """Publish this rank's wait, if any rank waits for it. Runs on the waiting thread."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -170,7 +171,7 @@ class CyclicWaits:
         held_up: tuple[tuple[int, str, int], ...],
         asked: float | None,
     ) -> None:
-        """Give the asking thread a task. ``asked``: the time, if somebody has to ask for it."""
+        """Give the asking thread a task. ``asked``: the time, if another rank has to ask for it."""
         default = world.default()
         with self._changed:
             self._follow(default)
@@ -202,13 +203,13 @@ class CyclicWaits:
             self._start()
 
     def _note_asked(self, task: _Task) -> bool:
-        """True if a rank that waits for a message has asked for this one's wait."""
+        """True if a rank that waits for a message has asked for this rank's wait."""
         asked = task.store.check([f"asked/{task.record.rank}"])
         with self._changed:
             if asked:
                 self._told_place = self._serial_place
             else:
-                self._tick -= 1  # it is not told
+                self._tick -= 1  # not published
         return asked
 
     def _start(self) -> None:
@@ -221,7 +222,7 @@ class CyclicWaits:
         self._thread.start()
 
     def _serve(self) -> None:
-        """The asking thread."""
+        """The main function of the asking thread."""
         last: _Task | None = None
         idle_at = 0.0
         while True:
@@ -237,19 +238,19 @@ class CyclicWaits:
             try:
                 if task is not None and task.if_asked and not self._note_asked(task):
                     task = None
-                # Without a task the wait has ended: perhaps by another rank's verdict, which this
+                # Without a task the wait has ended, perhaps by another rank's verdict, which this
                 # rank has to pass on.
                 if _obey(last) if task is None else _ask(task):
                     last = None
-            except (DistError, ValueError):  # the store has gone, or holds what nobody wrote
+            except (DistError, ValueError):  # the store is gone, or holds invalid data
                 self._over, last = True, None
-            del task  # which holds groups
+            del task  # the task holds groups
             with self._changed:
                 self._is_free = True
 
 
 def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
-    """The wait of the calling thread; None if it is not known."""
+    """The wait of the calling thread; None if unknown."""
     by_group = [(group, group.messages_under_way()) for group in groups]
     is_known = all(under_way is not None for _, under_way in by_group)
     entries = [(group, entry) for group, its in by_group for entry in its or ()]
@@ -260,7 +261,7 @@ def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
         awaited = tuple(group.global_ranks[rank] for rank in ranks)
         return _Wait(group, number, awaited, None, messages)
     if not messages or len(messages) > 1 or messages[0].peer < 0:
-        return None  # it may be any of several that the thread waits for
+        return None  # the thread may wait for any of several
     group, entry = entries[0]
     number = int(entry.entered * 1e6)
     return _Wait(group, number, (messages[0].peer,), messages[0], messages, entry)
@@ -280,10 +281,10 @@ def _held_up(groups: Sequence[ProcessGroup]) -> tuple[tuple[int, str, int], ...]
 
 
 def _obey(task: _Task) -> bool:
-    """End this rank's wait, and those that it causes, if another rank has found it in a cycle.
+    """End this rank's wait, and waits for it, if another rank has found it in a cycle.
 
     Returns:
-        True if one has.
+        True if another rank has.
     """
     verdict = _read(task.store, f"verdict/{task.record.rank}")
     if verdict is None:
@@ -296,10 +297,10 @@ def _obey(task: _Task) -> bool:
 
 
 def _ask(task: _Task) -> bool:
-    """Publish this rank's wait, and end it if it is one of a cycle.
+    """Publish this rank's wait, and end it if it is part of a cycle.
 
     Returns:
-        True if it was.
+        True if the wait was part of a cycle.
     """
     if _obey(task):
         return True
@@ -325,7 +326,7 @@ def _ask(task: _Task) -> bool:
 
 
 def _abort(task: _Task, ranks: Sequence[int], text: str) -> None:
-    """End this rank's wait, and those of the ranks that it holds up."""
+    """End this rank's wait, and the waits of ranks that it holds up."""
     record = task.record
     for name in dict.fromkeys([*(name for _, name, _ in record.held_up), record.group]):
         task.context.run(task.groups[name].abort_for, "mismatch", ranks, text)
@@ -334,7 +335,7 @@ def _abort(task: _Task, ranks: Sequence[int], text: str) -> None:
 def _read(store: Store, key: str) -> bytes | None:
     if not store.check([key]):
         return None
-    with contextlib.suppress(DistError):  # deleted meanwhile
+    with contextlib.suppress(DistError):  # another rank deleted it
         return store.get(key, timedelta(seconds=1))
     return None
 
@@ -343,7 +344,7 @@ def _read(store: Store, key: str) -> bytes | None:
 
 
 class Message(NamedTuple):
-    """A message, as the rank at one end has it."""
+    """A message, as the rank at one end sees it."""
 
     group: str
     is_send: bool
@@ -352,7 +353,7 @@ class Message(NamedTuple):
     tag: int
 
     def fits(self, other: Message, rank: int, other_rank: int) -> bool:
-        """True if it is one message with another rank's, which may therefore arrive."""
+        """True if another rank's message is the other end, so that the message may arrive."""
         return (
             (self.group, self.tag, not self.is_send) == (other.group, other.tag, other.is_send)
             and self.peer in (other_rank, -1)
@@ -362,29 +363,29 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A rank's wait, as it was while it asked itself."""
+    """A rank's wait, as of the time of publication."""
 
     rank: int
-    #: Of the wait: the rank's next one has another.
+    #: The number of the wait; each wait of a rank has another.
     serial: int
-    #: Counts the rank's records. What one tells was so after the one before had been published.
+    #: Counts the rank's records. A record describes a time after the record before was published.
     tick: int
     group: str
     #: The operation's number in the group.
     number: int
     #: Global ranks; some may have come.
     awaited: tuple[int, ...]
-    #: The ranks that it holds up: (rank, group, number) of their waits.
+    #: The ranks that it holds up: (rank, group, number) of each wait.
     held_up: tuple[tuple[int, str, int], ...]
     #: The operation, for a person.
     what: str
-    #: Of a wait for a message: it, as this rank has it.
+    #: The message of a wait for a message, as this rank sees it.
     message: Message | None = None
-    #: The messages that it has under way, of all groups; None if that is not known.
+    #: The messages that the rank has under way, of all groups; None if unknown.
     messages: tuple[Message, ...] | None = None
 
     def holds_up(self, other: WaitRecord) -> bool:
-        """True if ``other`` is a wait for this rank, which has not called what it is waited in."""
+        """True if ``other`` waits for this rank in an operation that this rank has not called."""
         if other.message is None:
             return (other.rank, other.group, other.number) in self.held_up
         return self.messages is not None and not any(
@@ -399,7 +400,7 @@ class WaitRecord:
 
     @classmethod
     def decode(cls, text: bytes) -> WaitRecord:
-        """A record from its text."""
+        """A record from the text of :meth:`encode`."""
         rank, serial, tick, group, number, *rest = json.loads(text)
         awaited, held_up, what, message, messages = rest
         held = tuple((int(r), str(g), int(n)) for r, g, n in held_up)
@@ -419,12 +420,12 @@ class WaitRecord:
 
 @dataclass
 class _Seen:
-    """The knowledge of a rank's present wait."""
+    """The looks at a rank's present wait."""
 
     serial: int
-    #: The first look that saw it.
+    #: The first look that saw the wait.
     since: int
-    #: By tick: the last look that saw it.
+    #: By tick: the last look that saw the record.
     looks: dict[int, int] = field(default_factory=dict)
 
     def see(self, look: int, tick: int) -> None:
@@ -434,10 +435,11 @@ class _Seen:
             del self.looks[next(iter(self.looks))]
 
     def until(self) -> int:
-        """The last look at whose end the wait was still there; -1 if that is unknown.
+        """The last look at whose end the wait certainly existed; -1 if unknown.
 
-        The newest record tells of a time after the one before it had been published. So the reading
-        of a still older one came before that time, and the end of the look before came earlier yet.
+        The newest record describes a time after the record before was published. So that time is
+        later than the reading of any still older record, and than the end of the look before that
+        reading.
         """
         newest = max(self.looks)
         return max(
@@ -446,7 +448,7 @@ class _Seen:
 
 
 class WaitGraph:
-    """The waits of other ranks, as this one reads them while it waits itself."""
+    """The waits of other ranks, as this rank reads them during a wait."""
 
     def __init__(self) -> None:
         self._look = 0
@@ -455,11 +457,11 @@ class WaitGraph:
     def look(
         self, own: WaitRecord, read: Callable[[int], WaitRecord | None]
     ) -> Sequence[WaitRecord]:
-        """The shortest cycle through this rank that is proven; empty if there is none.
+        """The shortest proven cycle through this rank; empty if there is none.
 
         Args:
             own: This rank's record, of a moment after the last look.
-            read: The newest record of a rank; None if it has published none.
+            read: The newest record of a rank; None if it has published no record.
         """
         self._look += 1
         self._note(own)
@@ -490,7 +492,7 @@ class WaitGraph:
         return record
 
     def _is_proven(self, cycle: Sequence[WaitRecord]) -> bool:
-        """True if all waits were there at one moment: after the look that saw the last of them."""
+        """True if all waits existed at one moment: after the look that saw the last wait."""
         seen = [self._seen[record.rank] for record in cycle]
         moment = max(each.since for each in seen)
         # This rank's own record is of a moment after the last look; see look().
@@ -507,9 +509,9 @@ def _way(own: WaitRecord, last: WaitRecord, before: dict[int, WaitRecord]) -> Se
 def held_up_by(
     cycle: Sequence[WaitRecord], read: Callable[[int], WaitRecord | None]
 ) -> Sequence[WaitRecord]:
-    """The records of a cycle, and of ranks that wait for one of them, or for another of these.
+    """The records of a cycle, and of ranks that wait for it directly or indirectly.
 
-    Only ranks that hold up others themselves have records.
+    Only ranks that hold up other ranks have records.
     """
     records = {record.rank: record for record in cycle}
     queue = [*cycle]
@@ -525,7 +527,7 @@ def held_up_by(
 
 
 def describe(cycle: Sequence[WaitRecord]) -> str:
-    """The cycle for a person: who waits for whom, in what."""
+    """The cycle for a person: who waits for whom, in which operation."""
     following = [*cycle[1:], cycle[0]]
     lines = [
         f"  rank {record.rank} waits for rank {after.rank} in {record.what}"

@@ -1,4 +1,4 @@
-"""A rank's wait for others while a group is made: what ends it early, and its line on stderr."""
+"""A rank's wait for others while a group is made: early ends, and the line on stderr."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from tilework.store.late_notice import LateNotice, ranks_in_words
 
 #: Seconds between looks, from the first to the longest.
 _FIRST_LOOK, _LONGEST_LOOK = 0.1, 0.3
-#: Seconds for which a rank must have waited in another operation to be at odds with this one.
+#: Seconds of another rank's wait in another operation after which it counts as a mismatch.
 _STUCK_SECONDS = 0.8
-#: Seconds in which a process whose connections have closed is gone from the system's lists, too.
+#: Seconds until a process with closed connections is also gone from the system's lists.
 _GONE_SECONDS = 1.0
-#: Seconds for which rank 0 stays at most until the others have heard of a failure.
+#: The most seconds that rank 0 stays until the others have heard of a failure.
 _PARTING_SECONDS = 1.0
 _KINDS = (PeerLostError, CollectiveMismatchError, DistBackendError)
 _LATE = "late"
 
 
-#: Raised by the system where a process may have no more of something, and by torch.
+#: Errors of the system, and of torch, for a resource that is used up.
 MEANS_ERRORS = (OSError, MemoryError, RuntimeError)
 
 
 def lack_of_means(rank: int, what: str, error: Exception) -> DistBackendError:
-    """The error of a rank, -1 if unknown, to which the system, or torch, has refused something."""
+    """The error for a resource that the system, or torch, refused to ``rank`` (-1: unknown)."""
     text = f"{type(error).__name__}: {text_of(error)}"
     who, ranks = (f"rank {rank}", [rank]) if rank >= 0 else ("this rank", [])
     return DistBackendError(f"{who} could not make {what}: {text}", ranks=ranks)
@@ -49,16 +49,16 @@ def lack_of_means(rank: int, what: str, error: Exception) -> DistBackendError:
 
 @dataclass
 class GroupWait:
-    """A group that is being made, as one of its ranks waits for the others.
+    """A group that is being made, as one rank waits for the others.
 
-    Any rank's failure ends the wait of all, who hear of it through the group's store.
+    Any rank's failure ends the wait of all ranks, who read it in the group's store.
     """
 
     name: str
     me: int
-    #: The global ranks that are awaited.
+    #: The awaited global ranks.
     ranks: Sequence[int]
-    #: Seen by those who make this group only.
+    #: A store that only the ranks of this group use.
     store: Store
     watch: RankWatch | None = None
     #: This rank's groups, the default group first.
@@ -67,29 +67,29 @@ class GroupWait:
     def __post_init__(self) -> None:
         self._begun = time.monotonic()
         self._next_look, self._pause = self._begun + _FIRST_LOOK, _FIRST_LOOK
-        #: By rank: since when it has waited in which operation.
+        #: By rank: the operation that the rank waits in, and since when.
         self._stuck: dict[int, tuple[str, float]] = {}
         self._notice = LateNotice(self._begun)
-        #: Apart from another process that claims the same rank.
+        #: A name that differs from another process's that claims the same rank.
         self._name = os.urandom(8).hex()
-        #: True once the store did not take what this rank had to say.
+        #: True once the store did not take a message of this rank.
         self._is_cut_off = False
-        #: Where they meet, while they do: by their positions in ``ranks``.
+        #: The barrier of the ranks while they meet, by positions in ``ranks``.
         self.barrier: Barrier | None = None
 
     def meanwhile(self, missing: Collection[int]) -> None:
-        """Look, while the barrier of the group misses these of its ranks, by position."""
+        """Check, while ranks with these positions are missing from the group's barrier."""
         self.check([self.ranks[position] for position in missing])
 
     def roll(self) -> str:
-        """The identities of all; read by the rank that comes last, since the store may go soon."""
+        """The identities of all ranks. The last rank to come reads them: the store may end soon."""
         return "" if self.watch is None else self.watch.roll()
 
     def check(self, missing: Collection[int] | None = None) -> None:
-        """Raise if waiting is futile. To be called now and then; it looks as often as is right.
+        """Raise if waiting is futile. To be called repeatedly; limits the number of looks itself.
 
         Args:
-            missing: The global ranks that have not come; None: it is not known which.
+            missing: The global ranks that have not come; None: unknown.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -104,15 +104,15 @@ class GroupWait:
         self._next_look = time.monotonic() + self._pause
 
     def fail(self, error: BaseException) -> DistError | None:
-        """Let the other ranks hear why this one cannot make the group. Never raises.
+        """Tell the other ranks why this rank cannot make the group. Never raises.
 
         Returns:
-            What another rank had said before; None if this one is the first.
+            The error that another rank has told before; None if this rank is the first.
         """
         kind: int | str = next(
             (i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1
         )
-        if isinstance(error, DistStoreError):  # its time was up: those who came later hear why
+        if isinstance(error, DistStoreError):  # timed out: ranks that came later know why
             kind = _LATE
         ranks = list(getattr(error, "ranks", ())) or [self.me]
         told = {"rank": self.me, "kind": kind, "ranks": ranks, "text": str(error), "by": self._name}
@@ -124,10 +124,10 @@ class GroupWait:
         return None
 
     def part(self) -> None:
-        """Leave the ranks that wait, once this one knows that it waits in vain. Never raises.
+        """Leave the waiting ranks, once this rank knows that the wait is futile. Never raises.
 
-        Rank 0, with which the store may go, stays until the others have heard of it, or a moment:
-        else they would take it for the one that was lost.
+        Rank 0, which may serve the store, stays for a moment, or until the others have heard of the
+        failure: otherwise they would take rank 0 for the lost rank.
         """
         if self._is_cut_off:
             return
@@ -143,26 +143,26 @@ class GroupWait:
                 time.sleep(0.02)
 
     def _here(self) -> set[int]:
-        """The ranks that wait for this group by now, or are about to."""
+        """The ranks that wait for this group, or are about to."""
         here = set(self.ranks)
         if self.barrier is not None:
             here = {self.ranks[position] for position in self.barrier.came()}
         if self.watch is not None and not self.groups:
-            # The job's first group: whoever is at the store comes to it.
+            # The job's first group: every rank at the store comes to it.
             here |= self.watch.here().intersection(self.ranks)
         return here
 
     def without_means(self, error: Exception) -> DistBackendError:
-        """The error, of which all hear, for what the system, or torch, has refused to this rank."""
+        """Tell all ranks of a resource that the system, or torch, refused; return the error."""
         failed = lack_of_means(self.me, f"its end of group {self.name!r}", error)
         self.fail(failed)
         self.part()
         return failed
 
     def explain(self, error: DistNetworkError) -> DistError:
-        """The error for a store that went away: why the rank that served it left, if one did."""
+        """The error for a lost store, with the reason if the rank that served it left."""
         aborted = self.groups[0].why_aborted() if self.groups else None
-        if aborted is not None:  # which has ended that rank, perhaps
+        if aborted is not None:  # perhaps the abort has ended that rank
             return aborted
         deadline = time.monotonic() + _GONE_SECONDS
         while self.watch is not None and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ class GroupWait:
             raise error
 
     def _error_of(self, record: bytes) -> DistError | None:
-        """The error that another rank told of; None where it was this one."""
+        """The error in another rank's record; None for this rank's own record."""
         told = json.loads(record)
         if told["by"] == self._name:
             return None
@@ -214,9 +214,9 @@ class GroupWait:
             )
 
     def _check_aborted(self) -> None:
-        """Raise if the default group was aborted: those that are awaited may have gone elsewhere.
+        """Raise if the default group was aborted, since awaited ranks may never come.
 
-        To the group of those that are left, say, since a rank was lost that this group is without.
+        They may have gone on to a group of the ranks that are left, after a rank was lost.
         """
         error = self.groups[0].why_aborted() if self.groups else None
         if error is not None:
@@ -231,7 +231,7 @@ class GroupWait:
         )
 
     def _check_stuck(self, missing: Collection[int], now: float) -> None:
-        """Raise where a rank that is awaited waits for this one in an operation."""
+        """Raise if an awaited rank waits for this rank in an operation."""
         before, self._stuck = self._stuck, {}
         for group in self.groups:
             for position, _, operation in group.blocked():
@@ -253,19 +253,19 @@ class GroupWait:
         try:
             error = self._told(CollectiveMismatchError(text, ranks=[self.me, rank]))
         finally:
-            # Afterwards: it ends that rank's wait, and then the rank perhaps.
+            # Abort last: it ends that rank's wait, and then perhaps the rank.
             group.abort_for("mismatch", [self.me, rank], text)
         raise error
 
     def _told(self, error: DistBackendError) -> DistError:
-        """The error that all ranks raise: this one, or that of which another has told before.
+        """The error that all ranks raise: this error, or the error that another rank told before.
 
-        Who was first has ended since, perhaps, and must not be taken for the rank that was lost.
+        The rank that told first may have ended since, and must not count as the lost rank.
         """
         first = self.fail(error)
         return error if first is None or type(first) is DistStoreError else first
 
-    # -- the line of those who wait -----------------------------------------------------------
+    # -- the line of waiting ranks ------------------------------------------------------------
 
     def _is_first_to_tell(self) -> bool:
         with contextlib.suppress(DistError):

@@ -1,4 +1,4 @@
-"""The line on stderr of a rank that waits for others that do not come."""
+"""The line on stderr of a rank that waits for late ranks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tilework.store.late_notice import LateNotice, ranks_in_words
 
 #: Seconds between looks of a thread that waits.
 _PERIOD = 0.5
-#: Ranks of which a line says where they were last.
+#: The most ranks whose last operation a line names.
 _PLACES = 4
 
 
 def notice_late_ranks() -> None:
-    """Have threads that wait long tell of the ranks that are late, from now on."""
+    """Have threads that wait long report late ranks, from now on."""
     look_while_waiting(LateWaits)
 
 
 class LateWaits:
-    """The wait of a rank's own thread, and its lines."""
+    """The wait of a rank's own thread, and the lines about it."""
 
     def __init__(self) -> None:
         self._next_look = 0.0
@@ -36,7 +36,7 @@ class LateWaits:
         self._notice = LateNotice(0.0)
 
     def look(self, world: World) -> None:
-        """On the thread that waits: print a line if it is due, and this rank's to print."""
+        """Print a line if one is due, and this rank prints it. Runs on the waiting thread."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -72,11 +72,11 @@ class LateWaits:
 
     def _tell(self, group: ProcessGroup, number: int, awaited: Sequence[int]) -> None:
         where, names, me = group.last_entered(), group.global_ranks, group.rank()
-        # Those that were last somewhere else; an engine that knows of no others tells its own.
+        # The ranks whose last operation differs; an engine without knowledge reports its own.
         elsewhere = [rank for rank in awaited if where and where[rank] != where[me]]
         late = elsewhere or awaited
         if not {*range(me)} <= {*late}:
-            return  # one line for all that wait: the first of them prints it
+            return  # the first waiting rank prints a line for all
         last = "".join(f"; rank {names[r]} last entered {where[r]}" for r in elsewhere[:_PLACES])
         ranks = ranks_in_words([names[rank] for rank in late])
         what = operation_name(group, number)

@@ -13,7 +13,7 @@ from tilework.comm.per_call.callsite import in_library
 
 #: The folder of the standard library.
 _STDLIB = os.path.join(os.path.dirname(os.__file__), "")
-#: Parts of it that call what they were told to, later.
+#: Parts of it that run callbacks later.
 _CALLS_LATER = ("asyncio", "sched.py", "multiprocessing")
 _PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](\w+)")
 #: Packages whose threads only show or record something.
@@ -23,9 +23,9 @@ _SHOWING = ("tqdm", "tensorboard", "tensorboardX", "torch", "wandb", "execnet", 
 def may_call(bystanders: Collection[threading.Thread]) -> bool:
     """True if a thread besides this one may yet call an operation for this rank.
 
-    That is any which runs code of the program's own, or is about to: nobody can know what it will
-    do. Threads of the library, of the interpreter's own modules, and of those that show progress
-    do not.
+    Threads that run the program's code, or are about to, count: their next calls are unknown.
+    Threads of the library, of the interpreter's own modules, and of packages that show progress do
+    not count.
 
     Args:
         bystanders: Threads that are known to belong to other ranks.
