@@ -80,10 +80,10 @@ del call, compiler_disable, distributions, foreach, function_inputs, optimizers,
 del tensor_attributes, torch_backward
 
 
-if not TYPE_CHECKING:  # which would take any name for one that is here
+if not TYPE_CHECKING:  # a type checker would then accept any name
 
     def __getattr__(name: str) -> Any:
-        """Conversions stand above both tensors, and are imported when they are first used."""
+        """Import a conversion on first use: conversions stand above both kinds of tensors."""
         if name in ("to_dtensor", "to_sharded"):
             from tilework import interop
 

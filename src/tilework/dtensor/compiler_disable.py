@@ -45,7 +45,7 @@ def _leaving_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
         if model is None:
             return lambda model: compile(model, fullgraph=fullgraph, **settings)
         compiled = original(model, fullgraph=fullgraph, **settings)
-        if compiled is model:  # nothing is compiled here
+        if compiled is model:  # torch.compile is disabled
             return compiled
         backend = settings.get("backend") or "inductor"
         backend = backend if backend == "inductor" else "python"
@@ -60,7 +60,7 @@ def _leaving_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
 def _chosen(
     model: Any, compiled: Callable[..., Any], backend: str, fullgraph: bool
 ) -> Callable[..., Any]:
-    """Calls Dynamo's form; that of records where DTensors are.
+    """A function that calls Dynamo's form, or a recorded form if it computes with DTensors.
 
     Args:
         model: The function or module.
@@ -83,7 +83,7 @@ def _chosen(
             except RuntimeError as error:
                 if not (fullgraph and _REASON in str(error)):
                     raise
-                has_some = True  # Dynamo has come to a DTensor; without breaks it has run nothing
+                has_some = True  # Dynamo met a DTensor; with no graph breaks nothing has run yet
         if recorded is None:
             from tilework.capture.modules import compiled_function
 

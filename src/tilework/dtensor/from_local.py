@@ -25,7 +25,7 @@ from tilework.tiled.tensor import TiledTensor
 
 
 def check_local_tensor(local: Any) -> None:
-    """Raise TypeError if something is no plain dense tensor."""
+    """Raise TypeError unless the argument is a plain dense tensor."""
     refuse_torch_dtensor(local, "from_local")
     if not isinstance(local, Tensor) or isinstance(local, TiledTensor):
         raise TypeError(
@@ -40,7 +40,7 @@ def check_local_tensor(local: Any) -> None:
 
 
 def checked_shape(shape: Sequence[int] | None, stride: Sequence[int] | None) -> Ints | None:
-    """The global shape that from_local is given; ValueError if it, or the strides, are none."""
+    """The global shape that from_local is given; ValueError if shape or strides are malformed."""
     if shape is not None:
         shape = whole_numbers(shape, "shape has a size for each dim, as (4, 3)")
         if min(shape, default=0) < 0:
@@ -62,12 +62,12 @@ def spec_from_local(
 ) -> DTensorSpec:
     """The layout of the tensor whose local tensor on this rank is ``local``.
 
-    Collective over the mesh where the global shape depends on what others have, or with
-    ``run_check``. Where another axis replicates, values are compared then, too.
+    Collective over the mesh if the global shape depends on other ranks' local tensors, or with
+    ``run_check``. If some axis replicates, the ranks compare values as well.
 
     Raises:
-        ValueError: Local tensors do not fit together; on every rank if it is collective.
-        CollectiveMismatchError: Ranks have other values where they are to have the same.
+        ValueError: Local tensors do not fit together; on every rank if the call is collective.
+        CollectiveMismatchError: Replicas have different values.
     """
     if shape is not None and not run_check:
         return _checked(local, spec_of(mesh, placements, shape, order), shape)
@@ -101,10 +101,10 @@ def _outside(
     shape: Sequence[int] | None,
     order: Sequence[int] | None,
 ) -> DTensorSpec:
-    """The layout on a rank outside the mesh, which nobody tells the shape.
+    """The layout on a rank outside the mesh, which does not learn the global shape.
 
-    It is that of even shards like this rank's own tensor: the true one, where all ranks make local
-    tensors of one shape. Nothing is computed here with it.
+    The rank assumes even shards of the shape of ``local``. That is right if all ranks make local
+    tensors of the same shape. A rank outside the mesh computes nothing with the layout.
     """
     if shape is None:
         shape = shape_of_equals(local, mesh, placements)
@@ -122,7 +122,7 @@ def shape_of_equals(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placem
 
 
 def _checked(local: Tensor, spec: DTensorSpec, shape: Sequence[int] | None) -> DTensorSpec:
-    """The spec. Raise if this rank's local tensor does not fit it."""
+    """The spec. Raise if this rank's local tensor does not fit the spec."""
     if spec.takes_part and local.shape != spec.local_shape:
         of_shape = "" if shape is None else f" of shape {list(shape)}"
         raise ValueError(
@@ -198,7 +198,7 @@ def _inferred(
     placements: Sequence[Placement],
     order: Sequence[int] | None,
 ) -> DTensorSpec:
-    """The layout whose local tensors have these shapes, by rank."""
+    """The layout that gives each rank a local tensor of the shape listed for the rank."""
     ndim = len(next(iter(shapes.values())))
     if any(len(shape) != ndim for shape in shapes.values()):
         raise ValueError(f"parts of one tensor have as many dims, got shapes {_listed(shapes)}")
@@ -230,7 +230,7 @@ def _inferred(
 def sizes_along(
     shapes: Mapping[int, Ints], mesh: DeviceMesh, dim: int, axes: Sequence[int]
 ) -> list[int]:
-    """The sizes of the shards of a dim, in order, on ranks that are the first along other axes.
+    """The sizes of a dim's shards, in order, read from the ranks that are first along other axes.
 
     Args:
         shapes: The local shape of each rank.
@@ -248,7 +248,7 @@ def sizes_along(
 
 
 def _check_shapes(shapes: Mapping[int, Ints], spec: DTensorSpec) -> None:
-    """Raise if a rank's local shape is not the one that the layout gives it."""
+    """Raise if the layout gives a rank another local shape than the rank has."""
     for rank, shape in shapes.items():
         if spec.box_at(_coordinate(rank, spec)).sizes != shape:
             raise ValueError(
@@ -277,7 +277,7 @@ def _listed(shapes: Mapping[int, Ints]) -> str:
 
 
 def _check_replicas(values: Mapping[int, str], spec: DTensorSpec) -> None:
-    """Raise if ranks that are to have the same local tensor have different values."""
+    """Raise if replicas of one local tensor have different values."""
     first: dict[Ints, tuple[int, str]] = {}
     for rank, value in values.items():
         shard = tuple(

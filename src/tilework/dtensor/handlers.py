@@ -12,7 +12,7 @@ HANDLERS: dict[Any, Handler] = {}
 
 
 def forget_handler(func: Any) -> None:
-    """Let a function's handler be looked up anew."""
+    """Look up a function's handler again at the next call."""
     packet = packet_of(func)
     for known in list(HANDLERS):
         if known is func or packet_of(known) is packet:

@@ -1,4 +1,4 @@
-"""torch's names for what is spelled otherwise here: counts of collectives, pictures, boxes."""
+"""Functions under torch's names: counts of collectives, pictures, boxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
 from tilework.mesh.making import mesh_or_current
 
-#: The names of collectives here, by those of torch's operators.
+#: torch's operators and this library's names of the same collectives.
 _COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -30,7 +30,7 @@ _SHAPE = "a shape has a size for each dim, as (4, 3)"
 
 
 class CommCounts(Counter[str]):
-    """Numbers of collectives by name; an operator of torch's functional ones is a name, too."""
+    """Numbers of collectives by name; operators of torch's functional collectives are names too."""
 
     def __missing__(self, key: object) -> int:
         name = str(getattr(key, "__name__", key)).partition(".")[0]
@@ -63,13 +63,13 @@ class CommDebugMode:
         self._open: AbstractContextManager[Log] | None = None
 
     def __enter__(self) -> CommDebugMode:
-        """Begin to count, from nothing."""
+        """Begin to count, from zero."""
         self._open = explain()
         self.log = self._open.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Count no more; what was counted stays."""
+        """Stop counting; the counts stay readable."""
         opened, self._open = self._open, None
         if opened is not None:
             opened.__exit__(*error)
@@ -79,14 +79,14 @@ class CommDebugMode:
         return len(self.log.events)
 
     def get_comm_counts(self) -> CommCounts:
-        """The number of each kind; 0 for those that were not needed."""
+        """The number of each kind of collective; 0 for a kind that did not run."""
         return CommCounts(event.collective for event in self.log.events)
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
         """A table of the collectives: operator, layouts, bytes, place in the program.
 
         Args:
-            noise_level: Accepted for torch's sake: there is one table.
+            noise_level: Accepted for compatibility with torch, and ignored: there is one table.
         """
         return str(self.log)
 
@@ -99,12 +99,12 @@ class CommDebugMode:
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print who holds what of a tensor, on the first rank of its mesh: :func:`show`. Local.
+    """Print which rank holds which part, on the mesh's first rank; see :func:`show`. Local.
 
     Args:
         dtensor: The tensor.
-        header: A line to print before it.
-        use_rich: Accepted for torch's sake: rich draws it.
+        header: A line to print before the picture.
+        use_rich: Accepted for compatibility with torch, and ignored: rich always draws.
 
     Example:
         >>> import torch
@@ -128,7 +128,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Nothing: plain tensors beside DTensors are always taken as replicated, and compared.
+    """Do nothing: plain tensors beside DTensors always count as replicated, and are compared.
 
     Example:
         >>> with implicit_replication():
@@ -145,14 +145,14 @@ def local_box(
     order: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> Box:
-    """The part of a tensor of some shape and layout that a rank has. Local; makes no tensor.
+    """The part that a rank holds of a tensor with this shape and layout. Local; makes no tensor.
 
     Args:
         shape: The global shape.
         device_mesh: The mesh; None: the innermost of ``with mesh:``.
         placements: The placement along each axis; None: replicated.
         order: The axes in the order in which they shard; None: from the first to the last.
-        rank: A global rank of the mesh; None: this one.
+        rank: A global rank of the mesh; None: this rank.
 
     Raises:
         ValueError: The placements do not fit, or the rank is not in the mesh.
@@ -209,22 +209,23 @@ def from_callback(
     *,
     order: Sequence[int] | None = None,
 ) -> DTensor:
-    """A DTensor whose parts a function makes: each rank is asked for its own part only.
+    """A DTensor whose parts a function makes: each rank calls the function for one part only.
 
-    Local, unless another axis replicates a sharded tensor (see :meth:`DTensor.from_local`). For
-    data that each rank reads by itself, such as rows of a file, and never has as a whole.
+    Local, unless another axis replicates a sharded tensor (see :meth:`DTensor.from_local`). Useful
+    if each rank reads a part of the data, such as rows of a file, and no rank has all of it.
 
     Args:
         shape: The global shape.
         device_mesh: The mesh; None: the innermost of ``with mesh:``.
         placements: The placement along each axis; None: replicated.
         callback: Makes the elements of a box (``offsets``, ``sizes``, ``slices``), which may be
-            empty, as a plain tensor of its sizes. All ranks that hold one box must get the same.
+            empty, as a plain tensor of these sizes. All ranks that hold one box must get equal
+            elements.
         order: The axes in the order in which they shard; None: from the first to the last.
 
     Raises:
         ValueError: The function's tensor has another shape; or as :func:`local_box`.
-        TypeError: It made no tensor.
+        TypeError: The function returned something else than a tensor.
 
     Example:
         >>> import torch

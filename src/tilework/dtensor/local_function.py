@@ -1,7 +1,7 @@
-"""Functions on local tensors, for which no gradient at all is none, as it is for torch's operators.
+"""Functions on local tensors that keep a missing gradient None, as torch's operators do.
 
-torch gives the backward of an ``autograd.Function`` zeros where no gradient came. A tensor that was
-only redistributed, or reduced, would have a gradient of zeros where a plain one has None: an
+If no gradient arrives, torch passes zeros to the backward of an ``autograd.Function``. A tensor
+that was only redistributed or reduced would then get zeros where a plain tensor gets None. An
 optimizer would step, with momentum and weight decay, and ``allow_unused=False`` would not raise.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 
 class LocalFunction(torch.autograd.Function):
-    """A Function whose backward is called only if a gradient came; else it gives none.
+    """A Function whose backward runs only if a gradient arrives; otherwise it returns None.
 
-    The ranks agree on that, for they have one graph. Of several results, those without a gradient
-    have None. Of an inference tensor the result is one, too.
+    The ranks agree on that, since all ranks have the same graph. With several results, backward
+    gets None for each result without a gradient. An inference tensor gives an inference tensor.
     """
 
     def __init_subclass__(cls) -> None:
@@ -42,8 +42,10 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_inference(result: Any) -> Any:
-    """An inference tensor of what was moved of one: torch records operators on none but such in
-    no graph, even if one requires a gradient, as what was given such data.
+    """The result as an inference tensor.
+
+    torch leaves operators on inference tensors out of the graph, even if the tensor requires a
+    gradient. Operators on the result must stay out of the graph as well.
     """
     if not isinstance(result, Tensor) or result.is_inference():
         return result

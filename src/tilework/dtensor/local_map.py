@@ -19,7 +19,7 @@ from tilework.layout.placements import native_placement
 from tilework.mesh import DeviceMesh
 from tilework.mesh.making import mesh_or_current
 
-#: The placements of one argument or result; None for what is no tensor.
+#: The placements of one argument or result; None for a value that is not a tensor.
 OnePlacements = Sequence[Placement] | None
 _Function = Callable[..., Any]
 
@@ -35,29 +35,30 @@ def local_map(
 ) -> _Function:
     """A function of plain tensors that takes and returns DTensors.
 
-    It is called with each rank's local tensors, and returns those of the results, whose shapes are
-    found as by ``DTensor.from_local``, so that calls are collective over the mesh. It may
-    communicate. Without a DTensor among the arguments it is called as it is.
+    ``func`` gets this rank's local tensors, and returns the local tensors of the results. The
+    global shapes are found as in ``DTensor.from_local``: calls are collective over the mesh.
+    ``func`` may communicate. Without a DTensor among the arguments, ``func`` runs on the arguments
+    as they are.
 
     Gradients: an input that is replicated along an axis where every result is sharded or partial
-    gets a partial gradient, which is summed. Otherwise a gradient has its input's layout. Where
-    the placements leave it open, pass ``in_grad_placements``.
+    gets a partial gradient, which is summed. Otherwise a gradient has the layout of the input. If
+    the placements do not decide between the two, pass ``in_grad_placements``.
 
     Args:
-        func: The function. Left out, this is a decorator.
+        func: The function. Without it, this is a decorator.
         out_placements: The placements of the result, a list; a tuple of lists for several results,
-            None for what is no tensor.
+            None for a result that is not a tensor.
         in_placements: The placements that inputs must have, for each argument (those in lists,
-            tuples and dicts counted one by one), None for what is no tensor. None: any.
-        in_grad_placements: The placements of the gradients that the function computes of its
-            inputs, for each argument.
+            tuples and dicts counted one by one), None for a value that is not a tensor. None: any.
+        in_grad_placements: The placements of the gradients that the function computes, for each
+            argument.
         device_mesh: The mesh of the results; None: that of the first DTensor.
-        redistribute_inputs: True to redistribute inputs of other placements, not refuse them.
+        redistribute_inputs: True to redistribute inputs of other placements, instead of an error.
 
     Raises:
         ValueError: When called: an input has other placements, or numbers of placements and of
             arguments or results differ, or meshes.
-        TypeError: Placements are given for what is no tensor, or none for a tensor.
+        TypeError: Placements are given for a value that is not a tensor, or missing for a tensor.
 
     Example:
         >>> import torch
@@ -124,7 +125,7 @@ def local_map(
 
 
 def _own(placements: Any) -> Any:
-    """Placements of this library's, nested as they were given; torch's by their meaning."""
+    """The placements as this library's, nested as they were given; torch's are converted."""
     if isinstance(placements, (list, tuple)):
         return type(placements)([_own(each) for each in placements])
     return native_placement(placements)
@@ -203,7 +204,7 @@ def _local(
     inputs: Sequence[Any],
     outs: Sequence[OnePlacements],
 ) -> Tensor:
-    """The local tensor of an input, at a place in the graph for gradients of these placements."""
+    """The local tensor of an input, at the place in the graph where these gradients arrive."""
     if grad is None and value.requires_grad and torch.is_grad_enabled():
         grad = _gradient(value, inputs, outs)
     local = value.to_local(grad_placements=grad)
@@ -213,7 +214,7 @@ def _local(
 def _gradient(
     value: DTensor, inputs: Sequence[Any], outs: Sequence[OnePlacements]
 ) -> list[Placement]:
-    """The placements of the gradient of an input, as far as those of results tell."""
+    """The placements of an input's gradient, as they follow from the results' placements."""
     mesh = value.device_mesh
     placements = list(value._spec.dual.placements)
     for axis in range(mesh.ndim):

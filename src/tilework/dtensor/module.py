@@ -31,32 +31,33 @@ def distribute_module(
 ) -> nn.Module:
     """Make a module's parameters and buffers DTensors, in place.
 
-    Collective over the mesh; blocks. Values are those of the mesh's first rank. Tensors that
-    ``partition_fn`` leaves plain are replicated; DTensors stay. Tensors that
-    several modules share stay shared, where ``partition_fn`` leaves them. A module on the meta
-    device stays there: ``partition_fn`` may make its tensors with
+    Collective over the mesh; blocks. All ranks get the values of the mesh's first rank. Tensors
+    that ``partition_fn`` leaves plain are replicated; DTensors stay as they are. Tensors that
+    several modules share stay shared, unless ``partition_fn`` replaces them. A module on the meta
+    device stays there: ``partition_fn`` may make real tensors with
     ``torch.empty_like(dtensor, device=…)``.
 
     A plain input of the module counts as replicated, along all axes of the mesh, and ranks that
-    pass different ones raise: for rows of each rank's own pass a DTensor, or let ``input_fn`` make
-    one. (:func:`~tilework.parallel.parallelize_module` takes it as rows along all axes but its
-    own.)
+    pass different inputs raise. If each rank has rows of its own, pass a DTensor, or let
+    ``input_fn`` make it. (:func:`~tilework.parallel.parallelize_module` is different: a plain
+    input there holds rows along all axes but the axis of the plan.)
 
     Args:
-        module: Any; its class does not matter.
+        module: A module of any class.
         device_mesh: The mesh; None: the innermost of ``with mesh:``.
-        partition_fn: Called with name, submodule and mesh for each submodule, itself included (its
-            name is ""): puts DTensors in the place of parameters.
+        partition_fn: Called with name, submodule and mesh for ``module`` (with the name "") and
+            each submodule: puts DTensors in the place of parameters.
         input_fn: Called with module, inputs (a tuple) and mesh before each forward of ``module``;
-            returns what it gets instead.
-        output_fn: Likewise with module, output and mesh, after.
+            returns the inputs that forward gets instead.
+        output_fn: Called with module, output and mesh after each forward; returns the new output.
 
     Returns:
         ``module``.
 
     Raises:
         ValueError: A function takes another number of arguments.
-        TypeError: The module is none, or a scripted one; or a function is none.
+        TypeError: ``module`` is not a module, or is a scripted module; or a function is not
+            callable.
         RuntimeError: No mesh is given or active.
 
     Example:
@@ -134,10 +135,10 @@ def _hook(name: str, what: str, function: Callable[..., Any] | None) -> Callable
 def _replicate(
     module: nn.Module, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, Tensor]]
 ) -> None:
-    """Replicate the plain tensors of this very module. ``shared`` has replicas by their id."""
+    """Replicate this module's plain tensors, without submodules. ``shared`` has replicas by id."""
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and not isinstance(parameter, DTensor):
-            # Not behind the module's back: nn.LSTM keeps a list of its parameters, too.
+            # By setattr, since a module may override it: nn.LSTM keeps a list of parameters, too.
             setattr(module, name, _replica(parameter, mesh, shared))
     for name, buffer in module._buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
@@ -145,7 +146,7 @@ def _replicate(
 
 
 def _replica(tensor: Tensor, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-    # The tensor is kept there too, so that no other gets its id.
+    # ``shared`` keeps the tensor alive: no other tensor can get the same id.
     if id(tensor) not in shared:
         replica: Tensor = distribute_tensor(tensor, mesh)
         if isinstance(tensor, nn.Parameter):
@@ -155,21 +156,23 @@ def _replica(tensor: Tensor, mesh: DeviceMesh, shared: dict[int, tuple[Tensor, T
 
 
 def module_to_torch(module: nn.Module) -> nn.Module:
-    """The module, whose DTensors have become torch.distributed.tensor's. In place; local.
+    """Convert a module's DTensors to torch.distributed.tensor's, and return it. In place; local.
 
-    Parameters, buffers and gradients share memory with what they were. Operators that meet torch's
-    DTensors beside those of this library convert them back, with gradients. So a module that
+    Parameters, buffers and gradients keep their memory. Operators that meet torch's DTensors
+    beside this library's convert torch's, with gradients. A module that
     :func:`~tilework.parallel.parallelize_module` has prepared runs as before, while torch's
     ``fully_shard`` and ``torch.distributed.checkpoint`` find parameters that they know.
 
     They are new tensors: make optimizers, hooks and attributes of parameters afterwards.
 
-    The mesh should have come from torch's (:meth:`DeviceMesh.from_torch`): ``fully_shard`` needs
-    one of which its own axis and this one are parts. A mesh of tilework's own gets one of torch's,
-    which is collective (:meth:`DeviceMesh.to_torch`).
+    The mesh should have come from a mesh of torch's (:meth:`DeviceMesh.from_torch`), since
+    ``fully_shard`` needs a mesh that contains both the axis that it shards along and the axes of
+    the DTensors. For a mesh of tilework's own, torch's mesh is made; that is collective
+    (:meth:`DeviceMesh.to_torch`).
 
-    Parameters become other objects, without the hooks and attributes of those before, which an
-    optimizer that was made earlier keeps. Register hooks, and make optimizers, afterwards.
+    Parameters become other objects, without hooks and attributes of the parameters before, and an
+    optimizer that was made earlier keeps the old ones. Register hooks, and make optimizers,
+    afterwards.
 
     Raises:
         ValueError: torch has no placements for a parameter; nothing has changed then.
@@ -185,14 +188,14 @@ def module_to_torch(module: nn.Module) -> nn.Module:
 
 
 def module_from_torch(module: nn.Module) -> nn.Module:
-    """The module, whose DTensors of torch's have become those of this library. In place; local.
+    """Convert a module's DTensors of torch's to this library's, and return it. In place; local.
 
     They are new tensors: make optimizers, hooks and attributes of parameters afterwards.
 
     Raises:
         TypeError: A parameter's groups are on backends of torch's own, or torch's ``fully_shard``
-            has sharded a module, and keeps its parameters; nothing has changed then.
-        ValueError: A parameter lies as no placements here say; likewise.
+            has sharded a module, and holds the parameters. Nothing has changed then.
+        ValueError: This library has no placements for a parameter's layout. Nothing has changed.
 
     Example:
         >>> from torch import nn
@@ -217,7 +220,7 @@ def module_from_torch(module: nn.Module) -> nn.Module:
 
 
 def _converted(module: nn.Module, kind: Any, convert: Callable[[Any], Tensor]) -> nn.Module:
-    """The module with tensors of a kind converted; the same tensor to the same one."""
+    """The module with tensors of a kind converted; a shared tensor stays shared."""
 
     def wanted(tensor: Any) -> bool:
         return isinstance(tensor, kind) if isinstance(kind, type) else bool(kind(tensor))

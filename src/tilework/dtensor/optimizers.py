@@ -43,10 +43,11 @@ _twins: WeakKeyDictionary[Optimizer, Optimizer] = WeakKeyDictionary()
 
 
 def _surround_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Have the step itself run on the twin: within all hooks that the program registered.
+    """Have the step itself run on the twin, inside all hooks that the program registered.
 
-    torch calls hooks of all optimizers outside of an optimizer's own, which read and write options
-    and states: so these become its last own hook before the step, and the first one after it.
+    Hooks may read and write options and states. torch calls hooks for all optimizers outside of the
+    hooks of a single optimizer. Therefore these become the last hook of the optimizer before the
+    step, and the first after the step.
     """
     if type(optimizer) in ELEMENTWISE and _has_dtensors(optimizer):
         _place_hook(optimizer._optimizer_step_pre_hooks, _step_on_twin, last=True)
@@ -54,7 +55,7 @@ def _surround_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _place_hook(hooks: Any, hook: Any, last: bool) -> None:
-    """Make a hook the first or the last one of an optimizer's own."""
+    """Make a hook the first or the last of the optimizer's hooks."""
     keys = iter(reversed(hooks) if last else hooks)
     key = next(keys, None)
     if key is None or hooks[key] is not hook:
@@ -75,7 +76,7 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _fill(twin, optimizer)
         return (twin, *args[1:]), kwargs
 
-    def close() -> Any:  # the step begins with it: gradients, options and states are those after it
+    def close() -> Any:  # called as the step begins: it changes gradients, options and states
         result = closure()
         _fill(twin, optimizer)
         return result
@@ -87,7 +88,7 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
-    """Give the twin local tensors, if all of the optimizer's allow one; else what that has."""
+    """Give the twin local tensors; if some tensor does not allow it, the optimizer's tensors."""
     twin.__dict__.update(optimizer.__dict__)
     of_locals = _on_locals(optimizer)
     if of_locals is not None:
@@ -105,7 +106,7 @@ def _on_locals(
         params = []
         for param in group["params"]:
             if param.__class__ is not DTensor:
-                if is_torch_dtensor(param):  # whose operators take no local tensors beside it
+                if is_torch_dtensor(param):  # torch's operators refuse local tensors beside it
                     return None
                 params.append(param)
                 if (state := optimizer.state.get(param)) is not None:
@@ -117,7 +118,7 @@ def _on_locals(
             if param._spec.partial_axes or not param._spec.takes_part or has_origin(param):
                 return None
             if param._view_of is not None or getattr(param._grad, "_view_of", None) is not None:
-                return None  # others see what is written to it, by more than its memory
+                return None  # a write to a copied view must also reach the base's memory
             params.append(local)
             if state := optimizer.state.get(param):
                 if not _sharded_alike(param, state):
@@ -133,7 +134,7 @@ def _on_locals(
 
 
 def _keep_digests(optimizer: Optimizer) -> None:
-    """Fix the digests of parameters that have those of their values, which the step changes."""
+    """Fix digests that were computed from the parameters' values, which the step will change."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.__class__ is DTensor and param._digest is None and param._made is None:
@@ -159,7 +160,7 @@ def _sharded_alike(param: DTensor, state: dict[str, Any]) -> bool:
 
 
 def _keep_states(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Give the optimizer the states and options that the step left in its twin."""
+    """Give the optimizer the states and options that the step left in the twin."""
     twin = _twins[optimizer]
     if twin.param_groups is optimizer.param_groups:
         return
@@ -205,7 +206,7 @@ def _digest_of_options(optimizer: Optimizer, group: dict[str, Any]) -> int:
         if option in _WAYS:
             continue
         if value.__class__ is float and value == value:
-            seeds.append(value)  # quicker, and hardly another rank's has the same hash
+            seeds.append(value)  # quicker than a digest; different numbers rarely share a hash
         elif value.__class__ in NUMBERS:
             seeds.append(number_seed(value))
         elif value is not None:
@@ -217,7 +218,7 @@ def _digest_of_options(optimizer: Optimizer, group: dict[str, Any]) -> int:
 def _note_step(
     optimizer: Optimizer, group: dict[str, Any], states: Sequence[dict[str, Any]]
 ) -> None:
-    """Mix a step into the digests of the parameters that it has changed, and of their states."""
+    """Mix a step into the digests of the parameters that it changed, and of their states."""
     step = _digest_of_options(optimizer, group)
     mesh, passes = None, 0
     for param, state in zip(group["params"], states, strict=True):
@@ -229,12 +230,12 @@ def _note_step(
         grad = param._grad
         if grad is None or grad._local_tensor is not local or grad._noted == (grad._digest, None):
             digest = hash((digest_of(param), step, passes, param._cleared))
-        else:  # it knows what was written to it
+        else:  # the gradient has a digest of the writes to it
             digest = hash((digest_of(param), step, note_gradient(param, grad)))
         for value in state.values():
             if value.__class__ is DTensor:
                 value._digest = digest = hash((digest, value._digest or digest_of(value)))
-            elif value.__class__ is Tensor and value.is_cpu and not value.dim():  # its steps
+            elif value.__class__ is Tensor and value.is_cpu and not value.dim():  # count of steps
                 digest = hash((digest, value.item()))
         note_write(param, digest)
         count_write(param)

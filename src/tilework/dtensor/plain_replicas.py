@@ -1,4 +1,4 @@
-"""Comparison of plain tensors that all ranks of a group are to have alike."""
+"""Comparison of plain tensors that must be the same on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.dtensor.provenance.content import hash_of, sample
 from tilework.errors import CollectiveMismatchError
 
-#: Differences of replicated values that are none: parts of the largest value.
+#: The differences between replicas that count as rounding, relative to the largest value.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8}
 _COARSE = 2e-2
 _SHOWN = 256
@@ -30,7 +30,7 @@ def shown(tensor: Tensor) -> list[Any]:
 
 
 def apart(one: Sequence[Any], other: Sequence[Any], dtype: torch.dtype) -> tuple[Any, Any] | None:
-    """The first two of :func:`shown` elements that differ by more than rounding; None: none do."""
+    """The first pair of :func:`shown` elements that differ by more than rounding, or None."""
     tolerance = _TOLERANCES.get(dtype, _COARSE if dtype.is_floating_point else 0)
     scale = max((abs(x) for x in (*one, *other) if x == x), default=0)
     for x, y in zip(one, other, strict=True):
@@ -42,17 +42,17 @@ def apart(one: Sequence[Any], other: Sequence[Any], dtype: torch.dtype) -> tuple
 def compare_plain(
     tensors: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, full: bool, advice: str
 ) -> None:
-    """Raise unless all ranks have the same plain tensors, but for rounding. Collective; blocks.
+    """Raise unless all ranks have the same plain tensors, up to rounding. Collective; blocks.
 
     Args:
-        tensors: This rank's, with their names.
-        group: The ranks that are to have the same.
-        full: True if all elements are hashed; False: of large tensors a sample.
+        tensors: This rank's tensors, with their names.
+        group: The ranks to compare.
+        full: True to hash all elements; False: only a sample of large tensors.
         advice: The last sentence of the error: what to look for.
 
     Raises:
-        CollectiveMismatchError: Names, shapes, dtypes or elements differ; on every rank. It names
-            the first tensor that differs, and two ranks.
+        CollectiveMismatchError: Names, shapes, dtypes or elements differ; on every rank. The
+            message names the first tensor that differs, and two ranks.
     """
     facts: list[list[tuple[str, str, int]]] = agree(
         lambda: [(name, _kind(tensor), hash_of(tensor.detach(), full)) for name, tensor in tensors],

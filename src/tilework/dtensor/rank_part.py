@@ -1,11 +1,12 @@
-"""Plain tensors of which each rank has its own part, in the operators between parallel modules.
+"""Plain tensors that differ on each rank, as parts of one, in operators between parallel modules.
 
 A module of a plan hands out the local tensor of a sharded output, and plain operators go on with
-it: activations, a norm of each attention head. What such operators take besides, a plain parameter
-or a tensor that all ranks have alike, acts on another part on each rank. So its gradient is a sum
-over the ranks, of which each has computed one term. A :class:`RankPart` is such a local tensor: it
-finds these plain operands, and adds their gradients up when backward comes to them. What an
-operator makes of a part is a part; a module of the plan takes it as its shard and the chain ends.
+the local tensor: activations, a norm of each attention head. Other operands of these operators (a
+plain parameter, or a tensor that is the same on all ranks) meet another part on each rank. The
+gradient of such an operand is a sum over the ranks, and each rank computes one term. A
+:class:`RankPart` is such a local tensor. It finds these plain operands, and adds up their gradients
+in backward. The result of an operator on a part is a part. The chain ends at the next module of the
+plan, which takes the part as a shard.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import stable_digest
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-#: Operators whose result has nothing of a part's elements.
+#: Operators whose result does not depend on a part's elements.
 _OF_SHAPES = frozenset(
     {
         *("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones"),
@@ -32,7 +33,7 @@ _OF_SHAPES = frozenset(
 )
 #: Operators that take only shape, dtype or device from their second operand.
 _AS_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to"})
-#: Methods that take the tensor out of operators: into a file, a copy or a text.
+#: Methods that take the tensor out of the program's operators: into a file, a copy or a text.
 _OUTWARD = frozenset(
     {*("__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "as_subclass", "__array__")}
 )
@@ -40,10 +41,10 @@ _SEED = stable_digest("the gradient of a plain tensor beside parts of ranks")
 
 
 class RankPart(Tensor):
-    """A plain tensor that is this rank's part of one, or was computed from such.
+    """A plain tensor that is this rank's part of a tensor, or was computed from parts.
 
-    ``x.as_subclass(torch.Tensor)`` takes it out: operators on the result are this rank's own, and
-    gradients of what they take are not added up.
+    ``x.as_subclass(torch.Tensor)`` removes the mark: operators on the result concern this rank
+    alone, and gradients of their other operands are not added up.
     """
 
     _group: ProcessGroup
@@ -64,10 +65,12 @@ class RankPart(Tensor):
 
 
 def as_rank_part(local: Tensor, group: ProcessGroup) -> Tensor:
-    """The very tensor, as a part whose plain partners have their gradients added up. Local.
+    """The same tensor object, marked as a part. Local.
+
+    Gradients of plain operands that meet the part are added up over the group.
 
     Args:
-        local: A plain tensor; another is returned as it is.
+        local: A plain tensor; a tensor of another class is returned as it is.
         group: The ranks that have other parts.
     """
     if local.__class__ is Tensor:
@@ -78,7 +81,7 @@ def as_rank_part(local: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def plain_of(value: Any) -> Any:
-    """The plain tensor that a :class:`RankPart` is, in the same memory; of others themselves."""
+    """A :class:`RankPart` as a plain tensor in the same memory; other values as they are."""
     if value.__class__ is not RankPart:
         return value
     with torch._C.DisableTorchFunctionSubclass():
@@ -104,7 +107,7 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run an operator of which an operand, at least, is a part."""
+    """Run an operator with at least one operand that is a part."""
     operands = list(_tensors_in((*args, *kwargs.values())))
     group = next((each._group for each in operands if each.__class__ is RankPart), None)
     if group is None or (name in _AS_ANOTHER and args[0].__class__ is not RankPart):
@@ -127,7 +130,7 @@ def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _mark(result: Any, plain: Any, group: ProcessGroup) -> None:
-    """Make tensors of a result parts, but for those that are plain operands themselves."""
+    """Mark tensors of a result as parts, except those that are plain operands themselves."""
     if result.__class__ is Tensor:
         if not any(result is each for each in plain):
             as_rank_part(result, group)
@@ -137,7 +140,7 @@ def _mark(result: Any, plain: Any, group: ProcessGroup) -> None:
 
 
 def _summed(value: Any, group: ProcessGroup) -> Any:
-    """An operand, whose gradient is added up over the group if it is a plain tensor's."""
+    """The operand; the gradient of a plain tensor is added up over the group."""
     if value.__class__ in _PLAIN:
         if not value.requires_grad:
             return value
@@ -148,7 +151,7 @@ def _summed(value: Any, group: ProcessGroup) -> Any:
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """The identity, whose gradient is the sum of those of all ranks of a group."""
+    """The identity; backward sums the gradients of all ranks of a group."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -168,7 +171,7 @@ class _SumOfGradients(torch.autograd.Function):
 
 
 class _Text:
-    """A plain operand, as errors name it."""
+    """The text that names a plain operand in errors, made when it is needed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._kind = f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"

@@ -14,7 +14,7 @@ from tilework.tiled.factors import Factor
 from tilework.tiled.op_rules import Arg, RuleResult, local_call
 from tilework.tiled.op_table import override_rule
 
-#: For each result, and for each argument, its placement along an axis; None for what is no tensor.
+#: The placement of each result, and of each argument, along one axis; None for no tensor.
 _Acceptable = tuple[Sequence[Any], Sequence[Any]]
 
 
@@ -30,8 +30,9 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     :func:`~tilework.dtensor.register_rule` takes the same rule as a line of text.
 
     Args:
-        op: An operator of ``torch.ops``, with or without its overload's name, or several. It
-            needs an implementation for meta tensors (``torch.library.register_fake``).
+        op: An operator of ``torch.ops``, with or without the name of an overload, or several
+            operators. The operator needs an implementation for meta tensors
+            (``torch.library.register_fake``).
 
     Example:
         >>> import torch
@@ -67,7 +68,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def _ways_to_call(operator: Any) -> list[Any]:
-    """An operator with its overload's name, and without it where that is the default one."""
+    """The operator with the overload's name, and for the default overload also without."""
     if isinstance(operator, torch._ops.OpOverload):
         packet = operator.overloadpacket
         return [operator, packet] if packet.default is operator else [operator]
@@ -101,7 +102,7 @@ class _Ways:
         self.linear: list[list[Arg]] = []
 
     def add(self, outs: Sequence[Any], ins: Sequence[Any]) -> None:
-        """Add one way, unless it shards what another one shards otherwise."""
+        """Add one way, unless an earlier way shards one of the same dims differently."""
         pairs = list(zip(self._args, ins, strict=False))
         partial = [arg for arg, its in pairs if isinstance(its, Partial)]
         if partial:
@@ -142,7 +143,7 @@ def _leaves(args: Any) -> Iterable[Any]:
 
 
 def _outputs(operator: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that the operator gives, without memory."""
+    """The operator's results, as meta tensors."""
 
     def on_meta(value: Any) -> Any:
         if isinstance(value, Arg):
@@ -151,7 +152,7 @@ def _outputs(operator: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
     try:
         result = operator(*on_meta(args), **{key: on_meta(kwargs[key]) for key in kwargs})
-    except RuntimeError as error:  # NotImplementedError is one
+    except RuntimeError as error:  # NotImplementedError is a subclass
         raise NotImplementedError(
             f"register_sharding needs to know the shapes of what {operator} gives: give it an "
             f"implementation for meta tensors, with torch.library.register_fake"

@@ -1,4 +1,4 @@
-"""DTensors in files: each rank saves its local tensor, and loads it again.
+"""DTensors in files: each rank saves a local tensor, and loads it again.
 
 The file has plain data and a plain tensor, so that ``torch.load`` takes it with
 ``weights_only=True``.
@@ -21,9 +21,9 @@ from tilework.mesh.device_mesh import find_or_make
 
 #: Device type, shape, ranks and names of a mesh.
 Mesh = tuple[str, Ints, Ints, tuple[str, ...] | None]
-#: A kind of placement, and its arguments.
+#: A kind of placement, and the arguments that make it.
 _Placement = tuple[str, tuple[Any, ...]]
-#: Placements, shape and order; and the global strides, which files of before have not.
+#: Placements, shape and order; then the global strides, which older files do not have.
 Layout = (
     tuple[list[_Placement], Ints, Ints | None] | tuple[list[_Placement], Ints, Ints | None, Ints]
 )
@@ -37,7 +37,7 @@ def layout_to_save(tensor: DTensorBase) -> tuple[Mesh, Layout, Ints | None]:
     mesh = spec.mesh
     coordinate = mesh.get_coordinate()
     placements = [_placement(placement) for placement in spec.placements]
-    strides = like_strides(spec.shape, spec.strides)  # it will own its memory, all of it
+    strides = like_strides(spec.shape, spec.strides)  # as loaded: dense, in memory of its own
     return (
         (mesh.device_type, mesh.shape, mesh.spec.ranks, mesh.mesh_dim_names),
         (placements, spec.shape, spec.order, tuple(map(int, strides))),
@@ -54,7 +54,7 @@ def _placement(placement: Placement) -> _Placement:
 
 
 def compact(local: Tensor) -> Tensor:
-    """The local tensor with its own elements in its storage, each once, and no others."""
+    """The local tensor in a storage that has each of the tensor's elements once, and no others."""
     local = local.detach()
     fills = local.untyped_storage().nbytes() == local.nbytes
     fills = fills and is_dense(tuple(local.shape), local.stride())
@@ -70,7 +70,7 @@ def spec_of_saved(
 
     Raises:
         RuntimeError: The world has fewer ranks than the mesh needs.
-        ValueError: The local tensor is that of another coordinate of the mesh.
+        ValueError: The local tensor was saved at another coordinate of the mesh.
     """
     placements = [_KINDS[kind](*arguments) for kind, arguments in layout[0]]
     ranks = mesh[2]

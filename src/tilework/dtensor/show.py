@@ -9,13 +9,14 @@ from tilework.tiled.terminal import print_styled
 
 
 def show(tensor: DTensor) -> None:
-    """Print a tensor's layout: a picture of who holds what, and a table of the ranks.
+    """Print a tensor's layout: a picture of which rank holds which part, and a table of the ranks.
 
     Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) the labels
-    tell the same: ``0, 1`` is held by both ranks, ``0+1`` is what both hold, reduced.
+    tell the same: both ranks hold a part labelled ``0, 1``, and a part labelled ``0+1`` is the
+    reduction of the values of both.
 
     Raises:
-        TypeError: It is no DTensor.
+        TypeError: ``tensor`` is not a DTensor.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The layout of a tensor on a mesh: a value of which each mesh keeps one instance."""
+"""The layout of a tensor on a mesh. A mesh keeps one instance of each distinct layout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tilework.layout.sharding import Splits, axes_of, box_at, normal_layout, sha
 from tilework.mesh import DeviceMesh
 
 Ints = tuple[int, ...]
-#: Reductions that give each rank's value a gradient of its own.
+#: Reductions in which each rank's value has a different gradient.
 NONLINEAR = ("min", "max", "product")
 
-#: The most specs that a mesh keeps before it drops all.
+#: A mesh drops all specs when it has more than this.
 _MOST_SPECS = 1 << 14
-#: Elements of so many places are looked at one by one.
+#: Up to this many places in memory, elements are compared individually.
 _MOST_SEARCHED = 1 << 20
 
 
@@ -29,13 +29,13 @@ class DTensorSpec:
     """The layout of a tensor: a mesh, a global shape, and a placement for each axis of the mesh.
 
     Made by :func:`spec_of`. Placements are in their normal form: dims are not negative, and sizes
-    are None where the axis splits as ``torch.chunk`` does. ``order`` is that in which axes shard a
-    dim that several share, None where they do so from the first to the last.
+    are None where the axis splits as ``torch.chunk`` does. ``order`` lists the axes in the order in
+    which they shard a dim that several axes share; None means from the first to the last.
 
-    ``strides`` are those that the full tensor has in memory, were it plain. They decide what torch
-    decides by strides: whether a reshape is a view, and a tensor contiguous. They say nothing of
-    where elements lie: specs are equal by content whatever their strides are. Those of one mesh
-    with the same strides are mostly one object.
+    ``strides`` are the strides that the full tensor would have if it were plain. torch decides by
+    strides whether a reshape is a view and whether a tensor is contiguous. Strides do not say where
+    elements lie: ``==`` ignores them. Specs of one mesh with equal contents and strides are mostly
+    the same object.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class DTensorSpec:
         return len(self.shape)
 
     def axes_of(self, dim: int) -> Ints:
-        """The axes that shard a dim, in the order in which they do."""
+        """The axes that shard a dim, the outermost first."""
         return axes_of(self.splits[dim])
 
     @cached_property
@@ -112,12 +112,12 @@ class DTensorSpec:
 
     @cached_property
     def has_empty_parts(self) -> bool:
-        """True if the tensor has elements, and some rank none of them."""
+        """True if the tensor has elements, but some rank holds none."""
         return 0 not in self.shape and self.has_empty_ranges
 
     @cached_property
     def has_empty_ranges(self) -> bool:
-        """True if a dim has elements, and some rank nothing of it."""
+        """True if a dim has elements, but some rank holds an empty range of it."""
         return any(
             splits and self.shape[dim] and any(not size for _, size in self.shards_of(dim))
             for dim, splits in enumerate(self.splits)
@@ -163,7 +163,7 @@ class DTensorSpec:
 
     @cached_property
     def dual(self) -> DTensorSpec:
-        """The layout of its gradient: partial values have gradients that are replicated."""
+        """The layout of the gradient of a tensor in this layout: replicated where it is partial."""
         if not self.partial_axes:
             return self
         return self.with_placements(
@@ -175,11 +175,11 @@ class DTensorSpec:
     def grad_spec(self) -> DTensorSpec:
         """The layout in which a user sees the gradient: replicated where this is a partial sum.
 
-        Where it is partial in another reduction, each rank's gradient is that of what it holds
-        itself, and all ranks' add up to the gradient of the value: a partial sum.
+        With another reduction, each rank has the gradient of the value that the rank holds. The
+        gradients of all ranks add up to the gradient of the reduced value: a partial sum.
 
         Raises:
-            NotImplementedError: It is a partial product, whose gradient is not that sum.
+            NotImplementedError: This is a partial product, whose gradient is not that sum.
         """
         if self.reduce_op in (None, "sum"):
             return self.dual
@@ -212,14 +212,14 @@ class DTensorSpec:
 
     @cached_property
     def repeats(self) -> bool:
-        """True if elements along a dim are one in memory, as those of an expanded dim are."""
+        """True if elements along a dim share a place in memory, as in an expanded dim."""
         return 0 not in self.shape and any(
             size > 1 and not stride for size, stride in zip(self.shape, self.strides, strict=True)
         )
 
     @cached_property
     def overlaps(self) -> bool:
-        """True if several elements are one in memory, as those of an unfolded dim are."""
+        """True if several elements share a place in memory, as in an unfolded dim."""
         return self.repeats or has_overlap(self.shape, self.strides)
 
     @cached_property
@@ -231,13 +231,13 @@ class DTensorSpec:
 
     @cached_property
     def redistributions(self) -> dict[Any, Any]:
-        """The redistributions that are prepared from here, by target and dtype."""
+        """The prepared redistributions from this layout, by target and dtype."""
         plain = self.with_strides(row_major(self.shape))
         return {} if plain is self else plain.redistributions
 
     @cached_property
     def _by_strides(self) -> dict[Ints, DTensorSpec]:
-        """This layout with other strides, which all of its variants share."""
+        """Variants of this layout by strides. All variants share this dict."""
         return {self.strides: self}
 
     def with_strides(self, strides: Sequence[int]) -> DTensorSpec:
@@ -253,7 +253,7 @@ class DTensorSpec:
         return spec
 
     def copy(self) -> DTensorSpec:
-        """An equal layout that is another object, as one that tells when a tensor had it."""
+        """An equal layout in another object. The identity tells when a tensor had the layout."""
         spec = DTensorSpec(self.mesh, self.placements, self.shape, self.order, self.splits)
         spec.strides, spec._by_strides = self.strides, self._by_strides
         return spec
@@ -291,14 +291,14 @@ def spec_of(
 
     Args:
         mesh: The ranks.
-        placements: One for each axis of the mesh.
+        placements: A placement for each axis of the mesh.
         shape: The tensor's global shape.
         order: The axes in the order in which they shard; None: from the first to the last.
-        strides: Those of the full tensor; None: it is contiguous.
+        strides: The strides of the full tensor; None: it is contiguous.
 
     Raises:
         ValueError: Placements or order do not fit the mesh or the shape.
-        TypeError: Something is no placement.
+        TypeError: An entry of ``placements`` is not a placement.
     """
     if order is not None and order.__class__ is not tuple:
         order = order_in(order)
@@ -327,9 +327,9 @@ def row_major(shape: Ints) -> Ints:
 
 @lru_cache(maxsize=1 << 12)
 def has_overlap(shape: Ints, strides: Ints) -> bool:
-    """True if elements of a tensor of these strides lie at one place in memory.
+    """True if two elements of a tensor of these strides lie at one place in memory.
 
-    Of many elements that may, they are said to.
+    With too many elements to compare, the answer is True wherever an overlap is possible.
 
     Example:
         >>> has_overlap((3, 2), (1, 1)), has_overlap((3, 2), (2, 1)), has_overlap((3, 2), (2, 3))
@@ -364,5 +364,5 @@ def _new_spec(
 
 
 def without_sizes(placement: Placement) -> Placement:
-    """A placement without sizes of its own."""
+    """The placement, without the sizes of shards."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement

@@ -61,11 +61,11 @@ Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class DTensor(DTensorBase):
     """A tensor of a global shape whose value lies on the ranks of a mesh.
 
-    Every operator of torch takes it, together with others and with plain tensors, which count as
-    replicated. Each rank's local tensor is a plain one with an autograd graph of its own; only
-    changes of layout communicate, and partial gradients are reduced in backward. A gradient has
-    its tensor's layout, but is replicated where the tensor is a partial sum, and a partial sum
-    where it is partial in another reduction.
+    Every operator of torch takes DTensors, together with plain tensors, which count as replicated.
+    Each rank's local tensor is a plain tensor with a local autograd graph. Only changes of layout
+    communicate, and partial gradients are reduced in backward. A gradient has the layout of the
+    tensor, with two exceptions: it is replicated where the tensor is a partial sum, and a partial
+    sum where the tensor is partial in another reduction.
 
     All operators are collective over the mesh. Make one with :meth:`from_local`,
     :func:`~tilework.dtensor.distribute_tensor` or a creation function such as
@@ -103,8 +103,8 @@ class DTensor(DTensorBase):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # C++ comes here below autograd: with what a user's own Function saved, and where its
-        # engine adds gradients up. Elsewhere a gradient would be lost.
+        # C++ calls this below autograd in two cases: for tensors that a user's own Function saved,
+        # and when the engine adds gradients up. Anywhere else a gradient would be lost.
         if func is torch.ops.aten.detach.default:
             result = wrap(args[0]._local_tensor.detach(), args[0]._spec, args[0]._digest)
             result._made_without_grad = True  # C++ may make a leaf of it, as of nested checkpoints
@@ -130,34 +130,35 @@ class DTensor(DTensorBase):
     ) -> DTensor:
         """The DTensor whose local tensor on this rank is ``local_tensor``. Shares memory with it.
 
-        Where a mesh axis shards, ranks compare their shapes: collective over the mesh; blocks;
-        what does not fit together raises on all ranks. Local tensors may be uneven. Where another
-        axis replicates, their values are compared as ``verifying`` says. With ``shape``, or where
-        nothing is sharded, it is local.
+        If a mesh axis shards, the ranks compare shapes: the call is collective over the mesh and
+        blocks, and shapes that do not fit together raise on all ranks. Local tensors may be uneven.
+        If another axis replicates, values are compared as ``verifying`` says. With ``shape``, or if
+        no axis shards, the call is local.
 
         Gradients flow back into ``local_tensor``: the gradient of this rank's shard, or of a
         replicated value the full gradient on each rank.
 
         Args:
-            local_tensor: A plain tensor, alike on all ranks but for its values and sizes.
+            local_tensor: A plain tensor, the same on all ranks except for values and sizes.
             device_mesh: The mesh; None: the innermost of ``with mesh:``.
             placements: The placement along each axis; None: replicated.
             run_check: Compare also the layout, and the values of replicas. Collective over the
                 mesh.
             shape: The global shape.
-            stride: Accepted for torch's sake: strides are those of the local tensors.
+            stride: Accepted for compatibility with torch, and ignored: strides follow from those
+                of the local tensors.
             order: The axes in the order in which they shard; None: from the first to the last.
-            grad_placements: The placements that the gradient of ``local_tensor`` is to have, which
-                it is redistributed to; by default the tensor's, replicated where it is partial.
-                Where each rank along an axis computes its replicated part from values of its own,
-                as from its shard of a tensor, ``Partial()`` gives it its share.
-            check: False: local; without ``shape`` all ranks' local tensors are taken to have the
-                shape of this one, and nobody compares them.
+            grad_placements: The placements that the gradient of ``local_tensor`` is redistributed
+                to; by default the tensor's, replicated where it is partial. If each rank along an
+                axis computed the replicated part from different values, such as from a shard of a
+                tensor, ``Partial()`` gives each rank its share of the gradient.
+            check: False: local. Without ``shape``, all local tensors are assumed to have the shape
+                of this rank's, and nothing is compared.
 
         Raises:
             ValueError: Local tensors do not fit together or to ``shape``, or ranks differ.
-            CollectiveMismatchError: Ranks that are to have the same part have other values.
-            TypeError: It is no plain tensor, or an argument is of another kind.
+            CollectiveMismatchError: Replicas have different values.
+            TypeError: ``local_tensor`` is not a plain tensor, or another argument has a wrong type.
             RuntimeError: No mesh is given or active.
 
         Example:
@@ -191,16 +192,16 @@ class DTensor(DTensorBase):
 
     @staticmethod
     def from_torch(tensor: Any) -> DTensor:
-        """A DTensor of torch.distributed.tensor's as one of this library's. Local.
+        """Convert a DTensor of torch.distributed.tensor's to one of this library's. Local.
 
-        Shares memory; gradients flow back. The mesh is :meth:`DeviceMesh.from_torch` of its mesh.
-        Operators on DTensors convert torch's that they meet by themselves.
+        Shares memory; gradients flow back. The mesh is :meth:`DeviceMesh.from_torch` of torch's
+        mesh. Operators on DTensors convert DTensors of torch's by themselves.
 
         Raises:
-            TypeError: It is no DTensor of torch's, its groups are on backends of torch's own, or a
-                placement has no meaning here.
+            TypeError: ``tensor`` is not a DTensor of torch's, the groups are on torch's backends,
+                or this library has no such placement.
             ValueError: torch's DTensor was made of uneven parts, or splits dims otherwise; or
-                ranks do not ascend along an axis of its mesh.
+                ranks do not ascend along an axis of the mesh.
         """
         if isinstance(tensor, DTensor):
             return tensor
@@ -218,13 +219,14 @@ class DTensor(DTensorBase):
     def to_torch(self) -> Any:
         """This tensor as a DTensor of torch's, in the same memory. Gradients flow back.
 
-        Local, but for the first time on a mesh that did not come from torch's: see
-        :meth:`DeviceMesh.to_torch`. What one of the two is written to, the other shows; where
-        the write is recorded in the graph, torch refuses it, as to its own ``to_local()``.
+        Local, except for the first call on a mesh that did not come from torch's: see
+        :meth:`DeviceMesh.to_torch`. A write to one of the two shows in the other. torch refuses a
+        write that the graph would record, as for the result of torch's ``to_local()``.
 
         Raises:
-            ValueError: torch has no placements that lie so: it splits as ``torch.chunk`` does. Or
-                ranks do not ascend along an axis of the mesh, where torch's values go wrong.
+            ValueError: torch has no placements for this layout, since torch splits only as
+                ``torch.chunk`` does. Or ranks do not ascend along an axis of the mesh, where
+                torch's values go wrong.
             RuntimeError: torch.distributed is not initialized.
         """
         spec = self._spec
@@ -232,9 +234,9 @@ class DTensor(DTensorBase):
         return torch_from_local(self.to_local(), spec, mesh, placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's local tensor, a plain one, at the same place in the autograd graph.
+        """This rank's local tensor, a plain tensor, at the same place in the autograd graph.
 
-        Local; not collective. Shares memory. Its gradient becomes this tensor's.
+        Local; not collective. Shares memory. The gradient of the result becomes this tensor's.
 
         Args:
             grad_placements: The placements of the gradient that will come in; by default this
@@ -277,22 +279,22 @@ class DTensor(DTensorBase):
         """The same value in another layout. Collective over the mesh; blocks; differentiable.
 
         Runs the cheapest sequence of collectives, which
-        :func:`~tilework.dtensor.plan_redistribution` shows beforehand. Shares memory if nothing is
-        to be done. The gradient goes back the same way.
+        :func:`~tilework.dtensor.plan_redistribution` shows beforehand. Shares memory if the layout
+        is the same. The gradient is redistributed back to the old layout.
 
         Args:
             device_mesh: This tensor's, or None.
             placements: The new placement along each axis.
             order: The axes in the order in which they shard; None: from the first to the last.
-            async_op: Return before the last step is done, where that is long enough; the result
-                waits for it when it is first used.
-            forward_dtype: The dtype of the result, which it is cast to before it moves; None: this
+            async_op: Return before the last step is done, if that step takes long enough; the first
+                use of the result waits for it.
+            forward_dtype: The dtype of the result; the tensor is cast before it moves. None: this
                 tensor's.
             backward_dtype: The dtype in which the gradient moves back, before it is cast to this
                 tensor's; None: this tensor's.
 
         Raises:
-            ValueError: Placements do not fit, or it is another mesh.
+            ValueError: Placements do not fit, or ``device_mesh`` is another mesh.
         """
         source = self._spec
         if isinstance(device_mesh, (list, tuple, Placement)):
@@ -325,7 +327,8 @@ class DTensor(DTensorBase):
             )
         if causes.watchers:
             causes.begin_operator("redistribute")
-        # Within an operator the program does not get it, and no plain tensors give its gradient.
+        # Within an operator the program does not get the result, so that no plain tensor can give
+        # it a gradient.
         of = Moved(digest_of(self), "redistribute", handed_out=not provenance_digest.digest())
         local = redistribute_local(local, source, target, async_op=async_op, of=of, dtypes=dtypes)
         if causes.watchers:
@@ -429,11 +432,11 @@ class DTensor(DTensorBase):
         gradients.set_data(self, value)
 
     def set_(self, *source: Any, **named: Any) -> DTensor:  # torch offers it to no interception
-        """Show the memory of another DTensor from now on, which this returns. Local.
+        """Show the memory of another DTensor from now on. Returns this tensor. Local.
 
         Raises:
-            TypeError: It is no DTensor, or sizes and strides are given, too.
-            RuntimeError: It is of another dtype, or gradients are recorded.
+            TypeError: ``source`` is not a DTensor, or sizes and strides are given, too.
+            RuntimeError: ``source`` has another dtype, or gradients are recorded.
         """
         gradients.set_memory(self, *source, *named.values())
         return self
@@ -445,7 +448,7 @@ class DTensor(DTensorBase):
         create_graph: bool = False,
         inputs: Sequence[Tensor] | Tensor | None = None,
     ) -> None:
-        """Accumulate gradients of all leaves it depends on, as torch does. Collective.
+        """Accumulate gradients in all leaves that this tensor depends on, as torch. Collective.
 
         Args:
             gradient: The gradient with respect to this tensor; None for a single element.
@@ -477,7 +480,7 @@ class DTensor(DTensorBase):
         return lines_html(layout_lines(self, WIDTH))
 
     def __copy__(self) -> DTensor:
-        """A leaf of the same memory, whose writes torch does not count with this one's."""
+        """A leaf of the same memory. torch counts writes to the leaf apart from writes to this."""
         copied = self.data
         copied.requires_grad_(self.requires_grad)
         for name, value in vars(self).items():
@@ -495,7 +498,7 @@ class DTensor(DTensorBase):
             )
         local = local_graph.local_of(self)
         is_param = isinstance(self, Parameter)
-        if is_param:  # torch's copies of parameters share no memory, though these do
+        if is_param:  # torch's deep copies of parameters never share memory with each other
             digest = self._digest if self._made is None else digest_of(self)
             spec = self._spec.with_strides(like_strides(self._spec.shape, self._spec.strides))
             copied = wrap(local.detach().clone(), spec, digest)
@@ -519,10 +522,10 @@ class DTensor(DTensorBase):
     def numpy(self, *, force: bool = False) -> Any:
         """The full value as an array, on every rank. Collective; blocks.
 
-        It is read-only: the ranks that have the elements would not see what is written to it.
+        The array is read-only: the ranks that hold the elements would not see a write.
 
         Args:
-            force: Also of a tensor that requires a gradient, as torch has it.
+            force: True to accept a tensor that requires a gradient, as in torch.
         """
         with named_for("numpy"):
             array = self.full_tensor().numpy(force=force)
@@ -545,7 +548,7 @@ def _set_values(tensor: Tensor, value: Tensor | complex) -> None:
 
 
 def _takes_values(func: Any, args: Sequence[Any]) -> bool:
-    """True for what torch asks of a number, or of a tensor that it copies without its graph."""
+    """True for calls by which torch reads a number, or copies a tensor without the graph."""
     aten = torch.ops.aten
     if func is aten._local_scalar_dense.default:
         return True
@@ -554,7 +557,7 @@ def _takes_values(func: Any, args: Sequence[Any]) -> bool:
     )
 
 
-#: The fields of an instance, which a copy makes anew.
+#: The fields of an instance. A copy does not take them over.
 _OWN = set(DTensorBase.__annotations__)
 
 

@@ -1,6 +1,6 @@
-"""torch's DTensors: the same layout in torch's words, and back. Local tensors are shared.
+"""Conversion to torch's DTensors and back: the same layout, with the same local tensors.
 
-torch writes that one axis shards a dim after another as ``_StridedShard``; here it is ``order``.
+The order in which several axes shard one dim is torch's ``_StridedShard``; here it is ``order``.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def refuse_of_torch_distributed(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def refuse_within_torch(func: Any, handler: Handler) -> Handler:
-    """The handler of an operator, but for functions of torch.distributed's that begin with it.
+    """The handler of an operator that refuses calls from within certain functions of torch's.
 
-    They would take a DTensor for a local tensor: ``from_local`` makes one within the other, and
-    ``fully_shard`` cuts the whole.
+    These functions of torch.distributed's would take a DTensor for a local tensor: ``from_local``
+    would nest two DTensors, and ``fully_shard`` would cut the full tensor.
     """
     if func not in _BEGINNINGS:
         return handler
@@ -85,7 +85,7 @@ def refuse_within_torch(func: Any, handler: Handler) -> Handler:
     return checked
 
 
-#: The first operator on a tensor in functions that ask nothing: their module, name and remedy.
+#: The first operator that an unchecked function of torch's calls: module, name and remedy.
 _BEGINNINGS: dict[Any, tuple[str, str, str]] = {
     Tensor.view_as: (
         "torch.distributed.tensor._api",
@@ -104,9 +104,9 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
     """The layout of a DTensor of torch's. Local.
 
     Raises:
-        TypeError: Its mesh is on groups of torch's own, or a placement has no meaning here.
-        ValueError: It splits dims otherwise than placements here can, or torch's DTensors on its
-            mesh have their parts in another order.
+        TypeError: The mesh is on groups of torch's own, or this library has no such placement.
+        ValueError: The DTensor splits dims as no placement of this library does, or torch's
+            DTensors on the mesh have their parts in another order.
     """
     mesh = DeviceMesh.from_torch(tensor.device_mesh)
     _check_ascending(mesh)
@@ -172,14 +172,14 @@ def _native(placement: Any, tensor: Any) -> Placement:
 
 
 def local_from_torch(tensor: Any) -> Tensor:
-    """The local tensor of a DTensor of torch's, at its place in the graph."""
+    """The local tensor of a DTensor of torch's, at the DTensor's place in the graph."""
     return awaited_in_graph(tensor.to_local())
 
 
 def awaited_in_graph(local: Tensor) -> Tensor:
-    """The tensor that a result of torch's functional collectives wraps, at its place in the graph.
+    """The tensor inside a result of torch's functional collectives, at the same place in the graph.
 
-    Others as they are: results of tilework's are waited for where they are first used.
+    Other tensors are returned as they are: their first use waits for tilework's collectives.
     """
     if type(local) is Tensor or not hasattr(local, "trigger_wait"):
         return local
@@ -189,7 +189,7 @@ def awaited_in_graph(local: Tensor) -> Tensor:
 
 
 class _Awaited(LocalFunction):
-    """The identity, from torch's wrapper, which is in the graph, to what it wraps."""
+    """The identity, from torch's wrapper, which is in the graph, to the wrapped tensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
@@ -201,16 +201,16 @@ class _Awaited(LocalFunction):
 
 
 def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Sequence[Any]) -> Any:
-    """The DTensor of torch's with this local tensor, at its place in the graph.
+    """The DTensor of torch's with this local tensor, at the same place in the graph.
 
-    What torch writes to it counts as a write to the local tensor: copied views are computed anew,
-    and a backward that needs what was overwritten raises.
+    A write of torch's to it counts as a write to the local tensor: copied views are computed again,
+    and a backward that needs the overwritten values raises.
 
     Args:
         local: The local tensor.
         spec: The layout.
-        mesh: Its mesh, of torch's.
-        placements: Its placements, of torch's.
+        mesh: The layout's mesh, as torch's.
+        placements: The layout's placements, as torch's.
     """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -226,10 +226,10 @@ def torch_from_local(local: Tensor, spec: DTensorSpec, mesh: Any, placements: Se
 
 
 class _ToTorch(LocalFunction):
-    """The identity of a DTensor of torch's, which counts writes as its local tensor does.
+    """The identity of a DTensor of torch's that shares the count of writes of the local tensor.
 
-    torch lets nobody write to it where that is recorded in the graph, as to its own ``to_local()``:
-    the local tensor would stay at its place.
+    torch refuses a write to the result that the graph would record, as for torch's
+    ``to_local()``: the local tensor would keep the old place in the graph.
     """
 
     @staticmethod
@@ -242,17 +242,17 @@ class _ToTorch(LocalFunction):
 
 
 def _counted_as(owner: Tensor, tensor: Any) -> Any:
-    """The tensor, detached, as one that has the number of writes of another, whose memory it has.
+    """The tensor, detached, with the count of writes of ``owner``, which has the same memory.
 
-    torch's operators write to local tensors below the level that counts. A tensor that
-    ``owner.detach()`` gives shares its count, whatever gives it.
+    torch's operators write to local tensors below the level that counts writes. The result of
+    ``owner.detach()`` shares the count of ``owner``, even if a mode substitutes that result.
     """
     with _Giving(tensor):
         return owner.detach()
 
 
 class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a tensor for the result of the first ``detach()``."""
+    """Substitutes a tensor for the result of the first ``detach()``."""
 
     def __init__(self, tensor: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -266,10 +266,10 @@ class _Giving(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def torch_placements(spec: DTensorSpec) -> list[Any]:
-    """The placements of torch's that lie as a layout does.
+    """The placements of torch's for a layout.
 
     Raises:
-        ValueError: torch has none that do.
+        ValueError: torch has no placements for the layout.
     """
     from torch.distributed.tensor import Partial as TorchPartial
     from torch.distributed.tensor import Replicate as TorchReplicate

@@ -1,12 +1,13 @@
 """Traces and scripts of DTensors: scripted functions gather them, and traces refuse them.
 
-A trace has no collectives. It would record torch's operators on this rank's local tensors alone,
-and run those later: values that each rank has for itself, or constants, without a word. C++ asks no
-class while it traces, nor do torch's modes below autograd see more than local tensors; but Python's
-modes are asked. What starts a trace is replaced by a function that does so in one.
+A trace has no collectives. It would record only torch's operators on this rank's local tensors, and
+silently replay them with values of this rank alone, or with constants. While C++ traces, it does
+not call ``__torch_function__`` of classes, and modes below autograd see only local tensors. Python
+modes are still called. Therefore each function that starts a trace is replaced by a function that
+traces within such a mode.
 
-Scripted modules ask classes about their methods, and run on gathered tensors; scripted functions
-ask nobody, and fail in C++ without a reason. Here they ask, too.
+Methods of scripted modules do call ``__torch_function__``, and run on gathered tensors. Scripted
+functions do not, and fail in C++ without a reason. This module makes them call it, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from tilework.dtensor.base import DTensorBase
 
-#: What starts a trace: of ``torch.jit.trace``, ``trace_module`` and ``torch.onnx``; of ``make_fx``.
+#: Functions that start a trace: for ``torch.jit.trace``, ``trace_module`` and ``torch.onnx``; for
+#: ``make_fx``.
 _STARTERS: tuple[tuple[Any, str, str], ...] = (
     (torch._C, "_create_function_from_trace", "torch.jit.trace"),
     (torch._C, "_create_function_from_trace_with_dict", "torch.jit.trace"),
@@ -45,7 +47,7 @@ class _Refusing(TorchFunctionMode):
 
 
 def _refuse(tracer: str) -> NoReturn:
-    # A TypeError would not reach the program: of operators such as * Python makes another.
+    # A TypeError would not reach the program: for operators such as * Python raises its own.
     raise RuntimeError(
         f"{tracer} takes no DTensors, nor functions that compute with them: a trace has no "
         f"collectives. Trace a function of plain tensors, from full_tensor() or to_local()"
@@ -53,7 +55,7 @@ def _refuse(tracer: str) -> NoReturn:
 
 
 def refusing(original: Any, tracer: str) -> Any:
-    """A function that starts a trace of ``tracer``'s, which DTensors end with an error."""
+    """A function that starts a trace of ``tracer``'s, in which DTensors raise."""
 
     @functools.wraps(original)
     def start(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +68,7 @@ def refusing(original: Any, tracer: str) -> Any:
 
 
 def without_dtensors(original: Any) -> Any:
-    """A function of torch's that makes a scripted or traced module, of plain tensors alone."""
+    """Wrap torch's function that makes a scripted or traced module: modules with DTensors raise."""
 
     @functools.wraps(original)
     def create(module: nn.Module, *args: Any, is_tracing: bool = False, **kwargs: Any) -> Any:
@@ -86,7 +88,7 @@ def without_dtensors(original: Any) -> Any:
 
 
 def asking(original: Any) -> Any:
-    """The call of a scripted function, which asks the classes of its arguments first."""
+    """The call of a scripted function, which first tries ``__torch_function__`` of arguments."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

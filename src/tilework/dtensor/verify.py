@@ -1,9 +1,9 @@
-"""Comparison of what all ranks of a mesh have: parameters and gradients, when asked and at times.
+"""Comparison of parameters and gradients between ranks: on request, and after optimizer steps.
 
-Two things are compared. Digests tell whether ranks have computed a tensor alike (``provenance/``).
-Where a tensor is replicated, its elements have to be equal besides; hashes of them are exchanged,
-and where these differ a few elements, since values that are computed in another order on each rank
-may differ in their last bits.
+Two things are compared. Digests tell whether ranks have computed a tensor in the same way
+(``provenance/``). If a tensor is replicated, the elements must be equal, too: ranks exchange hashes
+of the elements. If the hashes differ, ranks exchange a few elements, since values that each rank
+computes in another order may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from tilework.layout import Partial
 from tilework.mesh import DeviceMesh
 from tilework.tiled.tensor import TiledTensor
 
-#: In the sampled mode the first steps of an optimizer are compared, then each so many, and each so
-#: many once it has stepped often.
+#: In the sampled mode, the first ``_STEPS`` steps of an optimizer are compared, then every
+#: ``_STEPS``-th, and after ``_OFTEN`` steps every ``_LATER_STEPS``-th.
 _STEPS, _OFTEN, _LATER_STEPS = 4, 64, 16
-#: Where a step takes less than so many seconds on all ranks, a comparison would show: fewer do.
+#: If steps take less than ``_QUICK`` seconds on all ranks, comparisons would slow them noticeably:
+#: only every ``_QUICK_STEPS``-th is compared.
 _QUICK, _QUICK_STEPS = 2e-3, 64
 _NEXT_STEP = (
     "; all ranks of a mesh have to compute alike on the same replicated values: look for data that "
@@ -56,12 +57,12 @@ Named = Sequence[tuple[str, DTensor]]
 
 
 class _Facts(NamedTuple):
-    """A rank's knowledge of a tensor, as ranks exchange it."""
+    """The facts about a tensor that ranks exchange."""
 
     name: str
     layout: str
     provenance: int
-    #: The place along the axes that shard it: ranks with the same one have the same elements.
+    #: The place along the axes that shard the tensor: ranks at the same place have equal elements.
     shard: tuple[int, ...]
     content: int
 
@@ -152,28 +153,29 @@ def _with_gradients(tensors: Named) -> Named:
 
 # -- at optimizer steps ----------------------------------------------------------------------
 
-#: The attributes of an optimizer that count its steps, and have the last comparison on each mesh.
+#: The attributes of an optimizer for the count of steps, and for the last comparison by mesh.
 _COUNT, _COMPARED = "_tilework_steps", "_tilework_compared"
 
 
 class _Compared(NamedTuple):
-    """The last comparison of parameters on a mesh, and the next: on all of its ranks the same."""
+    """The last comparison of parameters on a mesh, and the next: the same on all of the ranks."""
 
     step: int
     next_step: int
-    #: When it was, in seconds of this rank's clock.
+    #: The time of the last comparison, in seconds of this rank's clock.
     at: float
 
 
 def compare_after_step(optimizer: Optimizer) -> None:
     """Compare an optimizer's parameters, if it is time to. Collective in that case.
 
-    The number of its steps decides, which is the same on all ranks: the first four, every fourth up
-    to the 64th and every 16th later in the sampled mode (every 64th where steps take less than two
-    milliseconds, as ranks tell each other when they compare), all in the full one.
+    The count of steps decides, which is the same on all ranks. The full mode compares after all
+    steps. The sampled mode compares after the first four, every fourth up to the 64th and every
+    16th later; every 64th if steps take less than two milliseconds, which ranks tell each other
+    when they compare.
 
     Raises:
-        CollectiveMismatchError: Parameters have parted; on every rank.
+        CollectiveMismatchError: Parameters differ between ranks; on every rank.
     """
     how, state = mode(), optimizer.__dict__
     step = state[_COUNT] = state.get(_COUNT, 0) + 1
@@ -203,7 +205,7 @@ def _is_due(step: int, last: _Compared | None) -> bool:
 
 
 def _steps_until(step: int, last: _Compared | None) -> int:
-    """The number of steps until the next comparison, as this rank would have it."""
+    """The number of steps until the next comparison that this rank suggests."""
     if step < _OFTEN:
         return 1 if step < _STEPS else _STEPS - step % _STEPS
     is_quick = last is not None and time.monotonic() - last.at < _QUICK * (step - last.step)
@@ -211,16 +213,16 @@ def _steps_until(step: int, last: _Compared | None) -> int:
 
 
 def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool, more: int) -> int:
-    """Compare one hash of everything; only where that differs, each parameter. Collective.
+    """Compare one hash of everything; if it differs, compare each parameter. Collective.
 
     Args:
         optimizer: The parameters' optimizer.
         params: The parameters.
         full: True if all elements are hashed.
-        more: The number of steps until the next comparison, as this rank would have it.
+        more: The number of steps until the next comparison that this rank suggests.
 
     Returns:
-        The least such number of all ranks.
+        The least number that a rank suggests.
     """
     mesh = params[0]._spec.mesh
     group = mesh.axes_group(range(mesh.ndim))
@@ -241,7 +243,7 @@ def _compare_quickly(optimizer: Optimizer, params: Sequence[DTensor], full: bool
 
 
 def _content_along(axis: int, params: Sequence[DTensor], full: bool) -> int:
-    """A hash of what is replicated along an axis of several, and sharded along another."""
+    """A hash of the parameters that are replicated along this axis, and sharded along another."""
     contents = [
         hash_of(param._local_tensor, full)
         for param in params
@@ -251,7 +253,7 @@ def _content_along(axis: int, params: Sequence[DTensor], full: bool) -> int:
 
 
 def _is_same_along(axis: int, mesh: DeviceMesh, by_rank: Mapping[int, Sequence[int]]) -> bool:
-    """True if ranks that differ in their place along an axis alone have one hash of it."""
+    """True if ranks that differ only in the place along the axis have equal hashes for it."""
     first: dict[tuple[int, ...], int] = {}
     for rank, row in by_rank.items():
         place = list(mesh.spec.coordinate(rank) or ())
@@ -262,7 +264,7 @@ def _is_same_along(axis: int, mesh: DeviceMesh, by_rank: Mapping[int, Sequence[i
 
 
 def _named_params(optimizer: Optimizer, params: Sequence[DTensor]) -> Named:
-    """An optimizer's parameters with their names, else their numbers."""
+    """An optimizer's parameters with their names, or with numbers if they have no names."""
     names: dict[int, str] = {}
     for group in optimizer.param_groups:
         known = group.get("param_names") or ()
@@ -275,7 +277,7 @@ def _named_params(optimizer: Optimizer, params: Sequence[DTensor]) -> Named:
 
 
 def _compare_each(tensors: Named, group: ProcessGroup, full: bool) -> None:
-    """Raise, naming it, if a tensor is not the same on all ranks. Collective."""
+    """Raise for the first tensor that is not the same on all ranks. Collective."""
     every: list[Any] = agree(lambda: [tuple(_facts(*each, full)) for each in tensors], group)
     facts = [[_Facts(*fact) for fact in of_rank] for of_rank in every]
     ranks = group.global_ranks
@@ -296,7 +298,7 @@ def _compare_each(tensors: Named, group: ProcessGroup, full: bool) -> None:
 
 
 def _check_same_tensors(facts: Sequence[Sequence[_Facts]], group: ProcessGroup) -> None:
-    """Raise if some rank has another tensor than the first, naming it. Collective in that case."""
+    """Raise if some rank passes other tensors than the first rank. Collective in that case."""
     by_rank = [{fact.name: fact.layout for fact in of_rank} for of_rank in facts]
     for other, theirs in enumerate(by_rank):
         if list(theirs.items()) == list(by_rank[0].items()):
@@ -330,7 +332,7 @@ def _facts(name: str, tensor: DTensor, full: bool) -> _Facts:
 
 
 def _odd(facts: Sequence[_Facts]) -> tuple[int, int] | None:
-    """Two group ranks that differ in how a tensor came about, or in elements that they share."""
+    """Two group ranks that computed a tensor differently, or that differ in shared elements."""
     first: dict[tuple[int, ...], int] = {}
     for rank, fact in enumerate(facts):
         if fact.provenance != facts[0].provenance:
@@ -342,7 +344,7 @@ def _odd(facts: Sequence[_Facts]) -> tuple[int, int] | None:
 
 
 def _difference(tensor: DTensor, facts: Sequence[_Facts], group: ProcessGroup) -> str:
-    """The difference in elements that ranks share; "" if it is one of rounding. Collective."""
+    """The difference in elements that ranks share; "" if it is only rounding. Collective."""
     local = tensor._local_tensor
     values: list[list[Any]] = agree(lambda: shown(local), group)
     first: dict[tuple[int, ...], int] = {}

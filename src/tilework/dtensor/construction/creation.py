@@ -35,10 +35,10 @@ def zeros(
     """A DTensor of zeros. Local; each rank makes its local tensor.
 
     Args:
-        size: The global shape: as numbers, or one sequence of them.
+        size: The global shape: as numbers, or as a sequence of numbers.
         requires_grad: True for a leaf with a gradient.
         dtype: None: torch's default dtype.
-        layout: torch.strided; there is no other.
+        layout: torch.strided, the only layout of memory that DTensors have.
         device_mesh: The mesh; None: the innermost of ``with mesh:``.
         placements: The placement along each axis of the mesh; None: replicated.
         order: The axes in the order in which they shard; None: from the first to the last.
@@ -122,7 +122,7 @@ def full(
     """A DTensor of one number. Local; arguments and errors as for :func:`zeros`.
 
     Args:
-        fill_value: The number; without ``dtype``, its kind decides.
+        fill_value: The number. Without ``dtype``, the kind of number decides the dtype.
 
     Example:
         >>> from tilework.dtensor import Shard, full, init_device_mesh
@@ -152,8 +152,8 @@ def rand(
 ) -> DTensor:
     """A DTensor of random numbers from [0, 1), the same on every mesh and in every layout.
 
-    They follow from torch's default generator on the mesh's first rank. Collective over the mesh;
-    blocks. Arguments and errors as for :func:`zeros`.
+    The numbers follow from torch's default generator on the mesh's first rank. Collective over the
+    mesh; blocks. Arguments and errors as for :func:`zeros`.
 
     Example:
         >>> import torch
@@ -243,7 +243,10 @@ def _drawn(
 
 
 def _wrapped(local: Tensor, spec: DTensorSpec, requires_grad: bool, digest: int) -> DTensor:
-    """The tensor of this value; partial where it is to be. ``digest`` says what made it."""
+    """The tensor of this value, as a partial tensor if the layout is partial.
+
+    ``digest`` says which function made the tensor.
+    """
     if spec.takes_part:
         local = redistribute_local(local, spec.dual, spec)
     digest = hash((digest, spec.digest))

@@ -37,28 +37,29 @@ def distribute_tensor(
 ) -> DTensor:
     """A plain tensor's values, distributed over a mesh.
 
-    Collective over the mesh; blocks; each rank receives no more than its shard. With
-    ``src_data_rank=None`` it is local. What is wrong on one rank raises on all, and nothing has
-    moved then. The result has the strides of a ``clone()`` of the source rank's tensor, and shares
-    no memory with ``tensor``; it requires a gradient if ``tensor`` does, and is a leaf: nothing
-    flows back into ``tensor``. A DTensor of this layout is returned as it is. A meta tensor gives
-    meta tensors.
+    Collective over the mesh; blocks; each rank receives only a shard. With ``src_data_rank=None``
+    the call is local. An error on one rank raises on all ranks, before anything moves. The result
+    has the strides of a ``clone()`` of the source rank's tensor, and shares no memory with
+    ``tensor``. It requires a gradient if ``tensor`` does, and is a leaf: no gradient flows back
+    into ``tensor``. A DTensor of this layout is returned as it is. A meta tensor gives meta
+    tensors.
 
     Args:
-        tensor: The full tensor, a leaf of the graph. Its values count on the source rank; on others
-            it must have the same shape, dtype and ``requires_grad``, and may be a meta tensor.
+        tensor: The full tensor, a leaf of the graph. Only the source rank's values count. On other
+            ranks the tensor must have the same shape, dtype and ``requires_grad``, and may be a
+            meta tensor.
         device_mesh: The mesh; None: the innermost of ``with mesh:``. Ranks outside it get a DTensor
             without elements.
         placements: The placement along each axis; None: replicated.
-        src_data_rank: The source's index along each axis. None: each rank takes its shard of its
-            own copy, and nobody checks that all copies are the same.
+        src_data_rank: The source's index along each axis. None: each rank cuts a shard from the
+            rank's own copy, and nothing checks that all copies are the same.
         order: The axes in the order in which they shard; None: from the first to the last.
 
     Raises:
         ValueError: Placements do not fit, ``tensor`` is a DTensor of another layout, or ranks
             differ.
-        RuntimeError: It is no leaf, or no mesh is given or active.
-        TypeError: It is no tensor, or none with a dense layout.
+        RuntimeError: ``tensor`` is not a leaf, or no mesh is given or active.
+        TypeError: ``tensor`` is not a tensor, or not a dense tensor.
 
     Example:
         >>> import torch
@@ -97,7 +98,7 @@ def distribute_tensor(
     if not spec.takes_part:
         return wrap(empty_local(tensor), spec)
     digest = None
-    if src_data_rank is not None:  # else what it holds is what each rank gave
+    if src_data_rank is not None:  # otherwise each rank's values decide the digest
         history = history_of(mesh)
         history.creations += 1
         digest = hash((spec.digest, history.creations))
@@ -106,7 +107,7 @@ def distribute_tensor(
     return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)
 
 
-#: Facts about a rank's own tensor; those of the source rank's count.
+#: Facts that may differ by rank; the facts of the source rank count.
 _OWN = ("meta", "strides")
 
 
@@ -117,7 +118,7 @@ def _checked(
     order: Sequence[int] | None,
     src_data_rank: int | None,
 ) -> tuple[DTensorSpec | None, dict[str, Any]]:
-    """The layout, None for a DTensor that has it; and facts, of which ranks share all but ``_OWN``.
+    """The layout (None for a DTensor that has it), and facts that ranks compare except ``_OWN``.
 
     Raises:
         Exception: As :func:`distribute_tensor`.
@@ -198,11 +199,11 @@ def _source(mesh: DeviceMesh, index: int) -> int:
 
 
 def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
-    """This rank's shard of the source rank's tensor; of its own, if there is no source."""
+    """This rank's shard of the source rank's tensor; without a source, of this rank's tensor."""
     dual, mesh = spec.dual, spec.mesh
     shape = (spec if meta else dual).local_shape
     strides = row_major(shape)
-    if spec.strides != row_major(spec.shape):  # in the order of the global ones
+    if spec.strides != row_major(spec.shape):  # in the order of the global strides
         strides = like_strides(tuple(shape), spec.strides)
     where = "meta" if meta else mesh.device_type
     local = torch.empty_strided(shape, strides, dtype=full.dtype, device=where)

@@ -1,3 +1,3 @@
-"""For people: layouts in a line (``formatting.py``) and drawn (``picture.py``); the collectives of
-a program with their causes and warnings of gathers (``explain.py``, listed by ``event_log.py``).
+"""Output for people: layouts as a line (``formatting.py``) and as a picture (``picture.py``); the
+collectives of a program with causes, and warnings of gathers (``causes.py``, ``event_log.py``).
 """

@@ -1,7 +1,7 @@
-"""Collectives and their causes: ``explain()``, ``strict()``, and the warning of what gathers.
+"""Collectives and their causes: ``explain()``, ``strict()``, and the warning of gathers.
 
-While none is open, all this costs a look at one variable. Agreements between ranks and the keys of
-random numbers are not listed.
+While no ``explain()`` or ``strict()`` is open, an operator only reads one variable. Agreements
+between ranks and the keys of random numbers are not listed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.layout.steps import Steps
 from tilework.mesh import DeviceMesh
 
-#: The number of ``explain`` and ``strict`` that are open, of all ranks of this process.
+#: The number of open ``explain`` and ``strict`` blocks, of all ranks of this process.
 watchers = 0
 _lock = threading.Lock()
 
-#: Why an operator gathers.
+#: The reasons for which an operator gathers.
 NO_RULE = "has no rule for this call on DTensors"
 TO_PLAIN_TENSOR = "writes values of DTensors to a plain tensor, which has no layout"
 _GATHERS = ", and gathers its tensors"
@@ -42,20 +42,20 @@ _LOCAL = ("slice", "fill")
 
 
 class GatherWarning(UserWarning):
-    """An operator has no rule for a call, so that every rank gets its full tensors."""
+    """An operator has no rule for a call, so that every rank gets the full tensors."""
 
 
 @dataclass(eq=False)
 class _Recorder:
-    """The open ``explain`` and ``strict`` of one rank."""
+    """The open ``explain`` and ``strict`` blocks of one rank."""
 
     logs: list[Log] = field(default_factory=list)
-    #: The number of ``strict``.
+    #: The number of open ``strict`` blocks.
     strict: int = 0
-    #: The operator that runs, and True if it gathers.
+    #: The running operator, and True if it gathers.
     operator: str = ""
     gathered: bool = False
-    #: Calls that were warned of.
+    #: The calls that a warning was given for.
     warned: set[Any] = field(default_factory=set)
 
 
@@ -65,9 +65,9 @@ def _recorder() -> _Recorder:
 
 @contextmanager
 def explain() -> Iterator[Log]:
-    """List each collective that DTensors need meanwhile on this rank, and its cause.
+    """List each collective of DTensors on this rank within the block, with the cause.
 
-    Local; may be nested. Nearly free while none is open.
+    Local; may be nested. Costs nearly nothing while no block is open.
 
     Example:
         >>> import torch
@@ -94,12 +94,12 @@ def explain() -> Iterator[Log]:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Let operators that have no rule for a call raise meanwhile, where they would gather.
+    """Within the block, raise for operators that have no rule for a call and would gather.
 
-    For this rank; so open it on all of them.
+    The block is for this rank only: open it on all ranks.
 
     Raises:
-        NotImplementedError: Within it, by such a call; nothing has moved then.
+        NotImplementedError: Within the block, by such a call, before anything moves.
 
     Example:
         >>> import torch
@@ -141,7 +141,7 @@ def _count(more: int) -> None:
 
 
 def begin_operator(operator: str, gathered: bool = False) -> None:
-    """Report an operator that is about to move tensors. Called only while there are watchers."""
+    """Report an operator that is about to move tensors. Called only if a block is open."""
     recorder = _recorder()
     recorder.operator, recorder.gathered = operator, gathered
     if gathered and recorder.strict:
@@ -159,7 +159,7 @@ def warn_gather(
         (spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True) if not spec.is_replicated
     ]
     recorder = _recorder()
-    # Not sizes, which grow from step to step where text is generated.
+    # Without sizes: they grow with every step of text generation.
     key = name, *((*map(without_sizes, spec.placements), spec.ndim) for spec, _ in moved)
     if not moved or (key in recorder.warned and not recorder.strict):
         return
@@ -177,7 +177,7 @@ def warn_gather(
 
 
 def warn_user(text: str, category: type[Warning], mesh: DeviceMesh) -> None:
-    """Warn at the user's line, on the first rank of a mesh: a job is told, not each rank. Local."""
+    """Warn at the user's line, only on the mesh's first rank: one warning for each job. Local."""
     if not mesh.is_first:
         return
     frame = user_frame(sys._getframe(1))
@@ -190,14 +190,14 @@ def warn_user(text: str, category: type[Warning], mesh: DeviceMesh) -> None:
 
 
 def tag_gradient(moved: Tensor) -> None:
-    """Name the operator that runs as the cause of what the gradient of its moved input costs."""
+    """Name the running operator as the cause of collectives for the moved input's gradient."""
     node: Any = moved.grad_fn
     if node is not None:
         node.metadata.setdefault("operator", _recorder().operator)
 
 
 def record_steps(source: DTensorSpec, steps: Steps, dtype: torch.dtype) -> None:
-    """Record the steps that a tensor is about to go. Called only while there are watchers."""
+    """Record the steps of a redistribution that begins. Called only if a block is open."""
     recorder = _recorder()
     if not recorder.logs:
         return
@@ -247,7 +247,7 @@ def record_reduction(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[T
 
 
 def _cause(recorder: _Recorder) -> tuple[str, bool]:
-    """The operator, and True if its gradient is what moves."""
+    """The operator, and True if a gradient moves for it."""
     if torch._C._current_graph_task_id() == -1:
         return recorder.operator, False
     node: Any = torch._C._current_autograd_node()

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-#: Of the columns.
+#: The titles of the table's columns.
 _TITLES = ("operator", "collective", "axes", "tensor", "to", "bytes", "where")
 
 
 @dataclass(frozen=True)
 class Event:
-    """A collective, and its cause."""
+    """A collective, and the cause."""
 
     operator: str
-    """Its cause: torch's name of the operator, or the method."""
+    """The cause: torch's name of the operator, or the method."""
     collective: str
     """``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all`` or ``plan``."""
     axes: tuple[str, ...]
@@ -37,7 +37,7 @@ class Event:
     gradient: bool = False
     """True in a backward pass."""
     gathered: bool = False
-    """True if the operator has no rule for such a call."""
+    """True if the operator has no rule for the call."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Log:
     """This rank's collectives. ``print`` shows them as a table, and rich draws it."""
 
     events: list[Event] = field(default_factory=list)
-    """In the order in which they ran."""
+    """The collectives, in the order in which they ran."""
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class Log:
 
     @property
     def gathered(self) -> list[Event]:
-        """The events for lack of a rule."""
+        """The events of gathers for lack of a rule."""
         return [event for event in self.events if event.gathered]
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Log:
                 overflow="fold" if name == "where" else "ellipsis",
             )
         for event in self.events:
-            table.add_row(*map(escape, _row(event)))  # its brackets are no markup
+            table.add_row(*map(escape, _row(event)))  # rich would read brackets as markup
         return table
 
     def __str__(self) -> str:

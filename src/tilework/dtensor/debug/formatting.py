@@ -32,7 +32,7 @@ def tensor_text(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def layout_text(spec: DTensorSpec, dtype: torch.dtype) -> str:
-    """A layout, like ``f32[1024@dp, 4096] partial(sum)@tp``: behind a dim its axes, in order."""
+    """A layout, like ``f32[1024@dp, 4096] partial(sum)@tp``: each dim, then the axes, in order."""
     names = spec.mesh.mesh_dim_names or tuple(map(str, range(spec.mesh.ndim)))
 
     def axis_text(axis: int) -> str:
@@ -52,9 +52,9 @@ def layout_text(spec: DTensorSpec, dtype: torch.dtype) -> str:
 
 
 def headline(tensor: DTensorBase) -> str:
-    """The repr() of a tensor. Local: shows no elements, which may be anywhere, but a lone number.
+    """The repr() of a tensor. Local: shows no elements, as other ranks may hold them.
 
-    A 0-d tensor shows its value where every rank has it, so not if it is partial.
+    The exception is a 0-d tensor, whose value is shown unless it is partial.
 
     Example:
         >>> import torch
@@ -76,6 +76,6 @@ def headline(tensor: DTensorBase) -> str:
 
 
 def _has_value(spec: DTensorSpec, local: torch.Tensor) -> bool:
-    """True for a number that this rank has as it is, in memory that can be read now."""
+    """True for a single number that is not partial, in memory that can be read now."""
     replicated = all(placement.is_replicate() for placement in spec.placements)
     return not spec.shape and replicated and spec.takes_part and has_memory(local)

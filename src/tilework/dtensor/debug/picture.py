@@ -1,4 +1,4 @@
-"""A DTensor's layout in styled lines: who holds what, and a table of the ranks."""
+"""A DTensor's layout in styled lines: which rank holds which part, and a table of the ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilework.tiled.terminal import (
     in_columns,
 )
 
-#: So many ranks are listed; of more, the first ones.
+#: The most ranks that the table lists; it leaves out later ranks.
 _LISTED = 32
 
 
@@ -33,7 +33,7 @@ def layout_lines(tensor: DTensorBase, width: int) -> list[StyledLine]:
 
 
 def _holders(spec: DTensorSpec) -> dict[Box, list[list[int]]]:
-    """The ranks that hold each box: one list, or of partial values one for each."""
+    """The ranks that hold each box: a single list, or a list for each partial value."""
     holders: dict[Box, list[list[int]]] = {}
     for tile in spec.tiling.tiles:
         holders.setdefault(tile.box, []).append(list(tile.owners))

@@ -1,4 +1,4 @@
-"""A call of an operator, as its sharding is found for it."""
+"""A call of an operator, the input of sharding propagation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tilework.mesh import DeviceMesh
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """A context for trials at a call's first time, of which the program's modes see nothing.
+    """A context that hides trial runs from the program's modes. Trials precede a first call.
 
-    A selective checkpoint would keep their results, and look for them when it computes again. A
-    tracer's modes stay.
+    A selective checkpoint would store the results of trials, and miss them in the recomputation.
+    Only the modes of a tracer stay active.
     """
     if not torch._C._len_torch_dispatch_stack() or any(map(_infra_mode, _INFRA)):
         return nullcontext()
@@ -37,19 +37,19 @@ class Call(NamedTuple):
     func: Callable[..., Any]
     args: Args
     kwargs: Kwargs
-    #: Those among the arguments, in order: DTensors and plain ones.
+    #: The tensors among the arguments, in order: DTensors and plain tensors.
     tensors: Sequence[Tensor]
     mesh: DeviceMesh
-    #: The provenance digest of its result.
+    #: The provenance digest of the result.
     digest: int = 0
 
     @property
     def specs(self) -> list[DTensorSpec]:
-        """The layouts of its DTensors."""
+        """The layouts of the DTensors among the arguments."""
         return [tensor._spec for tensor in self.tensors if isinstance(tensor, DTensorBase)]
 
     def on_meta(self) -> Any:
-        """The result for tensors without memory."""
+        """The result for meta tensors."""
         return self.on_tensors(
             [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
         )

@@ -16,27 +16,27 @@ InputLayout = tuple[DTensorSpec, Ints]
 class Finish(IntEnum):
     """A step from the local result of a call to the result."""
 
-    #: Computed anew where a number is not finite: infinity times a part of a partial sum that is
-    #: zero, or of the other sign, is no part of infinity.
+    #: Compute again from full sums if a number is not finite. A partial value may be zero or have
+    #: the other sign: infinity times such values does not add up to infinity.
     WHOLE_SUMS = auto()
     #: The result may be the first tensor itself.
     MAYBE_INPUT = auto()
-    #: It is a copy in torch, though the local operator may give a view.
+    #: The result is a copy in torch, but the local operator may give a view.
     OWN_MEMORY = auto()
     #: Local results become DTensors.
     WRAP = auto()
-    #: And are reduced, where gradients are recorded: they are partial otherwise than as sums, but
-    #: no input is.
+    #: The same, and reduce the DTensors if gradients are recorded: the results are partial in
+    #: another reduction than a sum, but no input is.
     WRAP_REDUCED = auto()
     #: Results are views of the first tensor.
     VIEW = auto()
-    #: And the local operator may have made a copy.
+    #: The same, but the local operator may have made a copy.
     MAYBE_COPY = auto()
-    #: And they are copies: elements were moved.
+    #: The same, but the results are copies, since elements moved.
     COPIED_VIEW = auto()
     #: The operator has written to the first tensor.
     WRITTEN = auto()
-    #: It was computed anew, and is written there now.
+    #: Write the result to the first tensor: it was computed as a new tensor.
     WRITE = auto()
 
 
@@ -46,9 +46,10 @@ class Composed:
 
     Args:
         run: Called with the arguments.
-        overwrites: True if nothing depends on what a plain tensor that is written to held before.
-        strides: Those of results, where they are not those that the composition gives.
-        knows_strides: True once these are known.
+        overwrites: True if the result does not depend on the old values of a plain tensor that the
+            call writes to.
+        strides: The strides of results, if the composition gives other strides.
+        knows_strides: True once ``strides`` is known.
     """
 
     run: Callable[..., Any]
@@ -62,12 +63,12 @@ class OnLocals:
     """The call runs on local tensors.
 
     Args:
-        run: Called with the local tensors; None: the operator is called, with its other arguments.
-        meta_result: The result without memory, for ranks outside the mesh; None: it is unknown.
-        replays: True if the local results have no elements where the full ones have: torch must
-            then keep how they were made, to make them again where their base is written to. The
-            gradient of what it makes otherwise, ``as_strided``, has no graph for them, unlike the
-            other ranks'.
+        run: Called with the local tensors; None: the operator is called, with the other arguments.
+        meta_result: The result as meta tensors, for ranks outside the mesh; None: it is unknown.
+        replays: True if local results lack elements that the full results have. torch must then
+            keep the calls that made these views, to repeat them after a write to the base. By
+            default torch makes such views by ``as_strided``, whose gradient has no graph on a rank
+            without elements, unlike on the other ranks.
     """
 
     run: Callable[..., Any] | None = None
@@ -81,7 +82,7 @@ class Gathered:
 
     Args:
         meta_result: As for :class:`OnLocals`.
-        silent_writes: Numbers of the tensors that it writes to without torch counting the write.
+        silent_writes: Numbers of the tensors for which torch does not count the operator's write.
     """
 
     meta_result: Any = None
@@ -96,23 +97,23 @@ _VIEWS = frozenset({Finish.VIEW, Finish.MAYBE_COPY, Finish.COPIED_VIEW})
 class OpSharding:
     """The sharding of calls of one signature, as a mesh caches it."""
 
-    #: What computes the local results, or the call.
+    #: The way in which the call is computed.
     way: Way
-    #: For each tensor the layout that it must have; None if it is taken as it is.
+    #: The layout that each tensor must have; None if the tensor is taken as it is.
     inputs: Sequence[InputLayout | None] = ()
-    #: The layouts of results; None: replicated, with shapes that are known afterwards.
+    #: The layouts of results; None: replicated, with shapes that are known only after the call.
     outputs: list[DTensorSpec] | None = None
-    #: What is done with local results.
+    #: The steps that turn local results into results.
     finish: tuple[Finish, ...] = ()
-    #: True if the operator runs on the local tensors as they are: always, or while none of them
-    #: requires a gradient. Never so on a rank outside the mesh.
+    #: True if the operator runs on the local tensors as they are: always, or while no local tensor
+    #: requires a gradient. False on a rank outside the mesh.
     as_is: bool = False
     as_is_without_grad: bool = False
-    #: The layout of the only result, if it is only wrapped.
+    #: The layout of a single result that is only wrapped; otherwise None.
     output: DTensorSpec | None = None
-    #: The layouts in the cache's key, which has no more than their ids: kept alive here.
+    #: The layouts in the cache's key. The key has only ids: this keeps the layouts alive.
     specs: Sequence[DTensorSpec] = ()
-    #: Everything about the call but its tensors and the numbers that the cache's key lacks.
+    #: A hash of the call, without the tensors and the numbers that the cache's key lacks.
     digest: int = 0
 
     @property
@@ -122,11 +123,11 @@ class OpSharding:
 
     @property
     def stands_in(self) -> bool:
-        """True if other code than the call's function computes it."""
+        """True if the call is computed by other code than the call's function."""
         return isinstance(self.way, Composed) or (
             isinstance(self.way, OnLocals) and self.way.run is not None
         )
 
     def looks_first(self) -> None:
-        """Have the operator never run before the call is looked at."""
+        """Require a look at each call before the operator runs."""
         self.as_is = self.as_is_without_grad = False

@@ -39,7 +39,7 @@ class PlacedCall(OpCall):
     Args:
         inputs: The spec that each tensor is redistributed to.
         outputs: The spec of each tensor of the result.
-        run: Called with the local tensors, in their order.
+        run: Called with the local tensors, in order.
     """
 
     inputs: Sequence[DTensorSpec]

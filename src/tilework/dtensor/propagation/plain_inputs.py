@@ -1,4 +1,4 @@
-"""Plain tensors among DTensors: each counts as replicated, and its contents go into digests."""
+"""Plain tensors beside DTensors: they count as replicated, and their contents go into digests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tilework.mesh import DeviceMesh
 
 
 def replicated_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
-    """The layout of a plain tensor that every rank of the mesh has."""
+    """The layout of a plain tensor that counts as replicated on the mesh."""
     strides = tensor.stride() if tensor.layout is torch.strided else None
     return spec_of(mesh, (Replicate(),) * mesh.ndim, tuple(tensor.shape), None, strides)
 
 
 def content_hash(tensor: Tensor) -> str:
-    """A hash of the elements; empty for a tensor without memory, or one that is not strided."""
+    """A hash of the elements; empty for a tensor without memory or without strides."""
     digest = hash_of(tensor)
     return f"{digest:016x}" if digest else ""

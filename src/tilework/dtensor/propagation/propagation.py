@@ -1,4 +1,4 @@
-"""Sharding propagation: from an operator's rule and its inputs' layouts to local calls."""
+"""Sharding propagation: from an operator's rule and the layouts of inputs to local calls."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class ShardingPropagator:
     """Finds the shardings of one operator's calls.
 
     Args:
-        entry: Everything that is known of it.
-        in_place: True if it writes to its first argument.
+        entry: The operator's entry in the table.
+        in_place: True if the operator writes to the first argument.
     """
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
         self.entry, self.in_place = entry, in_place
         self.name, self.draws = entry.name, entry.draws
-        #: True if kernels may look at dtypes only where there are elements.
+        #: True if kernels may skip checks of dtypes for tensors without elements.
         self._may_skip_checks = not (entry.is_elementwise or entry.is_view or entry.draws)
 
     def propagate(self, call: Call) -> OpSharding:
@@ -65,7 +65,7 @@ class ShardingPropagator:
             sharding.way.silent_writes = self._silent_writes(call)
         sums = (Finish.WHOLE_SUMS,) if self._scales_sums(sharding, call) else ()
         if self.in_place:
-            if sums:  # else the result is thrown away
+            if sums:  # otherwise the result is discarded
                 sharding.looks_first()
             if has_graded_operands(call):
                 sharding.as_is = False
@@ -77,7 +77,7 @@ class ShardingPropagator:
         return sharding
 
     def _add_finish(self, sharding: OpSharding, call: Call, first: tuple[Finish, ...]) -> None:
-        """Add what is done with local results: how they lie, and whose memory they share."""
+        """Add the steps for local results: the order in memory, and the memory that they share."""
         memory = Finish.VIEW if self.entry.is_view else None
         if sharding.outputs is not None:
             if self.entry.may_copy:
@@ -114,10 +114,10 @@ class ShardingPropagator:
         ]
         result = self._ask_rule(call, args)
         if self._may_skip_checks and _is_unchecked(result) and seems_refused(call):
-            result = None  # torch raises, now or where it is run
+            result = None  # torch raises, either now or when the call runs
         if isinstance(result, Decomposition):
             return OpSharding(Composed(result.run))
-        # Meta tensors cost torch slow imports, at times: only where nothing else tells shapes.
+        # Some meta kernels make torch import slow modules: use them only if shapes are unknown.
         known = not (
             isinstance(result, LocalCall) and result.shapes is None and _lacks_sizes(result)
         )
@@ -132,7 +132,7 @@ class ShardingPropagator:
     def _placed_call(
         self, call: Call, placed: PlacedCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding:
-        """The function of a rule, on local tensors in the layouts that it says."""
+        """A rule's function, on local tensors in the layouts that the rule asks for."""
         self._refuse_as_others(call, placed.inputs, runs_on_locals=False)
         inputs: list[InputLayout | None] = [
             None if needed == arg.spec else (needed, ())
@@ -143,7 +143,7 @@ class ShardingPropagator:
     def _refuse_as_others(
         self, call: Call, specs: Sequence[DTensorSpec], runs_on_locals: bool
     ) -> None:
-        """Raise what ranks that have elements do, where others would go on. Local."""
+        """Raise the error of ranks with elements, on ranks without elements too. Local."""
         if self._may_skip_checks:
             refusal = empty_parts_refusal(call, specs, runs_on_locals)
             if refusal is not None:
@@ -161,7 +161,7 @@ class ShardingPropagator:
         )
 
     def _silent_writes(self, call: Call) -> frozenset[int]:
-        """The numbers of the tensors that are written to without torch counting it."""
+        """The numbers of the tensors for which torch does not count the operator's write."""
         if not self.entry.silent_writes:
             return frozenset()
         by_name = {**dict(zip(aten_parameters(self.name), call.args, strict=False)), **call.kwargs}
@@ -171,9 +171,9 @@ class ShardingPropagator:
         )
 
     def _ask_rule(self, call: Call, args: Sequence[DTensorArg]) -> RuleResult:
-        """The result of the rule for DTensors, else of the general one; None if both have none."""
+        """The result of the rule for DTensors, or else of the general rule; None without either."""
         positional, named = with_tensors(call.args, call.kwargs, iter(args))
-        named.pop("out", None)  # it is None
+        named.pop("out", None)  # always None at this point
         for rule in (self.entry.dtensor_rule, self.entry.rule):
             if rule is None:
                 continue
@@ -218,7 +218,7 @@ class ShardingPropagator:
     def _strategy(
         self, local_call: LocalCall, args: Sequence[DTensorArg], shapes: Sequence[Ints] | None
     ) -> tuple[Strategy | None, bool]:
-        """The cheapest layouts, and whether what is written to in place stays as it is."""
+        """The cheapest layouts, and True if a tensor written in place keeps its layout."""
         specs, sizes = [arg.spec for arg in args], [arg.dtype.itemsize for arg in args]
         if self.in_place:
             strategy = choose(local_call.map, specs, sizes, shapes, fixed=(0,))
@@ -246,7 +246,7 @@ class ShardingPropagator:
 
 
 def _shapes_of_results(local_call: LocalCall, meta_result: Any) -> Sequence[Ints] | None:
-    """The shapes of results; None: the factors tell, or nothing does."""
+    """The shapes of results; None if the factors determine them, or nothing does."""
     if local_call.shapes is not None or meta_result is None:
         return local_call.shapes
     shapes = [tuple(tensor.shape) for tensor in tensors_in(meta_result)]
@@ -254,7 +254,7 @@ def _shapes_of_results(local_call: LocalCall, meta_result: Any) -> Sequence[Ints
 
 
 def _is_unchecked(result: RuleResult) -> bool:
-    """True if other code runs than the function of a call, which might refuse it."""
+    """True if other code runs in place of the call's function, which might refuse the call."""
     if isinstance(result, LocalCall):
         return result.run is not None
     return result is not None and not (isinstance(result, Decomposition) and result.is_checked)
@@ -266,7 +266,7 @@ def written_to(call: Call) -> Any:
 
 
 def _reduces_nonlinearly(sharding: OpSharding, call: Call) -> bool:
-    """True if some result, but no input as it is read, is partial in a reduction that is no sum."""
+    """True if some result is partial, not as a sum, and no input is partial when it is read."""
     if all(spec.reduce_op in (None, "sum") for spec in sharding.outputs or ()):
         return False
     read = []
@@ -290,7 +290,7 @@ def _input_layouts(strategy: Strategy, specs: Sequence[DTensorSpec]) -> list[Inp
 
 
 def has_graded_operands(call: Call) -> bool:
-    """True if an operand can require a gradient, and the DTensor that is written to cannot."""
+    """True if an operand can require a gradient, but the written DTensor cannot."""
     target = call.args[0] if call.args else None
     if not isinstance(target, DTensorBase) or _can_have_grad(target):
         return False
@@ -304,7 +304,7 @@ def _can_have_grad(tensor: Tensor) -> bool:
 def _view_or_copy(
     call: Call, outputs: Sequence[DTensorSpec]
 ) -> tuple[Finish | None, list[Ints] | None]:
-    """A step that says whether an operator that may copy does, and the strides of the result."""
+    """The step for an operator that gives a view or a copy in torch, and the result's strides."""
     tensors = strides.without_memory(call.tensors)
     shown = strides.called(call, tensors)
     found = strides.meta_strides(shown, outputs)
@@ -316,7 +316,7 @@ def _view_or_copy(
 
 
 def _kind_of_view(sharding: OpSharding, call: Call) -> Finish:
-    """The step for a view in torch; note on the way to run it if torch must make it again."""
+    """The step for a view in torch. Sets ``replays`` if torch must be able to repeat the view."""
     if _moves_elements(sharding, call.tensors):
         return Finish.COPIED_VIEW
     if _has_empty_shard(sharding):
@@ -327,7 +327,7 @@ def _kind_of_view(sharding: OpSharding, call: Call) -> Finish:
 
 
 def _moves_elements(sharding: OpSharding, tensors: Sequence[Tensor]) -> bool:
-    """True if elements have to be moved before the operator runs."""
+    """True if elements must move before the operator runs."""
     return any(
         layout is not None
         and isinstance(tensor, DTensorBase)
@@ -337,12 +337,12 @@ def _moves_elements(sharding: OpSharding, tensors: Sequence[Tensor]) -> bool:
 
 
 def _has_empty_shard(sharding: OpSharding) -> bool:
-    """True if some result has elements, and none of them is on this rank."""
+    """True if some result has elements, but none on this rank."""
     return any(0 in spec.local_shape and 0 not in spec.shape for spec in sharding.outputs or ())
 
 
 def _raised_within(error: TypeError, function: Any) -> bool:
-    """True if an error came from a function's body, not from calling it."""
+    """True if an error came from a function's body, not from a wrong call."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -352,8 +352,10 @@ def _raised_within(error: TypeError, function: Any) -> bool:
 
 
 def _fits(dims: DimFactors, arg: DTensorArg) -> bool:
-    """True if a tensor has the dims that the rule says: else it is where that takes a number, or of
-    a shape that torch refuses, which local operators may not see.
+    """True if a tensor has the dims that the rule gives.
+
+    Otherwise the tensor stands in the place of a number, or has a shape that torch refuses. Local
+    operators must not see such a shape.
     """
     return len(dims) == arg.ndim and all(
         not dim or volume(dim) == size for dim, size in zip(dims, arg.shape, strict=True)
@@ -361,7 +363,7 @@ def _fits(dims: DimFactors, arg: DTensorArg) -> bool:
 
 
 def _lacks_sizes(call: LocalCall) -> bool:
-    """True if the factors do not tell the size of each dim of each result."""
+    """True if the factors do not determine the size of each dim of each result."""
     return any(
         not dim or any(factor.unshardable for factor in dim)
         for out in call.map.outputs
@@ -370,8 +372,8 @@ def _lacks_sizes(call: LocalCall) -> bool:
 
 
 def _meta_result(call: Call) -> Any:
-    """The result without memory; None where torch cannot tell it so."""
+    """The result as meta tensors; None if torch cannot compute it without elements."""
     try:
         return call.on_meta()
-    except Exception:  # what is wrong with the call will be raised where it is run
+    except Exception:  # a wrong call raises when it runs
         return None

@@ -12,7 +12,7 @@ Kwargs = dict[str, Any]
 
 
 def with_tensors(args: Args, kwargs: Kwargs, tensors: Iterator[Any]) -> tuple[list[Any], Kwargs]:
-    """The arguments of a call with ``tensors`` in place of theirs, in order."""
+    """The arguments of a call with the tensors replaced by ``tensors``, in order."""
     return (
         [_substituted(arg, tensors) for arg in args],
         {name: _substituted(arg, tensors) for name, arg in kwargs.items()},
@@ -40,7 +40,7 @@ def tensors_in(result: Any) -> list[Tensor]:
 
 
 def rebuilt(result: Any, tensors: Iterator[Any]) -> Any:
-    """A result with ``tensors`` in place of its own, in order."""
+    """A result with the tensors replaced by ``tensors``, in order."""
     if isinstance(result, Tensor):
         return next(tensors)
     if isinstance(result, list):

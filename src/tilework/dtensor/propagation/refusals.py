@@ -1,8 +1,8 @@
-"""Refusals of calls, on all ranks alike and before anything is communicated.
+"""Refusals of calls, the same on all ranks and before anything is communicated.
 
-Kernels look at little where there are no elements: a rank whose part of a tensor is empty would
-accept ``float32 @ float64``, and wait later for the ranks that raised. And what torch refuses for
-shapes or dims need not be gathered to hear it.
+Kernels check little if there are no elements: a rank with an empty part of a tensor would accept
+``float32 @ float64``, and later wait for the ranks that raised. If torch refuses a call for shapes
+or dims, it must be refused before anything is gathered for the call.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from tilework.dtensor.propagation.strides import (
 )
 from tilework.dtensor.spec import DTensorSpec, Ints, row_major
 
-#: Most operators take them, if there is but one tensor.
+#: The dtypes that most operators with a single tensor accept.
 _FLOATS = (torch.float32, torch.float64)
-#: Full tensors of more elements are not made to try an operator that they may be right for.
+#: The most elements of full tensors made for a trial of a call that torch may accept.
 _MOST_TRIED = 1 << 16
-#: Of more elements, others of smaller sizes are made first.
+#: For tensors of more elements, a trial with smaller sizes comes first.
 _MOST_SHOWN = 1 << 12
-#: Nor for one that torch refuses without memory.
+#: The same limit for a call that torch refuses on meta tensors.
 _MOST_REFUSED = 1 << 22
-#: For tensors of identity matrices.
+#: Stands for identity matrices in a trial, instead of a number.
 _IDENTITY = None
-#: How Python's own errors begin, where a rule trips over dims or arguments that are not there.
+#: The first words of Python's errors when a rule reads dims or arguments that do not exist.
 _TRIPPED = ("tuple index", "list index", "list assignment", "not enough values", "zip() argument")
 
 
 @contextmanager
 def refusals(call: Call) -> Iterator[None]:
-    """Raise what torch does where this code trips over arguments that torch refuses."""
+    """Raise torch's error if this library's code fails on arguments that torch refuses."""
     try:
         yield
     except (IndexError, ValueError) as error:
@@ -56,7 +56,7 @@ def refusals(call: Call) -> Iterator[None]:
 
 
 def meta_refusal(call: Call) -> Exception | None:
-    """The error that torch raises for a call without memory; None if there is none."""
+    """The error that torch raises for the call on meta tensors; None if torch accepts it."""
     try:
         call.on_tensors(without_memory(call.tensors))
     except NotImplementedError:  # it has to see elements
@@ -67,10 +67,10 @@ def meta_refusal(call: Call) -> Exception | None:
 
 
 def seems_refused(call: Call) -> bool:
-    """True if torch refuses a call, of which other code than its function is to run. Local.
+    """True if torch refuses a call that other code than torch's function will compute. Local.
 
-    That code may broadcast what torch does not, and take arguments that torch knows nothing of.
-    Mostly torch is asked with few elements, which takes microseconds.
+    The other code may broadcast shapes that torch refuses, and accept arguments unknown to torch.
+    torch mostly gets tensors of few elements, which takes microseconds.
     """
     if any(tensor.layout is not torch.strided for tensor in call.tensors):
         return False
@@ -84,16 +84,17 @@ def seems_refused(call: Call) -> bool:
 
 
 def _with_small_sizes(shapes: Sequence[Ints]) -> list[Ints]:
-    """Shapes in which sizes are as equal to others as in these."""
+    """Shapes of small sizes. Sizes that are equal in the given shapes stay equal."""
     sizes = {0: 0, 1: 1}
     return [tuple([sizes.setdefault(size, len(sizes)) for size in shape]) for shape in shapes]
 
 
 def raise_if_certain(refusal: Exception, call: Call) -> None:
-    """Raise what torch says of a call if that is about shapes, dims and dtypes, not of elements.
+    """Raise torch's refusal of a call if it is about shapes, dims and dtypes, not elements.
 
-    Then no rank has to gather elements to hear it. Of tensors without memory alone torch may raise
-    what it does not of others: those of zeros and of ones must be refused alike, too.
+    Then no rank gathers elements in vain. For meta tensors torch may raise errors that do not hold
+    for real tensors. The refusal is certain only if torch also refuses zeros and ones, with the
+    same error.
     """
     if "meta" in str(refusal).lower() or sum(x.numel() for x in call.tensors) > _MOST_REFUSED:
         return
@@ -118,9 +119,9 @@ def _advice_on_parts(call: Call) -> str:
 
 
 def _equal_error(call: Call) -> Exception | None:
-    """The error that full tensors of zeros and of ones have in common; None if there is none."""
+    """The error that torch raises for zeros and for ones; None if the errors are not the same."""
     shapes = _shapes(call)
-    its = [  # what writes to an expanded tensor says more of that itself
+    its = [  # an operator that writes to an expanded tensor raises a clearer error by itself
         row_major(shape) if is_expanded(shape, strides) else strides
         for shape, strides in zip(shapes, input_strides(call.tensors), strict=True)
     ]
@@ -139,15 +140,15 @@ def _dtypes(call: Call) -> list[torch.dtype]:
 def empty_parts_refusal(
     call: Call, specs: Sequence[DTensorSpec], runs_on_locals: bool
 ) -> Exception | None:
-    """The error of the ranks that have elements, if some have none; None if there is none. Local.
+    """The error that only ranks with elements would raise; None if no rank would raise. Local.
 
     Args:
         call: A call.
-        specs: The layouts of its tensors, as it needs them.
-        runs_on_locals: True if its function runs on local tensors, with its other arguments.
+        specs: The layouts that the call needs for the tensors.
+        runs_on_locals: True if the call's function runs on local tensors, with the other arguments.
     """
     dtypes = _dtypes(call)
-    if all(0 in spec.shape for spec in specs):  # a rank without a batch would look at no other dim
+    if all(0 in spec.shape for spec in specs):  # kernels check no other dim of an empty batch
         return _trial_refusal(call, [spec.shape for spec in specs], dtypes)
     if not any(spec.has_empty_ranges for spec in specs):
         return None
@@ -159,7 +160,7 @@ def empty_parts_refusal(
     refusal = _trial_refusal(call, shapes, dtypes)
     if refusal is None:
         return None
-    # What is refused whatever the dtypes are is so for the elements that it was tried with.
+    # A call that torch refuses with other dtypes, too, is refused for the trial's elements.
     rest = len(dtypes) - 1
     for others in (torch.float64, torch.int64):
         if _trial_refusal(call, shapes, [torch.float64, *[others] * rest]) is None:
@@ -168,12 +169,12 @@ def empty_parts_refusal(
 
 
 def refuses_dtypes_of_out(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """True if torch does not cast what a function gives to the dtypes of its ``out=``. Local.
+    """True if torch refuses to cast a function's results to the dtypes of ``out=``. Local.
 
     Args:
         func: The function.
-        args: Its arguments, of which ``out=`` is the last.
-        kwargs: Those by name.
+        args: The positional arguments; the last is ``out=``.
+        kwargs: The arguments by name.
     """
     tensors = tensors_in([*args, *kwargs.values()])
     is_large = sum(tensor.numel() for tensor in tensors) > _MOST_TRIED
@@ -195,10 +196,10 @@ def refuses_dtypes_of_out(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
-    """A plain tensor like another, of one whole number, or of random elements: a positive definite
-    matrix, if it is square.
+    """A plain tensor like another, filled with one whole number or with random elements.
 
-    It has room for greater elements: torch writes past the end of some that are passed as ``out=``.
+    A square matrix of random elements is positive definite. The memory has room for elements of a
+    larger dtype, since torch writes past the end of some tensors that are passed as ``out=``.
     """
     if not has_memory:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -212,7 +213,7 @@ def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
 
 
 def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The local shapes on the first rank that has some of each dim that is not empty; or None."""
+    """The local shapes on the first rank that holds part of each dim with elements; or None."""
     for coordinate in product(*map(range, specs[0].mesh.spec.shape)):
         shapes = [spec.box_at(coordinate).sizes for spec in specs]
         if not any(
@@ -225,7 +226,7 @@ def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
 
 
 def _small_shapes(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The shapes of the full tensors; None if one of them is large."""
+    """The shapes of the full tensors; None if a tensor is large."""
     shapes = [spec.shape for spec in specs]
     return None if any(prod(shape) > _MOST_TRIED for shape in shapes) else shapes
 
@@ -233,7 +234,7 @@ def _small_shapes(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
 def _trial_refusal(
     call: Call, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype]
 ) -> Exception | None:
-    """The error for tensors of these shapes and dtypes, whatever they hold; None if none."""
+    """The error for tensors of these shapes and dtypes with any elements; None if there is none."""
     errors = _errors_on_trial(call, shapes, dtypes)
     return None if errors is None else errors[1]
 
@@ -244,10 +245,10 @@ def _errors_on_trial(
     dtypes: Sequence[torch.dtype],
     its_strides: Sequence[Ints] | None = None,
 ) -> tuple[Exception, Exception] | None:
-    """The errors for zeros and for ones; None if either is right, or it may not be tried.
+    """The errors for zeros and for ones; None if torch accepts either, or a trial is not allowed.
 
-    Indices have to be in range, and divisors not 0. Nor are identity matrices to be right, since
-    many operators want matrices that have an inverse.
+    Zeros serve as indices in range, and ones as divisors other than 0. Identity matrices must fail,
+    too, since many operators need matrices that have an inverse.
     """
     errors: list[Exception] = []
     for value in (0, 1, _IDENTITY):
@@ -265,10 +266,10 @@ def _error_on_trial(
     value: int | None,
     its_strides: Sequence[Ints] | None = None,
 ) -> Exception | None:
-    """The error for tensors full of one value; None if there is none, or it may not be tried.
+    """The error for tensors full of one value; None if there is none, or a trial is not allowed.
 
-    Only torch's own operators are tried: others may do more than return a result, and so may
-    functions that a call is given.
+    Only torch's own operators are tried. Other operators, and functions among the arguments, may
+    have side effects.
     """
     if not _is_of_torch(call.func) or any(map(callable, (*call.args, *call.kwargs.values()))):
         return None

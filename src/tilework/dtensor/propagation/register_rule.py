@@ -23,27 +23,28 @@ def register_rule(
 ) -> None:
     """Register the sharding rule of an operator of your own, in a line.
 
-    ``operator`` is what is called: ``torch.ops.mylib.op``, or a Python function that asks
-    ``torch.overrides.has_torch_function``. It is run on the local shards of the tensors, as the
-    line says; gradients follow from the same line. A rule for one of torch's own functions takes
-    the place of what is there.
+    ``operator`` is ``torch.ops.mylib.op``, or a Python function that calls
+    ``torch.overrides.has_torch_function``. The operator runs on the local shards of the tensors, as
+    the line says; gradients follow from the same line. A rule for a function of torch's replaces
+    the library's rule.
 
     Args:
-        operator: The operator.
+        operator: The operator, as the program calls it.
         text: The loops that the dims of each tensor argument and result run over:
             ``"b* i, o i -> b* o"``. ``b*`` stands for any number of dims, ``i!`` for a dim that
             each rank needs unsharded, a tensor that ends in ``?`` for an argument that may be
-            None. Dims with one name are sharded together; what no result has is summed over.
+            None. Dims with the same name are sharded together; a name that no result has is summed
+            over.
         linear: Sets of arguments (by place) in which the operator is linear, so that partial sums
             may pass through it.
-        addends: Arguments (by place) that are added to what is summed over names that no result
-            has: where such a dim is sharded, one rank adds them.
+        addends: Arguments (by place) that are added to a sum over a name that no result has. If
+            such a dim is sharded, only one rank adds them.
         reduce_ops: For names that no result has: ``"sum"``, ``"max"``, ``"min"``, ``"product"``, or
             None if such a dim must not be sharded.
         added: Another name of ``addends``.
 
     Raises:
-        ValueError: The text is no such line.
+        ValueError: The text is not a line of this form.
 
     Example:
         >>> import torch

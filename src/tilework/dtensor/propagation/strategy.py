@@ -22,7 +22,7 @@ class ShardFactor:
 
     Args:
         factor: The factor.
-        sizes: The sizes of its shards; None: as ``torch.chunk`` splits.
+        sizes: The sizes of the shards; None: as ``torch.chunk`` splits.
     """
 
     factor: Factor
@@ -31,7 +31,7 @@ class ShardFactor:
 
 @dataclass(frozen=True)
 class KeepPartial:
-    """Along an axis each rank computes its part of a value that is reduced later.
+    """Along an axis each rank computes a partial value, which is reduced later.
 
     Args:
         inputs: The inputs that are partial; the others are the same on all ranks.
@@ -42,8 +42,8 @@ class KeepPartial:
     reduce_op: str
 
 
-#: The role of an axis in an operator: it shards a factor, keeps values partial, or None: all ranks
-#: along it compute the same.
+#: The role of an axis in an operator: it shards a factor, or keeps values partial. None: all ranks
+#: along the axis compute the same.
 Role = ShardFactor | KeepPartial | None
 
 
@@ -55,11 +55,11 @@ class Strategy:
         mesh: The ranks.
         inputs: The layout that each input must have.
         outputs: The layout that each output then has.
-        partial_grads: For each input the axes along which its gradient comes out partial.
+        partial_grads: For each input, the axes along which the gradient comes out partial.
         roles: The role of each axis.
         order: The axes in the order in which they shard.
-        cost: The price of redistributing the inputs, and the least one of reducing partial outputs:
-            bytes, as :meth:`~tilework.layout.CostModel.redistribution_bytes` counts.
+        cost: The price of redistributing the inputs, plus the least price of reducing partial
+            outputs, in bytes as :meth:`~tilework.layout.CostModel.redistribution_bytes` counts.
     """
 
     mesh: DeviceMesh
@@ -95,7 +95,7 @@ class Strategy:
         )
 
     def local_size(self, dim: Dim) -> int:
-        """The number of elements that this rank has of a dim."""
+        """The size of this rank's shard of a dim."""
         return math.prod([self.local_range(factor)[1] for factor in dim])
 
 
@@ -108,18 +108,19 @@ def choose(
 ) -> Strategy | None:
     """The cheapest strategy for an operator; None if there is none.
 
-    For each axis the candidates are the factors that it shards in some input now, keeping partial
-    inputs partial where the operator allows that, and nothing. So a result is sharded only along
-    what some input was sharded along. Among strategies of equal cost the one that shards more is
-    taken, then that of the earlier input. Every rank finds the same.
+    Each axis has three kinds of candidates: to shard a factor that the axis shards in some input
+    now, to keep partial inputs partial if the operator allows that, and to do nothing. An axis
+    therefore shards a result only along a factor that it sharded in an input. Among strategies of
+    equal cost, the strategy that shards more wins, then the strategy of the earlier input. Every
+    rank finds the same strategy.
 
     Args:
         mapped: The operator's factor map.
-        specs: The layouts of its inputs.
+        specs: The layouts of the inputs.
         itemsizes: Bytes of an element of each input.
-        out_shapes: The outputs' shapes; None: those of their factors.
-        fixed: Inputs (their numbers) that must stay as they are, and that the first outputs are:
-            those that are written in place.
+        out_shapes: The outputs' shapes; None: the factors determine them.
+        fixed: The numbers of inputs that are written in place. They must keep their layouts, and
+            the first outputs have the same.
     """
     candidates = [_roles(mapped, specs, axis) for axis in range(specs[0].mesh.ndim)]
     shapes = out_shapes or [tuple(map(volume, dims)) for dims in mapped.outputs]
@@ -161,8 +162,8 @@ def _roles(mapped: FactorMap, specs: Sequence[DTensorSpec], axis: int) -> list[R
         elif isinstance(placement, Partial):
             whole = any(each.placements[axis] != placement for each in specs)
             if whole and placement.reduce_op == mapped.extremum:
-                # What is whole would count on each rank: where it equals the others' extremum it
-                # would have more than its share of the gradient.
+                # A full value would count on each rank: if it equals the extremum, it would get
+                # more than a fair share of the gradient.
                 continue
             roles += [
                 KeepPartial(inputs, placement.reduce_op)
@@ -207,7 +208,7 @@ class _Assignment:
 
     Args:
         mapped: The operator's factor map.
-        specs: The layouts that its inputs have.
+        specs: The layouts of the inputs now.
         roles: The role of each axis.
     """
 
@@ -251,11 +252,11 @@ class _Assignment:
                 placements.append(Replicate())
         try:
             return spec_of(self._mesh, placements, shape, self._order)
-        except ValueError:  # several reductions at once, or shards that no placement can write
+        except ValueError:  # several reductions at once, or shards that no placement can express
             raise _Infeasible from None
 
     def _shard(self, dims: DimFactors, axis: int, role: ShardFactor) -> Shard | None:
-        """The placement of a tensor with these dims; None if none of them has the factor."""
+        """The placement of a tensor with these dims; None if no dim has the factor."""
         having = [number for number, dim in enumerate(dims) if role.factor in dim]
         if not having:
             return None
@@ -303,7 +304,7 @@ def _splits(factor: Factor, roles: Sequence[Role], order: Sequence[int]) -> Spli
 
 
 def _order(specs: Sequence[DTensorSpec], roles: tuple[Role, ...]) -> Ints:
-    """The axes in an order in which those that share a factor shard it as they do in an input."""
+    """The axes in an order: axes that share a factor are ordered as in an input."""
     sharing: dict[int, list[int]] = {}
     for axis, role in enumerate(roles):
         if isinstance(role, ShardFactor):
@@ -331,7 +332,7 @@ def _partial_grads(spec: DTensorSpec, roles: tuple[Role, ...]) -> Ints:
 
 
 def _redistribution_bytes(source: DTensorSpec, target: DTensorSpec, itemsize: int) -> float:
-    """The estimated price of a redistribution; what then runs is planned step by step."""
+    """The estimated price of a redistribution. The steps are planned later."""
     if source == target:
         return 0.0
     changes = [
@@ -353,7 +354,7 @@ def _reordered(source: DTensorSpec, target: DTensorSpec, axis: int) -> bool:
 
 
 def _reduction_bytes(out: DTensorSpec, roles: tuple[Role, ...], itemsize: int) -> float:
-    """The least that it takes to reduce what sharding a factor left partial."""
+    """The least price of reducing an output that is partial because a factor is sharded."""
     nbytes = _local_bytes(out, itemsize)
     return sum(
         DEFAULT_COST.reduction_bytes(nbytes, length)

@@ -1,9 +1,9 @@
-"""Strides of results: those that torch would give full tensors with the strides of the inputs.
+"""Strides of results: the strides that torch would give for full tensors with the inputs' strides.
 
-Views are asked of tensors without memory, which costs microseconds. So are operators whose results
-are not contiguous though their inputs are. Those of elementwise operators are computed here, since
-torch's own code for tensors without memory takes a second to import. Others give contiguous
-tensors, or tensors in the memory format that an image has.
+Views run on meta tensors, which costs microseconds. The same goes for operators whose results are
+not contiguous although the inputs are. This module computes the strides of elementwise operators,
+since torch's own code for meta tensors takes a second to import. Other operators give contiguous
+tensors, or tensors in the memory format of images.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
     Args:
         entry: The operator.
         call: The call.
-        outputs: The layouts of its results.
+        outputs: The layouts of the results.
 
     Raises:
-        RuntimeError: Torch has no such view of a tensor with the input's strides.
+        RuntimeError: torch has no such view of a tensor with the input's strides.
     """
     rule: _Rule | None
     rule = _view_strides if entry.is_view else _EVEN_OF_CONTIGUOUS.get(entry.name)
@@ -47,7 +47,7 @@ def result_strides(entry: OpEntry, call: Any, outputs: Sequence[DTensorSpec]) ->
 def composed_strides(
     entry: OpEntry, call: Any, results: Sequence[DTensorSpec]
 ) -> list[Ints] | None:
-    """The strides of results that were composed of other operators'; None if theirs are right.
+    """The strides of results that other operators composed; None if the composition's are right.
 
     Raises:
         RuntimeError: torch refuses inputs of such strides.
@@ -71,19 +71,19 @@ def input_strides(tensors: Sequence[Tensor]) -> list[Ints]:
     return [
         spec.strides if isinstance(spec, DTensorSpec) else strides_of(tensor)
         for tensor in tensors
-        for spec in [getattr(tensor, "_spec", None)]  # of torch's DTensors: something else
+        for spec in [getattr(tensor, "_spec", None)]  # torch's DTensors have another class of spec
     ]
 
 
 def strides_of(tensor: Tensor) -> Ints:
-    """The strides of a plain tensor; contiguous for one that is not strided."""
+    """The strides of a plain tensor; contiguous strides for a tensor without strides."""
     if tensor.layout is torch.strided:
         return tuple(tensor.stride())
     return row_major(tuple(tensor.shape))
 
 
 def without_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors without memory, of the shapes, strides and dtypes of full tensors."""
+    """Meta tensors of the shapes, strides and dtypes of full tensors."""
     return [
         torch.empty_strided(tensor.shape, its, dtype=tensor.dtype, device="meta")
         for tensor, its in zip(tensors, input_strides(tensors), strict=True)
@@ -95,8 +95,8 @@ def called(call: Any, tensors: Sequence[Tensor], raises: bool = False) -> Any:
 
     Args:
         call: The call.
-        tensors: They have no memory.
-        raises: Whether to raise what the call does.
+        tensors: Meta tensors.
+        raises: True to raise an error of the call, instead of returning None.
     """
     try:
         return call.on_tensors(tensors)
@@ -106,7 +106,7 @@ def called(call: Any, tensors: Sequence[Tensor], raises: bool = False) -> Any:
         if raises:
             raise
         return None
-    except Exception:  # what is wrong with the call is raised where it is run
+    except Exception:  # a wrong call raises when it runs
         return None
 
 
@@ -130,7 +130,7 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 
 def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of results without memory; None if they are not those of ``outputs``."""
+    """The strides of meta results; None if the shapes are not the shapes of ``outputs``."""
     tensors = tensors_in(result)
     if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in outputs]:
         return None
@@ -138,7 +138,7 @@ def meta_strides(result: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | No
 
 
 def elementwise_strides(shape: Ints, operands: Sequence[tuple[Ints, Ints]]) -> Ints:
-    """The strides of an elementwise operator's result: its dims in memory ordered as the inputs'.
+    """The strides of an elementwise operator's result: dims lie in memory in the inputs' order.
 
     Args:
         shape: The result's shape.
@@ -170,7 +170,7 @@ _CHANNELS_LAST, _CHANNELS_LAST_3D = (1, 3, 2, 0), (1, 4, 3, 2, 0)
 
 
 def _in_order(shape: Ints, order: Sequence[int]) -> Ints:
-    """The strides of dims that lie in memory in an order, the innermost first."""
+    """The strides of dims that lie in memory in ``order``, the innermost first."""
     strides, step = [0] * len(shape), 1
     for dim in order:
         strides[dim] = step
@@ -179,7 +179,7 @@ def _in_order(shape: Ints, order: Sequence[int]) -> Ints:
 
 
 def _fills(shape: Ints, strides: Ints, order: Sequence[int]) -> bool:
-    """True if dims lie in memory in an order, the innermost first, but for those of one element."""
+    """True if dims lie in memory in ``order``, the innermost first; dims of one element fit."""
     expected = _in_order(shape, order)
     return all(a == b or n == 1 for a, b, n in zip(strides, expected, shape, strict=True))
 
@@ -194,7 +194,7 @@ def _aligned(shape: Ints, own: Ints, strides: Ints) -> Ints:
 
 
 def _compared(shape: Ints, operands: Sequence[Ints], a: int, b: int) -> int:
-    """1 if dim ``a`` is to lie outside of dim ``b``, -1 if inside, 0 if no input tells."""
+    """1 if dim ``a`` must lie outside of dim ``b``, -1 if inside, 0 if no input decides."""
     for strides in operands:
         if not strides[a] or not strides[b] or strides[a] == strides[b]:
             if strides[a] and strides[a] == strides[b] and shape[a] > shape[b]:
@@ -205,7 +205,7 @@ def _compared(shape: Ints, operands: Sequence[Ints], a: int, b: int) -> int:
 
 
 def is_dense(shape: Ints, strides: Ints) -> bool:
-    """True if the elements fill their memory, each a place of its own."""
+    """True if the elements fill the memory without gaps, each at a different place."""
     step = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size == 1:
@@ -217,17 +217,17 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
 
 
 def is_expanded(shape: Ints, strides: Ints) -> bool:
-    """True if elements along a dim are one in memory."""
+    """True if elements along a dim share a place in memory."""
     return any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
 
 
 def like_strides(
     shape: Ints, strides: Ints, memory_format: torch.memory_format = torch.preserve_format
 ) -> Ints:
-    """The strides of a new tensor that is like one of these: the same, if they are dense."""
+    """The strides of a new tensor like a tensor of these strides: the same if they are dense."""
     if memory_format is torch.preserve_format and is_dense(shape, strides):
         return strides
-    # Without memory, empty_like gives dims of one element other strides than a CPU's does.
+    # On meta, empty_like gives dims of one element other strides than on the CPU.
     shown = torch.empty_strided(shape, strides, device="meta")
     return tuple(shown.clone(memory_format=memory_format).stride())
 
@@ -237,9 +237,9 @@ def _is_row_major(shape: Ints, strides: Ints) -> bool:
 
 
 def _image_order(shape: Ints, strides: Ints) -> Ints | None:
-    """The dims of images, the innermost first, if strides are those of their memory format.
+    """The dims of images, the innermost first, if the strides are those of a format of images.
 
-    As torch sees it: what is no image but might be, by dims of one element, is none.
+    Ambiguous strides, which dims of one element allow, do not count, as in torch.
     """
     order = {4: _CHANNELS_LAST, 5: _CHANNELS_LAST_3D}.get(len(shape))
     if order is None or 0 in shape or not strides[1]:
@@ -258,17 +258,17 @@ _Rule = Callable[[str, Any, Sequence[DTensorSpec]], list[Ints] | None]
 
 
 def _view_strides(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """As torch says of tensors without memory; it refuses strides that have no such view."""
+    """The strides of torch's result for meta tensors; torch refuses strides without such a view."""
     return meta_strides(called(call, without_memory(call.tensors), raises=True), outputs)
 
 
 def _asked(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """As torch says of tensors without memory."""
+    """The strides of torch's result for meta tensors."""
     return meta_strides(called(call, without_memory(call.tensors)), outputs)
 
 
 def _with_columns(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Matrices with columns in one piece, of some results; without memory, they have rows."""
+    """Some results are matrices in column order; torch's meta results are in row order."""
     if not call.kwargs.get("compute_uv", call.args[2:3] != (False,)):
         return _asked(name, call, outputs)
     return [
@@ -286,10 +286,11 @@ def _grouped_mm(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[In
 
 
 def _real_fft(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """Real transforms lie as the steps on a CPU leave them; without memory, otherwise.
+    """Real transforms have the strides of the steps on a CPU, unlike torch's meta results.
 
-    Dims of a real input are transformed together, the last of them innermost. Of a complex input
-    the last dim is transformed after the others, and innermost. The rest are in the input's order.
+    For a real input, all dims are transformed together, and the last of them is innermost. For a
+    complex input, the last dim is transformed after the others, and is innermost. The other dims
+    keep the input's order.
     """
     out = outputs[0]
     (input,) = call.tensors
@@ -303,7 +304,7 @@ def _real_fft(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints
             [d for d in before if d not in dims],
         ]
         return [_in_order(out.shape, [d for step in steps for d in step])]
-    if 0 in full.shape:  # which the sizes may fill, but torch cannot transform
+    if 0 in full.shape:  # padding may add elements, but torch transforms no empty tensor
         sizes = [max(size, 1) for size in full.shape]
         full = torch.empty_strided(sizes, full.stride(), device="meta")
     full = full.to(torch.complex64) if not full.is_complex() else full
@@ -323,29 +324,29 @@ def _transformed_dims(name: str, call: Any, ndim: int) -> list[int]:
 
 
 def _contiguous(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> None:
-    """In rows, though they are elementwise, or of images."""
+    """Contiguous, although the operator is elementwise or takes images."""
 
 
 def _angle(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Those of complex numbers lie in rows on a CPU, and without memory as the input."""
+    """Contiguous for complex numbers on a CPU; torch's meta result has the input's strides."""
     return None if call.tensors[0].is_complex() else _elementwise(name, call, outputs)
 
 
 def _padded(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Without repeated elements torch crops by views, and may copy what they give."""
+    """Constant padding crops by views, which torch may copy; other modes are as for images."""
     given = dict(zip(("input", "pad", "mode"), call.args, strict=False)) | call.kwargs
     is_constant = given.get("mode", "constant") == "constant"
     return (_asked if is_constant else _as_images)(name, call, outputs)
 
 
 def _of_copied_memory(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """A copy of all memory; of the elements, where the tensor is expanded."""
+    """A copy of all memory; for an expanded tensor, a copy of the elements."""
     shape, (strides, *_) = tuple(call.tensors[0].shape), input_strides(call.tensors)
     return [like_strides(shape, strides) if is_expanded(shape, strides) else strides]
 
 
 def _like_first(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """They keep the order of their first tensor's dims, as elementwise operators do."""
+    """Dims lie in memory in the order of the first tensor's, as for elementwise operators."""
     first = call.tensors[0]
     return [_like(first, input_strides([first])[0], out) for out in outputs]
 
@@ -357,7 +358,7 @@ def _like(tensor: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
 
 
 def _elementwise(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """Dims in memory ordered as the inputs'."""
+    """Dims lie in memory in the inputs' order."""
     operands = [
         (tuple(tensor.shape), strides)
         for tensor, strides in zip(call.tensors, input_strides(call.tensors), strict=True)
@@ -370,7 +371,7 @@ def _elementwise(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[I
 
 
 def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Those of queries, where torch has a kernel for it."""
+    """The strides of queries, if torch has a kernel for the call."""
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     query, key, value = tensors = [given[name] for name in names[:3]]
@@ -390,7 +391,7 @@ def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Int
 
 
 def _as_images(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The memory format of images, if the first input has it. Joined tensors all have to."""
+    """The memory format of images, if the first input has it; to join tensors, all must have it."""
     shapes, strides = [tuple(tensor.shape) for tensor in call.tensors], input_strides(call.tensors)
     count = len(shapes) if name in _JOINED else 1
     order = _image_order(shapes[0], strides[0])
@@ -404,12 +405,12 @@ def _as_images(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Int
     ]
 
 
-#: Which results are matrices of columns.
+#: The results that are matrices in column order.
 _OF_COLUMNS = {"linalg_eig": (1,), "linalg_svd": (0, 2), "svd": (0,)}
 _JOINED = frozenset({"cat", "concat", "concatenate"})
-#: torch calls them with their inputs in the other order.
+#: Operators that torch computes with the inputs in reverse order.
 _REVERSED = frozenset({"__rmod__", "__rpow__", "__rsub__", "rsub"})
-#: They take a number as a tensor without dims.
+#: Operators that treat a number as a tensor without dims.
 _WITH_NUMBERS = frozenset({
     *("add", "bitwise_and", "bitwise_or", "bitwise_xor", "div", "eq", "floor_divide", "fmod"),
     *("ge", "gt", "le", "lt", "mul", "ne", "remainder", "rsub", "sub", "where"),
@@ -426,7 +427,7 @@ def _table(rules: dict[_Rule, str], *modules: str) -> dict[str, _Rule]:
     }
 
 
-#: Of operators whose results need not be contiguous even if the inputs are.
+#: The rules of operators whose results may not be contiguous even if the inputs are.
 _EVEN_OF_CONTIGUOUS: dict[str, _Rule] = {
     **_table(
         {
@@ -455,7 +456,7 @@ _EVEN_OF_CONTIGUOUS: dict[str, _Rule] = {
         "",
     ),
 }
-#: Of inputs that are not contiguous. Others are elementwise, or of images.
+#: The rules for inputs that are not contiguous. Other operators are elementwise, or take images.
 _OF_OTHERS = _table(
     {
         _contiguous: """

@@ -1,9 +1,8 @@
-"""Samples of torch.distributions: where parameters are DTensors, plain numbers are drawn alike.
+"""Samples of torch.distributions with DTensors as parameters: all ranks draw the same numbers.
 
-Most of these classes draw by factories of torch, which no tensor is passed to: each rank would get
-numbers of its own, as plain tensors, and those count as replicated. So ``sample`` and ``rsample``
-of every distribution run in a mode that has such draws come from a generator with the same state
-on all ranks.
+Most distributions draw by torch's factories, which take no tensors. Each rank would get different
+numbers in plain tensors, which count as replicated. Therefore ``sample`` and ``rsample`` of every
+distribution run in a mode in which these draws use a generator with the same state on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tilework.dtensor.random.philox import Key
 from tilework.mesh import DeviceMesh
 
 _METHODS = ("sample", "rsample", "sample_n")
-#: torch's functions that draw, and take a generator, by their names.
+#: The names of torch's functions that draw random numbers with a generator.
 _TAKES_GENERATOR = frozenset(
     {
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
@@ -30,7 +29,7 @@ _TAKES_GENERATOR = frozenset(
         *("bernoulli_", "exponential_", "geometric_", "log_normal_", "cauchy_"),
     }
 )
-#: Those that take none in each version of torch, and what fills an empty tensor as they do.
+#: Functions without a generator in some versions of torch, and the methods that fill like them.
 _LIKE = {"rand_like": "uniform_", "randn_like": "normal_"}
 
 
@@ -50,10 +49,10 @@ class _DrawingAlike(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if func is torch.empty and "memory_format" not in kwargs:
-            return torch.zeros(*args, **kwargs)  # ranks compare what they compute with
+            return torch.zeros(*args, **kwargs)  # ranks compare contents, which must be the same
         if name not in _TAKES_GENERATOR and name not in _LIKE:
             return func(*args, **kwargs)
-        if types or kwargs.get("generator") is not None:  # a DTensor draws by keys of its own
+        if types or kwargs.get("generator") is not None:  # a DTensor draws by keys
             return func(*args, **kwargs)
         tensor = next((each for each in args if isinstance(each, torch.Tensor)), None)
         device = kwargs.get("device") or (torch.get_default_device() if tensor is None else None)
@@ -74,7 +73,7 @@ class _DrawingAlike(TorchFunctionMode):
 
 
 def _mesh_of(distribution: Any) -> DeviceMesh | None:
-    """The mesh of the first DTensor among a distribution's parameters; None if there is none."""
+    """The mesh of the first DTensor among a distribution's parameters; None without DTensors."""
     left, seen = [distribution], set()
     while left:
         each = left.pop()
@@ -89,7 +88,7 @@ def _mesh_of(distribution: Any) -> DeviceMesh | None:
 
 
 def _drawing_alike(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that samples, in which plain draws are the same on all ranks of the parameters."""
+    """The sampling method, with plain draws that are the same on all ranks of the parameters."""
 
     @functools.wraps(original)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +102,7 @@ def _drawing_alike(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_methods(kind: type) -> None:
-    """Have what a class of distributions draws be the same on all ranks; once for each method."""
+    """Make all ranks draw the same in a class of distributions; wraps each method once."""
     for name in _METHODS:
         if name in vars(kind):
             setattr(kind, name, _drawing_alike(vars(kind)[name]))

@@ -1,7 +1,8 @@
 """Random numbers for DTensors: the same global values on every mesh and in every layout.
 
-Each draw has a key, which is drawn from torch's default generator and agreed upon; an element's
-value is a function of that key and of its global index. See docs/concepts/random.md.
+Each draw has a key. The ranks draw the key from torch's default generator, and agree on it. An
+element's value is a function of the key and the element's global index. See
+docs/concepts/random.md.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from tilework.dtensor.spec import DTensorSpec
 from tilework.mesh import DeviceMesh
 from tilework.mesh.making import mesh_or_current
 
-#: Held by the thread that uses torch's default generator.
+#: The lock of the thread that uses torch's default generator.
 _default = threading.Lock()
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """``torch.manual_seed`` on every rank of a mesh, once all have passed the same seed.
+    """Call ``torch.manual_seed`` on every rank of a mesh, after a check that all seeds are equal.
 
-    Collective over the mesh; blocks. Where all ranks call ``torch.manual_seed`` anyway, that is
-    enough: the first rank's generator counts.
+    Collective over the mesh; blocks. A call of ``torch.manual_seed`` on all ranks is enough, too:
+    only the first rank's generator counts.
 
     Raises:
-        ValueError: Ranks gave different seeds; on every rank, and no generator has changed.
+        ValueError: Ranks passed different seeds; on every rank, before any generator changes.
 
     Example:
         >>> from tilework.dtensor import Shard, init_device_mesh, manual_seed, rand
@@ -67,8 +68,8 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
     """A new key, the same on every rank of the mesh. Collective over the mesh; blocks.
 
-    Every rank draws 64 bits from its generator, so that ranks which were seeded alike stay alike;
-    the mesh's first rank's count.
+    Every rank draws 64 bits from a generator, and the bits of the mesh's first rank count. As all
+    ranks draw, generators with the same seed keep the same state.
 
     Args:
         mesh: The mesh.
@@ -76,10 +77,10 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
     """
     if generator is None:
         generator = current_world().generator
-    # A key comes from the state of the CPU's generator, whatever device the numbers are for.
+    # The key always comes from the CPU's generator, even for numbers on other devices.
     drawn = torch.empty((), dtype=torch.int64)
     if generator is None:
-        with _default:  # another rank of this process may have seeded it for itself
+        with _default:  # another rank of this process may have seeded the generator temporarily
             drawn.random_(-(1 << 63), None)
     elif generator.device.type == "cpu":
         drawn.random_(-(1 << 63), None, generator=generator)
@@ -90,7 +91,7 @@ def next_key(mesh: DeviceMesh, generator: torch.Generator | None = None) -> Key:
         broadcast(drawn, src=mesh.spec.ranks[0], group=mesh.axes_group(range(mesh.ndim)))
     if (
         carried := provenance_digest.digest()
-    ):  # of the operator that draws: its result has the key in it
+    ):  # the provenance of the operator that draws: the result depends on the key
         provenance_digest.set_digest(hash((carried, int(drawn))))
     return Key(int(drawn), 0)
 
@@ -113,10 +114,10 @@ def seeded_generator(key: Key, device: torch.device) -> torch.Generator:
 
 @contextmanager
 def seeded(key: Key) -> Iterator[torch.Generator]:
-    """A generator seeded with the key; torch's default one is seeded with it meanwhile.
+    """A generator seeded with the key. Within the block torch's default generator has the seed too.
 
-    For operators that draw by themselves, so that ranks which compute the same draw the same. Do
-    not communicate within: ranks that are threads wait for each other.
+    For operators that draw by themselves: ranks that compute the same then draw the same. Do not
+    communicate within the block: ranks that are threads would wait for each other.
     """
     own = current_world().generator
     used = [torch.default_generator] if own is None else [torch.default_generator, own]
@@ -136,7 +137,7 @@ def draw_alike(mesh: DeviceMesh, function: Callable[..., Any], *args: Any, **kwa
     """The result of a function of full tensors that draws random numbers: the same on every rank.
 
     Collective over the mesh; blocks. The function must not communicate. A ``generator`` among the
-    arguments is replaced by one in the same state on all ranks.
+    arguments is replaced by a generator in the same state on all ranks.
     """
     key = next_key(mesh, kwargs.get("generator"))
     with seeded(key) as generator:

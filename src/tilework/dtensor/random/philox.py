@@ -1,8 +1,9 @@
 """Random numbers that do not depend on the layout.
 
-An element's value is a function of a key and of its row-major index in the global tensor: a shard
-that is drawn has the values of the full tensor there. The core draws on the CPU; without it, and
-on other devices, ``philox_reference`` gives the same bits. See docs/algorithms/random.md.
+An element's value is a function of a key and of the element's row-major index in the global tensor.
+A drawn shard therefore has the same values as that region of the full tensor. The core draws on the
+CPU; without the core, and on other devices, ``philox_reference`` gives the same bits. See
+docs/algorithms/random.md.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The key of a draw, on which it depends besides the index; integers modulo 2**64.
+    """The key of a draw: two integers modulo 2**64.
 
-    Draws that must not be related to each other need different keys: another seed, or another
-    stream of the same seed.
+    Draws that must be independent need different keys: another seed, or another stream of the same
+    seed.
     """
 
     seed: int
@@ -50,8 +51,8 @@ class Key:
 class Uniform:
     """Real numbers from [low, high), both as the tensor's dtype rounds them.
 
-    24 random bits for each, 53 for float64. 16-bit numbers are those of float32, rounded to
-    nearest. Complex numbers have such a real and such an imaginary part.
+    A number has 24 random bits, for float64 53. 16-bit numbers are drawn as float32 and rounded to
+    nearest. For complex numbers, the real and the imaginary part are such numbers.
     """
 
     low: float = 0.0
@@ -66,7 +67,7 @@ class Uniform:
 class Normal:
     """Normally distributed numbers; up to 6.3 deviations away, 8.4 for float64.
 
-    Of complex numbers, both parts have std / sqrt(2), and the mean is added to the real one.
+    For complex numbers, both parts have std / sqrt(2), and the mean is added to the real part.
     """
 
     mean: float = 0.0
@@ -81,8 +82,8 @@ class Normal:
 class Integers:
     """Integers from [low, high).
 
-    A value's probability is off by at most one part in 2**16; where there are more than 2**16 of
-    them, in 2**64 / (high - low).
+    A value's probability is off by at most one part in 2**16. For more than 2**16 values, it is off
+    by at most one part in 2**64 / (high - low).
     """
 
     low: int
@@ -119,17 +120,17 @@ def fill(
 ) -> Tensor:
     """Draw the part of a random global tensor that begins at ``offsets``, into ``tensor``.
 
-    Not collective, and autograd does not see it. With a row-major tensor of a dtype that the
-    distribution has by itself nothing is allocated; otherwise a temporary of as many elements.
-    A tensor on the meta device is left as it is.
+    Not collective, and autograd does not see it. If ``tensor`` is row-major and the distribution
+    draws the dtype directly, nothing is allocated; otherwise a temporary tensor of equally many
+    elements. A tensor on the meta device is left as it is.
 
     Args:
-        tensor: Of any strides; its shape is the part's.
-        key: What the values depend on.
-        distribution: What to draw. Integers and bernoulli fit every real dtype, bernoulli
-            complex ones too; uniform and normal those with a floating point.
-        shape: The global tensor's; by default, the tensor is all of it.
-        offsets: Where the part begins in each dim; by default, at 0.
+        tensor: A tensor of the part's shape, with any strides.
+        key: The key that the values depend on.
+        distribution: The distribution. Integers and bernoulli fit every real dtype, and bernoulli
+            complex dtypes too; uniform and normal fit floating point and complex dtypes.
+        shape: The global tensor's shape; by default, ``tensor`` is the global tensor.
+        offsets: The index in each dim at which the part begins; by default 0.
 
     Returns:
         ``tensor``.
@@ -172,15 +173,15 @@ def _check_place(tensor: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """A distribution for a dtype: the core's name and arguments, and what remains to be done."""
+    """A distribution for a dtype: the core's name and arguments, and a step to do afterwards."""
 
     name: str
     a: float
     b: float
     dtype: torch.dtype
-    """The dtype that is drawn: of a complex dtype, that of its parts."""
+    """The dtype that is drawn: for a complex dtype, the dtype of the parts."""
     complex_mean: float | None = None
-    """Of numbers whose parts are drawn: the mean, to be added afterwards."""
+    """The mean that is added afterwards to complex numbers, whose parts are drawn; else None."""
 
 
 @lru_cache(maxsize=1024)
@@ -227,7 +228,7 @@ def _check_integers(low: int, high: int, dtype: torch.dtype) -> None:
 def _integer_range(dtype: torch.dtype) -> tuple[int, int]:
     if dtype == torch.bool:
         return 0, 1
-    if dtype.is_floating_point:  # as far as they are exact
+    if dtype.is_floating_point:  # integers up to this bound are exact
         digits = 1 - round(math.log2(torch.finfo(dtype).eps))
         return -(1 << digits), 1 << digits
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
@@ -236,7 +237,7 @@ def _integer_range(dtype: torch.dtype) -> tuple[int, int]:
 def _write(
     tensor: Tensor, key: Key, recipe: _Recipe, shape: Sequence[int], offsets: Sequence[int]
 ) -> None:
-    """Draw in place, or to a temporary that is copied."""
+    """Draw in place, or to a temporary tensor that is then copied."""
     in_place = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
     if in_place and recipe.dtype == tensor.dtype:
         _draw(tensor, key, recipe, shape, offsets)
@@ -256,9 +257,9 @@ def _write(
 def _draw(
     tensor: Tensor, key: Key, recipe: _Recipe, shape: Sequence[int], offsets: Sequence[int]
 ) -> None:
-    """Draw to row-major memory of the dtype that is drawn."""
+    """Draw to row-major memory of the recipe's dtype."""
     place = shape, offsets
-    # Neither a tensor in disguise nor one on a device has memory that the core can write.
+    # The core cannot write to the memory of subclasses, or of tensors on other devices.
     if _core is None or not tensor.is_cpu or type(tensor) not in (Tensor, torch.nn.Parameter):
         philox_reference.fill_random(
             tensor.detach(), recipe.name, key.seed, key.stream, *place, recipe.a, recipe.b
@@ -276,5 +277,5 @@ def _draw(
         recipe.a,
         recipe.b,
     )
-    if not tensor.is_inference():  # one that has a version
+    if not tensor.is_inference():  # inference tensors have no version
         increment_version(tensor)

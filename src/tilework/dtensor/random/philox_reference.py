@@ -1,8 +1,7 @@
 """The core's random numbers in plain torch: the same bits, on any device, many times slower.
 
-For devices and installations without the core, and a short form of csrc/kernels/random.h and
-random_kernels.cpp, which must give the same bits. Words of 32 bits are int64 tensors here, and no
-product overflows.
+For devices and installations without the core. csrc/kernels/random.h and random_kernels.cpp must
+give the same bits. Words of 32 bits are int64 tensors here, and no product overflows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 _WORD = 0xFFFFFFFF
 _GROUP, _BLOCKS = 64, 16
-#: Elements at a time: each needs a hundred bytes meanwhile.
+#: The elements drawn at a time: each needs a hundred bytes of temporary memory.
 _PIECE = 1 << 18
 _NARROW_SPAN = 1 << 16
 
@@ -33,7 +32,7 @@ def fill_random(  # noqa: PLR0913
     a: float,
     b: float,
 ) -> None:
-    """As the core's function of this name, into a row-major tensor."""
+    """Fill a row-major tensor, as the core's function of this name does."""
     flat = target.view(-1)
     for begin in range(0, len(flat), _PIECE):
         end = min(begin + _PIECE, len(flat))
@@ -65,11 +64,11 @@ class Bits:
         self._stream = stream & _WORD, stream >> 32 & _WORD
 
     def narrow(self) -> Tensor:
-        """32 bits of each."""
+        """32 bits for each element."""
         return self._word(self._group * _BLOCKS)
 
     def wide(self) -> Words:
-        """64 bits of each."""
+        """64 bits for each element."""
         first = self._group * (2 * _BLOCKS)
         return self._word(first + _BLOCKS), self._word(first)
 
@@ -95,7 +94,7 @@ def philox4x32(
 
 
 def _product(x: Tensor, factor: int) -> Words:
-    """Of words, without overflow."""
+    """The product of words with a factor, without overflow."""
     low, high = x * (factor & 0xFFFF), x * (factor >> 16)
     return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _WORD
 
@@ -133,7 +132,7 @@ def _normal(bits: Bits, mean: float, deviation: float, dtype: torch.dtype) -> Te
 
 
 def _polynomial(x: Tensor, first: float, *rest: float) -> Tensor:
-    """The coefficient of the highest power comes first."""
+    """The value of a polynomial; the coefficient of the highest power comes first."""
     value = torch.full_like(x, first)
     for coefficient in rest:
         value = value * x + coefficient
@@ -179,7 +178,7 @@ def _inverse_erf_over64(w: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """Square roots of few numbers, correctly rounded, which torch's may not be."""
+    """Square roots of few numbers, correctly rounded. torch does not guarantee that."""
     roots = [math.sqrt(value) for value in x.tolist()]
     return torch.tensor(roots, dtype=torch.float64, device=x.device).to(x.dtype)
 
@@ -207,7 +206,7 @@ def _upper_product(x: Words, factor: int) -> Words:
 
 
 def _sum(x: Words, number: int) -> Words:
-    """Modulo 2**64."""
+    """The sum modulo 2**64."""
     low = x[1] + (number & _WORD)
     return (x[0] + (number >> 32 & _WORD) + (low >> 32)) & _WORD, low & _WORD
 

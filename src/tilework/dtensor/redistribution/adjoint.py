@@ -1,7 +1,7 @@
-"""The adjoint of a redistribution: the one that gradients take on their way back.
+"""The adjoint of a redistribution: the redistribution that gradients take on the way back.
 
-docs/algorithms/redistribution.md derives it. Here it is a value that follows from both layouts
-alone; ``redistribute`` runs it.
+docs/algorithms/redistribution.md derives the adjoint. It follows from the two layouts alone, and
+this module only computes it; ``redistribute`` runs it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tilework.layout import Partial, Placement, Replicate
 
 
 class Adjoint:
-    """The redistribution that turns the gradient of a result into that of the tensor.
+    """The redistribution that turns the result's gradient into the gradient of the tensor.
 
-    The gradient of a partial tensor is, on each rank, the derivative of the loss by what that rank
-    holds. For a sum or a mean it is the same on all ranks; for other reductions it is each rank's
-    own, and all add up to the gradient of a value that all ranks hold.
+    The gradient of a partial tensor is, on each rank, the derivative of the loss by the rank's
+    partial value. For a sum or a mean it is the same on all ranks. For other reductions it differs
+    by rank, and all ranks' gradients add up to the gradient of the reduced value.
 
     Args:
         source: The layout of the tensor.
@@ -52,18 +52,18 @@ class Adjoint:
         addends = math.prod(lengths[axis] for axis in self.reduced) if self.op == "avg" else 1
         #: The factor of the gradient.
         self.factor = copies / addends
-        #: True if only the first rank holds the value, and this one a constant.
+        #: True if this rank holds a constant, and only the first rank holds the value.
         self.masked = filled_op == "product" and not target.is_first(self.filled)
-        #: True if it depends on the tensor's values.
+        #: True if the adjoint depends on the tensor's values.
         self.nonlinear = self.op in NONLINEAR
 
 
 def _of_gradient(spec: DTensorSpec, own: Sequence[int]) -> DTensorSpec:
-    """The layout of a gradient: its tensor's, but where that is partial replicated, or partial.
+    """The layout of a gradient: the tensor's, but partial axes are replicated or partial sums.
 
     Args:
         spec: The tensor's layout.
-        own: The axes along which each rank's gradient is its own.
+        own: The axes along which each rank has a different gradient, and which stay partial.
     """
     placements: list[Placement] = [
         (Partial() if axis in own else Replicate()) if isinstance(placement, Partial) else placement

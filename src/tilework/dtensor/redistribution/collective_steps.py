@@ -1,9 +1,10 @@
 """Steps of a redistribution on this rank's local tensor: each is prepared once, and then run.
 
-Functional collectives (``comm.functional.kinds``) know one dim that is divided in order of ranks,
-and check it at each call. A step knows boxes: ranks may hold a dim's shards in any order, results
-are contiguous whatever the dim, and all that can be prepared is. So steps share with them how a
-collective is started (``comm.functional.primitives``), and not how memory is divided.
+Functional collectives (``comm.functional.kinds``) divide one dim in the order of ranks, and check
+this at each call. A step divides by boxes: ranks may hold a dim's shards in any order, results are
+contiguous for any dim, and everything is prepared before the first run. Steps therefore share only
+the start of a collective (``comm.functional.primitives``) with functional collectives, and not the
+division of memory.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from tilework.comm.transfer.run import run_plan
 from tilework.dtensor.spec import DTensorSpec
 from tilework.layout import Box, Partial, Replicate, Shard, Step, Tiling, mesh_tiling, plan
 
-#: Runs a step on a local tensor; the Work is None if it is done. With ``async_op`` the last
-#: collective may still be in flight, and the local tensor is not read after the return.
+#: Runs a step on a local tensor. The Work is None if the step is done. With ``async_op`` the last
+#: collective may still be in flight, but the local tensor is not read after the return.
 RunStep = Callable[[Tensor, bool], tuple[Tensor, Work | None]]
 
 #: The steps that communicate nothing.
@@ -40,14 +41,14 @@ def prepare_step(
 ) -> RunStep:
     """A step from one layout to another, ready to run on local tensors of a dtype.
 
-    Collective over the ranks of the step's group, where that is not made yet.
+    Collective over the ranks of the step's group if the group is not made yet.
 
     Args:
         step: The step.
-        source: The layout before it.
-        target: The layout afterwards.
-        dtype: Of the local tensors.
-        last: True if the result is what the user gets: then it is a tensor of its own.
+        source: The layout before the step.
+        target: The layout after the step.
+        dtype: The dtype of the local tensors.
+        last: True if the user gets the step's result, which then must not share memory.
     """
     if step.kind == "slice":
         return _slice(source, target, last)
@@ -76,7 +77,7 @@ def _slice(source: DTensorSpec, target: DTensorSpec, last: bool) -> RunStep:
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, None]:
         x = x[region]
-        # As a view it would keep all of it in memory, and writes to it would reach the source.
+        # A view would keep all of the source in memory, and writes to the view would reach it.
         return (_copy(x) if last else x), None
 
     return run
@@ -84,7 +85,7 @@ def _slice(source: DTensorSpec, target: DTensorSpec, last: bool) -> RunStep:
 
 def _fill(step: Step, target: DTensorSpec, dtype: torch.dtype) -> RunStep:
     op = str(target.reduce_op)
-    # Ranks that need none ask, too: where there is none, all raise.
+    # All ranks ask, even those that need no identity element: without one, all ranks must raise.
     identity = None if op in _IDEMPOTENT else identity_element(RedOpType(op), dtype)
     if target.is_first(step.axes):
         identity = None
@@ -101,7 +102,7 @@ def _fill(step: Step, target: DTensorSpec, dtype: torch.dtype) -> RunStep:
 
 
 class _Ends:
-    """Both layouts of a collective step: the boxes of all its ranks, before and afterwards."""
+    """Both layouts of a collective step: the boxes of all ranks, before and afterwards."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class _Division:
 
     Args:
         local: The local tensor's box.
-        boxes: Those of the ranks, which together make it up.
+        boxes: The boxes of the ranks, which together cover ``local``.
         dim: The dim.
     """
 
@@ -151,7 +152,7 @@ class _Division:
         order = sorted(range(len(boxes)), key=lambda i: (offsets[i], sizes[i]))
         self.sizes = [sizes[i] for i in order]
         places = [order.index(i) for i in range(len(boxes))]
-        #: The place of each rank's region; None if they are in the order of ranks.
+        #: The place of each rank's region; None if the regions are in the order of ranks.
         self.places = None if places == sorted(places) else places
         self.even = len(set(sizes)) == 1
         outer = local.sizes[:dim]
@@ -165,7 +166,7 @@ class _Division:
 
 
 def _overlaps(local: Box, boxes: Sequence[Box]) -> list[Box]:
-    """The overlap of each box with a local tensor's along the sharded dims; maybe an empty one."""
+    """Each box's overlap with the local tensor's box along the sharded dims; it may be empty."""
     overlaps = []
     for box in boxes:
         low = tuple(map(max, local.offsets, box.offsets))
@@ -253,12 +254,12 @@ def _reduce_scatter(ends: _Ends, op: AnyReduceOp) -> RunStep:
 
 
 def _stable(x: Tensor, async_op: bool) -> Tensor:
-    """The tensor that an operation may read; a copy if others may write to it meanwhile."""
+    """A tensor that an operation may read; a copy if the program may write to it meanwhile."""
     return _copy(x) if async_op else x
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A contiguous copy; a large one where memory was written to before."""
+    """A contiguous copy; a large copy reuses memory that was written to before."""
     if x.nbytes < LARGE_BYTES:
         return x.clone(memory_format=torch.contiguous_format)
     return empty_tensor(x.shape, x.dtype, x.device).copy_(x)
@@ -268,7 +269,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _plan(step: Step, source: DTensorSpec, target: DTensorSpec, group: ProcessGroup) -> RunStep:
-    """The plan of the ranks along the step's axes, within the region that they have together."""
+    """The plan of the ranks along the step's axes, within the region that they hold together."""
     mesh, axes = source.mesh, step.axes
     me = mesh.get_rank()
     here = mesh.spec.through(axes, me)

@@ -1,8 +1,8 @@
 """Redistributions prepared for this rank: the planned steps, ready to run on local tensors.
 
-A rank prepares one the first time that it meets its layouts and dtype, and keeps it with the
-source's layout. Ranks compare both each time that they run it (its digest is in the header of the
-collectives). What is here knows no gradients.
+A rank prepares a redistribution at the first use of two layouts and a dtype, and keeps it with the
+source layout. At each run ranks compare both layouts: the digest is in the header of the
+collectives. This module does not handle gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PreparedRedistribution:
             provenance_digest.leave(before)
 
     def start(self, x: Tensor, of: Moved) -> tuple[Tensor, Work | None]:
-        """The same, of which the last step may still be in flight."""
+        """As :meth:`run`, but the last step may still be in flight."""
         if x.nbytes <= AT_ONCE_BYTES:
             return self.run(x, of), None
         with moving(hash((of.digest, self.digest)), of.operator, self.text):
@@ -54,7 +54,7 @@ class PreparedRedistribution:
 
     @cached_property
     def communicates(self) -> bool:
-        """True if it moves data between ranks."""
+        """True if a step moves data between ranks."""
         return any(step.kind not in LOCAL_STEPS for step in self.steps.steps)
 
     @cached_property
@@ -64,7 +64,7 @@ class PreparedRedistribution:
 
     @cached_property
     def adjoint(self) -> Adjoint:
-        """The redistribution of gradients on their way back."""
+        """The redistribution of gradients in the backward pass."""
         return Adjoint(self.source, self.target)
 
 
@@ -81,7 +81,7 @@ def _run_all(run_steps: Sequence[RunStep], x: Tensor) -> Tensor:
 def prepared_from(
     source: DTensorSpec,
 ) -> dict[tuple[DTensorSpec, torch.dtype], PreparedRedistribution]:
-    """The redistributions that are prepared from a layout, by target and dtype."""
+    """The prepared redistributions from a layout, by target and dtype."""
     prepared: dict[tuple[DTensorSpec, torch.dtype], PreparedRedistribution] = source.redistributions
     return prepared
 
@@ -89,7 +89,7 @@ def prepared_from(
 def prepare(
     local: Tensor, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype
 ) -> PreparedRedistribution:
-    """Prepare a redistribution, and keep it. Collective only as far as groups have to be made.
+    """Prepare a redistribution, and keep it. Collective only if groups must be made.
 
     Raises:
         ValueError: Meshes or shapes differ, or the local tensor is not of the source's shape.
@@ -134,7 +134,7 @@ def _prepare_steps(
     each = steps.steps
     specs = [source.with_placements(s.source.placements, s.source.order) for s in each] + [target]
     for i, step in enumerate(each):
-        # A slice may stay a view if another step makes a tensor of it.
+        # A slice may stay a view if a later step copies it.
         last = all(later.kind == "slice" for later in each[i + 1 :])
         yield prepare_step(step, specs[i], specs[i + 1], dtype, last)
 
@@ -143,8 +143,8 @@ def check_local(local: Tensor, source: DTensorSpec, steps: Steps) -> None:
     """Raise unless a tensor has the shape of this rank's local tensor.
 
     Raises:
-        ValueError: It has another. Where ``steps`` communicate the other ranks cannot go on, and
-            raise too.
+        ValueError: It has another shape. If ``steps`` communicate, the other ranks cannot go on,
+            and raise too.
     """
     if local.shape == source.local_shape:
         return

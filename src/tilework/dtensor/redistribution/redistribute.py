@@ -33,7 +33,7 @@ from tilework.layout.placements import placements_in
 from tilework.mesh import DeviceMesh
 
 axes_group = DeviceMesh.axes_group
-#: The dtypes that a tensor moves in, and its gradient.
+#: The dtypes in which a tensor moves, and in which the gradient moves.
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
@@ -46,23 +46,22 @@ def redistribute_local(
     of: Moved = UNKNOWN,
     dtypes: Dtypes | None = None,
 ) -> Tensor:
-    """The local tensor of layout ``target``, from that of layout ``source``.
+    """The local tensor in layout ``target``, from the local tensor in layout ``source``.
 
-    Collective over the mesh, as far as something is to be moved; blocks, unless ``async_op``. Runs
-    the cheapest steps (:func:`~tilework.layout.redistribution_steps`). The result is ``local``
-    itself if nothing is to be done, else a tensor of its own. Differentiable, also twice: the
-    backward pass is collective too, so ``requires_grad`` must agree between the ranks.
+    Collective over the mesh if elements must move; blocks, unless ``async_op``. Runs the cheapest
+    steps (:func:`~tilework.layout.redistribution_steps`). The result is ``local`` itself if there
+    is nothing to do, and otherwise shares no memory with it. Differentiable, also twice. The
+    backward pass is collective too: ``requires_grad`` must be the same on all ranks.
 
     Args:
-        local: The local tensor before; on ranks outside the mesh whatever stands for it, which is
-            returned.
+        local: The local tensor before. On ranks outside the mesh a placeholder, which is returned.
         source: The layout before.
         target: The layout afterwards, of the same mesh and shape.
-        async_op: Return before the last step is done, where that takes long enough. The result
-            waits by itself when it is first used; ``local`` may be written to meanwhile.
-        of: The tensor that moves: its provenance, which ranks compare, and what it moves for.
-        dtypes: What it is cast to before it moves, and stays, and what its gradient moves in, which
-            is then cast back; None: its own.
+        async_op: Return before the last step is done, if that step takes long enough. The first use
+            of the result waits for it; the program may write to ``local`` meanwhile.
+        of: The tensor that moves: the provenance, which ranks compare, and the reason to move.
+        dtypes: The dtype that the tensor is cast to before it moves, which the result keeps, and
+            the dtype in which the gradient moves before it is cast back; None: the tensor's dtype.
 
     Raises:
         ValueError: The local tensor is not of the source's shape, or mesh or shape differ.
@@ -88,7 +87,7 @@ def redistribute_local(
         causes.record_steps(source, prepared.steps, dtype)
     if local.requires_grad and torch.is_grad_enabled():
         if prepared.adjoint.nonlinear:
-            local = local.clone()  # is kept for its gradient, and may be written to afterwards
+            local = local.clone()  # backward needs the values, and the program may write to local
         call = _Call(prepared, async_op, of, dtypes)
         out: Tensor = _Redistribute.apply(local, call)  # type: ignore[no-untyped-call]
         return out if call.work is None else attached(out, call.work)
@@ -114,7 +113,7 @@ def plan_redistribution(
     *,
     dtype: torch.dtype | None = None,
 ) -> Steps:
-    """The steps that redistributing a tensor would take: to be printed. Local; moves nothing.
+    """The steps that a redistribution would take, for printing. Local; moves nothing.
 
     Args:
         tensor: The tensor, or its layout.
@@ -189,7 +188,7 @@ class _Redistribute(LocalFunction):
 
 
 def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Tensor:
-    """The gradient of the local tensor before, from that of the one afterwards.
+    """The gradient of the local tensor before, from the gradient of the local tensor afterwards.
 
     Collective; differentiable.
 
@@ -203,7 +202,7 @@ def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Te
     twice = torch.is_grad_enabled() and grad.requires_grad
     if twice and adjoint.filled and not adjoint.masked:
         grad = counted_once(grad, adjoint.target, adjoint.filled)
-    if adjoint.masked:  # with a place in the graph, as on the other ranks
+    if adjoint.masked:  # zeros keep a place in the graph, as on the other ranks
         grad = grad.masked_fill(grad.new_ones((), dtype=torch.bool), 0)
     grad = redistribute_local(grad, adjoint.target, adjoint.source, of=of)
     if adjoint.factor != 1:
@@ -211,21 +210,21 @@ def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Te
     if x is None and not (twice and adjoint.reduced):
         return grad
     group = axes_group(adjoint.source.mesh, adjoint.reduced)
-    # Each rank's value gets its own share of one gradient: of that gradient's gradient too.
+    # Each rank's value gets a share of the gradient, and of the gradient's own gradient.
     total = run(kinds.CopyToGroup, grad, group)
     return total if x is None else kinds.pull_back(adjoint.op, x, total, group)
 
 
 def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
-    """The gradient of a tensor, which a backward pass has come to, as what moves.
+    """The gradient of a tensor, described as a tensor that moves in a backward pass.
 
-    Where the program may have computed it from plain tensors, and it is replicated, its contents
-    count.
+    If the gradient is replicated, and the program may have computed it from plain tensors, ranks
+    compare the contents.
 
     Args:
         of: The tensor.
         spec: The layout of the gradient.
-        grad: Its local tensor.
+        grad: The local tensor of the gradient.
     """
     history = history_of(spec.mesh)
     gradient = of.as_gradient(history.passing)
@@ -236,9 +235,9 @@ def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
 
 
 def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
-    """The gradient of a partial tensor, the same along ``axes``, as that of a replicated tensor.
+    """The gradient of a partial tensor, the same along ``axes``, as a replicated tensor's gradient.
 
-    All ranks' values have one gradient. So what depends on it is counted once, on the first rank.
+    All ranks' values have the same gradient. In double backward, only the first rank counts it.
     """
     if not (torch.is_grad_enabled() and grad.requires_grad):
         return grad
@@ -246,7 +245,7 @@ def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
 
 
 def with_redistributed_grad(local: Tensor, incoming: DTensorSpec, outgoing: DTensorSpec) -> Tensor:
-    """A local tensor again, whose gradient comes in one layout and goes on in another."""
+    """The local tensor, with a gradient that arrives in one layout and goes on in another."""
     result: Tensor = _RedistributedGrad.apply(local, incoming, outgoing)  # type: ignore[no-untyped-call]
     return result
 

@@ -1,4 +1,4 @@
-"""Rules of operators for DTensors, by family. Importing them registers them, and the others."""
+"""Rules of operators for DTensors, by family. The import registers these and the general rules."""
 
 from tilework.dtensor.rules import (
     as_strided,

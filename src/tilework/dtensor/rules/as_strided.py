@@ -1,4 +1,4 @@
-"""Views by strides: of the memory that the tensor would have, were it plain."""
+"""Views by strides, of the memory that the tensor would have if it were plain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _arguments(
     if input._view_of is not None:
         copied_views.refresh(input)
     offset = offset_of(input) if storage_offset is None else int(storage_offset)
-    if input._spec.overlaps:  # what is written there would be several elements'
+    if input._spec.overlaps:  # a write would change several elements at once
         base, apart = copied_views.shown_of(input)
         input = base.detach() if apart else base  # type: ignore[assignment]
     window = Window(tuple(map(int, size)), tuple(map(int, stride)), offset)
@@ -56,7 +56,7 @@ def _check_bounds(input: DTensor, window: Window) -> None:
 
 @dtensor_handler("as_strided")
 def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """The view; local where each rank has all of the memory, else a copy that is kept in step."""
+    """The view. It is local if each rank has all of the memory, otherwise a copied view."""
     input, window = _arguments(*args, **kwargs)
     mesh = input.device_mesh
     spec = spec_of(mesh, (Replicate(),) * mesh.ndim, window.size, None, window.strides)
@@ -74,7 +74,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
         return shown(root_in_memory(x))  # type: ignore[arg-type]
 
     def write(x: DTensor, value: DTensor) -> None:
-        x = root_in_memory(x)  # type: ignore[assignment]  # whose memory reaches as far as torch's
+        x = root_in_memory(x)  # type: ignore[assignment]  # the root has all of the memory
         memory = full_memory(x)
         memory = memory.clone() if memory.requires_grad else memory
         window.of(memory).copy_(value.full_tensor())
@@ -88,7 +88,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 def _local_start(input: DTensor) -> int | None:
-    """The memory's place in the local tensor's storage; None if that is not all of it."""
+    """The memory's place in the local tensor's storage; None if the storage lacks part of it."""
     owner = owner_of(input)
     spec, local = owner._spec, owner._local_tensor
     whole = spec.is_replicated and not spec.partial_axes and input._spec.is_replicated
@@ -108,13 +108,13 @@ def _as_strided_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @dtensor_handler("as_strided_scatter")
 def _as_strided_scatter(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """A copy of the tensor, with other elements where its memory has the view's."""
+    """A copy of the tensor, with ``src`` in the elements that the view by strides shows."""
     names = ("input", "src", "size", "stride", "storage_offset")
     rest = {**dict(zip(names, args, strict=False)), **kwargs}
     src = rest.pop("src")
     if not isinstance(rest["input"], DTensor):
         return as_replicated(func(**{**rest, "src": full_value(src, "as_strided_scatter")}), src)
-    if rest["input"]._spec.repeats:  # torch copies its elements, else its memory
+    if rest["input"]._spec.repeats:  # torch then copies the elements, and otherwise the memory
         rest["input"] = rest["input"].clone()
     input: DTensor = rest["input"]
     base, window = _arguments(**rest)

@@ -36,7 +36,7 @@ def _attention(
     if any(tensor.ndim < 2 + enable_gqa for tensor in tensors) or (
         is_causal and attn_mask is not None
     ):
-        return None  # torch raises where it is run
+        return None  # torch raises when the call runs
     if dropout_p > 0 or _are_keys_sharded(query, key, value):
         return Decomposition(decomposed_attention)
     leading = _heads(tensors) if enable_gqa else _batch(tensors)
@@ -60,9 +60,9 @@ def _attention(
         inputs[attn_mask] = broadcast_dims(attn_mask.shape, dim_factors([*out, length, keys]))
 
     def run(ranges: LocalRanges) -> Callable[..., Tensor] | None:
-        if 0 in query.shape:  # of which torch keeps nothing for gradients, on all ranks
+        if 0 in query.shape:  # torch saves nothing of an empty query for backward, on any rank
             return None
-        # All ranks run the same function: their gradients have to come in one order.
+        # All ranks must run the same function: gradients must arrive in the same order.
         if is_causal and ranges.is_sharded(length):
             offset, size = ranges.local_range(length)
             of_part = decomposed_attention if ranges.has_empty_shards else _attend
@@ -95,7 +95,7 @@ def _batch(tensors: Sequence[Arg]) -> _Leading:
 
 
 def _heads(tensors: Sequence[Arg]) -> _Leading | None:
-    """The leading dims where several heads of the query share one of key and value."""
+    """The leading dims if several heads of the query share a head of key and value."""
     out, dims_of_each = broadcast([tensor.shape[:-3] for tensor in tensors])
     queries, keys, values = (tensor.shape[-3] for tensor in tensors)
     if keys != values or keys == 0 or queries % keys:
@@ -142,7 +142,7 @@ def decomposed_attention(
 ) -> Tensor:
     """``F.scaled_dot_product_attention``, composed of operators that all run on shards.
 
-    Keys that are sharded stay so, and dropout does not depend on the layout.
+    Sharded keys stay sharded, and dropout does not depend on the layout.
     """
     length, keys = query.size(-2), key.size(-2)
     if is_causal:
@@ -157,7 +157,7 @@ def decomposed_attention(
         if attn_mask is not None and attn_mask.dim() > 2:
             many = attn_mask.size(-3) != 1
             attn_mask = torch.unflatten(attn_mask, -3, shared if many else (1, 1))
-    # Of queries without elements all scores are zero, whatever the factor.
+    # Queries without elements have only zero scores, for any factor.
     factor = 1 / math.sqrt(max(query.size(-1), 1)) if scale is None else scale
     weights = _weights(query * factor, key, attn_mask)
     if dropout_p > 0:

@@ -1,4 +1,4 @@
-"""Batch normalisation: local where each rank has all rows, else one reduction in each direction."""
+"""Batch normalisation: local if each rank has all rows, else one reduction in each direction."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _batch_norm(
     use = training or running_mean is None
     writes = training and running_mean is not None
     over = [dim for dim in range(input.ndim) if dim != 1]
-    # In place only without moves: what is written to a moved copy would be lost.
+    # In place only if nothing moves: a write to a moved copy would be lost.
     if use and (any(map(input.is_sharded, over)) or (writes and any(map(_is_distributed, every)))):
         return Decomposition(_over_ranks)
     c = Factor(input.shape[1], "c", unshardable=writes or any(map(_has_empty_channels, every)))
@@ -97,7 +97,7 @@ def _is_distributed(arg: DTensorArg) -> bool:
 
 
 def _has_empty_channels(arg: DTensorArg) -> bool:
-    """True if some rank has no channel: torch takes no such tensor."""
+    """True if some rank has no channels. torch refuses such a tensor."""
     channels, places = min(1, arg.ndim - 1), map(range, arg.spec.mesh.shape)
     return arg.is_sharded(channels) and any(
         not arg.spec.box_at(place).sizes[channels] for place in product(*places)
@@ -105,7 +105,7 @@ def _has_empty_channels(arg: DTensorArg) -> bool:
 
 
 def _without_elements(input: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
-    """A copy of an input without elements, whatever its channels: torch saves nothing of it."""
+    """A copy of an input without elements, for any channels: torch saves nothing of the input."""
     out = reduce_partial(input).clone()
     if weight is not None:
         out = out * weight[0]
@@ -157,7 +157,7 @@ class _Rows:
 
     Args:
         spec: The input's layout.
-        eps: What is added to the variance.
+        eps: The number that is added to the variance.
         of: The input's provenance.
     """
 
@@ -172,7 +172,7 @@ class _Rows:
 
     @cached_property
     def axes(self) -> Ints:
-        """The axes that shard them."""
+        """The axes that shard these dims."""
         return tuple(
             axis
             for axis, (placement, length) in enumerate(
@@ -188,7 +188,7 @@ class _Rows:
 
     @cached_property
     def counts(self) -> Tensor:
-        """The elements of a channel that each rank along the axes has, in a column."""
+        """The number of a channel's elements on each rank along the axes, in a column."""
         here = self.spec.mesh.get_coordinate()
         assert here is not None
         counts = []
@@ -212,7 +212,7 @@ class _Rows:
         return spec_of(self.spec.mesh, placements, self.spec.shape[1:2], self.spec.order)
 
     def layout(self, placement: Placement, shape: Ints) -> DTensorSpec:
-        """The layout of values that this rank's channels have, along the axes."""
+        """The layout of one value for each of this rank's channels, with a placement along axes."""
         mesh = self.spec.mesh
         placements: list[Placement] = [
             placement if axis in self.axes else Replicate() for axis in range(mesh.ndim)
@@ -220,7 +220,7 @@ class _Rows:
         return spec_of(mesh, placements, shape)
 
     def view(self, values: Tensor) -> Tensor:
-        """Values of channels, to be broadcast with the input."""
+        """Values of channels, in a shape that broadcasts with the input."""
         return values.view(1, -1, *(1,) * (self.spec.ndim - 2))
 
 
@@ -239,7 +239,7 @@ def _statistics(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
     counts = rows.counts.to(x)
     means = every[:, :width]
     mean = (means * counts).sum(0) / rows.count
-    # Chan, Golub, LeVeque: the squares around one mean, from those around each rank's own.
+    # Chan, Golub, LeVeque: the squares around the common mean, from the squares around each rank's.
     apart = ((means - mean).square() * counts).sum(0)
     return mean, (every[:, width:].sum(0) + apart) / rows.count
 
@@ -259,7 +259,7 @@ def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: _Rows
 class _Normalized(LocalFunction):
     """Batch normalisation over the rows of several ranks, on local tensors.
 
-    Backward sums over the ranks what gradients of the input and of both parameters need, at once.
+    Backward needs one reduction for the gradients of the input and both parameters together.
     """
 
     @staticmethod
@@ -299,7 +299,7 @@ class _Normalized(LocalFunction):
 
 
 def _differentiable_gradients(grad: Tensor, *inputs: Any) -> list[Tensor | None]:
-    """The gradients of what was normalised, as functions of everything that they depend on."""
+    """The gradients of a normalisation, recorded in the graph for gradients of gradients."""
     *tensors, rows = inputs
     x, *parameters = tensors
     with torch.enable_grad():

@@ -39,7 +39,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
         narrower = min((way[0] for way in ways), key=lambda spec: len(spec.axes_of(dim)))
         if narrower == target:
             break
-        target = narrower  # one axis less shards the dim
+        target = narrower  # the dim is sharded by one axis less
     dims = {i: i for i in range(len(shape))}
     inputs = [
         resized(target, arg.shape, dims, sizes)
@@ -49,7 +49,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
 
 
 def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
-    """The layout of the first tensor that is sharded along ``dim``, for another size of it."""
+    """The layout of the first tensor that is sharded along ``dim``, for another size of ``dim``."""
     spec = next(arg.spec for arg in tensors if arg.is_sharded(dim))
     placements: list[Placement] = []
     for axis, placement in enumerate(spec.placements):

@@ -21,7 +21,7 @@ from tilework.tiled.op_table import dtensor_handler
 
 
 def _check_device(func: Any, tensor: DTensor, kwargs: dict[str, Any]) -> None:
-    """Raise RuntimeError where a tensor is to be on devices that are not there."""
+    """Raise RuntimeError if a new tensor's device does not exist here."""
     device = kwargs.get("device")
     if isinstance(device, (str, torch.device)):
         what = f"{func.__name__} of a DTensor on {tensor.device_mesh}"
@@ -30,14 +30,14 @@ def _check_device(func: Any, tensor: DTensor, kwargs: dict[str, Any]) -> None:
 
 @dtensor_handler("zeros_like", "ones_like", "empty_like", "full_like")
 def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """A tensor in the layout of another; replicated where that is partial."""
+    """A tensor in the layout of another; replicated where the other is partial."""
     tensor, *others = _first(args, kwargs, "input")
     _check_device(func, tensor, kwargs)
     return wrap(func(tensor._local_tensor, *others, **kwargs), _like_spec(tensor, kwargs))
 
 
 def _like_spec(tensor: DTensor, kwargs: dict[str, Any]) -> DTensorSpec:
-    """The layout of a tensor like another, with the strides that torch gives it."""
+    """The layout of a tensor like another, with the strides that torch gives the new tensor."""
     spec = tensor._spec.dual
     if spec.strides == row_major(spec.shape) and "memory_format" not in kwargs:
         return spec
@@ -46,7 +46,7 @@ def _like_spec(tensor: DTensor, kwargs: dict[str, Any]) -> DTensorSpec:
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[Any]:
-    """The arguments with the tensor in front, which may have been passed by name."""
+    """The arguments with the tensor in front, even if it was passed by name."""
     return args if args else (kwargs.pop(name),)
 
 
@@ -69,7 +69,7 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("new_zeros", "new_ones", "new_empty", "new_full")
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """A tensor in the layout of another if it has its shape, else replicated."""
+    """A tensor in the layout of another if the shapes are equal, otherwise replicated."""
     tensor, *others = args
     _check_device(func, tensor, kwargs)
     size = kwargs.pop("size", None)
@@ -93,7 +93,7 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("new")
 def _new_of_any(func: Any, args: Any, kwargs: Any) -> Any:
-    """A tensor of sizes, like ``new_empty``; of values; or another tensor's memory."""
+    """A tensor of these sizes, like ``new_empty``; of these values; or of another's memory."""
     tensor, *others = args
     if len(others) == 1 and isinstance(others[0], DTensor):
         return others[0].detach()

@@ -1,6 +1,6 @@
-"""Classification losses: where classes are sharded, no rank has all logits of an element.
+"""Classification losses: with sharded classes, no rank has all logits of an element.
 
-The mean is weighted by the weight of the target's class, so its denominator is a sum, too.
+The mean is weighted by the weight of the target's class. The denominator is therefore a sum, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _class_dim(input: Arg | Tensor) -> int:
 
 
 def _has_indices(input: Arg, target: Arg) -> bool:
-    """True if targets are class indices, one for each element."""
+    """True if targets are class indices, an index for each element."""
     at = _class_dim(input)
     return target.shape == (*input.shape[:at], *input.shape[at + 1 :])
 
@@ -84,7 +84,7 @@ def _quotient(sums: Tensor, dtype: torch.dtype) -> Tensor:
 def _nll_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, reduction: int
 ) -> RuleResult:
-    """The rule of the losses as partial sums over shards of classes; of a mean, both its sums."""
+    """The rule of losses as partial sums over shards of classes; a mean needs two such sums."""
     loops = _LossFactors(input)
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
@@ -116,7 +116,7 @@ def _local_classes(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The logits, targets and weights with targets as indices of this rank's classes."""
     numbers, here = span.localize(target, ignored)
-    if span.count == 0:  # torch needs at least one class: one that no target is
+    if span.count == 0:  # torch needs at least one class: add a class that no target has
         at = _class_dim(x)
         x = F.pad(x, (0, 0) * (x.ndim - 1 - at) + (0, 1))
         weight = None if weight is None else F.pad(weight, (0, 1))
@@ -235,8 +235,8 @@ def _cross_entropy_sums(
 
 # -- cross entropy where classes are sharded -------------------------------------------------
 #
-# With z the logits less the greatest one, and q the target distribution of an element times the
-# class weights, its loss is sum(q) * log(sum(exp(z))) - sum(q * z): three sums over classes.
+# With z the logits minus the greatest logit, and q the target distribution of an element times the
+# class weights, the loss is sum(q) * log(sum(exp(z))) - sum(q * z): three sums over classes.
 
 
 def _sharded_cross_entropy(
@@ -356,7 +356,7 @@ def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int
 
 @internal_operator(_class_losses_rule)
 def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
-    """The losses, or their sum, or for a mean the two sums whose quotient it is."""
+    """The losses, or their sum, or the two sums whose quotient is the mean."""
     exps, q, qz, *weights = sums.unbind(0)
     loss = q * exps.log() - qz
     if target is not None:

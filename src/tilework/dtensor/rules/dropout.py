@@ -25,10 +25,10 @@ def dropout_mask(input: DTensor, p: float, value: float = 1.0, features: bool = 
     """A random tensor that is ``value`` with probability ``1 - p``, else 0. Collective.
 
     Args:
-        input: The tensor that is to be multiplied with it.
+        input: The tensor that the mask will be multiplied with.
         p: The probability of 0.
-        value: The value of elements that are kept.
-        features: Whether a channel (dim 1) is kept or dropped as one.
+        value: The mask's value for elements that are kept.
+        features: True to keep or drop whole channels (dim 1).
     """
     spec = input._spec.dual
     if features:

@@ -1,8 +1,9 @@
 """Views of a tensor's bytes as another dtype: ``view(dtype)`` and ``view_as_complex``.
 
-Torch asks where elements lie: those of the last dim in one piece, and what becomes one element at
-a multiple of its size. That is asked of the full tensor, on all ranks alike. A local tensor may lie
-otherwise; then its view is a copy that is kept in step.
+torch has conditions for memory: elements of the last dim must be adjacent, and elements that become
+one larger element must begin at a multiple of the larger size. Here the full tensor must meet the
+conditions, so that all ranks agree. If a local tensor does not meet them, the result is a copied
+view.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ def _as_complex(input: Any) -> Tensor:
 
 
 def _local_view(call: Any, view: Callable[[Tensor], Tensor], count: int) -> RuleResult:
-    """The general rule's call, with a view of local tensors that fails for none of them.
+    """The general rule's call, with a view that does not fail for any local tensor.
 
     Args:
-        call: It.
-        view: The view.
-        count: So many elements become one; 0: one becomes several.
+        call: The general rule's call.
+        view: The function that views a local tensor.
+        count: The number of elements that become one; 0: one element becomes several.
     """
     if not isinstance(call, LocalCall):
         return call  # type: ignore[no-any-return]
@@ -75,9 +76,9 @@ def _local_view(call: Any, view: Callable[[Tensor], Tensor], count: int) -> Rule
 
 
 def _with_usual_strides(local: Tensor, count: int) -> Tensor:
-    """A tensor whose dims of one element have the strides that a contiguous one's have.
+    """The tensor, with the strides of a contiguous tensor in dims of one element.
 
-    Those that they have may be left over from other dims. Without elements, any strides do.
+    Such dims may have strides left over from other dims. Without elements, any strides are right.
     """
     usual = row_major(tuple(local.shape))
     if not local.numel():

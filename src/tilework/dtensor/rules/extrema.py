@@ -33,7 +33,7 @@ def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResul
         fold: Callable[..., Tensor] = getattr(torch, name)
         if all(ranges.local_range(factors[dim])[1] for dim in dims):
             return lambda x: fold(x, dims, keepdim)
-        # An empty shard has no extreme: the identity of the reduction.
+        # An empty shard has no extreme. It contributes the identity of the reduction.
         worst = _identity_value(input.dtype, least=name == "amax")
         shape = [
             1 if dim in dims else ranges.local_range(factor)[1]
@@ -81,7 +81,7 @@ def _first_index_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
 
 @internal_operator(_first_index_rule)
 def _first_index(input: Tensor, best: Tensor, dim: int) -> Tensor:
-    """The first index of ``best`` along a dim, which is left with a size of one."""
+    """The first index of ``best`` along a dim, which keeps a size of one."""
     return _equals(input, best).max(dim, keepdim=True)[1]
 
 
@@ -111,7 +111,7 @@ _NOWHERE = torch.iinfo(torch.int64).max
 
 @internal_operator(_first_flat_index_rule)
 def _first_flat_index(input: Tensor, best: Tensor, ndim: int) -> Tensor:
-    """The first index of ``best`` in row-major order, with ``ndim`` dims of size one."""
+    """The first index of ``best`` in row-major order, in a tensor of ``ndim`` dims of size one."""
     return _equals(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
 
 
@@ -125,7 +125,7 @@ def _equals(x: Tensor, best: Tensor) -> Tensor:
 
 
 class _SharedGradient(LocalFunction):
-    """The extreme over all ranks; its gradient goes to the elements of a mask, in equal shares."""
+    """The extreme over all ranks; backward divides the gradient equally among masked elements."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _SharedGradient(LocalFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         mask, count = ctx.saved_tensors
-        if torch.is_grad_enabled() and grad.requires_grad:  # each rank takes its elements' share
+        if torch.is_grad_enabled() and grad.requires_grad:  # each rank adds only its own elements
             source, target = ctx.layouts
             axes = tuple(
                 axis
@@ -159,14 +159,14 @@ class _SharedGradient(LocalFunction):
 def _extreme_value(
     input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False
 ) -> Tensor:
-    """The extreme, whose gradient is shared by all elements that equal it.
+    """The extreme. All elements that equal the extreme share the gradient.
 
     Args:
         input: A DTensor.
         name: "amax" or "amin".
         dims: The dims that are reduced.
-        keepdim: Whether they are left with a size of one.
-        nan_too: Whether NaN equals NaN there; in plain torch that depends on the operator.
+        keepdim: True to keep reduced dims with a size of one.
+        nan_too: True if NaN equals NaN here; in plain torch that depends on the operator.
     """
     input = reduce_partial(input)
     if not (input.requires_grad and torch.is_grad_enabled()):
@@ -206,7 +206,7 @@ def _drop_dims(tensor: Tensor, dims: Ints) -> Tensor:
 
 
 def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """The extreme along a dim, and its first index, where its gradient goes."""
+    """The extreme along a dim, and the first index of the extreme, which gets the gradient."""
     input = reduce_partial(input)
     value = input.detach()
     best = reduce_partial(extreme(value, name, (dim,), True))
@@ -224,8 +224,9 @@ def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tup
 
 
 def _sharded_dims(input: Arg, dim: Any) -> Ints | None:
-    """The dims that are reduced, if some of them is sharded; none of complex numbers, of which
-    torch refuses all that there are.
+    """The reduced dims, if a reduced dim is sharded; otherwise None.
+
+    None for complex numbers, too: torch refuses extrema of complex numbers.
     """
     dims = None if input.dtype.is_complex else extreme_dims(input, dim)
     return None if dims is None or not any_sharded(input, dims) else dims

@@ -1,4 +1,4 @@
-"""Forms in place of operators that only change dims: the tensor itself becomes the view."""
+"""In-place forms of operators that only change dims: the tensor itself becomes the view."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tilework.tiled.op_table import dtensor_handler
 def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
     """The tensor itself, which becomes the view: no element is written.
 
-    Other views show the same memory as before, which their base's anchor stands for.
+    Other views keep showing the memory as before. An anchor stands for their base.
     """
     tensor: DTensor = args[0]
     name = canonical_name(func)[0]
@@ -40,7 +40,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
 
     graded = torch.is_grad_enabled()
     with torch.inference_mode(tensor._local_tensor.is_inference()), torch.enable_grad():
-        local_graph.local_of(tensor)  # as it is now, and linked to a user's own Function
+        local_graph.local_of(tensor)  # brings it up to date, and links it to a user's Function
         count_write(tensor, graded)
         anchor = anchor_of(tensor)
         result: DTensor = change(anchor)
@@ -52,7 +52,7 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
-    """Raise at a change of dims that torch's graph does not follow. Local."""
+    """Raise for a change of dims that torch's graph would not follow. Local."""
     if not tensor.requires_grad:
         return
     if not torch.is_grad_enabled():
@@ -70,7 +70,7 @@ def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
 
 @dtensor_handler("resize_")
 def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """The tensor itself in another shape: a view of its memory, or of more that nobody else has."""
+    """The tensor itself in another shape: a view of the memory, or of new, larger memory."""
     tensor: DTensor = args[0]
     sizes: Any = args[1:]
     sizes = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes
@@ -85,7 +85,7 @@ def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("_resize_output_")
 def _resize_output_(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """``out=`` that gets the shape of the result: below the graph, in torch too."""
+    """Give ``out=`` the shape of the result. The graph does not record that, as in torch."""
     tensor, shape, *_ = args
     return _resized(tensor, tuple(shape))
 
@@ -112,7 +112,7 @@ def _resized(
     full = full_in_memory_order(tensor)
     known = full.numel()
     full.resize_(shape, memory_format=memory_format)
-    # Else they are what each rank's memory happens to hold.
+    # Otherwise new elements would have whatever each rank's memory happens to hold.
     full.as_strided((full.numel(),), (1,), 0)[known:].zero_()
     return changed_in_place.become(tensor, replicated_like(tensor, full))
 

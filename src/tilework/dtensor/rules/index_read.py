@@ -1,6 +1,6 @@
 """Reading elements by index tensors: index_select, gather, take, and advanced indexing.
 
-Of a sharded dim each rank reads its own elements, and has zeros for the others: partial results.
+From a sharded dim each rank reads the local elements, and has zeros for others: partial results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilework.tiled.rules.empty_shards import keep_inputs_in_graph, zero_addend
 from tilework.tiled.rules.index_range import LocalIndexRange
 from tilework.tiled.rules.reshaping import common_shape, dim_at
 
-#: For each dim its index tensor, or None for a dim that is not indexed.
+#: The index tensor of each dim, or None for a dim that is not indexed.
 Indices = Sequence[Any]
 
 
@@ -34,20 +34,20 @@ def as_replicated(value: Tensor, like: DTensor) -> DTensor:
 def indexed_factors(input: Arg) -> list[Factor]:
     """A factor for each dim of a tensor whose elements are read by index.
 
-    Zeros stand for elements of other ranks: bools are combined by their maximum.
+    Zeros stand for elements of other ranks. Results are summed, but bools need the maximum.
     """
     reduce_op = "max" if input.dtype is torch.bool else "sum"
     return [Factor(size, f"d{i}", reduce_op=reduce_op) for i, size in enumerate(input.shape)]
 
 
 def index_dims_start(indices: Indices) -> int:
-    """The place of the indices' dims in a result: their own if they are adjacent, else in front."""
+    """The place of indexed dims in a result: the same if the dims are adjacent, else the front."""
     at = [dim for dim, index in enumerate(indices) if index is not None]
     return at[0] if at[-1] - at[0] + 1 == len(at) else 0
 
 
 def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
-    """The factors that index tensors are broadcast to, and those of the dims of each."""
+    """The factors that index tensors are broadcast to, and the factors of each tensor's dims."""
     shapes = [index.shape for index in indices if index is not None]
     try:
         broadcast_shape(shapes)
@@ -101,7 +101,7 @@ def _at_indexed_dims(indices: Indices, places: Sequence[Tensor]) -> list[Tensor 
 def local_indices(
     places: Sequence[Tensor | None], spans: Sequence[LocalIndexRange], is_empty: bool = False
 ) -> tuple[list[Any], Tensor | None]:
-    """Local indices of elements, and a mask of those that are local (None: all are).
+    """Local indices of elements, and a mask of the elements that are local (None: all are).
 
     Args:
         places: Global indices for each dim, or None.
@@ -112,7 +112,7 @@ def local_indices(
         IndexError: An index is out of the global range.
     """
     rest = iter(spans)
-    # Torch looks at no index of an empty tensor, and at none of elements that are not local.
+    # torch does not check indices of an empty tensor. It would not see those of other ranks either.
     checks_all = is_empty or not all(span.is_full for span in spans)
     at: list[Any] = []
     here: Tensor | None = None
@@ -215,7 +215,7 @@ def _gather_among(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool =
 
 
 def narrow_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
-    """The first elements of each dim, as many as another tensor has there; all of ``dim``."""
+    """The first elements of each dim, as many as ``other`` has there; but all of ``dim``."""
     for i in range(tensor.dim()):
         if (dim is None or i != dim % tensor.dim()) and other.shape[i] < tensor.shape[i]:
             tensor = tensor.narrow(i, 0, other.shape[i])
@@ -257,7 +257,7 @@ def _repeat_interleave(
 def _repeat_each(
     input: Tensor, repeats: Tensor, dim: int | None = None, *, output_size: int | None = None
 ) -> Tensor:
-    """The elements of a dim, each repeated as often as ``repeats`` has it."""
+    """The elements of a dim, each repeated the number of times that ``repeats`` gives."""
     if dim is None:
         input, dim = input.flatten(), 0
     counts = full_value(repeats, "repeat_interleave")
@@ -290,8 +290,8 @@ dtensor_rule("argwhere")(lambda input: Decomposition(_nonzero_indices))
 
 @dtensor_rule("masked_select")
 def _masked_select(input: Arg, mask: Arg) -> RuleResult:
-    if mask.dtype is not torch.bool:  # of which indexing would make something else
-        return None  # torch raises where it is run
+    if mask.dtype is not torch.bool:  # indexing would read it as indices
+        return None  # torch raises when the call runs
 
     def compute(input: Tensor, mask: Tensor) -> Tensor:
         shape = common_shape(input.shape, mask.shape)
@@ -314,7 +314,7 @@ def _masked_scatter(input: Arg, mask: Arg, source: Arg) -> RuleResult:
                 f"masked_scatter: the mask has {int(places.max()) + 1} elements set, but the "
                 f"source has only {source.numel()}"
             )
-        # The gradient's graph has the source also where nothing is taken from it.
+        # The source must be in the graph even if no element is taken from it.
         flat = source.reshape(-1)
         values = flat[places.clamp(min=0)] if source.numel() else flat.sum(dtype=source.dtype)
         return torch.where(mask, values, input)

@@ -1,6 +1,6 @@
 """Writing elements by index tensors: index_put, scatter, index_add, and their like.
 
-Into a sharded dim each rank writes the elements of its shard; the written tensor keeps its layout.
+In a sharded dim each rank writes the elements of the local shard; the tensor's layout stays.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def put_at_(input: Tensor, indices: Indices, values: Tensor, accumulate: bool) -
     return _index_put_(input, list(indices), values, accumulate)  # type: ignore[no-any-return]
 
 
-#: The method takes no None among indices.
+#: The ATen operator, since the method does not accept None among indices.
 _index_put_ = torch.ops.aten.index_put_.default
 
 
@@ -100,7 +100,7 @@ def _put_local(
         None if isinstance(place, slice) else place.expand(shape).reshape(-1)[mine] for place in at
     ]
     if front == 0 and any(place is None for place in numbers):
-        # The indices are one dim now, which stands in front only if they are not adjacent.
+        # The indices now have one dim, which stands in front unless indexed dims are adjacent.
         adjacent = index_dims_start(numbers)
         values = values.movedim(0, adjacent)
     return _index_put_(x, numbers, values, accumulate)  # type: ignore[no-any-return]
@@ -110,7 +110,7 @@ def _put_local(
 
 
 def on_mesh(input: Tensor, *others: Any) -> DTensor:
-    """The tensor as a DTensor, on the mesh of others where it is plain."""
+    """The tensor as a DTensor; a plain tensor becomes a DTensor on the mesh of the others."""
     if isinstance(input, DTensor):
         return input
     first = next(tensor for tensor in tensors_in(others) if isinstance(tensor, DTensor))
@@ -122,13 +122,13 @@ def register_writer(
     local_rule: Callable[..., RuleResult],
     write: Callable[..., Any],
 ) -> None:
-    """Register the rules of an operator that writes elements, and of its form in place.
+    """Register the rules of an operator that writes elements, and of the in-place form.
 
     Args:
         name: The operator.
-        local_rule: Its rule for calls that run on shards as they are, else None; its first argument
-            is whether the call writes in place.
-        write: Writes to its first argument by other operators.
+        local_rule: The rule for calls that run on shards as they are; returns None for other calls.
+            The first argument is True if the call writes in place.
+        write: Writes to the first argument by other operators.
     """
 
     def rule(writes: bool, composed: Callable[..., Any]) -> Callable[..., RuleResult]:
@@ -151,7 +151,7 @@ def register_writer(
 
 
 def no_local_rule(*_: Any, **__: Any) -> None:
-    """The local rule of operators that have none."""
+    """The local rule of operators that never run on shards as they are."""
 
 
 def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
@@ -167,7 +167,7 @@ def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = F
     for size in reversed(input.shape[1:]):
         places.insert(0, numbers % size)
         numbers = numbers // size
-    if input.dim():  # what is out of range stays so in the first dim
+    if input.dim():  # an index out of range stays out of range in the first dim
         places.insert(0, torch.where(numbers < 0, input.shape[0], numbers))
     if not places:
         sums = accumulate or not source.numel()
@@ -183,10 +183,10 @@ register_writer("put", no_local_rule, _put_flat)
 
 
 def _index_rule(linear: bool) -> Callable[..., RuleResult]:
-    """The local rule of an operator with an index of one dim, where that dim is not sharded.
+    """The local rule of an operator with an index along one dim, if that dim is not sharded.
 
     Args:
-        linear: Whether the operator is linear in the tensor and the source, together.
+        linear: True if the operator is linear in the tensor and the source together.
     """
 
     def here(
@@ -215,9 +215,9 @@ def _index_rule(linear: bool) -> Callable[..., RuleResult]:
 def _write_along_dim(
     input: Tensor, dim: int, index: Tensor, source: Tensor, accumulate: bool
 ) -> None:
-    """Write to the places along a dim that an index of one dim, or a number, has.
+    """Write to the places along a dim that an index of one dim, or a number, gives.
 
-    These operators count none from the end: a negative one is out of range, and stays so.
+    These operators do not count from the end: a negative index is out of range.
     """
     if input.dim() == 0:
         input = input.view(1)
@@ -240,9 +240,9 @@ def _index_copy(input: Tensor, dim: int, index: Tensor, source: Tensor) -> None:
 
 
 def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> None:
-    """Fill places along a dim, of which the index may have some more than once.
+    """Fill places along a dim. The index may name a place more than once.
 
-    Its gradient counts each place once, as that of a mask does, unlike that of an index.
+    The gradient must count each place once. This holds for a write by mask, but not by index.
     """
     if input.dim() == 0:
         input = input.view(1)

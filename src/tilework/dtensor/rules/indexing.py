@@ -58,9 +58,9 @@ def _setitem(input: Arg, index: Any, value: Any) -> RuleResult:
 
 
 def _set(input: DTensor, index: Any, value: Any) -> None:
-    if not isinstance(value, (Tensor, int, float, complex)):  # torch refuses most others
+    if not isinstance(value, (Tensor, int, float, complex)):  # torch refuses most other values
         torch.zeros(1, dtype=input.dtype)[0] = value
-    if index is False:  # torch writes nothing, and the value's gradient is none
+    if index is False:  # torch writes nothing, and the value gets no gradient
         return
     items = basic_items(index, input.shape)
     if items is not None:
@@ -106,7 +106,7 @@ register_writer("index_put", no_local_rule, _index_put)
 
 
 def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
-    """Write to ranges of dims: each rank to its shard of them.
+    """Write to ranges of dims: each rank writes to the local shard of the ranges.
 
     A single element of a sharded dim counts as a range of one element.
     """
@@ -133,7 +133,7 @@ def _set_range(input: DTensor, items: list[Item], value: Any) -> None:
 
 
 def _check_apart(input: DTensor, items: list[Item], value: Any) -> None:
-    """Raise, as torch does, if a value is some of the memory that it is written to."""
+    """Raise, as torch does, if a value overlaps the memory that it is written to."""
     if not _shares_memory(input, value) or not value.dim():
         return
     target = window_after(input, lambda x: x[tuple(items)])
@@ -174,7 +174,7 @@ def _fill(target: Tensor, value: Any) -> None:
 
 
 def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """True if one memory is shown by both: the same on all ranks, unlike that of local tensors."""
+    """True if both tensors show the same memory: all ranks agree, unlike for local memory."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return False
     return owner_of(tensor) is owner_of(other)
@@ -201,7 +201,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
-    """The result of basic indexing, and for each of its dims the tensor that indexes it then.
+    """The result of basic indexing, and the tensor that then indexes each dim of the result.
 
     As in torch, numbers and ranges come first, then all tensors together; a mask stands for the
     indices of its True elements.
@@ -290,7 +290,7 @@ def _bool_index(value: bool, like: DTensor) -> Tensor:
 
 
 def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
-    """The integer index of each dim that a tensor in an index stands for."""
+    """The integer indices, one for each dim, that a tensor in an index stands for."""
     if not _is_mask(item):
         if item.dtype not in (torch.int64, torch.int32):
             raise IndexError(

@@ -1,4 +1,4 @@
-"""Operators that give the tensor itself where there is nothing to be done."""
+"""Operators that return the tensor itself if there is nothing to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of DTensors that torch does not have, of which rules compose torch's."""
+"""Operators of DTensors that torch does not have. Rules compose torch's operators of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
     """Make the decorated function an operator on DTensors, with a rule.
 
-    The function takes plain tensors, and has the operator's meaning for full ones.
+    The function takes plain tensors, and computes the operator for full tensors.
     """
 
     def put(function: FunctionT) -> FunctionT:
@@ -37,7 +37,7 @@ def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
 
 
 def reduce_partial(tensor: Tensor) -> Tensor:
-    """The tensor with partial values reduced, where it is used more than once."""
+    """The tensor with partial values reduced, for a tensor that is used more than once."""
     if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
         dual = tensor._spec.dual
         return tensor.redistribute(placements=dual.placements, order=dual.order)

@@ -46,7 +46,10 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | No
 
 
 def _is_usual(call: SimpleNamespace) -> bool:
-    """True if nothing is added to keys and values, and all shapes fit; else torch's own runs."""
+    """True if nothing is added to keys and values, and all shapes fit.
+
+    Otherwise torch's own function runs.
+    """
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     length, embed, keys = query.size(0), query.size(-1), key.size(0)
     batch = query.size(1) if query.dim() == 3 else 1
@@ -101,7 +104,7 @@ def _packed_linear_rule(input: Any, weight: Any, bias: Any, third: int) -> RuleR
 
 @internal_operator(_packed_linear_rule)
 def _packed_linear(input: Tensor, weight: Tensor, bias: Tensor | None, third: int) -> Tensor:
-    """``F.linear`` with a third of packed weights: one operator, so that they get one gradient."""
+    """``F.linear`` with a third of packed weights. As one operator it gives a single gradient."""
     return F.linear(input, _thirds(weight)[third], None if bias is None else _thirds(bias)[third])
 
 
@@ -115,7 +118,7 @@ def _has_sharded_rows(packed: Tensor) -> bool:
 
 
 def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
-    """The three weights of packed ones with sharded rows, by heads if one axis shards them."""
+    """The three weights in packed weights with sharded rows; by heads if one axis shards rows."""
     assert isinstance(packed, DTensor)
     weights = _thirds(_with_full_rows(packed))
     axis, *others = packed._spec.axes_of(0)

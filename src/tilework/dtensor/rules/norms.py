@@ -26,16 +26,16 @@ def _local_response_norm(
     input: Arg, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> RuleResult:
     if input.ndim < 3 or not input.dtype.is_floating_point:
-        return None  # torch's result of an empty shard of integers has integers, of others floats
+        return None  # torch's result has integers for an empty shard of integers, otherwise floats
     n, c, *spatial = factors_of(input.shape)
     dims = [n, Factor(c.size, "c", unshardable=True), *spatial]
-    # torch's returns an empty tensor as it is.
+    # torch's function returns an empty tensor as it is.
     run = allow_empty_shards(lambda x: F.local_response_norm(x, size, alpha, beta, k))
     return local_call({input: dims}, [dims], run=run)
 
 
 def unshardable(sizes: Sequence[int]) -> list[Factor]:
-    """A factor of each size, which each rank needs in full."""
+    """An unshardable factor for each size."""
     return [Factor(size, unshardable=True) for size in sizes]
 
 
@@ -75,14 +75,14 @@ def _over_last(
     function: Callable[..., Tensor],
     composed: Callable[..., Any],
 ) -> RuleResult:
-    """The call of a norm over the last dims; composed where they are sharded.
+    """The call of a norm over the last dims; composed if these dims are sharded.
 
     Args:
         input: The tensor.
         shape: The sizes of the dims.
         arguments: The other arguments by name.
         function: The operator.
-        composed: The same, of other operators.
+        composed: The same function, composed of other operators.
     """
     shape = tuple(shape)
     affine = [arg for arg in arguments.values() if isinstance(arg, Arg)]
@@ -142,7 +142,7 @@ def accumulated(x: Tensor) -> Tensor:
 
 
 def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensor with mean 0 and variance 1 over dims; its mean and variance, dims kept."""
+    """The tensor scaled to mean 0 and variance 1 over dims, and the old mean and variance."""
     mean = reduce_partial(x.mean(dims, keepdim=True))
     centred = x - mean
     var = reduce_partial(centred.square().mean(dims, keepdim=True))
@@ -160,7 +160,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 @dtensor_rule("_weight_norm")
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> RuleResult:
-    """A tensor whose parts along a dim have the norms ``g``; with -1, the tensor has that norm."""
+    """``v``, scaled so that the parts along a dim have the norms ``g``; with -1, the whole has."""
     if not -1 <= dim < v.ndim or v.dtype != g.dtype or not v.dtype.is_floating_point:
         return None
     over = [at for at in range(v.ndim) if at != dim]
@@ -312,7 +312,7 @@ def _decomposed_instance_norm(
 
 
 def unbiased(var: Tensor, count: int) -> Tensor:
-    """The unbiased variance, from the biased one of so many elements."""
+    """The unbiased variance, from the biased variance of ``count`` elements."""
     return var * (count / (count - 1) if count > 1 else math.nan)
 
 

@@ -1,4 +1,4 @@
-"""Padding: of a sharded dim the first and the last shard grow."""
+"""Padding: the first and the last shard of a sharded dim grow."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _constant_pad(input: DTensorArg, pad: Any, value: Any = 0) -> RuleResult:
 def _constant_padding(
     input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any
 ) -> RuleResult:
-    """Padding with a constant: of a sharded dim, the first and the last shard grow."""
+    """Padding with a constant: the first and the last shard of a sharded dim grow."""
     spec = input.spec
     if value != 0:
         spec = spec.dual
@@ -72,7 +72,7 @@ def _constant_padding(
 
 
 def _pad_with_constant(x: Tensor, widths: Sequence[int], value: Any) -> Tensor:
-    """The padded tensor; before torch 2.8 torch refuses tensors without elements."""
+    """The padded tensor, also without elements, which torch refuses before version 2.8."""
     if x.numel():
         return torch.constant_pad_nd(x, list(widths), value)
     for dim, (before, after) in enumerate(zip(widths[-2::-2], widths[::-2], strict=True)):
@@ -96,7 +96,7 @@ def _grow_ends(before: int, after: int) -> Resize:
 
 
 def _crop_and_pad(input: Tensor, pad: Sequence[int], value: Any) -> Tensor:
-    """Padding with negative widths, whose elements are dropped first."""
+    """Padding with negative widths: the elements that they crop are dropped first."""
     index: list[Any] = [slice(None)] * input.dim()
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim = input.dim() - 1 - i

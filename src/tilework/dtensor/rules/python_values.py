@@ -30,7 +30,7 @@ def _all_close(input: Tensor, other: Tensor, *options: Any, **named: Any) -> boo
 
 @dtensor_handler(
     *("item", "is_nonzero", "__bool__", "__int__", "__float__", "__complex__", "__index__"),
-    "_local_scalar_dense",  # which torch's own functions read a number by: torch.arange(x.max())
+    "_local_scalar_dense",  # by which torch's functions read a number, as torch.arange(x.max())
 )
 def _of_one_element(func: Any, args: Any, kwargs: Any) -> Any:
     (tensor,) = args

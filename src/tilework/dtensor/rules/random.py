@@ -1,4 +1,4 @@
-"""Random operators: each element is drawn by its global index, from one key."""
+"""Random operators: each element is drawn from a common key, by the element's global index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilework.dtensor.views import copied_views
 from tilework.tiled.op_rules import Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_handler, dtensor_rule, register
 
-#: A distribution, and the function of its numbers that is drawn; None: the numbers themselves.
+#: A distribution, and a function to apply to the drawn numbers; None: they stay as they are.
 Draw = tuple[Distribution, Callable[[Tensor], Tensor] | None]
 
 
@@ -47,12 +47,12 @@ def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DT
 
 
 def _register_fill(name: str, draw: Callable[..., Draw]) -> None:
-    """Register ``Tensor.<name>``, whose arguments are those of ``draw`` after the dtype."""
+    """Register ``Tensor.<name>``. It takes the arguments of ``draw`` that follow the dtype."""
     signature = inspect.signature(draw)
 
     def fill(func: Any, args: Any, kwargs: Any) -> Any:
         body = without_override_checks(func)
-        if body is not None:  # torch.nn.init's, which calls the tensor's
+        if body is not None:  # a function of torch.nn.init, which calls the tensor's method
             return body(*args, **kwargs)
         tensor, *others = args
         generator = kwargs.pop("generator", None)
@@ -75,7 +75,7 @@ def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Draw:
 
 
 def _check_real(name: str, dtype: torch.dtype) -> None:
-    """Raise RuntimeError, as torch does, for numbers that are no real ones."""
+    """Raise RuntimeError, as torch does, for dtypes that are not of real numbers."""
     if not dtype.is_floating_point:
         raise RuntimeError(f"{name} draws real numbers, and the tensor has dtype {dtype}")
 
@@ -86,11 +86,11 @@ def _check_not_complex(name: str, dtype: torch.dtype) -> None:
 
 
 def _check_all(what: str, fine: Tensor) -> None:
-    """Raise RuntimeError on a rank that has elements which are not as they must be. Local.
+    """Raise RuntimeError on a rank if an element of the local part violates a condition. Local.
 
     Args:
-        what: What must be.
-        fine: Whether each element is.
+        what: The condition, for the message.
+        fine: True for each element that meets the condition.
     """
     local = fine._local_tensor if isinstance(fine, DTensor) else fine
     if not local.all():
@@ -162,10 +162,10 @@ def _bernoulli_(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 def _bernoulli_of(p: Tensor, like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Ones with these probabilities, else zeros, in the shape and the layout of ``like``."""
+    """Ones with these probabilities, otherwise zeros, in the shape and the layout of ``like``."""
     with torch.no_grad():
         _check_all("bernoulli expects probabilities in [0, 1]", (p >= 0) & (p <= 1))
-        # rand_like takes no generator before torch 2.9.
+        # Before torch 2.9, rand_like does not take a generator.
         drawn = torch.empty_like(like, dtype=p.dtype).uniform_(generator=generator)
         return (drawn < p).to(p.dtype)
 
@@ -205,7 +205,7 @@ def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResul
 
 
 def _without_checks(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function of torch.nn.init, by its operators on DTensors."""
+    """The result of a function of torch.nn.init, whose operators run on DTensors."""
     body = without_override_checks(func)
     assert body is not None
     return body(*args, **kwargs)
@@ -215,9 +215,9 @@ dtensor_handler("kaiming_uniform_", "constant_")(_without_checks)
 
 
 def _register_full_draw(name: str) -> None:
-    """Register an operator that draws by itself: on full tensors, from one state on all ranks.
+    """Register an operator that draws by itself: on full tensors, with the same seed on all ranks.
 
-    It takes a generator, so that torch's default one, which threads share, stays as it is.
+    The operator gets a generator. torch's default generator, which threads share, does not change.
     """
     operator = getattr(torch, name)
 
@@ -225,7 +225,7 @@ def _register_full_draw(name: str) -> None:
         mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
         key = next_key(mesh, generator)
         full = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
-        if not mesh.here:  # where there are no elements: any that can be drawn from
+        if not mesh.here:  # a rank outside has no elements: 1 is a parameter that torch accepts
             full = [
                 torch.ones(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args
             ]
@@ -241,7 +241,7 @@ def _register_full_draw(name: str) -> None:
 for _name in ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"):
     _register_full_draw(_name)
 
-# Functions in Python that draw as plain tensors: on full tensors, from one state on all ranks.
+# Python functions that draw plain tensors: run on full tensors, with the same seed on all ranks.
 for _name in (
     *("svd_lowrank", "pca_lowrank"),
     *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),

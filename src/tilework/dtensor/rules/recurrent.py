@@ -37,7 +37,7 @@ def _layers_rule(kind: str, *args: Any) -> RuleResult:
     data, states, weights, _, count, dropout, train, *_ = args[:1] + args[1 + packed :]
     if dropout > 0 and train and count > 1:
         return Decomposition(partial(_layer_by_layer, getattr(_vf, kind), packed))
-    if packed:  # replicated, as packing left them
+    if packed:  # packing makes them replicated
         return None
     batch = Factor(_as_list(states)[0].shape[1], "batch")
     state: Dims = [None, batch, None]
@@ -96,7 +96,7 @@ def _pad(data: Any, batch_sizes: Any, *args: Any) -> RuleResult:
 
 
 def _on_full_tensors(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:
-    """The result for full sequences; their sizes are plain numbers, which torch reads."""
+    """The result for full sequences; torch must read the sizes, which are plain numbers."""
     if not isinstance(first, DTensor):
         assert isinstance(sizes, DTensor)
         return function(first, sizes.full_tensor(), *args)

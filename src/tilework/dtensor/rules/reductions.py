@@ -1,4 +1,4 @@
-"""Reductions that are composed of others: means without NaNs, counts of values."""
+"""Reductions that are composed of other operators: means without NaNs, counts of values."""
 
 from __future__ import annotations
 

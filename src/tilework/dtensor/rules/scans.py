@@ -25,7 +25,7 @@ _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor
 
 
 def _shard_number(strategy: LocalRanges, factor: Factor) -> int:
-    """The number of this rank's shard of a factor, in their order."""
+    """The number of this rank's shard of a factor, in the order of shards."""
     assert isinstance(strategy, Strategy)
     coordinate, place = strategy.mesh.get_coordinate(), 0
     for axis in strategy.axes(factor):
@@ -55,7 +55,7 @@ def _shard_totals_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
 
 @internal_operator(_shard_totals_rule)
 def _shard_totals(input: Tensor, name: str, dim: int) -> Tensor:
-    """The totals of ranks' shards, one for each along the dim; of a full tensor there is one."""
+    """The totals of the shards along the dim. A full tensor has a single total."""
     return _KINDS[name][0](input, dim, keepdim=True, dtype=input.dtype)
 
 
@@ -69,7 +69,7 @@ def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
 
         def run(x: Tensor, totals: Tensor) -> Tensor:
             local: Tensor = getattr(torch, name)(x, dim, dtype=x.dtype)
-            # Of none, too: gradients of gradients take the same way on all ranks.
+            # Even of no totals: gradients of gradients must take the same way on all ranks.
             before = fold(totals.narrow(dim, 0, place), dim, keepdim=True, dtype=x.dtype)
             return combine(local, before)
 

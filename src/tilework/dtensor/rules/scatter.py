@@ -1,6 +1,6 @@
 """Scattering: scatter, scatter_add, scatter_reduce, and writing to views of a copy.
 
-Into a sharded dim each rank writes the elements of its shard; the written tensor keeps its layout.
+In a sharded dim each rank writes the elements of the local shard; the tensor's layout stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tilework.tiled.rules.reshaping import dim_at
 
 
 def _scatter_rule(name: str) -> Callable[..., RuleResult]:
-    """The local rule of scattering where all sizes but that of the dim are equal."""
+    """The local rule of scattering if all sizes are equal, except along the dim."""
     anew, in_place = getattr(Tensor, name), getattr(Tensor, name + "_")
 
     def here(writes: bool, input: Arg, dim: int, index: Arg, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
 
 
 def _lie_alike(input: Arg, dim: int, index: Any, source: Arg | None) -> bool:
-    """True if all sizes are equal, but that of the input's dim to scatter along."""
+    """True if all sizes are equal, except the input's size along the dim to scatter along."""
     if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
         return False
     if source is not None and source.shape != index.shape:
@@ -77,7 +77,7 @@ def _write_with_spare_place(
     span: LocalIndexRange,
     write: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Write to a shard with a spare place, which takes the elements of other ranks."""
+    """Write to a shard with a spare place, where the elements of other ranks go."""
     numbers, mine = span.localize(places)
     sizes = list(x.shape)
     sizes[dim] = 1
@@ -87,7 +87,7 @@ def _write_with_spare_place(
 
 def _scatter_in_place(name: str) -> Callable[..., None]:
     def body(input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any) -> None:
-        if not index.numel():  # of whatever shape
+        if not index.numel():  # torch accepts any shape
             values = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             _write_nothing(input, [value for value in values if value.requires_grad])
             return
@@ -114,7 +114,7 @@ def _scatter_in_place(name: str) -> Callable[..., None]:
 
 
 def _write_nothing(target: Tensor, graded: Sequence[Tensor]) -> None:
-    """A write of no elements, which counts as one; what it takes enters the graph of the target."""
+    """A write of no elements. It counts as a write, and its inputs enter the target's graph."""
     empty = (target if target.dim() else target.view(1)).narrow(0, 0, 0)
     if not graded:
         empty.zero_()
@@ -130,7 +130,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 
 def check_source(src: Tensor, shape: Sequence[int]) -> None:
-    """Raise, as torch does, if a source has not the shape of what it is to be written to."""
+    """Raise, as torch does, if a source does not have the shape of the elements to write."""
     if tuple(src.shape) != tuple(shape):
         raise RuntimeError(
             f"expected src to have a size equal to the slice of self. src size = "
@@ -141,19 +141,19 @@ def check_source(src: Tensor, shape: Sequence[int]) -> None:
 def _copy_with(
     input: Tensor, src: Tensor, view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Any]
 ) -> Tensor:
-    """A copy of a tensor, to some of whose elements a source is written.
+    """A copy of a tensor, with a source written to some elements.
 
     Args:
         input: The tensor.
         src: The source.
-        view: Shows the elements of a tensor.
-        write: Writes the source to those of the copy.
+        view: Returns a view of these elements, for a given tensor.
+        write: Writes the source to these elements of the copy.
     """
     input = on_mesh(input, src)
     window = window_after(input, view)
     check_source(src, window.size)
     if input._spec.overlaps and not input._spec.repeats:
-        # torch copies its memory, of which a place may be several elements.
+        # torch copies the memory, where several elements may share a place.
         return torch.as_strided_scatter(input, src, *window)
     copy = input.clone()
     write(copy)

@@ -1,6 +1,6 @@
 """Ranges and single elements of sharded dims: narrow, select, split, diagonal, basic indexing.
 
-A range of a sharded dim stays on the ranks that have it: the result is unevenly sharded.
+A range of a sharded dim stays on the ranks that hold it: the result is unevenly sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Item = slice | int | None
 
 
 def local_slice(start: int, stop: int, step: int, offset: int, size: int) -> slice:
-    """The slice of a shard, at an offset and of a size, that a range has."""
+    """The part of a range that lies in a shard of this offset and size, as a slice of the shard."""
     # The first element of the range that is not before the shard.
     first = max(start, start + -(-(offset - start) // step) * step)
     end = min(stop, offset + size)
@@ -41,12 +41,12 @@ def slice_length(span: slice) -> int:
 
 
 def resize_to_range(start: int, stop: int, step: int) -> Resize:
-    """The sizes of shards of a dim in a range of it."""
+    """A function from the shards of a dim to the sizes of a range's shards."""
     return lambda shards: [slice_length(local_slice(start, stop, step, *shard)) for shard in shards]
 
 
 def slice_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
-    """The call of basic indexing that takes single elements only of dims that are not sharded.
+    """The call of basic indexing. Dims from which it takes single elements are unsharded first.
 
     Args:
         input: The tensor.
@@ -77,7 +77,7 @@ def _items_by_dim(items: Sequence[Item]) -> list[tuple[int, Item]]:
 def _result_shape(
     items: Sequence[Item], spans: dict[int, tuple[int, int, int]]
 ) -> tuple[Ints, dict[int, int]]:
-    """The shape of the result, and the dims of the result by those of the tensor."""
+    """The shape of the result, and the result's dim for each of the tensor's dims."""
     shape: list[int] = []
     dims: dict[int, int] = {}
     dim = 0
@@ -131,7 +131,7 @@ def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
 
 
 def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
-    """Single elements of sharded dims: first ranges of one element, then all ranks get them."""
+    """Take single elements of sharded dims: as ranges of one element, which all ranks then get."""
     items = basic_items(index, input.shape)
     assert items is not None
     single = [
@@ -185,7 +185,7 @@ def basic_items(index: Any, shape: Sequence[int]) -> list[Item] | None:
 
 
 def _item(item: Any, size: int) -> Item:
-    """A range or an element of a dim; None for what is neither."""
+    """A range or an element of a dim; None for any other item."""
     if isinstance(item, slice):
         step = 1 if item.step is None else operator.index(item.step)
         return slice(*slice(item.start, item.stop, item.step).indices(size)) if step > 0 else None
@@ -200,7 +200,7 @@ def _item(item: Any, size: int) -> Item:
 
 
 def _full_slices(ndim: int) -> list[Any]:
-    """The items that take all of each dim."""
+    """Items that take the whole of each dim."""
     return [slice(None)] * ndim
 
 
@@ -255,7 +255,7 @@ def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
 def _consecutive_ranges(
     input: Tensor, dim: int, lengths: Sequence[int], together: bool
 ) -> tuple[Tensor, ...]:
-    """Consecutive ranges of a dim; ``together``: for torch one node makes them."""
+    """Consecutive ranges of a dim; ``together`` is True if torch's graph has one node for all."""
     pieces, start = [], 0
     for length in lengths:
         pieces.append(input.narrow(dim, start, length))
@@ -270,7 +270,7 @@ def _register_split(name: str) -> None:
     def split_rule(input: DTensorArg, *args: Any, **kwargs: Any) -> RuleResult:
         lengths = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Arg)]
         if any(arg.dtype is not torch.int64 for arg in lengths):
-            return None  # torch raises where it is run
+            return None  # torch raises when the call runs
         if lengths:
             return Decomposition(_with_lengths_as_lists(getattr(Tensor, name)))
         split = split_lengths(name, input, args, kwargs)
@@ -307,7 +307,7 @@ def _diagonal(
         return None
     rows, columns = input.shape[dim1], input.shape[dim2]
     start, stop = max(0, -offset), max(min(rows, columns - offset), max(0, -offset))
-    # One of the two dims stays sharded; the other one must not be.
+    # One of the two dims may stay sharded, but not the other.
     along, other = (
         (dim1, dim2) if input.is_sharded(dim1) or not input.is_sharded(dim2) else (dim2, dim1)
     )

@@ -69,7 +69,7 @@ def _square(input: Tensor) -> Tensor:
 
 
 def _root(input: Tensor) -> Tensor:
-    """The square root; its gradient at zero is zero, not infinite."""
+    """The square root. The gradient at zero is zero, not infinite."""
     input = reduce_partial(input)
     zero = input == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, input).sqrt())
@@ -107,7 +107,7 @@ def _norm(input: Tensor, order: float, dims: Ints, keepdim: bool) -> Tensor:
     zero = values.detach() == 0
     if order == 0:
         return torch.where(zero, values * 0, 1.0).sum(dims, keepdim)
-    if order < 1:  # there the slope at zero is infinite; torch takes zero
+    if order < 1:  # the slope at zero is infinite, for which torch takes zero
         powers = torch.where(zero, 1.0, values).pow(order)
         powers = torch.where(zero, 0.0 if order > 0 else math.inf, powers)
     else:
@@ -141,7 +141,7 @@ def _matrix_norm(
             return _vector_norm_of(A, 2, dims, keepdim, dtype=dtype)
         summed, most = dims if abs(ord) == 1 else dims[::-1]
         values = (A if dtype is None else A.to(dtype)).abs().sum(summed, keepdim=True)
-        if ord > 0:  # the greatest of none is 0
+        if ord > 0:  # the maximum of no norms is 0
             norm = values.amax(most, keepdim=True) if A.shape[most] else values.sum(most, True)
         else:
             norm = values.amin(most, keepdim=True)
