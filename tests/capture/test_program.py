@@ -581,7 +581,7 @@ def exponential(x: Tensor) -> Tensor:
         (exponential, r"math.exp or numpy's computed from item\(\)"),
         (Counter().step, r"changes self.count in Python, from 1 to 2"),
         (Counter().collect, r"puts a tensor into the list self.seen"),
-        (lambda x: x * torch.from_numpy(ARRAY), r"memory of numpy's for a tensor"),
+        (lambda x: x * torch.from_numpy(ARRAY), r"makes a tensor of a numpy array"),
         (lambda x: x * next(HIDDEN), r"can't be seen to hold"),
         (
             lambda x: x * torch.rand(3, generator=torch.Generator().manual_seed(1)),

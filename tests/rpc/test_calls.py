@@ -414,7 +414,7 @@ def test_a_barrier_waits_for_all() -> None:
 
 def test_all_gather_says_who_takes_part() -> None:
     def program(rank: int) -> None:
-        with pytest.raises(ValueError, match="is not one of those that gather"):
+        with pytest.raises(ValueError, match="this worker is not among worker_names"):
             rpc.all_gather(1, {f"w{1 - rank}"})
         with pytest.raises(ValueError, match="Invalid worker name 'x'"):
             rpc.all_gather(1, {"x"})

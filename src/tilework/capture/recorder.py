@@ -144,8 +144,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if not tensor.untyped_storage().resizable():
             raise CaptureError(
-                f"the step takes memory of numpy's for a tensor at {call_site()}: a program would "
-                f"keep what the array holds now. Make the tensor before the step, and refer to it"
+                f"the step makes a tensor of a numpy array at {call_site()}: a program would keep "
+                f"what the array holds now. Make the tensor before the step, and refer to it"
             )
         result: Tensor = func(tensor)
         constant = tensor.clone()

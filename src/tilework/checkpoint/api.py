@@ -134,14 +134,15 @@ def load(
 
     Args:
         path: As for :func:`save`; or a folder of published weights: safetensors files, with Hugging
-                Face's index or without. A model of transformers gets them in its own names and
-                forms.
+                Face's index or without. For a model of transformers, tilework converts published
+                names and shapes to those of the model.
             into: A state with the saved structure, or a part of it. Models on ``meta`` get memory
                 here, in their layouts, when nothing is missing.
         names: Patterns, such as ``"model.*"``: only names of the state that match one are filled.
             With ``strict``, a pattern that matches nothing is an error.
-        map_names: The checkpoint's name for a name of the state: a function, or a dict. A list of
-            names is joined along dim 0; a :class:`PieceOf` is cut.
+        map_names: A function or a dict that gives the checkpoint's name for a name of the state. If
+            it gives a list of names, these tensors are concatenated along dim 0; if it gives a
+            :class:`PieceOf`, a piece of a tensor is taken.
         strict: Raise if the checkpoint lacks a name that is asked for; False: leave that part
             unchanged.
         verify: Compare the checksums of everything that is read.

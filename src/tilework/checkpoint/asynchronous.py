@@ -67,7 +67,10 @@ class PendingSave:
             PeerLostError: A rank died meanwhile.
         """
         if not self._has_ended(timeout):
-            raise TimeoutError(f"the save to {self.path} goes on after {timeout} s")
+            raise TimeoutError(
+                f"the save to {self.path} has not ended after {timeout} s: it goes on in the "
+                f"background, and wait() can be called again"
+            )
         if self._error is not None:
             self._is_seen = True
             raise self._error

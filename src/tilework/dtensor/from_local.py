@@ -265,9 +265,9 @@ def _coordinate(rank: int, spec: DTensorSpec) -> Ints:
 
 def _misfit(shapes: Mapping[int, Ints], placements: Sequence[Placement]) -> str:
     return (
-        f"local tensors of shapes {_listed(shapes)} are no parts of one tensor that lies as "
-        f"{list(placements)}, where dims that are not cut have one size and an axis cuts alike "
-        f"everywhere"
+        f"local tensors of shapes {_listed(shapes)} do not form one tensor with placements "
+        f"{list(placements)}: a dim that no axis shards must have one size on all ranks, and an "
+        f"axis must split a dim at the same places everywhere"
     )
 
 

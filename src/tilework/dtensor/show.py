@@ -11,9 +11,9 @@ from tilework.tiled.terminal import print_styled
 def show(tensor: DTensor) -> None:
     """Print a tensor's layout: a picture of which rank holds which part, and a table of the ranks.
 
-    Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) the labels
-    tell the same: both ranks hold a part labelled ``0, 1``, and a part labelled ``0+1`` is the
-    reduction of the values of both.
+    Local; one rank may call it alone. Without colours (in a pipe, or with NO_COLOR set) labels tell
+    who holds a part: with ``0, 1`` ranks 0 and 1 hold copies of the part, and with ``0+1`` they
+    hold partial values, whose reduction is the part.
 
     Raises:
         TypeError: ``tensor`` is not a DTensor.

@@ -269,7 +269,8 @@ def mesh_tiling(
     """The tiling of a tensor with these placements on a mesh.
 
     Where several axes shard one dim, the first splits the whole extent, and the next splits each of
-    these shards. Each combination of coordinates along the Partial axes is a separate term.
+    these shards. Where axes are Partial, ranks with the same coordinates along these axes hold one
+    of the partial values of the tensor: the tiling has a term for each of these coordinates.
 
     Args:
         shape: The tensor's global shape.

@@ -250,7 +250,9 @@ def all_gather(
     names = [worker.name for worker in agent.workers] if worker_names is None else worker_names
     ranks = tuple(sorted({agent.workers.find(name).id for name in names}))
     if agent.rank not in ranks:
-        raise ValueError(f"this worker is not one of those that gather: {sorted(names)}")
+        raise ValueError(
+            f"this worker is not among worker_names, which must include it: {sorted(names)}"
+        )
     objects = agent.gather("all_gather", ranks, obj, timeout)
     return {agent.workers.find(rank).name: objects[rank] for rank in ranks}
 

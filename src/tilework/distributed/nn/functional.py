@@ -105,11 +105,11 @@ def reduce_scatter(
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Group = None
 ) -> tuple[Tensor, ...]:
-    """The tensors that all ranks have for this one.
+    """The tensors that each rank has for this rank.
 
     Args:
-        output_tensor_list: One for each rank, of the shape of what comes from there.
-        input_tensor_list: One for each rank.
+        output_tensor_list: A tensor for each rank, of the shape of the tensor that the rank sends.
+        input_tensor_list: A tensor for each rank, to send to it.
 
     Example:
         >>> import torch
@@ -135,11 +135,11 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """The parts that all ranks' ``input`` has for this one, in the shape of ``output``.
+    """The rows that each rank's ``input`` has for this rank, in the shape of ``output``.
 
     Args:
-        output: Its rows (dim 0) come from the ranks.
-        input: Its rows are dealt out to the ranks.
+        output: A tensor that receives rows (dim 0) from each rank, in the order of the ranks.
+        input: A tensor whose rows go to the ranks, in the order of the ranks.
         output_split_sizes: Rows received from each rank; None: equal parts.
         input_split_sizes: Rows sent to each rank; None: equal parts.
 

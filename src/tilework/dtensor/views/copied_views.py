@@ -144,12 +144,12 @@ _APARTNESS = ("", "detach", "data")
 
 
 class Piece:
-    """A result of an operator that makes several views.
+    """A function that makes one of the views that an operator such as split() returns.
 
     Args:
-        func: Makes all of them.
-        number: This one's place among them; None: ``func`` makes it alone.
-        together: True if torch's graph has one node for all, so that none may be written to.
+        func: The operator, which returns all the views.
+        number: The number of the view in the result; None: the result is a single view.
+        together: True if torch's graph has one node for all views: then none may be written to.
     """
 
     __slots__ = ("func", "number", "together")

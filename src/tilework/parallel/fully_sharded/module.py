@@ -14,7 +14,9 @@ from tilework.parallel.fully_sharded.unit import Unit
 
 
 class FSDPModule:
-    """The methods of a module after :func:`fully_shard`, whose class also inherits from this."""
+    """The additional methods of a module after :func:`fully_shard`, which makes the class of the
+    module a subclass of FSDPModule.
+    """
 
     _fsdp_state: Unit
 
