@@ -22,17 +22,17 @@ constexpr int kRanks = 2;
 constexpr size_t kKiB = 1024, kMiB = 1024 * kKiB;
 constexpr size_t kLongest = 8 * kMiB;
 constexpr double kTimeout = 5;  // seconds; a group whose rank lacks a core is slow, not stuck
-/// Another way than the default must take at most this share of its time.
+/// A way replaces the default only if it takes at most this share of the default's time.
 constexpr double kClearly = 0.9;
 constexpr double kSlower = 1e9;
 constexpr int kTurns = 5, kTurnsOfLong = 3, kFewTurns = 2;
 constexpr size_t kLong = kMiB;
-/// So many ns may be lost on turns that other programs disturbed, which are measured again: at a job's
-/// start these are the other ranks, which still load their modules. After that so many disturbed turns are
-/// taken as they are, since a way has to be faster in nearly all of its turns: they do not mislead.
+/// The most ns to spend on repeating turns that other programs disturbed: at a job's start the other ranks
+/// still load their modules. Later disturbed turns count as measured. They do not mislead, since a way must
+/// be faster in nearly all turns.
 constexpr int64_t kRepeatBudget = 100'000'000;
 constexpr int kMostDisturbed = 20;
-/// What a thread of the kernel takes now and then does not matter, a time slice does.
+/// The share of a turn that may be lost: a kernel thread's bursts do not matter, a time slice does.
 constexpr double kLost = 0.1;
 constexpr useconds_t kPause = 2000;
 
@@ -64,11 +64,11 @@ class Pinned {
   bool pinned_ = false;
 };
 
-/// What is measured.
+/// The kinds of measured work.
 enum class Work { kAllGather, kBroadcast, kAllReduce, kMessages };
 constexpr const char* kWorkNames[] = {"all_gather", "broadcast", "all_reduce", "send_recv"};
 
-/// The seconds of a turn, and whether another program took a core meanwhile.
+/// The seconds of a turn, and whether another program took a core during it.
 struct Turn {
   double seconds;
   bool disturbed;
@@ -88,7 +88,7 @@ class Ranks {
     on_both([&](int rank) {
       buffers_[rank].reset(new char[(kRanks + 1) * kLongest]);  // its pages are taken when touched
       for (int i = 0; i < 3; ++i)
-        collective(rank, OpKind::kBarrier, 0);  // then all know who reads whom
+        collective(rank, OpKind::kBarrier, 0);  // after it all ranks know who reads whom
     });
   }
   ~Ranks() {
@@ -106,7 +106,7 @@ class Ranks {
     for (auto& group : groups_) group->set_tunables(tunables);
     on_both([&](int rank) {
       touch(rank, bytes);
-      // The way before has left the lines of both outboxes as it does; they hold a MiB together.
+      // The previous way has left cache lines of both outboxes in its own state; the outboxes hold a MiB.
       for (size_t done = 0; bytes <= kLong && done < kMiB; done += bytes) run(rank, work, bytes);
       std::vector<double> taken;
       const int64_t switches = context_switches(), cpu = thread_cpu_ns(), start = now_ns();
@@ -124,7 +124,7 @@ class Ranks {
   }
 
  private:
-  /// Write to the first bytes of each buffer: memory that nobody wrote is one page of zeros.
+  /// Write to the first bytes of each buffer, because untouched memory is one shared page of zeros.
   void touch(int rank, size_t bytes) {
     size_t& touched = touched_[rank];
     if (bytes <= touched) return;
@@ -172,7 +172,7 @@ class Ranks {
       operation.inputs = {&input, 1};
       operation.outputs = {outputs.data(), kRanks};
     } else if (kind == OpKind::kAllReduce) {
-      operation.reduce_op = ReduceOp::kMax;  // whose values stay as they are
+      operation.reduce_op = ReduceOp::kMax;  // a maximum leaves equal values unchanged
       operation.inputs = operation.outputs = {&input, 1};
     } else if (kind == OpKind::kBroadcast) {
       operation.outputs = {&input, 1};
@@ -191,7 +191,7 @@ class Ranks {
           act(rank);
         } catch (...) {
           failures[rank] = std::current_exception();
-          groups_[rank]->close();  // the other does not wait for it
+          groups_[rank]->close();  // so that the other rank does not wait
         }
       });
     for (std::thread& thread : threads) thread.join();
@@ -229,7 +229,7 @@ class Calibrator {
     std::vector<std::vector<double>> seconds(ways.size());
     for (int turn = 0; turn < turns_of(bytes); ++turn) {
       for (size_t i = 0; i < ways.size(); ++i) {
-        const size_t way = turn % 2 ? ways.size() - 1 - i : i;  // nobody always comes first
+        const size_t way = turn % 2 ? ways.size() - 1 - i : i;  // no way always comes first
         Tunables tunables = base;
         ways[way].choose(tunables);
         seconds[way].push_back(undisturbed(work, bytes, tunables));
@@ -242,7 +242,7 @@ class Calibrator {
     return seconds;
   }
 
-  /// The size from which on `second` is clearly faster than `first`, at each of `sizes`, which shrink.
+  /// The least size from which on `second` is clearly faster than `first`; `sizes` shrink.
   uint64_t size_from(Work work, const std::vector<size_t>& sizes, const Tunables& base,
                      const Way& first, const Way& second) {
     uint64_t from = kNeverBytes;
@@ -254,9 +254,9 @@ class Calibrator {
     return from;
   }
 
-  /// The range of sizes in which the last way gains most over the best of the others in each turn, beginning
-  /// and ending with such at which it is clearly faster; `sizes` grow, and each stands for those up to
-  /// halfway to the next.
+  /// The range of sizes in which the last way gains most over the best other way in each turn. The last way
+  /// is clearly faster at both ends of the range. `sizes` grow; each stands for sizes up to halfway to the
+  /// next.
   SizeRange sizes_within(Work work, const std::vector<size_t>& sizes, const Tunables& base,
                          const std::vector<Way>& ways) {
     std::vector<double> gains;
@@ -281,7 +281,7 @@ class Calibrator {
     return best;
   }
 
-  /// The way that is best: the first, unless another is clearly faster in all and slower at no size.
+  /// The best way: the first, unless another is clearly faster overall and slower at no size.
   size_t best_of(Work work, const std::vector<size_t>& sizes, const Tunables& base,
                  const std::vector<Way>& ways) {
     std::vector<double> shares(ways.size(), 0);  // of the first way's time, over all sizes
@@ -299,12 +299,12 @@ class Calibrator {
  private:
   static int turns_of(size_t bytes) { return bytes < kLong ? kTurns : kTurnsOfLong; }
 
-  /// The size that is as many times the one as the other is times it.
+  /// The geometric mean of two sizes.
   static uint64_t halfway(size_t one, size_t other) {
     return static_cast<uint64_t>(std::sqrt(static_cast<double>(one) * static_cast<double>(other)));
   }
 
-  /// Of each turn the least seconds of all ways but the last.
+  /// The least seconds of all ways but the last, for each turn.
   static std::vector<double> least(const std::vector<std::vector<double>>& seconds) {
     std::vector<double> result = seconds[0];
     for (size_t way = 1; way + 1 < seconds.size(); ++way)
@@ -313,7 +313,7 @@ class Calibrator {
     return result;
   }
 
-  /// Not by its median alone, but in all turns, of five except one.
+  /// True if faster not only by the median, but in all turns (in all but one of five).
   static bool clearly_faster(size_t bytes, const std::vector<double>& one,
                              const std::vector<double>& other) {
     const int turns = turns_of(bytes);
@@ -372,7 +372,7 @@ void calibrate_chunks(Calibrator& calibrator, Tunables& tunables) {
   }
 }
 
-/// The longest all_reduce in one round: of those sizes up to which it is faster.
+/// The longest all_reduce in one round: the largest size up to which one round is faster.
 void calibrate_one_shot(Calibrator& calibrator, Tunables& tunables) {
   const uint64_t chunks_from =
       calibrator.size_from(Work::kAllReduce, {256 * kKiB, 128 * kKiB, 64 * kKiB, 32 * kKiB},
@@ -389,17 +389,16 @@ void calibrate_streaming(Calibrator& calibrator, Tunables& tunables) {
   tunables.streamed_bytes = from == kNeverBytes ? from : from * kRanks;  // of all outputs
 }
 
-/// Stores into outboxes. Which of them are faster may change within seconds, and is found out while programs
-/// run (outbox_stores.h).
+/// Stores into outboxes. The faster kind may change within seconds, so programs measure it while they run
+/// (outbox_stores.h).
 const Way kOrdinaryStores = {"outboxes", [](Tunables& t) { t.slow_outbox_ns = kNeverBytes; }};
 const Way kStreamingStores = {"streaming into outboxes",
                               [](Tunables& t) { t.slow_outbox_ns = OutboxStores::kAlways; }};
 
-/// Ordinary stores into an outbox are slow if they alone take longer than a whole move by stores past
-/// the caches, both ends of it. Returns that limit, but no less than the default: in a long reduction stores
-/// also wait for their source, which comes from memory, and are the faster ones all the same. The rest is
-/// measured with those that are faster now, so that nothing is chosen because of stores that programs would
-/// not use.
+/// Ordinary stores into an outbox are slow if they alone take longer than both ends of a move by stores
+/// past the caches. Returns that limit, but no less than the default: in a long reduction ordinary stores
+/// also wait for a source in memory, and are faster nevertheless. Later measurements use the kind that is
+/// faster now, so that no choice depends on stores that programs would not use.
 uint64_t calibrate_stores(Calibrator& calibrator, Tunables& tunables) {
   constexpr size_t kBytes = 128 * kKiB;
   const auto seconds =
@@ -418,8 +417,8 @@ void calibrate_reading(Calibrator& calibrator, Tunables& tunables) {
   };
   if (!calibrator.can_read()) return;
   const std::vector<size_t> all = {16 * kKiB, 32 * kKiB, 64 * kKiB, 256 * kKiB, kMiB, kLongest};
-  // The sender of a message that is read waits for the answer, and may have gone to sleep: only a long
-  // one is worth that.
+  // If the receiver reads a message directly, the sender waits for the answer, perhaps asleep. Only a long
+  // message is worth that.
   const std::vector<size_t> long_ones = {kMiB, kLongest};
   for (const Reading& reading : {Reading{Work::kAllGather, &Tunables::read_moves, all},
                                  Reading{Work::kBroadcast, &Tunables::read_rooted_moves, all},

@@ -1,19 +1,19 @@
 // Data exchange in rounds. In each round every rank writes into its outbox slot, publishes it, waits
-// until all ranks have, and reads what it needs from the slots of the others.
+// until all ranks have published, and reads data from the slots of the others.
 //
 // Each rank counts the rounds it has published, and has two slots and two headers; round s uses
-// slot s % 2, and the `step` of header s % 2. One wait per round is enough. Claim: when a rank writes its slot for round s, nobody
-// reads that slot for round s - 2 any more. Proof: it has finished waiting in round s - 1, so every
-// peer has published s - 1; a peer publishes s - 1 only after it finished reading in round s - 2.
-// The counter never restarts, so this holds across operations too, whatever they are, and no two
-// operations share a slot that is in use. The same holds for headers and tables, which live by
-// the parity of their operation's first round.
+// slot s % 2, and the `step` of header s % 2. One wait per round is enough. Claim: when a rank writes
+// a slot for round s, no peer still reads that slot for round s - 2. Proof: the rank has finished
+// waiting in round s - 1, so every peer has published s - 1; a peer publishes s - 1 only after it
+// finished reading in round s - 2. The counter never restarts, so the claim also holds across
+// operations of any kind, and no two operations share a slot in use. The same holds for headers and
+// tables, which use the parity of the operation's first round.
 //
-// Data that is shorter than its slot lies elsewhere in it each time: see Cell.
+// Data that is shorter than a slot moves to another place in the slot each time: see Cell.
 //
-// Cost of a round: one store, N - 1 cache lines read, besides the slots (none for the shortest
-// operations, whose data lies beside the step), and where ranks sleep one wake-up each by
-// the rank that arrives last.
+// Cost of a round, besides the slots: one store, and N - 1 cache lines read. The shortest operations
+// use no slots, since their data lies beside the step. The rank that arrives last wakes each sleeping
+// rank.
 #pragma once
 
 #include <vector>
@@ -26,10 +26,11 @@ namespace tilework {
 
 /// A part of a slot, for data of at most `bytes` bytes.
 ///
-/// Shorter data lies behind that of the round before which used the slot, and at the begin again after the
-/// end: a rank writes where its peers have read longest ago. What they read of late they have in their
-/// caches, and a store takes each such line away from them first: on two cores with a shared third-level cache
-/// 64 KiB took 10 µs in one place and 4 all over a MiB. Both sides know the place by the step and the length.
+/// Shorter data follows the data of the last round in the same slot, and starts again at the slot's
+/// begin after the end. So a rank writes where peers have read longest ago. Lines that peers have read
+/// lately are in the peers' caches, and a store must first take them away: on two cores with a shared
+/// third-level cache 64 KiB took 10 µs in one place and 4 spread over a MiB. Both sides know the place by
+/// the step and the length.
 struct Cell {
   size_t offset, bytes;
 
@@ -41,7 +42,7 @@ struct Cell {
 
  private:
   static constexpr size_t kLeastMoved =
-      8 * 1024;  // of less, one place stays in the writer's first-level cache
+      8 * 1024;  // shorter data stays in one place, in the writer's first-level cache
 };
 
 /// The state that outlives an operation.
@@ -54,14 +55,14 @@ struct RoundState {
   OutboxStores stores;
 };
 
-/// The rounds of one operation. The first one carries the header.
+/// The rounds of one operation. The first round carries the header.
 class Exchange {
  public:
   /// Writes the header. Once `cancelled` is true, waits end with a fault.
   Exchange(RankContext& context, RoundState& state, const Operation& operation,
            const WaitOptions& options, const std::atomic<bool>& cancelled);
 
-  /// This rank's slot for the coming round. Not between publish() and await().
+  /// This rank's slot for the next round. Not to be called between publish() and await().
   char* slot() const {
     if (form_.in_header && state_.step + 1 == first_step_) return header(rank, parity(1)).data;
     return segment_.slot(rank, parity(1));
@@ -73,7 +74,7 @@ class Exchange {
     return segment_.slot(peer, parity(0));
   }
 
-  /// Where so many bytes of a cell lie: this rank's for the coming round, a peer's of the current one.
+  /// The place of `length` bytes of a cell: this rank's for the next round, a peer's in the current round.
   char* slot(const Cell& cell, size_t length) const {
     return slot() + cell.place(state_.step + 1, length);
   }
@@ -89,8 +90,8 @@ class Exchange {
     await();
   }
 
-  /// Throw if the group has stopped. At the end of an operation in which peers read this rank's
-  /// memory: one that raised may have changed its own before all had read it.
+  /// Throw if the group has stopped. Called at the end of an operation that reads peers' memory: a peer
+  /// that raised may have changed memory before all ranks had read it.
   void check_stopped() const;
   /// Throw if the group has stopped or the deadline has passed, even if no wait is needed.
   void check_deadline() const;
@@ -100,7 +101,7 @@ class Exchange {
   const std::vector<double>& factors() const { return state_.peers.factors; }
   std::vector<const void*>& sources() { return state_.sources; }
 
-  /// True if all that ranks read from each other lies in arenas; known after the first round.
+  /// True if all memory that ranks read from each other lies in arenas; known after the first round.
   bool readable_in_place() const;
   /// True if every rank's inputs and outputs lie in arenas.
   bool all_in_place() const;
@@ -112,20 +113,20 @@ class Exchange {
     return in_arena(peer, state_.peers.outputs[peer], offset, bytes);
   }
 
-  /// True if messages of this length are shown, to be read from their senders' memory; all ranks say
-  /// the same before they exchange anything.
+  /// True if ranks read messages of this length from the senders' memory. Equal on all ranks, without an
+  /// exchange.
   bool shows(uint64_t bytes) const { return read_.contains(bytes); }
-  /// True if some message is; known after the first round.
+  /// True if some message is read so; known after the first round.
   bool shows_any() const { return state_.peers.shows_any; }
-  /// Bytes of the longest message that is not; known after the first round.
+  /// Bytes of the longest message that is not read so; known after the first round.
   uint64_t longest_unread_bytes() const { return state_.peers.longest_unread_bytes; }
-  /// True if all ranks can and will read what is shown; known after the first round.
+  /// True if all ranks can and will read shown buffers; known after the first round.
   bool agreed_to_read() const;
-  /// Show a buffer to peers in the coming round: as the `index`th, at an offset of the slot.
+  /// Show a buffer to peers in the next round: as the `index`th, at an offset of the slot.
   void show(size_t cell_offset, size_t index, const Buffer& buffer) const;
-  /// What a peer showed in the current round.
+  /// The buffer that a peer showed in the current round.
   ShownBuffer shown(int peer, size_t cell_offset, size_t index) const;
-  /// A round in which each rank tells all a number.
+  /// A round in which each rank tells all ranks a number.
   std::vector<uint64_t> tell(uint64_t number);
   OutboxStores& stores() const { return state_.stores; }
   PeerMemory& memory() const { return context_.memory; }

@@ -1,5 +1,5 @@
-// The header of an operation. Each rank publishes a header of the operation that it called with the
-// first round; all compare all headers, so that every rank finds a mismatch, and the same mismatch.
+// The header of an operation. With the first round, each rank publishes a header of the operation that
+// it called. Every rank compares all headers, so that all ranks find a mismatch, and the same mismatch.
 //
 // In the gathering and scattering kinds sizes may differ by rank. A rank whose messages all have
 // one size marks its header as uniform (the usual case costs nothing); any other rank publishes a
@@ -35,23 +35,23 @@ struct Call {
 
 Call read_call(const OperationHeader& header);
 
-/// What a rank says of its own about reading peers' memory; see peer_memory.h.
+/// A rank's flags about reading peers' memory; see peer_memory.h.
 struct ReadingFlags {
-  bool reads_peers = false;       // it can read the memory of every peer
-  bool shares_process = false;    // with all of them
+  bool reads_peers = false;       // the rank can read the memory of every peer
+  bool shares_process = false;    // with all peers
   bool prefers_outboxes = false;  // for this operation
 };
 
-/// Per rank: its premul_sum factor, and where its buffers lie in its arena. Of all ranks: what they
-/// can read.
+/// For each rank: the premul_sum factor, and the places of buffers in the rank's arena. For all ranks
+/// together: the memory that they can read.
 struct PeerBuffers {
   explicit PeerBuffers(int size) : factors(size), inputs(size), outputs(size), in_header(size) {}
   std::vector<double> factors;
   std::vector<uint64_t> inputs, outputs;  // arena positions, as in OperationHeader
-  std::vector<char> in_header;            // 1: its data lies there, not in the outbox
-  ReadingFlags reading;                   // all ranks can; any rank prefers
-  bool shows_any = false;                 // some message is of a length to be read
-  uint64_t longest_unread_bytes = 0;      // of the messages that are not
+  std::vector<char> in_header;        // 1: the rank's data lies in the header, not in the outbox
+  ReadingFlags reading;               // what all ranks can; what any rank prefers
+  bool shows_any = false;             // some message is of a length to be read
+  uint64_t longest_unread_bytes = 0;  // of messages that are not read so
 
   void note(uint64_t message_bytes, const SizeRange& read) {
     if (read.contains(message_bytes))
@@ -61,14 +61,14 @@ struct PeerBuffers {
   }
 };
 
-/// What the sizes of a rank's call come to.
+/// The form of a rank's call, by sizes.
 struct CallForm {
-  bool uneven;     // they differ: see above
-  bool in_header;  // all that this rank sends fits its header
+  bool uneven;     // sizes differ: see above
+  bool in_header;  // all data that this rank sends fits the header
 };
 CallForm form_of(const Operation& operation, int size);
 
-/// Write this rank's header, and its byte-count table if its sizes differ.
+/// Write this rank's header, and the byte-count table if sizes differ.
 void publish_call(const Operation& operation, const Segment& segment, int rank, unsigned parity,
                   const CallForm& form, const ReadingFlags& reading);
 

@@ -1,17 +1,17 @@
 // Reading peers' memory, so that data moves once, from its source to its destination: through the
 // kernel (process_vm_readv(2)) where ranks are processes, directly where they are threads of one.
 //
-// No privilege is asked for. Once all ranks have joined, each tries to read a proof, some random bytes
-// at an address that the peer's control block names, from every peer. Each read of data ends with the
-// proof again, in the same system call, which sees one address space from its first byte to its last:
-// so what was read came from the peer, not from a program that has since taken its place or its pid.
+// This needs no privilege. Once all ranks have joined, each rank tries to read a proof from every peer:
+// random bytes at an address in the peer's control block. Each read of data ends with a read of the proof
+// in the same system call, which sees one address space from the first byte to the last. So the data came
+// from the peer, not from another program that has since taken the peer's process or pid.
 //
-// What a peer gives up (a fault, a signal, a time limit) it may reuse at once, so readers look
-// afterwards whether it has, and take what they read for worth nothing. Threads could even crash in
-// memory that was freed: a rank that gives up waits until no thread reads it.
+// After a peer gives up a buffer (a fault, a signal, a time limit) it may reuse the memory at once. So
+// readers check after a read whether the peer has given up, and then discard the data. Threads could even
+// crash in freed memory, so a rank that gives up waits until no thread reads the rank's memory.
 //
-// Nothing here raises. A read that did not succeed, for whatever reason, is repeated through the
-// outboxes by all ranks together; if the peer is lost, that ends with the error that says so.
+// Nothing here raises. After a failed read, for any reason, all ranks repeat the move through the
+// outboxes; if the peer is lost, the repetition raises the error that says so.
 #pragma once
 
 #include <atomic>
@@ -41,23 +41,23 @@ class PeerMemory {
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  /// Find out whose memory can be read, once; nothing happens before all peers have joined.
+  /// Find out, once, which peers' memory can be read; does nothing before all peers have joined.
   void try_peers();
-  /// True if the memory of every peer can be read, as far as is known.
+  /// True if the memory of every peer is known to be readable.
   bool readable() const { return state_.load(std::memory_order_acquire) == State::kReadable; }
-  /// True if, besides, all ranks are threads of this process.
+  /// True if readable() and all ranks are threads of this process.
   bool all_local() const { return readable() && all_local_; }
   /// Bytes read so far.
   uint64_t bytes_read() const { return bytes_read_.load(std::memory_order_relaxed); }
-  /// Why it cannot, or how it can, for people.
+  /// How the memory is read, or why it cannot be, for people.
   std::string describe() const;
 
   /// Note a buffer for the threads of this process, as the `index`th of a round.
   void show(unsigned parity, size_t index, const Buffer& buffer);
-  /// The buffer that a peer showed: in `cell` of its outbox, or if it is a thread, privately.
+  /// The buffer that a peer showed: in `cell` of the peer's outbox, or privately between threads.
   ShownBuffer shown(int peer, unsigned parity, size_t index, const char* cell) const;
 
-  /// A time in which this rank reads peers' memory. It must not wait for them meanwhile.
+  /// A scope in which this rank reads peers' memory. The rank must not wait for peers inside.
   class Reading {
    public:
     explicit Reading(PeerMemory& memory);
@@ -65,12 +65,12 @@ class PeerMemory {
     Reading(const Reading&) = delete;
     Reading& operator=(const Reading&) = delete;
 
-    /// Copy bytes [offset, offset + to.bytes) of what `peer` showed; false if that failed.
+    /// Copy bytes [offset, offset + to.bytes) of the shown buffer of `peer`; false on failure.
     bool copy(int peer, const ShownBuffer& from, size_t offset, const Buffer& to, bool streamed);
-    /// The bytes of a peer: its own, or copied into `scratch`; null if that failed.
+    /// The bytes of a peer: in place, or copied into `scratch`; null on failure.
     const char* fetch(int peer, const ShownBuffer& from, size_t offset, size_t bytes,
                       char* scratch);
-    /// True if everything was read before its owner gave it up. Ends the reading.
+    /// End the reading; true if all data was read before the owner gave the buffer up.
     bool finish();
 
    private:
@@ -84,7 +84,7 @@ class PeerMemory {
   /// thread of this process; false if that failed.
   bool read_from(int peer, const ShownBuffer& from, size_t offset, const Buffer& to);
 
-  /// Declare that this rank's buffers are no longer to be read; returns once no thread does.
+  /// Forbid reads of this rank's buffers; returns once no thread reads them.
   void give_up();
 
   /// Memory of at least `bytes` that keeps its contents until the next call.
@@ -93,7 +93,7 @@ class PeerMemory {
  private:
   enum class State { kUntried, kReadable, kRefused };
 
-  /// What a rank shows to threads of its process. Outlives the rank while one of them reads.
+  /// The buffers that a rank shows to threads of the same process. Outlives the rank during reads.
   struct LocalShown {
     std::atomic<int> readers{0};
     std::atomic<bool> given_up{false};
@@ -102,7 +102,7 @@ class PeerMemory {
   struct Peer {
     int pid = 0;
     uint64_t proof_address = 0, proof[2] = {};
-    std::shared_ptr<LocalShown> local;  // null: a process of its own
+    std::shared_ptr<LocalShown> local;  // null: the rank is a separate process
   };
   class Registry;
 

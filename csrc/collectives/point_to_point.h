@@ -1,22 +1,22 @@
 // Point-to-point messages of one rank.
 //
-// Each ordered pair of ranks has a ring of its own. A message is split into fragments of at most
+// Each ordered pair of ranks has a separate ring. A message is split into fragments of at most
 // kFragment bytes; each has a 64-byte envelope. A message that fits is sent at once; a longer one
 // streams while the receiver drains. Messages of a pair arrive in order.
 //
-// A receive takes the first message of its source (or of any) that has its tag. Receives are
-// matched in the order they were posted. A message without a matching receive stays in the ring,
-// where it holds its sender back, unless a receive with another tag waits for a message behind it:
-// then it moves to the private queue of unexpected messages, so that the ring drains.
+// A receive takes the first message with the same tag from the source (or from any rank). Receives
+// are matched in the order they were posted. A message without a matching receive stays in the ring,
+// and holds the sender back. If a receive with another tag waits for a message behind it, the message
+// moves to the private queue of unexpected messages, so that the ring drains.
 //
-// All pending requests of a rank progress together, whichever thread runs the progress engine: two
-// ranks that send each other long messages before they receive cannot block each other. The
-// threads in wait() run it; while there is none, a thread of the core does, as soon as it is needed or
+// All pending requests of a rank progress together, whichever thread runs the progress engine. So two
+// ranks that send each other long messages before they receive cannot block each other. Threads in
+// wait() run the engine; without such threads, a thread of the core runs it on request, or when it
 // looks (wake_up.h).
 //
-// A long message may be read from its sender's memory (peer_memory.h): its one fragment says where it is, and
-// the sender waits for the answer. If that is no, because the memory cannot be read, or the message
-// came before its receive, the data follows in fragments.
+// The receiver may read a long message from the sender's memory (peer_memory.h): a single fragment has the
+// address, and the sender waits for the answer. The answer is no if the memory cannot be read, or if the
+// message came before the receive. Then the data follows in fragments.
 //
 // Cost: each byte is copied in and out of the ring, which stays in the cache; one wake-up per
 // fragment at most.
@@ -48,23 +48,23 @@ struct Request {
   int64_t tag;
   double seconds;
   int64_t deadline;
-  uint64_t label = 0;  // of dtype and shape as the caller gave them; 0 goes with any
+  uint64_t label = 0;  // for the caller's dtype and shape; 0 matches every label
   std::shared_ptr<Completion> completion = std::make_shared<Completion>();
   size_t moved = 0;       // bytes of a send that are in the ring
-  bool refused = false;   // the receiver cannot read its memory
-  uint64_t number = 0;    // of those that the rank has started
-  bool finished = false;  // succeeded or failed: drop it wherever it is still held
+  bool refused = false;   // the receiver cannot read the sender's memory
+  uint64_t number = 0;    // among the rank's started requests
+  bool finished = false;  // succeeded or failed: lists that still hold it drop it
 };
 using RequestPtr = std::shared_ptr<Request>;
 
 /// The header of a fragment.
 struct Envelope {
   uint32_t bytes;  // of this fragment
-  uint32_t first;  // 1 if it begins a message
+  uint32_t first;  // 1: the fragment begins a message
   int64_t tag;
   uint64_t total;  // of the message
   uint32_t dtype;
-  uint32_t shown;  // 1: what follows is no data but a ShownBuffer, to be read by the receiver
+  uint32_t shown;  // 1: a ShownBuffer follows instead of data, and the receiver reads the memory
   uint64_t label;  // see Request
   uint32_t reserved[6];
 };
@@ -73,7 +73,7 @@ static_assert(sizeof(Envelope) == kLine, "fragments begin on a line");
 class PointToPoint {
  public:
   explicit PointToPoint(RankContext& context);
-  /// Set the owner of this, which the core's threads keep alive while they run.
+  /// Set the owner of this object; the core's threads keep the owner alive while they run.
   void set_owner(std::weak_ptr<void> owner) { owner_ = std::move(owner); }
   ~PointToPoint();
 
@@ -81,25 +81,25 @@ class PointToPoint {
   /// thread has nothing to do with it.
   void start(const RequestPtr& request, bool will_wait);
 
-  /// The short way of a message that fits its ring and has nothing in its way: send it, and true; or
-  /// nothing happens, and start() serves it.
+  /// Send a message at once if it fits the ring and no other message is before it; false if nothing was
+  /// done, and start() must serve the message.
   bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
-  /// Likewise, take a message that is there already and is what a receive would match.
+  /// Take a message at once if it has arrived and a receive would match it; false if nothing was done.
   bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
-  /// True if anything has come from `peer` that is not taken.
+  /// True if a message from `peer` has come and is not taken.
   bool arrived(int peer) const {
     const Cursor& cursor = segment_.cursor(peer, rank_);
     return cursor.head.load() != cursor.tail.load(std::memory_order_relaxed);
   }
 
-  /// Fail a request; its buffer is not touched after this returns.
+  /// Fail a request; the core does not touch the request's buffer after the return.
   void cancel(const RequestPtr& request);
 
   /// Run the progress engine once, if no other thread does and anything is pending.
   void poll() {
     if (pending_ > 0) try_progress(Checks::kNone);
   }
-  /// Have the core's thread run it as long as no thread waits, also for short messages.
+  /// Have the core's thread run the engine while no thread waits, also for short messages.
   void expect_nobody_waits();
 
   /// Run the progress engine until `completion` is done (true) or options.deadline has passed.
@@ -124,8 +124,8 @@ class PointToPoint {
     uint64_t tail = 0;
     Envelope current{};
     size_t received = 0;
-    ShownBuffer shown{};       // while it is read from there:
-    bool reading = false;      // it is
+    ShownBuffer shown{};  // the sender's buffer, while `reading`
+    bool reading = false;
     uint64_t shown_count = 0;  // of all messages of the channel
     bool active = false, corrupt = false;
     RequestPtr target;
@@ -133,7 +133,7 @@ class PointToPoint {
   };
   struct Outgoing {
     uint64_t head = 0;
-    uint64_t known_tail = 0;  // where the receiver was when there last was no room
+    uint64_t known_tail = 0;  // the receiver's position when there last was no room
     bool broken = false;      // a message was aborted half way
     uint64_t shown_count = 0;
     bool awaits_answer = false;  // to the message at the front
@@ -145,8 +145,8 @@ class PointToPoint {
     int source;
   };
 
-  /// The checks of progress() besides the rings: none; closing, aborts, deadlines and departures;
-  /// also the peers' processes, which takes system calls.
+  /// The checks of progress() besides the rings: none; kLocal: closing, aborts, deadlines and departures;
+  /// kProcesses: the peers' processes as well, by system calls.
   enum class Checks { kNone, kLocal, kProcesses };
 
   // Under mutex_.
@@ -199,9 +199,9 @@ class PointToPoint {
   std::list<std::shared_ptr<Unexpected>> unexpected_;
   std::vector<Outcome> outcomes_;
   uint64_t fragments_ = 0;          // moved so far
-  std::atomic<size_t> pending_{0};  // length of requests_, for those without the lock
+  std::atomic<size_t> pending_{0};  // length of requests_, for readers without the lock
   uint64_t started_ = 0;            // requests so far
-  size_t long_requests_ = 0;        // of requests_, those of several fragments
+  size_t long_requests_ = 0;        // the number of requests_ with several fragments
   std::atomic<int> waiters_{0};
   LivenessTimer liveness_timer_;  // one for all waits, so that short ones do not starve it
   std::atomic<bool> stopping_{false};

@@ -25,19 +25,19 @@
 namespace tilework {
 namespace {
 
-/// Mapped at once.
+/// The bytes to map at once.
 constexpr size_t kMapped = 8 << 20;
-/// A file's block, from a multiple of it on, that may be one page of the system's.
+/// The size and alignment of a file's block that may be one large page.
 constexpr size_t kLargePage = 2 << 20;
-/// Less of a block is not worth a page's mapping.
+/// The least bytes of a block that are worth mapping.
 constexpr size_t kLeastMapped = 256 << 10;
-/// After blocks that were no large pages so many at the most are read without looking.
+/// The most blocks to read without a check, after blocks that were not large pages.
 constexpr int kMostPassed = 31;
-/// Read and checked at once: so it is in the cache still when it is checked and put in place.
+/// The bytes to read at once: small enough to stay in the cache for the checksum and the copy.
 constexpr size_t kPiece = 256 << 10;
-/// Runs at such a distance are read one by one, where what is between them need not be.
+/// Runs at this distance are read separately, if the bytes between them are not needed.
 constexpr size_t kReadApart = 12 << 10;
-/// Runs of fewer bytes are copied by way of the cache.
+/// Runs of fewer bytes are copied through the cache.
 constexpr size_t kStreamedRun = 512;
 
 // -- pages that vanish -----------------------------------------------------------------------
@@ -45,13 +45,13 @@ constexpr size_t kStreamedRun = 512;
 thread_local sigjmp_buf* escape = nullptr;
 struct sigaction others_action;
 
-/// Leave guarded(), or do as whoever had the signal before.
+/// Leave guarded(), or act as the previous handler.
 void on_bus_error(int number, siginfo_t* info, void* context) {
   if (escape != nullptr) siglongjmp(*escape, 1);
   if (others_action.sa_flags & SA_SIGINFO) return others_action.sa_sigaction(number, info, context);
   if (others_action.sa_handler != SIG_DFL && others_action.sa_handler != SIG_IGN)
     return others_action.sa_handler(number);
-  signal(number, SIG_DFL);  // and it comes again
+  signal(number, SIG_DFL);  // the signal is raised again
 }
 
 void catch_bus_errors() {
@@ -67,7 +67,7 @@ void catch_bus_errors() {
   sigaction(SIGBUS, &ours, nullptr);
 }
 
-/// Run a function that reads mapped pages and owns nothing; false if one of them is not there.
+/// Run a function that reads mapped pages and owns nothing; false if a page is missing.
 template <typename Function>
 bool guarded(Function&& function) {
   sigjmp_buf here;
@@ -83,7 +83,7 @@ bool guarded(Function&& function) {
   return true;
 }
 
-/// The pages that this thread has had mapped or fetched: one for a large page.
+/// The number of this thread's page faults; a large page counts once.
 long page_faults() {
   rusage usage;
   getrusage(RUSAGE_THREAD, &usage);
@@ -169,7 +169,7 @@ struct FileReader::Walk {
     to = nullptr;
   }
 
-  /// Copy what is wanted of bytes [begin, end) of the part, which lie at `source`.
+  /// Copy the wanted bytes of [begin, end) of the part, which lies at `source`.
   void copy_from(const char* source, size_t begin, size_t end) {
     const size_t apart = index.empty() ? 0 : runs.from.back();
     while (!over() && next() < end) {
@@ -199,14 +199,14 @@ struct FileReader::Walk {
     return std::min(runs.counts.back() - index.back(), (end - run_end()) / runs.from.back() + 1);
   }
 
-  /// The share, once bytes up to the next wanted one count in others. The next run's are added to it.
+  /// The checksum's share, moved past bytes of other shares to the next wanted byte.
   Crc32Share& share_until_next() {
     share.skip(next() - passed);
     return share;
   }
 
-  /// Processors do not predict where the next run begins: blocks of it are fetched while this one is
-  /// copied.
+  /// Processors do not predict the begin of the next run, so this fetches blocks of the next run during
+  /// the copy.
   static void copy_run(char* to, const char* from, size_t bytes, size_t apart) {
     if (apart == 0 || bytes > kPiece / 4) return copy_past_caches(to, from, bytes);
     constexpr size_t kLine = 64;
@@ -230,7 +230,7 @@ struct FileReader::Walk {
   bool collects = false;
   ReadOutcome outcome;
 
-  /// The end of the piece that begins at `begin`: within a chunk, and where a long run begins or ends.
+  /// The end of the piece that begins at `begin`: in the same chunk, at the next end of a long run.
   size_t piece_end(const ChunkedPart& part, size_t begin, size_t end) const {
     end = std::min({end, begin + kPiece, (begin / part.chunk + 1) * part.chunk});
     if (over() || runs.run < kPiece / 4) return end;
@@ -242,7 +242,7 @@ struct FileReader::Walk {
     return !over() && next() == begin && run_end() >= end;
   }
 
-  /// True if what is between runs is better not read. What comes from a disk comes as a whole: so the
+  /// True if it is better not to read bytes between runs. From a disk everything is read, so that the
   /// system reads ahead, in large pages.
   bool reads_runs(bool cached) const {
     const size_t apart = index.empty() ? runs.run : runs.from.back();
@@ -299,7 +299,7 @@ const char* FileReader::large_page(int fd, uint64_t offset, size_t bytes) {
              static_cast<off_t>(mapped_from_)) == MAP_FAILED)
       return nullptr;
     mapped_bytes_ = kMapped;
-    madvise(aligned, kMapped, MADV_HUGEPAGE);  // what is not in memory yet comes in such pages
+    madvise(aligned, kMapped, MADV_HUGEPAGE);  // missing pages come as large pages
   }
   const char* place = aligned + (offset - mapped_from_);
   const volatile char* touched = place;
@@ -321,7 +321,7 @@ void FileReader::unmap() {
   mapped_bytes_ = 0;
 }
 
-/// False if the pages could not all be read so; `walk` is then anything.
+/// False if some pages could not be read; `walk` is then undefined.
 bool FileReader::read_mapped(const char* source, const Window& window, Walk& walk) {
   const ChunkedPart& part = window.part;
   const bool read = guarded([&] {
@@ -344,7 +344,7 @@ bool FileReader::read_mapped(const char* source, const Window& window, Walk& wal
   return read;
 }
 
-/// Read what is wanted before `end`, run by run, straight to its place; false if the file ends.
+/// Read the wanted bytes before `end`, run by run, directly into place; false if the file ends.
 bool FileReader::read_runs(int fd, const ChunkedPart& part, size_t end, Walk& walk) {
   while (!walk.over() && walk.next() < end) {
     const size_t bytes = std::min(end, walk.run_end()) - walk.next();
@@ -371,7 +371,7 @@ void FileReader::read_window(int fd, const Window& window, Walk& walk) {
       at = end;
       continue;
     }
-    // Of what is not checked, just what is wanted.
+    // Without a checksum, read only wanted bytes.
     const size_t begin = checked || walk.over() ? at : std::min(std::max(at, walk.next()), end);
     if (checked || (!walk.over() && begin < end)) {
       char* to = in_place ? walk.to + walk.done : bounce();
@@ -415,7 +415,7 @@ ReadOutcome FileReader::read_part(const PartRead& read) {
   const size_t end = read.end;
   Walk walk(read.runs, begin, part.shares != nullptr);
   while (begin < end && walk.outcome.kind == ReadOutcome::kRead) {
-    // Nothing is read that is neither checked nor wanted.
+    // Skip bytes that are neither checked nor wanted.
     if (!part.compares(begin) && (walk.over() || walk.next() > begin)) {
       const size_t chunk_end = std::min((begin / part.chunk + 1) * part.chunk, end);
       if (walk.over() || walk.next() >= chunk_end) {

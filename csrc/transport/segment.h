@@ -1,4 +1,4 @@
-// The memory that the ranks of one group share: a sealed memfd, mapped by each of them.
+// The memory that the ranks of one group share: a sealed memfd, mapped by each rank.
 //
 //   GroupHeader                          magic, ABI, size, nonce, the abort record
 //   RankControl   x N                    step counter, event counts, pid, operation headers, failure report
@@ -10,8 +10,8 @@
 //
 // The file is sparse: a page costs memory once it is touched, so idle channels cost nothing.
 //
-// Every byte may be written by every rank. A value that is used as an index or a size is read once,
-// checked, and used from the private copy.
+// Every rank may write every byte. So a rank reads an index or a size once, checks it, and uses the
+// private copy.
 #pragma once
 
 #include <atomic>
@@ -55,20 +55,20 @@ struct EventCount {
   }
 };
 
-/// A round of a rank, and its call of a collective, compared by all, if that is its first. Two of them,
-/// used in turn. What a short operation needs lies on the first line.
+/// A round of a rank. In the first round of a collective also the rank's call, which all ranks compare. A
+/// rank has two headers, used in turn. The first cache line has all that a short operation needs.
 struct alignas(2 * kLine) OperationHeader {
   static constexpr size_t kDataBytes = 16;
 
-  std::atomic<uint64_t> step;  // the last of its rounds that the rank has published
+  std::atomic<uint64_t> step;  // the last round that the rank has published with this header
   std::atomic<uint64_t> sequence;
   std::atomic<uint64_t> signature;  // kind, dtype, reduce op, flags, root: pack_signature()
   std::atomic<uint64_t> bytes;
   std::atomic<uint64_t> label;
   std::atomic<uint64_t> provenance;     // of the tensors; see Operation
-  alignas(16) char data[kDataBytes];    // in the place of the outbox, where it suffices
+  alignas(16) char data[kDataBytes];    // instead of the outbox, for short data
   std::atomic<uint64_t> factor;         // bits of a double
-  std::atomic<uint64_t> input, output;  // position in the rank's arena, plus 1; 0: not there
+  std::atomic<uint64_t> input, output;  // position in the rank's arena, plus 1; 0: elsewhere
 };
 static_assert(offsetof(OperationHeader, factor) == kLine, "the rest on a line of its own");
 
@@ -80,22 +80,22 @@ struct FailureReport {
 
 /// 128-byte alignment: x86 prefetches cache lines in pairs.
 struct alignas(4096) RankControl {
-  alignas(128) std::atomic<uint32_t> core;        // where it last waited, plus 1; 0: unknown
+  alignas(128) std::atomic<uint32_t> core;        // where the rank last waited, plus 1; 0: unknown
   EventCount round_event;                         // a round is complete
   std::atomic<int64_t> waits_since, works_since;  // where ranks share cores; see CoreMates
   alignas(128) EventCount message_event;          // a channel moved
   alignas(128) std::atomic<int32_t> pid;          // 0 until the rank has joined
   std::atomic<uint32_t> departed;
-  std::atomic<uint32_t> held;  // 1 once the rank holds its lock; see Liveness
+  std::atomic<uint32_t> held;  // 1 once the rank holds the rank's lock; see Liveness
   std::atomic<uint64_t> pid_namespace;
   std::atomic<uint64_t> start_time;         // of the process, to see through a reused pid
   std::atomic<uint64_t> cores[kCoreWords];  // that the process may run on
   std::atomic<uint32_t> core_limit;         // see platform.h
   std::atomic<uint64_t> entered;            // the step whose parity says which header is current
-  std::atomic<uint64_t> blocked;        // operation that the rank's own thread waits in, and stays
-  std::atomic<uint64_t> proof_address;  // in the process's memory, of what peers read on trial
+  std::atomic<uint64_t> blocked;        // the last operation that the rank's own thread waited in
+  std::atomic<uint64_t> proof_address;  // in the process's memory, of the proof that peers read
   std::atomic<uint64_t> proof[2];
-  std::atomic<uint32_t> given_up;  // an operation failed here: its buffers may be reused
+  std::atomic<uint32_t> given_up;  // an operation of this rank failed: the buffers may be reused
   alignas(128) OperationHeader headers[2];
   alignas(128) FailureReport report;
 };
@@ -124,12 +124,12 @@ struct alignas(4096) GroupHeader {
   alignas(128) AbortRecord abort;
 };
 
-/// A copy of a short message that lies in a channel's ring, beside the head: a receiver who awaits just
-/// this one needs no other line. Its writer goes on without looking, so `end` is read before and after.
+/// A copy of a short message of a channel's ring, beside the head: a receiver that awaits this message
+/// needs no other cache line. The writer does not wait for readers, so they read `end` before and after.
 struct ShortMessage {
   static constexpr size_t kBytes = 16, kWords = 5;
 
-  std::atomic<uint64_t> end;            // the head that follows it; 0: it is being written
+  std::atomic<uint64_t> end;            // the head after the message; 0: being written
   std::atomic<uint64_t> words[kWords];  // tag, label, dtype and bytes, data
 };
 
@@ -140,7 +140,7 @@ struct Cursor {
   std::atomic<uint64_t> withdrawn;  // the last such message that the sender gave up
   ShortMessage last;
   alignas(kLine) std::atomic<uint64_t> tail;
-  std::atomic<uint64_t> answer;  // to the last such message: its number, twice; 1 more if refused
+  std::atomic<uint64_t> answer;  // to the last such message: twice the number; 1 more if refused
 };
 
 static_assert(sizeof(Cursor) == 2 * kLine, "a line for each side");
@@ -175,7 +175,7 @@ struct File {
 /// A mapping of a group's segment.
 class Segment {
  public:
-  /// Check seals, size and header against what is expected (std::invalid_argument), then map.
+  /// Check seals, size and header (std::invalid_argument), then map the segment.
   Segment(int fd, int size, const std::string& nonce);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -195,7 +195,7 @@ class Segment {
     return *reinterpret_cast<RankControl*>(base_ + sizeof(GroupHeader) +
                                            rank * sizeof(RankControl));
   }
-  /// 2N numbers: bytes that `rank` sends to each rank, then bytes it expects from each.
+  /// 2N numbers: bytes that `rank` sends to each rank, then bytes that it expects from each.
   std::atomic<int64_t>* table(int rank, unsigned parity) const {
     auto* tables = reinterpret_cast<std::atomic<int64_t>*>(base_ + layout_.tables);
     return tables + (static_cast<size_t>(rank) * 2 + parity) * 2 * layout_.size;
@@ -212,12 +212,12 @@ class Segment {
   }
   /// The memory file; it stays open.
   int fd() const { return fd_.fd; }
-  /// Give up what peers may write to of [data, data + bytes), if it lies in this rank's arena: it
-  /// keeps its contents and its place, in memory that no peer can reach.
+  /// Replace [data, data + bytes), if it lies in this rank's arena, by private memory: same contents and
+  /// address, but out of peers' reach.
   void detach(const char* data, size_t bytes) const;
-  /// This rank's own arena; made on first use.
+  /// This rank's arena; made at the first call.
   std::shared_ptr<Arena> own_arena(int rank) const;
-  /// The position of a buffer in it, plus 1; 0 if it lies elsewhere. Cheap while there is no arena.
+  /// The position of a buffer in this rank's arena, plus 1; 0 if elsewhere. Cheap without an arena.
   uint64_t own_arena_position(const char* data, size_t bytes) const;
   /// [offset, offset + bytes) of any rank's arena; throws std::out_of_range, std::system_error.
   char* in_arena(int rank, uint64_t offset, size_t bytes) const;
@@ -236,7 +236,7 @@ class Segment {
   uint64_t number_;
   std::unique_ptr<Mapping> mapping_;
   char* base_;
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   mutable std::shared_ptr<Arena> own_arena_;
   mutable std::atomic<bool> has_arena_{false};
   mutable std::vector<std::unique_ptr<Mapping>> arenas_;

@@ -1,10 +1,10 @@
-// What a rank learns from its waits, and how long it stays awake therefore. Pure: no clock, no calls.
+// The history of a rank's waits, which decides how long the rank stays awake. Pure: no clock, no calls.
 //
-// A wait is short if it ends before a sleep and a wake-up would have paid. Where nearly all recent
-// waits were short, a longer one is most likely a peer's that lost its core to another program, and
-// ends with that time slice: it is polled through. Where long waits are usual, peers compute meanwhile,
-// and whoever waits sleeps as soon as the wait is longer than short. So polling in vain is bounded: each
-// wait that stays awake to the end counts as long, and after a few of them none does any more.
+// A wait is short if it ends before a sleep and a wake-up would have paid. If nearly all recent waits
+// were short, a longer wait most likely means that a peer lost its core to another program. Such a wait
+// ends with the time slice, so the rank keeps polling. If long waits are usual, peers compute, and the
+// rank sleeps as soon as a wait is no longer short. So polling in vain is bounded: each wait that stays
+// awake to the end counts as long, and after a few of them no wait stays awake.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ namespace tilework {
 
 /// The course of a wait, in nanoseconds since its start.
 struct Pace {
-  int64_t spin_ns;   // the first yield that no peer on this core asks for; later ones are rare
-  int64_t short_ns;  // what ends until then is a short wait
+  int64_t spin_ns;   // the first yield without a peer on this core; later yields are rare
+  int64_t short_ns;  // a wait that ends before is short
   int64_t awake_ns;  // sleep
   bool crowded;      // more threads wait than there are cores: from spin_ns on yield at each turn
 };
@@ -28,9 +28,9 @@ struct Pace {
 #endif
 constexpr int64_t kPatience = TILEWORK_PATIENCE_NS;  // longer than a usual kernel's time slice
 
-/// The pace for `threads` waiting threads on `cores` cores, before anything is known of their waits.
-/// With a core for each, answers come within a spin. With fewer, the time that a thread spins is time
-/// that the awaited one lacks; each turn of all takes as long as that many switches.
+/// The pace for `threads` waiting threads on `cores` cores, before their first waits. With a core for each
+/// thread, answers come within a spin. With fewer cores, a spinning thread takes time from the awaited
+/// thread; a turn of all threads takes that many switches.
 inline Pace pace_for(int threads, int cores) {
   if (threads <= cores) return {100 * kMicrosecond, 50 * kMicrosecond, 50 * kMicrosecond, false};
   const int64_t on_a_core = (threads + cores - 1) / std::max(1, cores);
@@ -38,15 +38,15 @@ inline Pace pace_for(int threads, int cores) {
   return {200, turn, turn, true};
 }
 
-/// The pace of the core's own threads, beside which the callers compute. They do not yield: a
-/// thread that computes would keep the core for milliseconds, while a sleeper is woken at once.
+/// The pace of the core's own threads, which run while callers compute. These threads do not yield, because
+/// a computing thread would keep the core for milliseconds, while a sleeper is woken at once.
 inline Pace background_pace_for(int threads, int cores) {
   if (2 * threads <= cores) return pace_for(2 * threads, cores);
   return {500, 500, 500, false};
 }
 
-/// The part of [from, to) in which a rank had work to do that last went on at `works_since`, and waited at
-/// `waits_since`: before that, if it still works.
+/// The part of [from, to) in which a rank had work to do. The rank last went on at `works_since`, and last
+/// began to wait at `waits_since` (earlier, if it still works).
 constexpr int64_t worked_within(int64_t from, int64_t to, int64_t works_since,
                                 int64_t waits_since) {
   const int64_t begin = std::max(from, works_since);
@@ -54,11 +54,10 @@ constexpr int64_t worked_within(int64_t from, int64_t to, int64_t works_since,
   return end > begin ? end - begin : 0;
 }
 
-/// The share of long waits among the recent ones. Several threads may use it; that one of them is not
-/// counted does no harm.
+/// The share of long waits among recent waits. Several threads may use it; a lost count does no harm.
 class WaitHistory {
  public:
-  /// The pace of the next wait, where `usual` is that of a group whose waits are long.
+  /// The pace of the next wait; `usual` is the pace of a group whose waits are long.
   Pace pace(Pace usual) const {
     if (share_.load(std::memory_order_relaxed) < kRare)
       usual.awake_ns = std::max(usual.awake_ns, kPatience);
@@ -70,13 +69,13 @@ class WaitHistory {
     return now < sleep_until_.load(std::memory_order_relaxed);
   }
 
-  /// True of a yield after which no peer answered for as long as another program has a core.
+  /// True if a yield took as long as another program keeps a core.
   static constexpr bool is_costly(int64_t ns) { return ns >= 500 * kMicrosecond; }
 
-  /// Learn from a yield that ended at `now` and took `ns`, without what ranks of this core worked. A peer that answers at all does so in
-  /// microseconds; a program that computes keeps the core for a time slice, since the kernel holds it
-  /// against whoever yields. If that happens again soon, sleep serves better for a while; then yields
-  /// are tried again, the later the more often they were in vain.
+  /// Learn from a yield that ended at `now` and took `ns`, without the work of ranks on this core. A peer
+  /// that answers does so in microseconds. A computing program keeps the core for a time slice, because
+  /// the kernel ranks a thread that yields behind it. If that happens again soon, sleep is better for a
+  /// while. Then yields are tried again, the later the more often they were in vain.
   void record_yield(int64_t now, int64_t ns) {
     if (is_costly(ns)) {
       const int64_t retry = retry_ns_.load(std::memory_order_relaxed);
@@ -88,24 +87,24 @@ class WaitHistory {
     }
   }
 
-  /// Learn whether the yields of a wait, which ended at `now`, let a peer on this core run. They do not
-  /// where the kernel shares the core between sessions or control groups and each rank has its own.
+  /// Learn whether the yields of a wait, which ended at `now`, let a peer on this core run. They do not if
+  /// the kernel shares the core between sessions or control groups, and each rank is in another one.
   void record_yields(int64_t now, bool in_vain) {
     const int count = in_vain ? vain_waits_.load(std::memory_order_relaxed) + 1 : 0;
     vain_waits_.store(count % kVainWaits, std::memory_order_relaxed);
     if (count == kVainWaits) avoid_yields(now);
   }
 
-  /// True once in many calls: how a wait of a rank that always shares its core comes to look whether the
-  /// ranks are spread evenly.
+  /// True once in many calls: then a rank that always shares a core checks whether ranks are spread
+  /// evenly.
   bool should_look() {
     const int looks = looks_.load(std::memory_order_relaxed) + 1;
     looks_.store(looks % kLooks, std::memory_order_relaxed);
     return looks == kLooks;
   }
 
-  /// Learn that at `now` this rank shares its core with more others than it would another one. True if
-  /// it has for so long that it should move there, the later the more often it has come back.
+  /// Learn that at `now` this rank shares a core with more ranks than it would on another core. True if
+  /// that lasted so long that the rank should move. The more often it has come back, the longer it waits.
   bool should_move(int64_t now) {
     const int64_t last = shared_at_.exchange(now, std::memory_order_relaxed);
     if (now - last > kApart) shared_since_.store(now, std::memory_order_relaxed);
@@ -117,7 +116,7 @@ class WaitHistory {
     return true;
   }
 
-  /// Learn from a wait of `waited_ns`, without what other programs took of this rank's core.
+  /// Learn from a wait of `waited_ns`, without the time that other programs used this rank's core.
   void record(int64_t waited_ns, const Pace& pace) {
     const uint32_t share = share_.load(std::memory_order_relaxed);
     const uint32_t target = waited_ns > pace.short_ns ? kOne : 0;
@@ -128,7 +127,7 @@ class WaitHistory {
   static constexpr uint32_t kOne = 1u << 24;
   static constexpr uint32_t kMemory = 64;  // waits
   static constexpr uint32_t kRare = kOne / 16;
-  static constexpr int64_t kRareYields = 8;  // a program that takes less of the time is let pass
+  static constexpr int64_t kRareYields = 8;  // a program that uses less time is tolerated
   static constexpr int kVainWaits = 4;
   static constexpr int kLooks = 32;
   static constexpr int64_t kApart = 5 * kMillisecond, kForgotten = 2 * kSecond;

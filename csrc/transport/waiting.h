@@ -1,12 +1,12 @@
-// A rank's wait. It polls, since a peer that runs at the same time answers within a microsecond; gives
-// its core away, if the awaited peer was last seen on the same one; and sleeps on its eventcount once
-// the wait has become a long one. It sleeps in slices, so that a wait also ends without a notification:
+// A rank's wait. The rank polls, because a peer that runs at the same time answers within a microsecond.
+// It yields the core if the awaited peer was last seen on the same core. It sleeps on the rank's
+// eventcount once the wait is long. It sleeps in slices, so that a wait also ends without a notification:
 // at a deadline, a dead peer, an abort, a signal.
 //
-// Whoever sleeps is woken by the peer that it waited for, on that peer's core as often as not; so short
-// waits must not end in sleep, or ranks come to share a core while another has nothing to do. Ranks
-// that only yield stay runnable, and the kernel moves one of them to the idle core. But a core that is
-// yielded to another program is gone for a time slice: hence the look at where the peers are.
+// The awaited peer wakes a sleeper, often on the peer's own core. So short waits must not end in sleep, or
+// ranks come to share a core while another core is idle. Ranks that only yield stay runnable, and the
+// kernel moves one of them to the idle core. But a core that is yielded to another program is lost for a
+// time slice, so a rank looks where its peers are before it yields.
 #pragma once
 
 #include <sched.h>
@@ -24,7 +24,7 @@ namespace tilework {
 
 constexpr int64_t kSlice = 50 * kMillisecond;  // a dead peer is noticed within this, and a little
 
-/// Work of the caller that can wait until its peers need not: they wait for what is published.
+/// Work of the caller that can wait until peers, which wait for published data, have it.
 class Interlude {
  public:
   /// Called once, when this rank has published its part of an operation, or is about to queue it.
@@ -36,30 +36,30 @@ class Interlude {
   ~Interlude() = default;
 };
 
-/// The ranks on this one's core. Each tells when it waits and when it goes on, so that a yield to a rank
-/// that has work to do is not taken for one to another program.
+/// The ranks on this rank's core. Each tells when it waits and when it goes on, so that a yield to a rank
+/// with work to do is not taken for a yield to another program.
 class CoreMates {
  public:
   /// This rank waits from `now` on, or goes on.
   virtual void tell_wait(int64_t now) = 0;
   virtual void tell_work(int64_t now) = 0;
-  /// The part of [from, to) in which the others had work to do, as far as it is known: the last piece of each.
+  /// The part of [from, to) in which the others had work to do, as far as known: each rank's last piece.
   virtual int64_t worked_ns(int64_t from, int64_t to) const = 0;
 
  protected:
   ~CoreMates() = default;
 };
 
-/// The bounds of a wait, and its check for signals.
+/// The bounds of a wait, and the check for signals.
 struct WaitOptions {
   Pace pace;
-  WaitHistory* history = nullptr;          // learns how long the wait took; null: it is not told
-  double seconds = -1;                     // as the caller gave them; negative: no bound
+  WaitHistory* history = nullptr;          // learns how long the wait took; may be null
+  double seconds = -1;                     // the caller's limit; negative: no limit
   bool (*interrupted)(int64_t) = nullptr;  // signal handlers, long waits; null off Python's threads
   Interlude* interlude = nullptr;
-  CoreMates* mates = nullptr;  // where ranks share cores; null: nobody is told
+  CoreMates* mates = nullptr;  // set if ranks share cores
 
-  /// The end of all waits that this bounds. They begin with the first one that asks: short ones need
+  /// The end of all waits with these options. Time runs from the first call, so that short waits need
   /// no clock.
   int64_t deadline() const {
     if (deadline_ == kUnset) deadline_ = deadline_after(seconds);
@@ -86,7 +86,7 @@ class EventWaiter {
   EventWaiter(const EventWaiter&) = delete;
   EventWaiter& operator=(const EventWaiter&) = delete;
 
-  /// Sleep for a slice, or until notified (also if that came since this was made).
+  /// Sleep for a slice, or until notified (since the construction of this waiter).
   Woken sleep(int64_t wake_at) {
     sleeps_.fetch_add(1, std::memory_order_relaxed);
     int64_t left = wake_at == kNever ? kSlice : wake_at - now_ns();
@@ -113,7 +113,7 @@ class Polling {
     if (mates_) mates_->tell_wait(start_);
   }
 
-  /// A yield if an awaited peer shares this core, or it is time for one; else some polls. True if
+  /// Yield if an awaited peer shares this core, or a yield is due; else poll some times. True if
   /// ready() came true.
   template <class Ready, class SharesCore>
   bool step(Ready&& ready, SharesCore&& shares_core) {
@@ -143,15 +143,15 @@ class Polling {
   /// The time of the last look at the clock.
   int64_t now() const { return now_; }
   bool over() const { return sleeps_ || now_ - start_ >= awake_ns(); }
-  /// True if the wait took all the time that its pace allows before sleep.
+  /// True if the wait took all the time that the pace allows before sleep.
   bool was_long() const { return !sleeps_; }
-  /// Since the start, without what other programs took of this core.
+  /// The time since the start, without the time that other programs used this core.
   int64_t waited_ns() const { return std::max<int64_t>(0, now_ - start_ - lost_ns_); }
 
  private:
   static constexpr int64_t kLostCore = 100 * kMicrosecond;  // no burst of polls takes so long
 
-  /// How long a yield that began at `before` gave the core to what is no rank.
+  /// The time that a yield since `before` gave the core to other programs.
   int64_t lost_to_others(int64_t before) const {
     const int64_t ns = now_ - before;
     if (!mates_ || !WaitHistory::is_costly(ns)) return ns;
@@ -162,7 +162,7 @@ class Polling {
     return avoids_yields_ && pace_.crowded ? pace_.short_ns : pace_.awake_ns;
   }
 
-  /// Count a wait's yields to a peer on this core. After some, see whether they switch to anybody.
+  /// Count a wait's yields to a peer on this core. After some, check whether yields switch at all.
   bool yields_in_vain() {
     constexpr int kTrusted = 8, kTried = 16;
     if (++shared_yields_ == kTrusted) switches_ = context_switches();
