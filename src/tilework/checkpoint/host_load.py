@@ -14,15 +14,15 @@ from tilework.comm.contract import ProcessGroup
 
 @dataclass(frozen=True)
 class HostLoad:
-    """A load as a rank of a host has it.
+    """A load, as one rank of a host sees it.
 
     Args:
         plan: The work of this rank.
-        wanted: The tensors, as all ranks know them.
+        wanted: The tensors to load, the same on all ranks.
         reader: Reads parts.
         targets: The memory of this rank.
         rank: The global rank.
-        group: The ranks of the host; None where this rank is alone.
+        group: The ranks of the host; None if this rank loads alone.
     """
 
     plan: LoadPlan
@@ -34,22 +34,22 @@ class HostLoad:
 
 
 class WayOfReading(Protocol):
-    """A way in which the ranks of a host read some of a plan.
+    """A way in which the ranks of a host read a part of a plan.
 
-    All ranks of a host call the same ways in the same order. Each reads one part of the plan, puts
-    the elements where they belong, and does nothing where the plan has no such part.
+    All ranks of a host call the same ways in the same order. Each way reads another part of the
+    plan, puts the elements in place, and does nothing if the plan has no such part.
     """
 
     def __call__(self, load: HostLoad) -> None:
-        """Read.
+        """Read this way's part of the plan.
 
         Raises:
-            CheckpointError: Some of the bytes that this rank has read are damaged.
+            CheckpointError: Some bytes that this rank has read are damaged.
         """
 
 
 def read_own(load: HostLoad) -> None:
-    """Read for this rank alone, straight to where it belongs. Local."""
+    """Read for this rank alone, directly into the targets. Local."""
     reader = load.reader
     reader.check_sizes(sorted({each.part.file for each in load.plan.reads}))
     with reader.together():

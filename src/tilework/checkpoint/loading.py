@@ -1,4 +1,4 @@
-"""Loading into a state: what all ranks of a group do together."""
+"""Loading into a state, by all ranks of a group together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoadOptions:
     Args:
         names: Patterns of the names of the state to load; None: all.
         map_names: From names of the state to names of the checkpoint.
-        strict: Raise if the checkpoint lacks something that was asked for.
+        strict: Raise if the checkpoint lacks a requested name.
         verify: Compare checksums.
     """
 
@@ -60,14 +60,14 @@ class LoadOptions:
 
 @dataclass
 class LoadReport:
-    """The report of a load: what was filled on this rank, and what was left out.
+    """The report of a load: the names that were filled on this rank, and those left out.
 
     Attributes:
-        state: The state, filled. Containers and tensors are those that were given.
+        state: The filled state, with the given containers and tensors.
         loaded: The names of the tensors that were filled.
-        missing: Names of the state that the checkpoint lacks: they are as they were.
-        unused: Names of the checkpoint that were not asked for.
-        other_ranks: Names that were saved for each rank, and for this one not.
+        missing: Names of the state that the checkpoint lacks; their values are unchanged.
+        unused: Names of the checkpoint that were not requested.
+        other_ranks: Names that were saved for other ranks, but not for this rank.
         converted: Names of tensors that have another dtype in the checkpoint.
         bytes_read: The bytes that this rank has read.
     """
@@ -96,7 +96,7 @@ def load_into(
     """Fill a state from a checkpoint. Collective; blocks.
 
     Raises:
-        CheckpointError: On all ranks alike. Nothing was filled, unless elements are damaged.
+        CheckpointError: On all ranks. Nothing was filled, unless elements are damaged.
     """
     prepared = _prepared(storage, state, ranks, options)
     filling, reader = prepared.filling, prepared.reader
@@ -117,22 +117,22 @@ def load_into(
     return report
 
 
-#: What ranks tell each other of a target: the saved name, and its tiles or None for all of it.
+#: A rank's request for a target: the saved name, and the tiles, or None for the full tensor.
 _Asked = tuple[str, tuple[Any, ...] | None]
-#: Of each rank: True if it can share pages of files, and its targets.
+#: For each rank: True if it can share pages of files, and the rank's requests.
 _Answers = list[tuple[bool, list[_Asked]]]
-#: What one rank has seen: files, patterns of no use, its answer, and what it has composed.
+#: A rank's view: files, unused patterns, the rank's answer, and composed objects.
 _Seen = tuple[list[str], list[str], tuple[bool, list[_Asked], bool], list[tuple[Any, ...]]]
 
 
 @dataclass
 class _Prepared:
-    """A load of which all ranks know what each of them wants."""
+    """A load after all ranks have exchanged requests."""
 
     reader: PartReader
     filling: Filling
     finish: Callable[[], Any]
-    #: Of each rank: True if it can share pages of files, its targets, and True if some are partial.
+    #: For each rank: True if it can share pages of files, the requests, True if some are partial.
     answers: list[tuple[bool, list[_Asked], bool]] = field(default_factory=list)
 
 
@@ -175,7 +175,7 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
                 f"is not on a file system that all hosts share",
                 file=storage.location,
             )
-        # Ranks may have different states: a pattern serves if it is of use to one.
+        # Ranks may have different states: a pattern is unused if no rank uses it.
         if options.strict and (idle := set.intersection(*(set(each) for _, each, _, _ in seen))):
             patterns.refuse(min(idle))
     except BaseException:
@@ -189,16 +189,16 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
 
 
 def _has(filling: Filling, path: Path, name: str) -> bool:
-    """True if a tensor of a module is to be filled, and there is something to fill it with."""
+    """True if a module's tensor is to be filled, and the checkpoint has values for it."""
     full = (*path, name)
     return filling.is_asked(dotted(full)) and filling.find(full) is not None
 
 
 def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
-    """The state, once its objects have their states. Collective.
+    """Load the states of objects; return the whole state. Collective.
 
     Raises:
-        CheckpointError: An object refused its state, on some rank; on all ranks.
+        CheckpointError: On all ranks: an object on some rank refused a state.
     """
     states: list[Any] = []
 
@@ -220,10 +220,10 @@ def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
 
 
 def check_files(reader: PartReader, names: Iterable[str]) -> None:
-    """Raise unless files are there, as long as the index says. Local.
+    """Raise unless files exist with the lengths in the index. Local.
 
     Raises:
-        CheckpointError: It names the first that is not.
+        CheckpointError: A file is missing or has another length; the error names the first.
     """
     for name in names:
         reader.check_size(name)
@@ -258,7 +258,7 @@ def _has_partial(targets: Sequence[Target]) -> bool:
 def _without_partial(
     prepared: _Prepared, ranks: Ranks
 ) -> tuple[_Answers, list[tuple[Target, DTensor]]]:
-    """Fill replicated tensors in the place of partial ones, if any rank has such. Collective."""
+    """Fill replicated tensors in the place of partial tensors, if a rank has any. Collective."""
     answers = [(pages, asked) for pages, asked, _ in prepared.answers]
     if not any(has_partial for _, _, has_partial in prepared.answers):
         return answers, []
@@ -289,7 +289,7 @@ def _fill(
 ) -> None:
     wanted, mine = merge_wanted([asked for _, asked in answers], ranks, filling.tensors)
     host = ranks.same_host()
-    # Ranks of other hosts have no part in it, but all know what these can.
+    # Only the answers of this host's ranks count.
     can_share = dict(zip(ranks.all, (pages for pages, _ in answers), strict=True))
     by_pages = all(can_share[rank] for rank in host.all)
     chunk = reader.index.chunk_bytes
@@ -305,13 +305,13 @@ def _fill(
 def _run_all(
     ways: Sequence[WayOfReading], load: HostLoad, ranks: Ranks, written: Sequence[Tensor]
 ) -> None:
-    """Read in all ways; the first error of any rank, on all. Collective."""
+    """Read in all ways; return the first error of any rank, on all ranks. Collective."""
     failures: list[Exception] = []
     with torch.no_grad():
         for read in ways:
             try:
                 read(load)
-            except Exception as error:  # of any class: other ranks go on to the next way
+            except Exception as error:  # every class: other ranks go on to the next way
                 failures.append(error)
         for tensor in written:
             _count_writes(tensor)
@@ -326,13 +326,13 @@ def _run_all(
 def merge_wanted(
     by_rank: Sequence[Sequence[_Asked]], ranks: Ranks, tensors: Mapping[str, SavedTensor]
 ) -> tuple[list[Wanted], list[int | None]]:
-    """The tensors that ranks want, and the number of this rank's target for each, if it has one.
+    """The tensors that ranks want, each with the number of this rank's target, if any.
 
     A tensor that is wanted twice, as tied weights may be, counts twice.
     """
     merged: dict[tuple[str, int, tuple[Any, ...] | None], list[int]] = {}
     mine: dict[tuple[str, int, tuple[Any, ...] | None], int] = {}
-    alike: dict[int, list[int]] = {}  # what all ask for is one list
+    alike: dict[int, list[int]] = {}  # ranks with equal requests share a list object
     lists = {id(asked): asked for asked in by_rank}
     for rank, asked in zip(ranks.all, by_rank, strict=True):
         alike.setdefault(id(asked), []).append(rank)
@@ -355,7 +355,7 @@ def merge_wanted(
 
 
 class _ListedTiles:
-    """The boxes that some ranks ask for. Models have the same layers many times."""
+    """The boxes that some ranks ask for. Cached, since models repeat layers."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[tuple[Box, tuple[int, ...]], ...]] = {}
@@ -376,7 +376,7 @@ class _ListedTiles:
 
 
 def _nbytes(targets: Sequence[Target]) -> int:
-    """The bytes of this rank's targets, in the dtypes that the checkpoint has."""
+    """The bytes of this rank's targets, in the checkpoint's dtypes."""
     total = 0
     for target in targets:
         tensor = target.tensor
@@ -386,7 +386,7 @@ def _nbytes(targets: Sequence[Target]) -> int:
 
 
 def _count_writes(tensor: Tensor) -> None:
-    """Tell autograd, and whoever compares versions, that memory was written."""
+    """Raise the tensor's version, so that autograd sees that memory was written."""
     for each in tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]:
         if not each.is_inference():
             increment_version(each)

@@ -37,7 +37,7 @@ def read_all(
             return {rank: value_of(each) for ranks, each in leaf.variants for rank in ranks}
         assert isinstance(leaf, NamedTensor)
         saved = index.tensors[leaf.name]
-        # Tied weights are one tensor again.
+        # Tied weights become one tensor again.
         if (key := saved.parts or leaf.name) not in tensors:
             tensors[key] = read_tensor(reader, saved)
         return tensors[key]
