@@ -392,7 +392,8 @@ class NativeGroup(ProcessGroup):
         whom = ", ".join(map(str, ranks))
         if kind == "mismatch":
             return self._mismatch_text(detail)
-        advice = provenance_digest.advice(here)
+        has_died = kind == "peer_lost" and "left the group" not in detail
+        advice = provenance_digest.advice(here, has_died)
         if kind == "peer_lost":
             return f"{here}: lost rank {whom}: {detail or 'its process ended'}.{advice}"
         last = self.engine.last_entered()

@@ -153,8 +153,13 @@ def named(title: str) -> str:
     return f"{title} for {operator or 'an operator'} {OF_A_DTENSOR}{what}"
 
 
-def advice(text: str) -> str:
-    """The next step after a failure that ``text`` describes; "" if there is no advice."""
+def advice(text: str, has_died: bool = False) -> str:
+    """The next step after a failure; "" if there is no advice.
+
+    Args:
+        text: The message so far.
+        has_died: True if the failure is the end of another rank's process.
+    """
     if OF_A_PASS in text:
-        return f" {ADVICE_ON_PASSES}"
+        return "" if has_died else f" {ADVICE_ON_PASSES}"
     return f" {_ADVICE}" if OF_A_DTENSOR in text else ""
