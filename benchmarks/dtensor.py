@@ -439,6 +439,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every figure there")
     add_plot_option(parser)
     options = parser.parse_args()
+    if options.width < 128 or options.width % 128:
+        parser.error(
+            f"--width is a multiple of 128, a head of 64 for each of two ranks; got {options.width}"
+        )
     rows: list[Row] = []
     others = {**importing(), **planning()}
     with tempfile.TemporaryDirectory() as folder:
