@@ -187,7 +187,7 @@ def test_layouts_that_do_not_fit() -> None:
         PrepareModuleInput(input_kwarg_layouts={"x": Shard(0)})
     with pytest.raises(ValueError, match="output_layouts and desired_output_layouts"):
         PrepareModuleOutput(output_layouts=Shard(0), desired_output_layouts=(Shard(0), None))
-    with pytest.raises(TypeError, match="a layout is one placement"):
+    with pytest.raises(TypeError, match="a layout is a single placement"):
         ColwiseParallel(input_layouts=[Shard(0)])  # type: ignore[arg-type]
 
     def program(mesh: DeviceMesh) -> None:
