@@ -198,7 +198,7 @@ def test_layouts_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match="1 inputs of Bilinear, but 2 input_layouts"):
             module(torch.ones(2, 2))
         with pytest.raises(
-            TypeError, match=r"input 1 of Bilinear has the layout .* no tensor: int"
+            TypeError, match=r"input 1 of Bilinear has the layout .* not a tensor: int"
         ):
             module(torch.ones(2, 2), 3)
         with pytest.raises(TypeError, match=r"input of LayerNorm has .* no tensor: NoneType"):
