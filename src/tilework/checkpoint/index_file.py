@@ -60,7 +60,9 @@ def saved_state(
     for name in (name for leaf in state.leaves.values() for name in names_of(leaf)):
         if name not in index.tensors:
             raise CheckpointError(
-                f"{where} has no tensor {name!r}, which the state has", file=where
+                f"{where} is damaged: the state in it names the tensor {name!r}, which it does not "
+                f"list",
+                file=where,
             )
     return state
 

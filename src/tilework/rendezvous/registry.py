@@ -54,7 +54,10 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
         raise TypeError(f"handler must be callable, got {type(handler).__name__}")
     name = scheme.lower()
     if not name.isascii() or not name[:1].isalpha() or not name.replace("+", "").isalnum():
-        raise ValueError(f"scheme must be letters and digits, without ://, got {scheme!r}")
+        raise ValueError(
+            f"scheme must be letters, digits and +, beginning with a letter and without ://, got "
+            f"{scheme!r}"
+        )
     if name in _handlers:
         raise ValueError(
             f"a rendezvous handler for {name}:// is registered already: choose another scheme"
