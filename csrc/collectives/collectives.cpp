@@ -60,8 +60,8 @@ void read_slots(const Exchange& x, const Routes& routes, size_t offset) {
   }
 }
 
-/// Read everything from `offset` on from the buffers of peers. Where they send different data to
-/// each rank, their inputs are contiguous and of equal size.
+/// Read everything from `offset` on from the buffers of peers. If peers send different data to each
+/// rank, the inputs are contiguous and of equal size.
 void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
   for (int i = 1; i < x.size; ++i) {
     const int peer = (x.rank + i) % x.size;
@@ -75,7 +75,7 @@ void read_in_place(const Exchange& x, const Routes& routes, size_t offset) {
   }
 }
 
-/// Read all shown messages from their senders' memory; false if that failed, for whatever reason.
+/// Read all shown messages from the senders' memory; false if that failed for any reason.
 bool read_shown(const Exchange& x, const Routes& routes) {
   PeerMemory::Reading reading(x.memory());
   for (int i = 1; i < x.size; ++i) {
@@ -89,8 +89,8 @@ bool read_shown(const Exchange& x, const Routes& routes) {
   return reading.finish();
 }
 
-/// Finish an operation that shows messages, whose first round is over, by reading those. False if some
-/// rank could not: then all begin again, without.
+/// Finish an operation with shown messages, after the first round, by reading them. False if a rank
+/// could not read: then all ranks begin again without shown messages.
 bool finish_by_reading(Exchange& x, const Routes& routes) {
   const size_t cell = routes.cell_bytes();
   if (x.readable_in_place()) {
@@ -102,7 +102,7 @@ bool finish_by_reading(Exchange& x, const Routes& routes) {
   }
   if (!x.agreed_to_read()) return false;
   const uint64_t longest_unread = x.longest_unread_bytes();
-  const bool done = read_shown(x, routes);  // first: later rounds overwrite what peers showed
+  const bool done = read_shown(x, routes);  // now: later rounds overwrite the shown buffers
   read_slots(x, routes, 0);
   for (size_t offset = cell; offset < longest_unread; offset += cell) {
     write_slot(x, routes, offset);
@@ -114,7 +114,7 @@ bool finish_by_reading(Exchange& x, const Routes& routes) {
 }
 
 /// broadcast, all_gather, gather, scatter, all_to_all. Own parts are copied while peers arrive.
-/// The first round goes through the outboxes even where the rest need not: only then is it known.
+/// The first round always uses the outboxes: only after it ranks know that the rest need not.
 void move_data(Exchange& x) {
   Routes routes(x);
   const size_t cell = routes.cell_bytes();
@@ -208,10 +208,10 @@ void put(const Exchange& x, char* to, const Buffer& from) {
   });
 }
 
-/// In a single round: every rank publishes its input, and each rank that wants the result reduces all.
+/// Reduce in one round: every rank publishes the input; ranks that want the result reduce all inputs.
 void reduce_one_shot(Exchange& x, const Buffer& input, char* output) {
   const Cell cell = {0, x.slot_bytes};
-  if (x.size > 1) put(x, x.slot(cell, input.bytes), input);  // alone, it may be larger than a slot
+  if (x.size > 1) put(x, x.slot(cell, input.bytes), input);  // alone, an input may exceed a slot
   x.round();
   if (!output) return;
   for (int peer = 0; peer < x.size; ++peer)
@@ -308,7 +308,8 @@ namespace {
 void reduce(Exchange& x) {
   const Buffer input = x.operation.inputs[0];
   char* output = x.operation.outputs.count > 0 ? x.operation.outputs[0].data : nullptr;
-  // Calibrated with two ranks. Of more, each reduces all inputs, and they may share cores: the default at most.
+  // Calibrated with two ranks. With more ranks, each reduces all inputs, and ranks may share cores: so use
+  // at most the default.
   const Tunables& tunables = x.tunables();
   const size_t one_shot =
       x.size <= 2 ? tunables.one_shot_bytes
@@ -339,7 +340,7 @@ void run(Exchange& x) {
   }
 }
 
-/// Bytes of a rank's inputs, or if it has none, of its outputs.
+/// The bytes of a rank's inputs, or of the outputs without inputs.
 size_t payload_bytes(const Operation& operation) {
   const Buffers& side = operation.inputs.count > 0 ? operation.inputs : operation.outputs;
   size_t bytes = 0;
@@ -347,7 +348,7 @@ size_t payload_bytes(const Operation& operation) {
   return bytes;
 }
 
-/// Add to what only the thread that executes changes.
+/// Add to a counter that only the executing thread changes.
 void count(std::atomic<uint64_t>& total, uint64_t more) {
   total.store(total.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
 }
@@ -374,8 +375,7 @@ void Collectives::execute(const Operation& operation, const WaitOptions& options
   count(context_.bytes, payload_bytes(operation));
 }
 
-/// The buffers are the caller's again: peers that are late must not read them any more, nor write to
-/// the outputs.
+/// Return the buffers to the caller: late peers must no longer read them, or write to the outputs.
 void Collectives::end_failed(const Operation& operation) {
   context_.memory.give_up();
   for (int i = 0; operation.kind == OpKind::kAllReduce && i < operation.outputs.count; ++i)

@@ -1,4 +1,4 @@
-// A rank's end of a group, as Python sees it: collectives in order, asynchronous ones on a
+// A rank's end of a group, as Python sees it: collectives in order, asynchronous collectives on a
 // progress thread, messages, failure reports, and an orderly close.
 #pragma once
 
@@ -16,11 +16,11 @@
 
 namespace tilework {
 
-/// Operations of up to this length, over all ranks, take less time than to hand them to a thread.
+/// Operations of up to this total length of all ranks take less time than a handover to a thread.
 constexpr size_t kShortBytes = 64 * 1024;
 
-/// Runs Python's handlers of pending signals, and what is to be done in a wait that has lasted so many
-/// nanoseconds; true if one raised.
+/// Runs Python's handlers of pending signals, and the functions for a wait that has lasted the given
+/// nanoseconds; true if one of them raised.
 using SignalCheck = bool (*)(int64_t);
 
 struct Statistics {
@@ -34,33 +34,33 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  /// Run a collective after those submitted, and return when this rank is done. Throws
-  /// std::invalid_argument, Fault and Interrupted. The buffers are not touched after it returns.
+  /// Run a collective after all submitted collectives; return when this rank is done. Throws
+  /// std::invalid_argument, Fault and Interrupted. The core does not touch buffers after the return.
   void run(Operation& operation, double timeout, SignalCheck signals,
            Interlude* interlude = nullptr);
 
-  /// Queue a collective for the progress thread, or for who waits first if it is short. Copies the
-  /// lists of buffers, not the buffers.
+  /// Queue a collective for the progress thread, or, if it is short, for the first waiting thread. Copies
+  /// the lists of buffers, not the buffers.
   std::shared_ptr<Completion> submit(Operation& operation, double timeout);
 
   /// Start a message; see PointToPoint::start.
   void post(const RequestPtr& request, bool will_wait);
-  /// The short way; see PointToPoint. False: nothing happened, post() a request.
+  /// Send at once, see PointToPoint. False: nothing was done; post() a request instead.
   bool send_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
   bool receive_now(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label);
-  /// Likewise, waiting as long as a wait spins.
+  /// Receive at once, or within the time that a wait spins. False: nothing was done.
   bool receive_soon(int peer, const Buffer& buffer, DType dtype, int64_t tag, uint64_t label,
                     Interlude& interlude);
-  /// Cancel a message; its buffer is not touched after this returns.
+  /// Cancel a message; the core does not touch the buffer after the return.
   void cancel(const RequestPtr& request);
-  /// Wait for a submitted collective or a message, whose progress this runs; false after `timeout`
+  /// Wait for a submitted collective or a message, and run its progress; false after `timeout`
   /// seconds.
   bool wait(Completion& completion, bool is_message, double timeout, SignalCheck signals);
 
-  /// True if it is done, maybe by this call, which never waits for other ranks.
+  /// True if an operation is done. May run progress, but never waits for other ranks.
   bool poll(const Completion& completion, bool is_message);
-  /// Have what is pending done in the background at once, however short it is: nobody will wait for it,
-  /// or not so that whoever waits does it.
+  /// Run pending operations in the background at once, even short ones: no thread will wait for them in
+  /// a way that runs their progress.
   void expect_nobody_waits(bool is_message);
 
   /// This rank's arena; valid also after the group is closed.
@@ -69,7 +69,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<std::pair<Call, int>> calls();  // every rank's last call and pid
   /// The ranks whose processes have ended, or that have left.
   std::vector<int> lost_ranks();
-  /// The ranks whose own threads wait in an operation that this rank has not called, and its number.
+  /// The ranks whose own threads wait in an operation that this rank has not called, with the number.
   std::vector<std::pair<int, uint64_t>> blocked_ranks();
   /// The number of the last operation that this rank's own thread waited in; 0: none yet.
   uint64_t last_wait();
@@ -84,7 +84,7 @@ class Group : public std::enable_shared_from_this<Group> {
   /// How ranks read each other's memory, or why they cannot, for people.
   std::string single_copy();
   Tunables tunables();
-  /// Use others, which all ranks must do between the same two operations.
+  /// Replace the tunables; all ranks must do so between the same two operations.
   void set_tunables(const Tunables& tunables);
 
   /// Leave the group: pending operations fail, other threads of this rank leave its methods, the
@@ -121,7 +121,7 @@ class Group : public std::enable_shared_from_this<Group> {
     return background_pace_for(size_, cores_.load(std::memory_order_relaxed));
   }
   WaitOptions wait_options(double timeout, SignalCheck signals, Pace pace) const;
-  /// Of a wait on the caller's thread, which others learn from.
+  /// The options of a wait on the caller's thread; the rank's history learns from the wait.
   WaitOptions own_wait_options(double timeout, SignalCheck signals) const;
   void use_interlude(Interlude* interlude, WaitOptions& options) const;
   std::shared_ptr<Completion> enqueue(const Operation& operation, double timeout, bool at_once);
@@ -150,21 +150,21 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Engine> engine_;
   Statistics last_statistics_{};
 
-  std::atomic<int> cores_;  // that the ranks may use, of those that have joined
+  std::atomic<int> cores_;  // cores that the joined ranks may use
   std::atomic<bool> closing_{false};
   std::atomic<int> active_calls_{0};  // of all threads
 
-  /// Whose turn it is to execute a collective: the number of the last one called, times kNextNumber,
-  /// and flags. One word, so that an operation is numbered and begins, if nothing is before it, by one
-  /// exchange, and ends by another: a lock each would cost a barrier a tenth of its time.
+  /// The turn to execute a collective: the number of the last called collective, times kNextNumber, and
+  /// flags. A single word, so that one exchange numbers an operation and begins it (if none is before it),
+  /// and another exchange ends it. Two locks instead would cost a barrier a tenth of its time.
   std::atomic<uint64_t> turn_{0};
   static constexpr uint64_t kRunning = 1;  // a thread executes a collective
   static constexpr uint64_t kWaiting = 2;  // others are queued; changed under order_
-  static constexpr uint64_t kClosing = 4;  // no more begin on callers' threads
+  static constexpr uint64_t kClosing = 4;  // no operation begins on a caller's thread
   static constexpr uint64_t kNextNumber = 8;
   std::atomic<std::thread::id> running_thread_{};  // while kRunning
 
-  std::mutex order_;  // guards what follows
+  std::mutex order_;  // guards the members below
   std::deque<std::unique_ptr<QueuedOperation>> queue_;
   WakeUp wake_up_;
   int sleepers_ = 0;  // threads that wait for a queued operation, which others execute

@@ -11,19 +11,19 @@ namespace tilework {
 namespace {
 
 constexpr size_t kFragment = 32 * 1024;
-/// What is read from a sender's memory at a time: the lock is held meanwhile.
+/// The bytes to read from a sender's memory at a time, since a read holds the lock.
 constexpr size_t kReadPiece = 1024 * 1024;
 
 size_t fragment_room(size_t bytes) { return kLine + (bytes + kLine - 1) / kLine * kLine; }
 
-/// A channel's ring, addressed by positions of its cursors.
+/// A channel's ring, addressed by positions of cursors.
 class Ring {
  public:
   Ring(char* data, size_t bytes) : data_(data), bytes_(bytes) {}
 
   /// The line at a position.
   char* at(uint64_t position) const { return data_ + offset(position); }
-  /// Copy to and from it, also over its end.
+  /// Copy to and from the ring, also across the end.
   void write(uint64_t position, const char* from, size_t bytes, bool streamed) const {
     const size_t first = std::min(bytes, bytes_ - offset(position));
     const auto store = streamed ? copy_streaming : copy;
@@ -85,7 +85,7 @@ void write_short(ShortMessage& message, const Envelope& envelope, const char* da
   message.end.store(end, std::memory_order_release);
 }
 
-/// Take the message that ends at `end`, if it is short and what is expected.
+/// Take the message that ends at `end`, if it is short and matches `expected`.
 bool read_short(const ShortMessage& message, uint64_t end, const Envelope& expected, char* to) {
   uint64_t words[ShortMessage::kWords];
   if (message.end.load(std::memory_order_acquire) != end) return false;
@@ -345,7 +345,7 @@ bool PointToPoint::shows(const Request& request, int peer) const {
          context_.memory.readable();
 }
 
-/// True once the receiver has answered to what the request at the front shows.
+/// True once the receiver has answered the front request, which shows memory.
 bool PointToPoint::await_answer(int peer) {
   Outgoing& out = outgoing_[peer];
   const RequestPtr request = out.queue.front();
@@ -366,7 +366,7 @@ bool PointToPoint::await_answer(int peer) {
   return true;
 }
 
-/// The receiver's position is looked up only where it matters: its line is in the receiver's cache.
+/// Reads the receiver's position only if necessary: the line is in the receiver's cache.
 bool PointToPoint::has_room(int peer, size_t room) {
   Outgoing& out = outgoing_[peer];
   const auto has = [&] {
@@ -378,7 +378,7 @@ bool PointToPoint::has_room(int peer, size_t room) {
   return has();
 }
 
-/// False if the ring has no room for it.
+/// False if the ring has no room for the fragment.
 bool PointToPoint::write_fragment(int peer, const Envelope& envelope, const char* data) {
   Outgoing& out = outgoing_[peer];
   Cursor& cursor = segment_.cursor(rank_, peer);
@@ -495,7 +495,7 @@ bool PointToPoint::begin_message(int peer, const Envelope& envelope) {
   return true;
 }
 
-/// A message whose receive is posted is read from where its sender shows it.
+/// Begin to read a message with a posted receive from the sender's memory.
 void PointToPoint::begin_reading(int peer, const Envelope& envelope) {
   Incoming& in = incoming_[peer];
   ++in.shown_count;
@@ -518,7 +518,7 @@ void PointToPoint::read_piece(int peer) {
     }
     in.received += bytes;
     if (in.received < in.current.total) return;
-    // If the sender gave it up before this, what was read may be anything, and nothing follows.
+    // If the sender gave the message up before this, the data is invalid, and nothing follows.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     in.reading = false;
     if (segment_.cursor(peer, rank_).withdrawn.load() == in.shown_count) return;
@@ -608,7 +608,7 @@ void PointToPoint::finish(const RequestPtr& request, std::optional<Fault> fault,
   request->finished = true;
   if (fault && request->is_send) {
     const Outgoing& out = outgoing_[request->peer];
-    if (out.awaits_answer && out.queue.front() == request)  // its buffer may change from now on
+    if (out.awaits_answer && out.queue.front() == request)  // the buffer may change from now on
       segment_.cursor(rank_, request->peer).withdrawn.store(out.shown_count);
   }
   requests_.remove(request);
@@ -652,7 +652,7 @@ void PointToPoint::fail_broken() {
   });
 }
 
-/// Fail requests whose peer is gone; a receive from any rank once one rank died, or all left.
+/// Fail requests of lost peers; a receive from any rank fails if a rank died, or if all left.
 void PointToPoint::fail_lost(bool check_processes) {
   std::vector<int> died, gone;
   for (int peer = 0; peer < context_.size; ++peer) {

@@ -1,4 +1,4 @@
-// The state that all operations of one rank share: its segment, its peers' liveness, counters.
+// The state that all operations of one rank share: the segment, peers' liveness, counters.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace tilework {
 
-/// The first abort of the group: by which rank, and why.
+/// The first abort of the group: the rank and the reason.
 struct Abort {
   int rank;
   std::string kind;
@@ -31,19 +31,19 @@ struct RankContext final : CoreMates {
   std::optional<Abort> aborted() const;
   /// The first abort wins.
   void abort(const std::string& kind, const std::string& text);
-  /// The fault of every operation of this rank once it was closed, or the group was aborted.
+  /// The fault of every operation after this rank was closed, or the group was aborted.
   std::optional<Fault> stop_fault() const;
   /// A fault naming those of `peers` that left or, with `check_processes` (system calls), died.
   std::optional<Fault> lost_peers_fault(const std::vector<int>& peers, bool check_processes);
 
-  /// Note that the calling thread waits in an operation, if it is the rank's own: then nothing else
-  /// that the rank has to do is done meanwhile. Cheap, but not for the fast path.
+  /// Note that the calling thread waits in an operation, if it is the rank's own thread: then the rank
+  /// does nothing else. Cheap, but not for the fast path.
   void note_blocked(uint64_t sequence) {
     if (std::this_thread::get_id() == owner) segment.control(rank).blocked.store(sequence);
   }
 
-  /// The number of cores that the ranks may run on together: each may be bound to its own. Those of one
-  /// pid namespace are taken to share one limit: a container's.
+  /// The number of cores that the ranks may run on together, since ranks may be bound to cores. Ranks of
+  /// one pid namespace count as sharing one limit: a container's.
   int cores();
 
   /// Tell the peers on which core this thread runs.
@@ -62,8 +62,8 @@ struct RankContext final : CoreMates {
   int64_t worked_ns(int64_t from, int64_t to) const override;
 
   /// True if a rank of [first, last) that `awaited` accepts was last seen on `core`, on which this
-  /// thread runs. Tells the others so. The last rank of a core that has stayed fuller than
-  /// another one leaves it.
+  /// thread runs. Tells the other ranks about this core. If a core stays fuller than another core, the
+  /// last rank leaves it.
   template <class Awaited>
   bool shares_core(int core, int first, int last, Awaited&& awaited) {
     const uint32_t here = static_cast<uint32_t>(core + 1);

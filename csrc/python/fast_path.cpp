@@ -63,7 +63,7 @@ class Operands {
   Operands(const Operands&) = delete;
   Operands& operator=(const Operands&) = delete;
 
-  /// Read the tensors; false if the operation does not take them, or not as they are.
+  /// Read the tensors; false if the operation does not take them, or must prepare them.
   bool read(nb::handle tensors, bool as_list, int expected, nb::handle rows, bool strided) {
     if (tensors.is_none()) return expected == 0;
     if (as_list) return read_list(tensors, expected, strided);
@@ -86,7 +86,7 @@ class Operands {
     for (const Buffer* item = items(); item < end; ++item)
       if (item->bytes > 0) sorted.push_back(*item);
     std::sort(sorted.begin(), sorted.end(), before);
-    // Strided ones may interleave, so neighbours are not all there is to compare.
+    // Strided tensors may interleave, so comparing neighbours does not suffice.
     for (size_t i = 0; i < sorted.size(); ++i)
       for (size_t j = i + 1; j < sorted.size() && touch(sorted[i], sorted[j]); ++j)
         if (overlap(sorted[i], sorted[j])) return false;
@@ -99,7 +99,7 @@ class Operands {
            std::equal(shape.sizes, shape.sizes + shape.dims, other.sizes);
   }
 
-  /// What keeps them alive, where `given` is what was read.
+  /// The object that keeps the tensors alive; `given` is the object that was read.
   nb::object kept(nb::handle given) const { return kept_.is_valid() ? kept_ : nb::borrow(given); }
   Buffers view() const { return {items(), size_}; }
   size_t bytes() const {
@@ -194,8 +194,8 @@ uint64_t label_of(const Shape& shape) {
 /// True if the operation only moves data, which then may be strided.
 bool only_moves(OpKind kind) { return !reduces(kind) && kind != OpKind::kBarrier; }
 
-/// The label of parts that ranks send each other: see compare_all_calls(). `alike`: all that this rank
-/// knows of have one shape.
+/// The label of parts that ranks send each other: see compare_all_calls(). `alike`: all parts that this
+/// rank knows of have the same shape.
 uint64_t label_of_parts(const Shape& shape, bool alike) {
   for (int dim = 0; dim < shape.dims; ++dim)
     if (shape.sizes[dim] == 0) return 0;
@@ -229,13 +229,13 @@ FastPath::FastPath(nb::object group, nb::object flight, double timeout_, nb::obj
       on_failure_(std::move(on_failure)),
       make_work_(std::move(make_work)) {}
 
-/// Messages up to this length are copied with the GIL held: releasing it takes longer. So are short
-/// collectives.
+/// Messages up to this length, and short collectives, are copied with the GIL held: releasing the GIL
+/// takes longer.
 constexpr size_t kCopiedWithGil = 4096;
 
-/// What surrounds the execution of an operation: a slot in the flight ring, the versions of tensors
-/// that it writes, and the GIL. A short one keeps the GIL until it has to wait, and leaves the rest
-/// until its part is published. Any other does everything at once.
+/// The work around an operation: a slot in the flight ring, the versions of written tensors, and the
+/// GIL. A short operation keeps the GIL until it has to wait, and does the other work after it has
+/// published its part. Other operations do all of this work at once.
 class FastPath::ShortCall final : public Interlude {
  public:
   ShortCall(FlightRing& flight, const OpRecord& record, PyObject* written)
@@ -259,21 +259,21 @@ class FastPath::ShortCall final : public Interlude {
     published_ = true;
     slot_ = is_message_ ? flight_.begin(record_, peer_, tag_) : flight_.begin(record_);
     if (!written_ || bump_versions(written_)) return;
-    nb::python_error error;  // takes it: what runs meanwhile must not find one
+    nb::python_error error;  // takes the error: code that runs now must not find one
     failure_ = nb::borrow(error.value());
   }
   void waits() override {
     if (!released_) released_ = PyEval_SaveThread();
   }
 
-  /// End the wait, and begin what has not begun. The slot in the flight ring.
+  /// End the wait, and do the work that is left. Returns the slot in the flight ring.
   uint64_t come_back() {
     if (released_) PyEval_RestoreThread(released_);
     released_ = nullptr;
     published();
     return slot_;
   }
-  /// Raise what went wrong beside the operation.
+  /// Raise an error of the work around the operation.
   void check() {
     if (!failure_.is_valid()) return;
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(failure_.ptr())), failure_.ptr());
@@ -363,7 +363,7 @@ bool FastPath::execute(unsigned which, nb::handle name, nb::handle inputs, nb::h
   const bool at_root = root == group_.core().rank();
   const Arity expected = arity(operation.kind, at_root, group_.core().size());
   Operands in, others;
-  const bool strided = only_moves(form.kind) && !posts;  // results may have to be copied then
+  const bool strided = only_moves(form.kind) && !posts;  // asynchronous results may need a copy
   if (!in.read(inputs, form.input_list, expected.inputs, in_rows, strided)) return false;
   const bool in_place = elementwise(form.kind) && inputs.ptr() == outputs.ptr();
   if (!in_place && !others.read(outputs, form.output_list, expected.outputs, out_rows, strided))
@@ -425,7 +425,7 @@ bool FastPath::execute(unsigned which, nb::handle name, nb::handle inputs, nb::h
   return true;
 }
 
-/// Start an operation that goes on by itself; its Work.
+/// Start an asynchronous operation; return its Work.
 template <class Start>
 nb::object FastPath::start(ShortCall& call, bool is_message, std::unique_ptr<PostedCall::Kept> kept,
                            nb::handle name, nb::handle reduce_op, int root, Start&& start) {
@@ -483,7 +483,7 @@ bool FastPath::read_message(bool is_send, nb::handle tensor, int peer, int64_t t
   return true;
 }
 
-/// Transfer a short message that need not wait; false: nothing was done.
+/// Transfer a short message without a wait; false: nothing was done.
 bool FastPath::transfer_now(const Message& message, ShortCall& call) {
   if (!message.is_short()) return false;
   const auto& [buffer, dtype, shape] = message.view;
@@ -493,7 +493,7 @@ bool FastPath::transfer_now(const Message& message, ShortCall& call) {
               ? core.send_now(message.peer, buffer, dtype, message.tag, message.label)
               : core.receive_now(message.peer, buffer, dtype, message.tag, message.label)))
       return false;
-  } catch (const Fault&) {  // the general way raises it
+  } catch (const Fault&) {  // the general path raises it
     return false;
   }
   flight_.end(call.come_back());

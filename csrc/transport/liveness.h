@@ -1,11 +1,11 @@
-// Liveness of peers. Each rank holds a lock on its byte of the group's memory file (an open file
+// Liveness of peers. Each rank holds a lock on one byte of the group's memory file (an open file
 // description lock, fcntl(2)), through a descriptor that exec and forked children close. The kernel
-// releases it with the process, however that ends, also when it becomes another program; and shows
-// it to every peer, also in another pid or network namespace.
+// releases the lock when the process ends in any way, or becomes another program. Every peer can see
+// the lock, also in another pid or network namespace.
 //
-// Besides, the end of a process is detected through its pidfd (pidfd_open(2)), which is immune to
-// reused pids once it is open; a peer's start time guards the moment of opening. Where pidfds are
-// refused, /proc is read instead. Either sign counts.
+// A pidfd (pidfd_open(2)) also shows the end of a process. An open pidfd is immune to reused pids; the
+// peer's start time guards the moment of opening. If the kernel refuses pidfds, /proc is read instead.
+// Either sign counts.
 #pragma once
 
 #include <mutex>
@@ -15,7 +15,7 @@
 
 namespace tilework {
 
-/// Write this process's identity into its rank's control block; throws if the rank is taken.
+/// Write this process's identity into the rank's control block; throws if the rank is taken.
 void register_process(RankControl& mine, int rank, bool held);
 
 class Liveness {
@@ -24,11 +24,11 @@ class Liveness {
   Liveness(const Segment& segment, int rank);
   ~Liveness();
 
-  /// True if the process of `rank` ended before it left the group. Costs one or two system calls.
+  /// True if the process of `rank` ended before the rank left the group. One or two system calls.
   bool dead(int rank);
-  /// True if this rank holds its lock.
+  /// True if this rank holds the rank's lock.
   bool held() const { return lock_fd_ >= 0; }
-  /// True if `rank` has closed its end of the group.
+  /// True if `rank` has left the group.
   bool departed(int rank) const { return segment_.control(rank).departed.load() != 0; }
 
  private:
