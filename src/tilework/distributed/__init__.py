@@ -28,7 +28,6 @@ from tilework.comm.debug import (
     set_debug_level,
     set_debug_level_from_env,
 )
-from tilework.comm.flight.stragglers import find_stragglers
 from tilework.comm.groups import (
     DEFAULT_TIMEOUT as default_pg_timeout,  # torch's name
 )
@@ -63,6 +62,7 @@ from tilework.comm.operations.collectives import (
     reduce_scatter_tensor,
     scatter,
 )
+from tilework.comm.operations.find_stragglers import find_stragglers
 from tilework.comm.operations.objects import (
     all_gather_object,
     broadcast_object_list,

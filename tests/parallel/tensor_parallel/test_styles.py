@@ -201,7 +201,7 @@ def test_layouts_that_do_not_fit() -> None:
             TypeError, match=r"input 1 of Bilinear has the layout .* not a tensor: int"
         ):
             module(torch.ones(2, 2), 3)
-        with pytest.raises(TypeError, match=r"input of LayerNorm has .* no tensor: NoneType"):
+        with pytest.raises(TypeError, match=r"input of LayerNorm has .* not a tensor: NoneType"):
             parallelize_module(nn.LayerNorm(2), mesh, SequenceParallel())(None)
         other = DeviceMesh("cpu", [[0]])
         layer = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
