@@ -30,7 +30,7 @@ PRONOUNS = {
     "comm": (76, 45),
     "data": (0, 5),
     "distributed": (2, 10),
-    "dtensor": (265, 86),
+    "dtensor": (126, 54),
     "launch": (32, 13),
     "layout": (9, 15),
     "mesh": (5, 16),

@@ -37,27 +37,27 @@ class DTensorBase(TiledTensor):
     _grad: DTensorBase | None = None
     #: Of a leaf with a gradient that is not reduced yet: reduces it, and adds it to ``grad``.
     _deferred_grad: Callable[[], None] | None = None
-    #: What it is a view of, if its elements are copies.
+    #: The base of a copied view, and how to keep both in step.
     _view_of: View | None = None
-    #: The tensor whose memory it shares, if it was made as a view of one.
+    #: Of a view: the tensor whose memory it shares.
     _viewed: Viewed | None = None
-    #: Its memory, if it is no view and was asked for (``memory_of``); of ``data`` the count apart.
+    #: The memory, unless this is a view; made by ``memory_of``. For ``data``, a separate count.
     _memory: Memory | None = None
-    #: What stands for it as the base of copied views, and what does for what it was before it was
-    #: given other data or other dims: see ``anchor_in`` and ``base_then``.
+    #: The tensors that stand for this tensor: as the base of copied views, and as it was before it
+    #: was given other data or other dims. See ``anchor_in`` and ``base_then``.
     _stand_ins: tuple[DTensorBase, ...] = ()
-    #: The digest of its provenance; None: that of what it holds. See ``dtensor.provenance``.
+    #: The provenance digest; None: the digest of the contents. See ``dtensor.provenance``.
     _digest: int | None = None
     #: Of a view: how it was made of what it shows, which then counts too.
     _made: int | None = None
-    #: Of a leaf: the backward passes when its gradient was last cleared.
+    #: Of a leaf: the number of backward passes when the gradient was last cleared.
     _cleared: int = 0
     #: Of a gradient: the digest that it was last given, and that of what was written to it.
     _noted: tuple[int, int | None] | None = None
     #: True if it was made while gradients were off, as the results of a user's own Function are;
     #: a record of a view of what requires a gradient.
     _made_without_grad: bool | Ungraded = False
-    #: Its places in the graph beside that of the local tensor, if it has any.
+    #: Places in the graph other than the local tensor's, if there are any.
     _places: Places | None = None
 
     @property
@@ -108,7 +108,7 @@ def wrap_as(
         kind: The class DTensor.
         local: This rank's local tensor.
         spec: The layout.
-        digest: That of its provenance; None: that of what it holds.
+        digest: The provenance digest; None: the digest of the contents.
     """
     tensor: DTensorT = _make(
         kind,
@@ -138,7 +138,7 @@ class Memory:
     digest: int = 0
     #: Copied views whose local tensors were handed out.
     handed_out: list[Any] | None = None
-    #: Views of a leaf in its graph, or without elements on some rank.
+    #: Views in the graph of a leaf, or views without elements on some rank.
     graph_views: list[ref[DTensorBase]] | None = None
     #: Autograd's number at the last write that torch counts.
     written_at: int = -1
@@ -149,7 +149,7 @@ class Memory:
     content: tuple[Tensor, int, int, int] | None = None
 
     def of_other_data(self) -> Memory:
-        """The memory of a tensor that is given other data: torch goes on with its count."""
+        """The new memory of a tensor that is given other data: torch goes on with the old count."""
         return Memory(written_at=self.written_at, taken=self.taken)
 
 
@@ -163,14 +163,14 @@ class Alias(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A local tensor at a place in the graph, and its layout there."""
+    """A local tensor at a place in the graph, and the layout at that place."""
 
     local: Tensor
     spec: DTensorSpec
 
 
 class Ungraded(NamedTuple):
-    """A view that was made without gradients, of what requires one."""
+    """A view that was made without gradients, of a tensor that requires a gradient."""
 
     #: The local tensor that has the memory, and the number of writes to it then.
     local: Tensor
@@ -196,24 +196,24 @@ class Origin:
 
 
 class Places:
-    """The places of a tensor in the graph beside that of its local tensor."""
+    """The places of a tensor in the graph other than the local tensor's."""
 
     __slots__ = ("aliases", "before", "gone", "origin", "refuses")
 
     def __init__(self) -> None:
         #: Where gradients are partial, by their axes.
         self.aliases: dict[Ints, Alias] = {}
-        #: That of its gradient, if it was given data in another layout since.
+        #: The place of the gradient, if the tensor was given data in another layout since.
         self.origin: Origin | None = None
         #: Of a stand-in: the local tensor that it had before, of the same memory.
         self.before: Tensor | None = None
-        #: Of one: True if its tensor was given other data; and if views that were made before may
+        #: Of a stand-in: True if the tensor was given other data; and if views made before may
         #: not be used where gradients are recorded.
         self.gone = self.refuses = False
 
 
 def places_of(tensor: DTensorBase) -> Places:
-    """The places of a tensor in the graph beside that of its local tensor."""
+    """The places of a tensor in the graph other than the local tensor's."""
     if tensor._places is None:
         tensor._places = Places()
     return tensor._places
@@ -231,7 +231,7 @@ Viewed = tuple["DTensorBase", DTensorSpec, Any, tuple[Any, ...], dict[str, Any]]
 
 
 class ViewedInPlace(Viewed):
-    """The same, where an operator in place made a tensor a view of its anchor: none, for torch."""
+    """A tensor that an operator in place made a view of an anchor. For torch it is not a view."""
 
     __slots__ = ()
 
@@ -242,9 +242,9 @@ def data_of(tensor: Tensor) -> Tensor:
 
 
 def owner_of(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that owns the memory which a view shows: itself if it is no view.
+    """The tensor that owns the memory of a view; the tensor itself if it is not a view.
 
-    Where that was given other data since, the first of its views that are left.
+    If the owner was given other data since, the first view of the memory that is left.
     """
     while (viewed := tensor._viewed) is not None:
         base = viewed[0]
@@ -272,8 +272,8 @@ def own_memory(owner: DTensorBase) -> Memory:
 def base_then(tensor: DTensorBase) -> DTensorBase | None:
     """The tensor that a view was made of, as it was laid out then; None: nobody else shows that.
 
-    Each has its layout as an object of its own: a tensor changes it for another where its dims are
-    changed in place or where it is given other data. What it was then has a stand-in.
+    A tensor gets another layout object when dims change in place or when it is given other data. A
+    stand-in then keeps the old layout object.
     """
     assert tensor._viewed is not None
     base, spec, *_ = tensor._viewed
@@ -299,21 +299,21 @@ def without_anchor(tensor: DTensorBase) -> tuple[DTensorBase, ...]:
 
 
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
-    """The tensor that a view was made of, and whose graph it shares; None: it has its own."""
+    """The tensor that a view was made of, in the same graph; None if the view is not in it."""
     if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
         return None
     return tensor._viewed[0]
 
 
 def root_in_graph(tensor: DTensorBase) -> DTensorBase:
-    """The tensor that one is a view of in the graph, by way of others or not; itself if of none."""
+    """The last base in the graph, following views of views; the tensor itself without a base."""
     while (base := base_in_graph(tensor)) is not None:
         tensor = base
     return tensor
 
 
 def has_left(stand_in: DTensorBase) -> bool:
-    """True if a tensor stands for one that was given other data."""
+    """True if the tensor that a stand-in stands for was given other data."""
     return stand_in._places is not None and stand_in._places.gone
 
 
@@ -360,7 +360,7 @@ class View:
     ) -> None:
         self.base, self.value, self.redo, self.write = base, value, redo, write
         self.shares, self.apart = shares, apart
-        #: True if its gradient goes nowhere: the base was made to require one since.
+        #: True if the view's gradient goes nowhere: the base requires a gradient only since then.
         self.joined = False
         self.graded = torch.is_grad_enabled()
         self.note()

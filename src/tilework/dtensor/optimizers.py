@@ -2,7 +2,7 @@
 
 Such a step on the local tensors is the step on the DTensors, without an interception for every
 operator of every parameter. The last hook before a step hands it a *twin*: the same optimizer over
-the local tensors, with the local tensors of its states.
+the local tensors, with the local tensors of the states.
 """
 
 from __future__ import annotations

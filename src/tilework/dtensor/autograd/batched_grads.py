@@ -27,7 +27,7 @@ def batched_grads(
         ins: The inputs.
         grad_outputs: A batch for each output.
         retain_graph: As for ``torch.autograd.grad``.
-        named: Its other arguments.
+        named: The other arguments of ``torch.autograd.grad``.
     """
     batches = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
     count = _rows_of(batches, outs)

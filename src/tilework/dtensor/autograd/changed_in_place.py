@@ -40,7 +40,7 @@ def check_gradient_is_whole(tensor: DTensorBase) -> None:
 
 
 def check_no_leaf(tensor: DTensorBase) -> None:
-    """Raise if a tensor is a leaf of a graph, or a view of one: it may not be changed in place."""
+    """Raise if a tensor is a leaf of a graph, or a view of a leaf: it may not change in place."""
     if not torch.is_grad_enabled():
         return
     graded = tensor.requires_grad
@@ -83,11 +83,11 @@ def become_view(
     anchor: DTensorT,
     result: DTensorT,
 ) -> DTensorT:
-    """Make ``tensor`` a view of its own anchor, which takes over its memory.
+    """Make ``tensor`` a view of an anchor, which takes over the tensor's memory.
 
     Args:
         tensor: The tensor.
-        anchor: Its anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
+        anchor: The anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
         result: The view.
     """
     view, shown = result._view_of, result._viewed
@@ -99,7 +99,7 @@ def become_view(
 
 
 def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
-    """True if a tensor's local tensor may become that of a view of it by changing its dims."""
+    """True if a change of the local tensor's dims may turn a tensor into a view of itself."""
     local, shown = tensor._local_tensor, result._local_tensor
     return (
         (tensor._view_of is None or tensor._view_of is copied_views.WATCHED)
@@ -120,8 +120,8 @@ def change_local(
 ) -> None:
     """Change the dims of an anchor's local tensor to the result's, whose local tensor it becomes.
 
-    So torch derives local views of its memory anew as it does of plain tensors. The anchor gets a
-    view with the dims from before.
+    torch then derives local views of the memory again, as for plain tensors. The anchor gets a view
+    with the dims from before.
 
     Args:
         anchor: The anchor.

@@ -1,6 +1,6 @@
 """Gradients of partial sums, as a program sees them, to be differentiated further.
 
-In the graph each rank's value has a gradient of its own, though all are the same: what depends on
+In the graph each rank's value has a separate gradient, though all are the same: what depends on
 them adds up over the ranks. A program sees one gradient, which is replicated: what depends on it is
 counted once. First-order gradients are the same tensors for both.
 """
@@ -37,7 +37,7 @@ def as_seen(grad: Tensor, spec: DTensorSpec, before: Tensor | None = None) -> Te
 
 
 class _Seen(LocalFunction):
-    """A sum again, of which one term keeps its gradient, and that of others is counted once."""
+    """A sum again: one term keeps the gradient, and the gradient of others is counted once."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, before: Tensor, spec: DTensorSpec) -> Tensor:

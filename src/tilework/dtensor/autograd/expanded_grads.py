@@ -2,7 +2,7 @@
 
 ``cls.expand(rows, -1, -1)`` of a replicated tensor is equal rows on each rank. An operator that
 needs them sharded takes each rank's own. Their gradient would be gathered, for ``expand`` to sum
-all rows on each rank. Here each rank sums its own rows, and the sums are reduced: one row's bytes.
+all rows on each rank. Here each rank sums local rows, and the sums are reduced: one row's bytes.
 
 ``expand`` gets the whole sum in the first row, and nothing in others. So this is done only while
 nobody looks at the gradient of the expanded tensor itself.

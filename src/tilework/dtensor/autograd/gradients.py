@@ -63,8 +63,8 @@ def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Ten
 def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] | None) -> Tensor:
     """A local tensor that becomes a DTensor's, in the same memory.
 
-    A leaf stays one: the result is computed from it, and may be written to in place. It is no view
-    for torch, which forbids writes to views of leaves.
+    A leaf stays a leaf: the result is computed from it, and may be written to in place. For torch
+    the result is not a view, since torch forbids writes to views of leaves.
 
     Args:
         local: The local tensor.
@@ -86,7 +86,7 @@ def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] |
                 f"grad_placements cannot change it"
             )
     if not local.requires_grad and local._is_view():
-        # What is written to it later would be the history of its base, and of this rank alone.
+        # A later write would enter the history of the base, on this rank alone.
         return local.detach()
     if not (local.requires_grad and torch.is_grad_enabled()):
         return local
@@ -149,8 +149,8 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
 
     Args:
         tensor: The tensor.
-        value: The other.
-        is_new: True if nothing else will show its memory.
+        value: The other tensor.
+        is_new: True if nothing else will show the memory of ``value``.
     """
     refuse_torch_dtensor(value, "the data of a DTensor")
     if not isinstance(value, DTensorBase):
@@ -261,7 +261,7 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTenso
     while (viewed := value._viewed) is not None:
         base, spec, func, args, kwargs = viewed
         if base is tensor:
-            if func is data_of and spec is anchor._spec:  # else its own value would keep it
+            if func is data_of and spec is anchor._spec:  # else the value would keep the tensor
                 value._viewed = (anchor, spec, func, (anchor, *args[1:]), kwargs)
             break
         value = base
@@ -319,7 +319,7 @@ def autograd_backward(
 
 
 class _Pass:
-    """A backward pass: its digest tells what it begins at, and is part of that of gradients.
+    """A backward pass. The digest tells where the pass begins, and goes into gradients' digests.
 
     Args:
         outs: The tensors that it begins at.
@@ -355,13 +355,13 @@ def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | No
         raise RuntimeError(f"got {len(outs)} tensors, and gradients of {len(grads)}: pass one each")
     return [
         root_of(out, grad) if isinstance(out, DTensorBase) else (out, grad)
-        for out, grad in zip(outs, grads, strict=False)  # torch leaves further ones, too
+        for out, grad in zip(outs, grads, strict=False)  # torch ignores further gradients, too
         if not isinstance(out, DTensorBase) or out._spec.takes_part
     ]
 
 
 def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A local tensor that gradients start from, and its gradient."""
+    """A local tensor that gradients start from, and the gradient of the local tensor."""
     spec = tensor._spec
     local = local_of(tensor)
     if spec.reduce_op not in (None, "sum"):
@@ -410,9 +410,9 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
     _ = shown.grad_spec  # raises for what has none
 
     def called(grad: Tensor | None) -> Tensor | None:
-        if grad is None:  # of a node that gave its other inputs gradients
+        if grad is None:  # the node gave only other inputs gradients
             return None
-        # What a leaf is by now, as its gradient; else what the tensor was.
+        # A leaf's gradient has the layout of the leaf now; otherwise the tensor's layout then.
         place = Place(local, origins.place_in_graph(tensor)[1]) if is_leaf else known
         history = history_of(place.spec.mesh)
         digest = hash((digest_of(tensor), history.passing))
@@ -447,8 +447,8 @@ def register_post_accumulate_grad_hook(
 ) -> _Handles:
     """Call ``hook`` with the tensor when ``grad`` was accumulated into.
 
-    torch also calls such hooks where a node with several inputs gave others a gradient, but none to
-    this one. So a hook before tells whether there is a gradient.
+    torch also calls such hooks if a node with several inputs gave gradients only to other inputs. A
+    hook before the accumulation therefore notes whether there is a gradient.
 
     Returns:
         What removes the hook again, by ``remove()``.
@@ -469,7 +469,7 @@ def register_post_accumulate_grad_hook(
 
 
 class _Handles:
-    """Several hooks that are removed together; a context that removes them at its end."""
+    """Several hooks that are removed together; as a context, when the context ends."""
 
     def __init__(self, *handles: Any) -> None:
         self._handles = handles
@@ -531,7 +531,7 @@ def autograd_grad(
 
 
 def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
-    """A local tensor whose gradient is a tensor's, and its layout; of a plain tensor itself."""
+    """The local tensor that gets a tensor's gradient, and the layout; a plain tensor as it is."""
     if not isinstance(tensor, DTensorBase):
         return tensor, None
     local_of(tensor)

@@ -37,7 +37,7 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 
 
 def local_of(tensor: DTensorBase) -> Tensor:
-    """The local tensor, at its place in the graph."""
+    """The local tensor, at the tensor's place in the graph."""
     if tensor._view_of is not None:
         copied_views.refresh_in_graph(tensor)
     local = tensor._local_tensor
@@ -47,9 +47,9 @@ def local_of(tensor: DTensorBase) -> Tensor:
 
 
 def in_graph(tensor: DTensorBase) -> Tensor:
-    """The local tensor at its place in the graph, also where no gradients are recorded.
+    """The local tensor at the tensor's place in the graph, even if no gradients are recorded.
 
-    That of its origin, if it has one: see ``origins.py``.
+    If the tensor has an origin, the origin's local tensor: see ``origins.py``.
     """
     if tensor._places is not None and (origin := tensor._places.origin) is not None:
         local = local_of(tensor)
@@ -113,9 +113,10 @@ def _linked(tensor: DTensorBase) -> Tensor:
 
 
 def link_results(results: Sequence[Any]) -> None:
-    """Link the results of a call of a user's own Function: its backward runs once for them. Local.
+    """Link the results of a call of a user's own Function: backward runs once for all. Local.
 
-    Done at once, for operators in place may give what the Function took another place in the graph.
+    The results are linked at once, since operators in place may move the Function's inputs to other
+    places in the graph.
     """
     tensors = [each for each in results if isinstance(each, DTensorBase)]
     if not tensors or not torch.is_grad_enabled():
@@ -154,7 +155,7 @@ def _result(tensor: DTensorBase, node: Any) -> _Result:
 
 
 class _Result(NamedTuple):
-    """A result of a user's own autograd.Function: its edge in the wrappers' graph, and its layout.
+    """A result of a user's own autograd.Function: the edge in the wrappers' graph, and the layout.
 
     Operators in place may change the tensor's. With a tensor computed from it: in torch 2.6 an
     edge alone keeps no Function's node in memory.
@@ -181,7 +182,7 @@ def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
         for next_node, _ in node.next_functions:
             leaf = getattr(next_node, "variable", None)
             if isinstance(leaf, DTensorBase):
-                if is_written_since(leaf, node):  # by a Function.apply that goes past its wrapper
+                if is_written_since(leaf, node):  # by a Function.apply that bypasses the wrapper
                     raise RuntimeError(
                         f"{leaf!r} was written to between the call of {node.name()}, which took "
                         f"it, and the first use of the result: pass a clone() to the Function"
@@ -201,7 +202,7 @@ class _Following(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """From the graph of local tensors into that of wrappers, and back out at its leaves."""
+    """From the graph of local tensors into the wrappers' graph, and back out at the leaves."""
 
     @staticmethod
     def forward(
@@ -232,7 +233,7 @@ class _Link(torch.autograd.Function):
         for leaf in changed:
             _show(leaf, ctx.leaves[leaf])
         with _WithoutInterception():
-            for leaf in ctx.leaves:  # one that has left the graph since gets its gradient, too
+            for leaf in ctx.leaves:  # leaves that left the graph since get gradients, too
                 _base.requires_grad_(leaf)
         try:
             leaf_grads = _passed(roots, list(ctx.leaves))
@@ -283,7 +284,7 @@ def _show(tensor: DTensorBase, place: Place) -> None:
     show_as(tensor, wrap_as(type(tensor), place.local.detach(), place.spec))
 
 
-#: The class of its nodes.
+#: The class of the nodes of ``_Link``.
 _LINK: Any = _Link._backward_cls
 
 
@@ -295,7 +296,7 @@ def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
     Args:
         tensor: A DTensor or a plain tensor.
         spec: The layout.
-        what: Its name in errors.
+        what: The tensor's name in errors.
     """
     if not isinstance(tensor, DTensorBase):
         return redistribute_local(
@@ -326,8 +327,8 @@ def check_kept(ctx: Any) -> None:
 class WayBack:
     """The way of gradients that the program gives, in whatever layout, into the graph.
 
-    In the graph each rank's value has its own share. At a leaf the shares are only added up, and
-    any that add up to the gradient are right.
+    In the graph each rank's value has a share of the gradient. At a leaf the shares are only added
+    up, and any shares that add up to the gradient are right.
 
     Args:
         place: The place in the graph.
@@ -348,7 +349,7 @@ class WayBack:
 
         Args:
             grad: A DTensor or a plain tensor, which counts as replicated.
-            what: Its name in errors.
+            what: The gradient's name in errors.
         """
         if self.adjoint is None:
             return local_as(grad, self.spec.grad_spec, what)

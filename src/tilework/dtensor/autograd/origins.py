@@ -1,10 +1,10 @@
 """Leaves that are given data in another layout: ``x.data = y``.
 
-torch leaves a leaf at its place in the graph then. What was computed from it before and what will
-be computed later add their gradients up there. Here the local tensor may get other elements by it,
-of another shape. So that place keeps the layout which it had: the leaf's *origin*. The local tensor
-with the new data is computed from it, by a node that redistributes gradients to the layout there.
-The tensor goes on as the leaf that it was: hooks and ``grad`` are the origin's.
+torch then leaves the leaf at the same place in the graph. The gradients of earlier and of later
+results add up there. Here the local tensor may get other elements, in another shape. The place
+therefore keeps the old layout: it is the leaf's *origin*. The local tensor with the new data is
+computed from the origin, by a node that redistributes gradients to the old layout. The tensor stays
+the same leaf: hooks and ``grad`` are the origin's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tilework.dtensor.views import copied_views
 
 
 def is_in_graph(tensor: DTensorBase) -> bool:
-    """True if something was computed from a tensor that still waits for its gradient. Local."""
+    """True if a result that was computed from a tensor still waits for a gradient. Local."""
     local = tensor._local_tensor
     if not local.requires_grad or local.is_inference():
         return False
@@ -41,14 +41,14 @@ def is_in_graph(tensor: DTensorBase) -> bool:
     before = holders(local)
     with torch.inference_mode(False), torch.enable_grad():
         edge = torch.autograd.graph.get_gradient_edge(local)
-    # Its node holds the tensor: once more, if there was none.
+    # The tensor's node holds the tensor. A node that is new here adds a holder.
     is_known = holders(local) == before
     del edge
     return is_known
 
 
 def with_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec, used: bool) -> Tensor:
-    """The local tensor of a tensor whose data become others, at its place in the graph.
+    """The local tensor of a tensor that is given other data, at the same place in the graph.
 
     Collective if the layout is another, and there is a gradient.
 
@@ -107,13 +107,13 @@ def as_leaf_to_writes(tensor: DTensorBase) -> Tensor:
 
 
 def place_in_graph(tensor: DTensorBase) -> tuple[Tensor, DTensorSpec]:
-    """The local tensor at which a tensor's gradient is whole, and its layout."""
+    """The local tensor at which a tensor's gradient is complete, and the layout there."""
     origin = origin_of(tensor)
     return (tensor._local_tensor, tensor._spec) if origin is None else (origin.local, origin.spec)
 
 
 def grad_of(tensor: DTensorBase) -> tuple[Tensor | None, DTensorSpec]:
-    """The local tensor of a tensor's gradient, and its layout."""
+    """The local tensor of a tensor's gradient, and the gradient's layout."""
     origin, local, spec = origin_of(tensor), tensor._local_tensor, tensor._spec
     if origin is not None:
         return origin.grad, spec.grad_spec
@@ -137,7 +137,7 @@ def set_grad_of(tensor: DTensorBase, grad: Tensor | None) -> None:
 
 
 def leave_graph(tensor: DTensorBase) -> None:
-    """Let a leaf that has an origin be one that requires no gradient. Local."""
+    """Make a leaf that has an origin a leaf that requires no gradient. Local."""
     origin = origin_of(tensor)
     if origin is None:
         return
@@ -182,7 +182,7 @@ class _Relaid(LocalFunction):
 
 
 def _collect_grads(tensor: DTensorBase, origin: Origin) -> None:
-    """Have the gradient of a leaf that has an origin added up in the layout of its data."""
+    """Add up the gradient of a leaf that has an origin in the layout of the leaf's data."""
     leaf: Any = origin.local
     known = ref(tensor)
 

@@ -1,10 +1,10 @@
 """Partial gradients, and where in the graph they are reduced.
 
-The graph is that of the local tensors. A rank that computes with a replicated tensor and its own
-shard of another gets a partial gradient of the replicated tensor: all ranks' must be summed. So
-such an operator takes the local tensor through an *alias*: the same memory at a place in the graph
-whose backward reduces the gradient. All uses of a tensor share one alias, so that its gradient is
-reduced once. Those of leaves (parameters) wait for the end of the pass (``grad_reduction.py``).
+The graph consists of the local tensors. A rank that computes with a replicated tensor and a shard
+of another gets a partial gradient of the replicated tensor: all ranks' must be summed. Such an
+operator takes the local tensor through an *alias*: the same memory at a place in the graph whose
+backward reduces the gradient. All uses of a tensor share one alias, and the gradient is reduced
+once. Gradients of leaves (parameters) wait for the end of the pass (``grad_reduction.py``).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _ReduceGrad(LocalFunction):
 
 
 def _digest_now(leaf: ref[DTensorBase]) -> int:
-    """The digest of a leaf as it is now: its alias outlives writes to it."""
+    """The digest of a leaf as it is now: the alias outlives writes to the leaf."""
     tensor = leaf()
     if tensor is None:
         return 0

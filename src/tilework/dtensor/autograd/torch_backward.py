@@ -26,7 +26,7 @@ class _Asked:
 
 
 def asks_classes() -> bool:
-    """True if torch's function asks the classes of its arguments, as most of torch's do."""
+    """True if torch's function tries ``__torch_function__`` of arguments, as most functions do."""
     backward: Any = torch.autograd.backward
     try:
         backward(_Asked())

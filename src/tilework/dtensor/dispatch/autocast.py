@@ -37,7 +37,7 @@ def in_float32(name: str, call: Call) -> Callable[[], Any] | None:
 
     Args:
         name: The operator's.
-        call: Its call, not in place.
+        call: The operator's call, not in place.
     """
     device = call.mesh.device_type
     if not torch.is_autocast_enabled(device) or not _is_in_float32(_kernel(name, call), device):

@@ -2,7 +2,7 @@
 
 A call has four parts:
 
-1. its *key* (``call_key.py``): function, layouts, dtypes and other arguments. It finds the call's
+1. the *key* (``call_key.py``): function, layouts, dtypes and other arguments. It finds the call's
    sharding in the mesh's cache; the first such call has it propagated (``propagation/``);
 2. the *fast path*, if all tensors are taken as they are: torch's operator on the local tensors;
 3. otherwise the way that the sharding says (``ways.py``): some tensors are redistributed first, or
@@ -76,7 +76,7 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def _local_of(tensor: DTensor) -> Tensor:
-    """The local tensor of an operator's argument, at its place in the graph."""
+    """The local tensor of an operator's argument, at the argument's place in the graph."""
     made = tensor._made_without_grad
     if made.__class__ is Ungraded and _grad_enabled():
         check_ungraded(tensor, made)
@@ -111,7 +111,7 @@ _MOST_SHARDINGS = 1 << 14
 
 
 def dispatch(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The result of a function of torch's where some of its arguments are DTensors."""
+    """The result of a function of torch's with DTensors among the arguments."""
     handler = HANDLERS.get(func)
     if handler is None:
         handler = HANDLERS[func] = _handler(func)
@@ -150,8 +150,8 @@ class Operator:
     """An operator on DTensors.
 
     Args:
-        entry: Everything that is known of it.
-        in_place: True if it writes to its first argument.
+        entry: The operator's entry in the table.
+        in_place: True if the operator writes to the first argument.
     """
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
@@ -164,7 +164,7 @@ class Operator:
         self._title = self.name + "_" * in_place
 
     def handler(self) -> Handler:
-        """The function that runs its calls: the core's fast path, where there is the core."""
+        """The function that runs the operator's calls: the core's fast path, if there is a core."""
         if _core is None:
             return self
         fast: Handler = _core.operator_call(
@@ -230,17 +230,17 @@ class Operator:
         graded: bool,
         requires_grad: bool,
     ) -> Any:
-        """The result of a call, from what was read of its arguments but for the named ones.
+        """The result of a call, after all arguments were read except those by name.
 
         Args:
-            func: torch's function, then its arguments.
+            func: torch's function, then the arguments.
             key: The key so far.
             tensors: Tensors among the arguments so far.
             locals_: The arguments, with the local tensors of those that are DTensors.
             seeds: What the digest of the result is made of: first the sharding's, not known yet.
             as_is: True if each tensor is a DTensor, and an argument by itself.
             graded: True if gradients are on.
-            requires_grad: True if a local tensor requires one.
+            requires_grad: True if a local tensor requires a gradient.
         """
         local_kwargs = kwargs
         if kwargs:
@@ -330,7 +330,7 @@ def _check_devices(name: str, call: Call) -> None:
         if isinstance(arg, (str, torch.device)):
             try:
                 kinds.append(torch.device(arg).type)
-            except RuntimeError:  # a dtype's name, for one, which torch refuses itself
+            except RuntimeError:  # not a device, such as a dtype's name, which torch refuses itself
                 continue
     for kind in kinds:
         check_device_is_there(kind, f"{name} of a DTensor on {call.mesh}")

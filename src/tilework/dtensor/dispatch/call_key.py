@@ -1,4 +1,4 @@
-"""The key of a call: everything that its sharding depends on, in a list of hashable things."""
+"""The key of a call: everything that the sharding depends on, in a list of hashable values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END = object()
 def add_to_key(
     arg: Any, key: list[Any], tensors: list[Tensor], seeds: list[Any], values_matter: bool
 ) -> bool:
-    """True if there is no tensor in an argument, which is added to the key, its tensors to theirs.
+    """Add an argument to the key, and its tensors to ``tensors``; True if it has no tensors.
 
     Args:
         arg: The argument.
@@ -86,8 +86,9 @@ def _add_tensor(arg: Tensor, key: list[Any], tensors: list[Tensor], seeds: list[
 
 
 def parameter_names(entry: OpEntry) -> tuple[str, ...]:
-    """The names of an operator's arguments in their order, as its rules and torch have them: first
-    those that arguments by position have, however the operator is called.
+    """The names of an operator's arguments in order, as in the rules and in torch.
+
+    The names of positional arguments come first, for every form of the call.
     """
     by_rules = [
         list(signature(rule).parameters.values())

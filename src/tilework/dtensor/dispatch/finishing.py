@@ -139,7 +139,7 @@ def _written(operation: Operation, sharding: OpSharding, result: Any, call: Call
 
 
 def digest_of_rest(sharding: OpSharding, call: Call) -> int:
-    """The digest of a call without that of its first argument."""
+    """The digest of a call, without the digest of the first argument."""
     return hash(tuple(seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))))
 
 

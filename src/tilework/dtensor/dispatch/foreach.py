@@ -201,7 +201,7 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _then_copied(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operator in place that torch has for lists only: its result is copied to its tensor."""
+    """An operator in place that torch has for lists only: the result is copied to the tensor."""
 
     def write(target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return target.copy_(operator(target, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""The local tensors that an operator runs on: of its inputs, redistributed where they must be."""
+"""The local tensors that an operator runs on: the inputs', redistributed where necessary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes to tensors of which several elements are one in memory, as expanded and unfolded ones."""
+"""Writes to tensors whose elements share places in memory, such as expanded or unfolded tensors."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _WRITE_REPEATED = frozenset(
 def check_writable(name: str, target: Tensor, others: Sequence[Any] = ()) -> None:
     """Raise, as torch does, if an operator may not write to a tensor. Local.
 
-    One whose elements repeat, on every rank: of local tensors only those of some ranks may have
-    several elements. And where gradients are recorded, a view that the graph of its base does not
-    follow: made without gradients, or together with others by one operator.
+    A tensor whose elements repeat is refused on every rank, since only some ranks may have several
+    elements in the local tensor. If gradients are recorded, some views are refused, too: views made
+    without gradients or together with others by one operator, which the base's graph does not see.
 
     Args:
         name: The operator.
@@ -173,9 +173,9 @@ def check_windows(name: str, target: Window, other: Window, same: bool = True) -
 
 
 def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
-    """True if an operator is to write to a view of which several elements are one in memory.
+    """True if an operator is to write to a view with several elements at one place in memory.
 
-    Its local tensor does not show which, where they had to move or are partial.
+    The local tensor does not show this if elements had to move or are partial.
 
     Args:
         name: The operator.
@@ -208,7 +208,7 @@ def write_in_memory(name: str, func: Any, target: DTensor, args: Args, kwargs: K
 
     Args:
         name: The operator.
-        func: Its function, which writes to the view, in place or by ``out=``.
+        func: The operator's function, which writes to the view, in place or by ``out=``.
         target: The view, among the arguments.
         args: The arguments.
         kwargs: Those by name.

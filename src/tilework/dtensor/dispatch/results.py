@@ -78,10 +78,10 @@ def _wrapped_pieces(result: Any, outputs: Sequence[DTensorSpec], digest: int) ->
 
 
 def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[DTensorSpec] | None]:
-    """A local result and its layouts, reduced where it is partial otherwise than as a sum.
+    """A local result and the layouts, reduced where it is partial, but not as a sum.
 
-    Each rank's gradient of such a value is its own: what a user sees at the tensor would not be the
-    value's gradient. Without gradients nothing is done. Collective.
+    The gradient of such a value differs by rank: a user would not see the value's gradient at the
+    tensor. Without gradients nothing is done. Collective.
     """
     tensors = tensors_in(result)
     if outputs is None or not (
@@ -93,7 +93,7 @@ def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[D
 
 
 def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
-    """A result, its tensors with the digest of the call that made it; operands keep theirs."""
+    """The result. New tensors get the digest of the call; operands keep their digests."""
     tensors = tensors_in(result)
     if len(tensors) == 1 and isinstance(tensors[0], DTensor):
         _own_its_memory(tensors[0], operands)
@@ -184,10 +184,10 @@ def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: 
     """Write the local tensor ``value`` of layout ``spec`` to ``target``, in the target's layout.
 
     Args:
-        target: Written to; its provenance is up to the caller.
+        target: The tensor to write to. The caller must update the provenance.
         value: The value's local tensor.
-        spec: Its layout.
-        name: The operator's.
+        spec: The value's layout.
+        name: The operator's name.
         digest: The value's provenance digest, if it is known.
     """
     if spec.shape != target._spec.shape:
@@ -202,15 +202,16 @@ def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: 
 def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: Any) -> Any:
     """The result of an operator that writes values of DTensors to a plain tensor. Collective.
 
-    The plain tensor has no layout, so every rank writes the full values to its own. Numbers, as a
-    norm that gradients are divided by, are the same on all ranks; of others it is warned.
+    The plain tensor has no layout: every rank writes the full values to a plain tensor. Single
+    numbers, such as a norm that gradients are divided by, are replicated; otherwise a warning is
+    given.
 
     Args:
         name: The operator's.
         func: Runs it on plain tensors.
-        draws: True if it draws, which is to be alike on all ranks.
-        args: Its arguments.
-        kwargs: Its named arguments.
+        draws: True if the operator draws random numbers, which must be the same on all ranks.
+        args: The arguments.
+        kwargs: The arguments by name.
 
     Raises:
         NotImplementedError: Within ``strict()``, if tensors are gathered; nothing is written.
@@ -298,7 +299,7 @@ def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: 
 
     Args:
         name: The operator.
-        func: Its function, then the arguments.
+        func: The operator's function, then the arguments.
         args: By position.
         kwargs: By name, ``out=`` last.
         result: All that it gives.
@@ -319,7 +320,7 @@ def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: 
 
 
 def _has_room(out: DTensor, shape: Sequence[int]) -> bool:
-    """True if a tensor of another shape fits where ``out=`` begins in its memory.
+    """True if a tensor of another shape fits into the memory of ``out=``, from where it begins.
 
     Raises:
         RuntimeError: It does not, and the memory is another tensor's.
@@ -356,7 +357,7 @@ def check_out(name: str, out: Tensor, value: Tensor) -> None:
 
 
 def _copy_to_out(out: Tensor, full: Tensor) -> Tensor:
-    """Copy a result to a plain tensor, which takes its shape."""
+    """Copy a result to a plain tensor, which takes the result's shape."""
     if out.shape != full.shape:
         out.resize_(full.shape)
     return out.copy_(full)

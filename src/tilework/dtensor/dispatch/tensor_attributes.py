@@ -1,4 +1,4 @@
-"""Functions that are no operators: attributes of a tensor, and its place in the graph."""
+"""Functions that are not operators: attributes of a tensor, and the place in the graph."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _base(func: Any, args: Any, kwargs: Any) -> DTensor | None:
 
 @dtensor_handler("is_inference")
 def _is_inference(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if made in inference mode; of a copied view, whose local tensor never is: its owner."""
+    """True if made in inference mode. A copied view's local tensor never is: ask the owner."""
     (tensor,) = args
     shows_memory = tensor._view_of is None or tensor._view_of is copied_views.WATCHED
     return bool(func(local_graph.plain(tensor if shows_memory else owner_of(tensor))))
@@ -169,12 +169,12 @@ def _detach_(func: Any, args: Any, kwargs: Any) -> DTensor:
         origins.leave_graph(tensor)
     before_leaving_graph(tensor, remains_leaf=False)
     local = tensor._local_tensor
-    # A tensor that is no view may have a local tensor that is one.
+    # The local tensor may be a view even if the tensor is not.
     tensor._local_tensor = local.detach() if local._is_view() else local.detach_()
     after_leaving_graph(tensor)
     tensor._made_without_grad = False
     base = tensor
-    while base._viewed.__class__ is ViewedInPlace:  # as it was before its dims were changed
+    while base._viewed.__class__ is ViewedInPlace:  # the tensor before dims were changed in place
         base = base._viewed[0]
         places_of(base).before = base._local_tensor
         base._local_tensor = base._local_tensor.detach()

@@ -37,10 +37,10 @@ _WRITES_NOTHING = frozenset(
 
 
 def tracked(name: str, handler: Handler) -> Handler:
-    """A handler whose collectives carry the operator and its operands, and whose results too.
+    """A handler whose collectives and results carry the digest of the operator and the operands.
 
     Args:
-        name: torch's name of the operator; with "_" at its end it writes to its first argument.
+        name: torch's name of the operator; with a final "_" it writes to the first argument.
         handler: Runs it.
     """
     own = stable_digest(name)

@@ -1,7 +1,7 @@
 """The ways in which a call runs: see :mod:`~…propagation.op_sharding`.
 
-Other operators on DTensors compute it; or it runs on local tensors, in the layouts that the call
-needs; or on gathered ones.
+Other operators on DTensors compute the call; or it runs on local tensors, in the layouts that the
+call needs; or on gathered tensors.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Ways:
     """The ways of an operator.
 
     Args:
-        entry: Everything that is known of it.
-        in_place: True if it writes to its first argument.
+        entry: The operator's entry in the table.
+        in_place: True if the operator writes to the first argument.
     """
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
@@ -188,8 +188,8 @@ class Ways:
 
 
 def _is_kept(local: Tensor) -> bool:
-    """True if what is to be computed anew and then written to must not be written to itself."""
-    # What is kept for its gradient must not be what is then written to.
+    """True if a call in place must compute from a copy of the tensor that it then writes to."""
+    # The tensor that is saved for backward must not be written to.
     if local.requires_grad and _grad_enabled():
         return True
     # torch refuses writes to what was moved of an inference tensor, but none to tensor.data.
@@ -248,7 +248,7 @@ def _by_whole_sums(call: Call) -> Composed:
 
 
 def _of_whole_sums(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The result of a call with partial tensors reduced; if there are none, with full ones."""
+    """The result of a call with partial tensors reduced; without any, with full tensors."""
     tensors = tensors_in([*args, *kwargs.values()])
     specs = [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
     are_partial = any(spec.partial_axes for spec in specs)
@@ -266,16 +266,16 @@ def _of_whole_sums(func: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _composed_in_place(
     composed: Callable[..., Any], args: Args, kwargs: Kwargs, digest: int
 ) -> Any:
-    """Compute anew what an operator writes to its first argument, and write it.
+    """Compute an operator's result as a new tensor, and write it to the first argument.
 
-    To a plain tensor it writes itself.
+    The operator itself writes to a plain tensor.
     """
     target = args[0] if args else None
     if not isinstance(target, DTensor):
         return composed(*args, **kwargs)
     if composed is unchanged:
         return target
-    # What is kept for its gradient must not be what is then written to.
+    # The tensor that is saved for backward must not be written to.
     kept = target.clone() if target.requires_grad and _grad_enabled() else target
     result = composed(kept, *args[1:], **kwargs)
     if result is not target:

@@ -37,7 +37,7 @@ def _globals_of(module: str) -> dict[str, Any]:
 
 @cache
 def without_override_checks(func: Any) -> Callable[..., Any] | None:
-    """The same Python function without its override checks; None for one that has none."""
+    """The same Python function without override checks; None if the function has no checks."""
     if not isinstance(func, types.FunctionType):
         return None
     if not set(_CHECKS) & set(func.__code__.co_names):

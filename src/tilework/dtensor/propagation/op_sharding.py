@@ -9,7 +9,7 @@ from typing import Any
 
 from tilework.dtensor.spec import DTensorSpec, Ints
 
-#: The layout that an input must have, and the axes along which its gradient is then partial.
+#: The layout that an input must have, and the axes along which the gradient is then partial.
 InputLayout = tuple[DTensorSpec, Ints]
 
 

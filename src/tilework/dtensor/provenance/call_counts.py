@@ -8,7 +8,7 @@ _MOST = (1 << 61) - 1
 
 
 class History:
-    """Counts of one rank, on one mesh: the same on all of its ranks while they do alike."""
+    """Counts of one rank for one mesh: the same on all ranks while the ranks do the same."""
 
     __slots__ = ("creations", "inputs", "passes", "passing", "steps")
 

@@ -68,7 +68,7 @@ def _address(tensor: Tensor) -> int:
         if not _is_transformed(tensor):
             raise
         address = 0
-    if not address and _is_transformed(tensor):  # functionalize gives its tensors the address 0
+    if not address and _is_transformed(tensor):  # functionalize gives tensors the address 0
         raise RuntimeError(
             "torch.func's transforms (vmap, grad, vjp, jacrev, functionalize) take no DTensors, "
             "and a function within one met a DTensor of its surroundings: transform a function "
@@ -86,7 +86,7 @@ def _hash_of_other(tensor: Tensor, full: bool) -> int:
     try:
         if not tensor.data_ptr():  # empty, or a wrapper of others, such as torch's DTensor
             return 0
-    except RuntimeError:  # one that is traced, in torch 2.6: what takes it says what is wrong
+    except RuntimeError:  # a traced tensor in torch 2.6: the next operator raises a clearer error
         return 0
     with torch.no_grad():
         tensor = tensor.detach().resolve_conj().resolve_neg()

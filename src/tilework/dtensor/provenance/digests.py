@@ -1,9 +1,9 @@
 """Provenance digests: numbers that tell how each DTensor came about.
 
-A digest is a hash of the operator, the layouts, the numbers among its arguments and the digests of
-its operands. It is the same on all ranks that do alike, since nothing goes in that is a rank's own:
-of plain tensors, which count as replicated, and of replicated local tensors the contents; of random
-numbers their key; of what a collective made (``distribute_tensor``) the number of that collective.
+A digest is a hash of the operator, the layouts, the numbers among the arguments and the digests of
+the operands. It is the same on all ranks that do the same, since it includes nothing that differs
+by rank: the contents of plain tensors, which count as replicated, and of replicated local tensors;
+the key of random numbers; the number of a collective that made a tensor (``distribute_tensor``).
 ``hash`` of a tuple of numbers is the same in all processes, and takes tens of nanoseconds.
 """
 
@@ -37,7 +37,7 @@ _PLAIN = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch
 
 
 def stable_digest(*facts: Any) -> int:
-    """A hash of plain data by its text, the same in every process.
+    """A hash of the text of plain data, the same in every process.
 
     Example:
         >>> stable_digest("sum", 1.0) == stable_digest("sum", 1.0)
@@ -77,24 +77,24 @@ def _digest_of_content(tensor: DTensorBase) -> int:
 
 
 def plain_or_digest(tensor: Tensor) -> int:
-    """The digest of a DTensor; of a plain tensor, which counts as replicated, that of its value."""
+    """The digest of a DTensor; for a plain tensor, which counts as replicated, of the value."""
     return digest_of(tensor) if isinstance(tensor, DTensorBase) else content_digest(tensor)
 
 
 def follow(tensor: DTensorBase, base: DTensorBase) -> None:
-    """Give a tensor of the same memory and layout as another its digest, which follows writes."""
+    """Give a tensor the digest of another with the same memory and layout. It follows writes."""
     is_content = base._digest is None and base._made is None and base._spec.is_replicated
     # Of content, what it holds tells of writes.
     tensor._made, tensor._digest = None if is_content else digest_of(base), None
 
 
 def note_write(tensor: DTensorBase, digest: int) -> None:
-    """Give a tensor the digest of what was written to it, and mix it into those of its views."""
+    """Give a tensor the digest of a write to it, and mix that into the digests of all views."""
     if tensor._noted is not None:  # a gradient, which the next pass adds to
         digest = hash((digest, history_of(tensor._spec.mesh).passes))
     owner = owner_of(tensor)
     is_view = owner is not tensor
-    if is_view:  # which part of the memory it shows counts, though its values before may not
+    if is_view:  # the part of the memory counts, even if the values before do not
         digest = hash((digest_of(tensor) if tensor._made is None else tensor._made, digest))
     memory = memory_of(owner)
     memory.digest = hash((memory.digest, digest))
@@ -106,13 +106,13 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
 
 
 def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
-    """Give a tensor's gradient its digest: of the backward passes, and of what was written to it.
+    """Give a tensor's gradient a digest: of the backward passes, and of writes to the gradient.
 
     It is the same whether a rank has asked for the gradient before, or not.
 
     Args:
         tensor: The tensor.
-        grad: What its ``grad`` is now.
+        grad: The tensor's ``grad`` now.
 
     Returns:
         The digest.
@@ -135,14 +135,14 @@ def note_cleared(tensor: DTensorBase) -> None:
 
 
 def call_digest(name: str, names: Sequence[str], args: Any, kwargs: Any, values: bool) -> int:
-    """The digest of everything about a call but its tensors' own.
+    """The digest of a call, without the digests of the tensors.
 
     Args:
-        name: The operator's.
-        names: Those of its arguments, in order.
+        name: The operator's name.
+        names: The names of the arguments, in order.
         args: The arguments.
-        kwargs: The named ones.
-        values: True if numbers are part of it, not only their kinds.
+        kwargs: The arguments by name.
+        values: True to include numbers, not only the kinds of numbers.
     """
     named = dict(zip([*names, *range(len(names), len(args))], args, strict=False))
     facts = {str(key): _facts(value, values) for key, value in (named | kwargs).items()}
@@ -157,7 +157,7 @@ def _facts(value: Any, values: bool) -> Any:
     kind = value.__class__
     if kind in NUMBERS:
         return repr(value) if values else kind.__name__
-    if (number := plain_number(value)) is not None:  # numpy's, for one: the key has its value
+    if (number := plain_number(value)) is not None:  # such as numpy's: the key has the value
         return kind.__name__, repr(number)
     if kind is slice:
         value = [value.start, value.stop, value.step]
@@ -172,7 +172,7 @@ def _facts(value: Any, values: bool) -> Any:
 
 
 def number_seed(number: Any) -> int:
-    """A number as it goes into digests: its bits, or itself if its ``hash`` tells it from others.
+    """The form of a number in digests: the bits, or the number itself if ``hash`` distinguishes it.
 
     Example:
         >>> hash(0.5) == hash(2.0**60), number_seed(0.5) == number_seed(2.0**60)
@@ -188,7 +188,7 @@ def number_seed(number: Any) -> int:
 
 
 def plain_number(value: Any) -> complex | None:
-    """The number that a value of another class is: of numpy's, or of one's own; else None.
+    """The number that a value of another class (numpy's, or the program's) stands for, or None.
 
     Example:
         >>> import numpy

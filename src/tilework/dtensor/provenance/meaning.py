@@ -18,8 +18,8 @@ class TensorText:
     """A tensor that moves, as text once that is asked for.
 
     Args:
-        spec: Its layout.
-        dtype: Its dtype.
+        spec: The layout.
+        dtype: The dtype.
         target: The layout afterwards; None: unknown.
     """
 
@@ -45,7 +45,7 @@ def moving(digest: int, operator: str, tensor: TensorText | None = None) -> carr
 
     Args:
         digest: That of the tensor, and of where it goes.
-        operator: The operator or method, unless one is known already.
+        operator: The operator or method, unless an outer operator is known already.
         tensor: The tensor.
     """
     return carrying(carried(digest), operator, tensor)
@@ -65,13 +65,13 @@ def named_for(method: str) -> carrying:
 
 
 class Moved:
-    """A tensor that is about to move, as its local tensor does not tell.
+    """Facts about a tensor that is about to move, which the local tensor does not have.
 
     Args:
         digest: The provenance digest.
         operator: The operator or method that it moves for.
-        handed_out: True if the program gets the result, maybe as a plain tensor: its gradient then
-            comes from who knows where, and is in no operator's partial form.
+        handed_out: True if the program gets the result, maybe as a plain tensor. Then the gradient
+            may come from any code, and no operator has made it partial.
     """
 
     __slots__ = ("digest", "handed_out", "operator")
@@ -80,7 +80,7 @@ class Moved:
         self.digest, self.operator, self.handed_out = digest, operator, handed_out
 
     def as_gradient(self, passing: int) -> Moved:
-        """Its gradient, in a backward pass of a digest."""
+        """The gradient, in a backward pass of this digest."""
         operator = f"the gradient of {self.operator}" if self.operator else "a gradient"
         return Moved(hash((self.digest, passing)), operator)
 

@@ -18,7 +18,7 @@ _MODES = get_args(Mode)
 
 #: The number of ``verifying`` that are open, of all ranks of this process.
 _open = 0
-#: Counts how often one was opened or closed: what was hashed before may be hashed otherwise now.
+#: The number of times that a mode began or ended: a hash from before may differ from a new hash.
 changes = 0
 _lock = threading.Lock()
 

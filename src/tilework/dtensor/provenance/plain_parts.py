@@ -22,8 +22,8 @@ def note_input(tensor: DTensorBase, was_plain: bool) -> None:
 
     Args:
         tensor: The input.
-        was_plain: True if it was made of a local tensor. Then its own digest depends on the inputs
-            before, unless it is replicated.
+        was_plain: True if the input was made of a local tensor. Then its digest depends on the
+            inputs before, unless it is replicated.
     """
     spec = tensor._spec
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
@@ -36,15 +36,15 @@ def note_input(tensor: DTensorBase, was_plain: bool) -> None:
 
 
 def note_output(tensor: DTensorBase, local: Any) -> None:
-    """Have what ranks communicate later depend on a module's output, and on its gradient. Local.
+    """Make later collectives depend on a module's output, and on the output's gradient. Local.
 
-    Plain operators compute what is made of it, and its gradient. Where the tensor is replicated
-    they have to give all ranks the same gradient, on which then depends what backward communicates.
+    Plain operators use the output, and compute the gradient. If the tensor is replicated, all ranks
+    must get the same gradient, and collectives of the backward pass then depend on the gradient.
     Where one axis of several replicates, ranks compare it at once.
 
     Args:
         tensor: The output.
-        local: Its local tensor, with which the program goes on.
+        local: The output's local tensor, with which the program goes on.
     """
     spec = tensor._spec
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":

@@ -83,7 +83,7 @@ def _here() -> str:
 
 @lru_cache(maxsize=512)
 def first_replicas(spec: DTensorSpec) -> Ints:
-    """For each group rank of the mesh the first one that has the same part."""
+    """For each group rank of the mesh, the first group rank that has the same part."""
     first: dict[Ints, int] = {}
     found = []
     mesh = spec.mesh

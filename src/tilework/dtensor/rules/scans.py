@@ -17,7 +17,7 @@ from tilework.tiled.op_rules import Arg, Decomposition, LocalRanges, RuleResult,
 from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.reduction_args import dims_of
 
-#: The total of a shard, and its combination with the shards after it.
+#: The total of a shard, and the function that combines it with later shards.
 _KINDS: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "cumsum": (torch.sum, torch.add),
     "cumprod": (torch.prod, torch.mul),

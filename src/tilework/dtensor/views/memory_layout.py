@@ -1,4 +1,4 @@
-"""The memory that a tensor would have, were it plain: full values in the order of its strides."""
+"""The memory that a plain tensor would have: full values, in the order of the strides."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 
 
 def memory_order(spec: DTensorSpec) -> Ints:
-    """The dims from the one with the largest stride to that with the smallest."""
+    """The dims, from the largest stride to the smallest."""
     return tuple(sorted(range(spec.ndim), key=lambda dim: (-spec.strides[dim], dim)))
 
 
 def full_in_memory_order(tensor: DTensorBase) -> Tensor:
-    """The full value as a plain tensor of its own memory, with the tensor's strides if it is dense.
+    """The full value as a plain tensor in new memory, with the tensor's strides if it is dense.
 
     Collective; differentiable.
     """
@@ -45,7 +45,7 @@ class Window(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The place after its last element; 0 if it has none."""
+        """The place after the last element; 0 without elements."""
         if 0 in self.size:
             return 0
         steps = zip(self.size, self.strides, strict=True)
@@ -62,7 +62,7 @@ def window_of(tensor: DTensorBase) -> Window:
 
 
 def window_after(tensor: DTensorBase, change: Callable[[Tensor], Tensor]) -> Window:
-    """The elements that a view of a tensor would show of its memory. Local."""
+    """The elements of a tensor's memory that a view of the tensor would show. Local."""
     with torch.no_grad():
         shown = change(_meta_at(tensor._spec, tensor.dtype, offset_of(tensor)))
     return Window(tuple(shown.shape), tuple(shown.stride()), int(shown.storage_offset()))
@@ -108,7 +108,7 @@ def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
 
 
 def counts_apart(tensor: DTensorBase) -> bool:
-    """True if torch counts writes to a tensor not as ones to what owns its memory. Local."""
+    """True if torch counts writes to a tensor apart from writes to the memory's owner. Local."""
     while (viewed := tensor._viewed) is not None:
         if viewed[2] is data_of:
             return True
@@ -117,7 +117,7 @@ def counts_apart(tensor: DTensorBase) -> bool:
 
 
 def root_in_memory(tensor: DTensorBase) -> DTensorBase:
-    """The tensor of the same memory that one is a view of in the graph, or itself. Local."""
+    """The last base of a view in the same memory and graph, or the tensor itself. Local."""
     while tensor._viewed is not None and tensor._viewed[2] not in (Tensor.detach, data_of):
         base = base_then(tensor)
         if base is None:

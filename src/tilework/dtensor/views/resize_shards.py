@@ -28,15 +28,15 @@ def resizable(
 ) -> tuple[DTensorSpec, dict[int, Ints | None]]:
     """The layout in which shards of some dims may become longer or shorter where they are.
 
-    Where no placement has the shards of a dim afterwards, its innermost axis no longer shards it.
+    If no placement has the new shards of a dim, the dim's innermost axis no longer shards it.
 
     Args:
         spec: The layout of the tensor.
-        resizes: For each dim that changes, what becomes of its shards.
+        resizes: For each dim that changes, a function from the old shards to the new sizes.
 
     Returns:
         The layout that the tensor must have first; and for each axis that shards one of the dims
-        the sizes of its shards afterwards (None: as ``torch.chunk`` splits).
+        the sizes of the shards afterwards (None: as ``torch.chunk`` splits).
     """
     sizes: dict[int, Ints | None] = {}
     for dim, resize in resizes.items():

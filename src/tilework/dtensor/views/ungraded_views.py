@@ -1,4 +1,4 @@
-"""Views that are made while gradients are off, of what requires one.
+"""Views of a tensor that requires a gradient, made while gradients are off.
 
 The graph has them for no views: torch refuses them, too, once their memory was written to since.
 """
