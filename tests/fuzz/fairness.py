@@ -10,6 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _RESIZE = torch.ops.aten.resize_.default
+#: What copies; a sum does where it adds up single elements.
+_COPIES = {
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.sum.dim_IntList,
+}
 
 
 class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -26,6 +32,8 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_fair = True
         #: The memories that were written to.
         self.written: set[int] = set()
+        #: Of the memory of a copy: the copy, and the tensor that was copied.
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -36,6 +44,8 @@ class Fairness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written |= {x.untyped_storage()._cdata for x in written if x.numel()}
         before = [(x.shape, x.untyped_storage().nbytes()) for x in written]
         result = func(*args, **(kwargs or {}))
+        if func in _COPIES and result.numel() == args[0].numel():
+            self.copies[result.untyped_storage()._cdata] = result, args[0]
         for target, (shape, size) in zip(written, before, strict=True):
             grew = target.untyped_storage().nbytes() > size > 0
             if grew and target.shape != shape and (func is _RESIZE or "out" in (kwargs or {})):

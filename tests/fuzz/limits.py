@@ -10,6 +10,10 @@ Left out are these kinds of statements:
 - writes that torch does not count to what an operator has kept for its backward pass;
 - ``out=`` that requires a gradient and has another shape;
 - gradients with respect to a view, where another view has the same base: see limits.md;
+- writes to the memory of a view whose gradient has a hook, which torch forgets then, and
+  ``requires_grad_(False)`` of the view's leaf;
+- writes to what an operator has copied before it kept the copy, as tensordot and attention do where
+  they have to, and to what a checkpoint computes from: ranks that need no copy keep what is there;
 - gradients of gradients where a tensor has no elements, which torch forgets;
 - what depends on how torch loops: see ``fairness.py``.
 """
@@ -33,6 +37,8 @@ _RESIZED = re.compile(r"\b(v\d+)\.resize_\(")
 _OUT = re.compile(r"out=(v\d+)\b(?!\[)")
 _UNGRADED = re.compile(r"no_grad|inference_mode")
 _SEEN = re.compile(r"\b(?:keep|watch)\((v\d+)|\bgradient\(.*, (v\d+)[,)]")
+_HOOKED = re.compile(r"\b(?:watch|keep)\((v\d+)|\b(v\d+)\.register_hook\(")
+_RECOMPUTED = re.compile(r"\brecomputed\(lambda.*?: .*, (v\d+), reentrant")
 #: Writes that torch does not count.
 _UNCOUNTED = re.compile(r"\.data|inference_mode|set_")
 
@@ -50,6 +56,10 @@ class Speaker:
         self._kept: set[int] = set()
         #: Tensors in the graph whose dims were changed in place.
         self._turned: list[Tensor] = []
+        #: Memories that are not to be written to any more, which live on for their numbers' sake.
+        self._fixed: dict[int, Any] = {}
+        #: Views whose gradients have hooks.
+        self._hooked: list[Tensor] = []
 
     def says(self, text: str) -> bool:
         """Run a statement, and say if it is of the language; one that is not may be left undone.
@@ -60,9 +70,11 @@ class Speaker:
         if self.leaves_out(text):
             return False
         shapes = {name: x.shape for name, x in self.run.tensors().items() if x.requires_grad}
-        with Fairness() as operators, self._noting():
+        fixed = {*self._fixed}
+        with Fairness() as operators, self._noting(operators):
             self.run.execute(text)
-        if self._reshapes(text, shapes):
+        self._note_fixed(text)
+        if self._reshapes(text, shapes) or not operators.written.isdisjoint(fixed):
             return False
         changed = operators.written if _UNCOUNTED.search(text) else set()
         return operators.is_fair and changed.isdisjoint(self._kept)
@@ -89,6 +101,9 @@ class Speaker:
             return True
         if any(x is turned for x in seen for turned in self._turned):
             return True
+        leaving = re.findall(r"\b(v\d+)\.requires_grad_\(False", text)
+        if any(v._base is tensors.get(name) for name in leaving for v in self._hooked):
+            return True
         return "create_graph" in text and not all(x.numel() for x in tensors.values())
 
     def _takes_data(self, x: Tensor) -> bool:
@@ -109,9 +124,27 @@ class Speaker:
         views = [v for v in self.run.tensors().values() if v._base is not None]
         return any(v._base is x._base and v is not x for v in views)
 
-    def _noting(self) -> AbstractContextManager[Any]:
+    def _noting(self, operators: Fairness) -> AbstractContextManager[Any]:
         def note(kept: Tensor) -> Tensor:
-            self._kept.add(kept.untyped_storage()._cdata)
+            number = kept.untyped_storage()._cdata
+            self._kept.add(number)
+            if number in operators.copies:
+                self._fix(operators.copies[number][1])
             return kept.clone()
 
         return torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)
+
+    def _note_fixed(self, text: str) -> None:
+        """Note what a statement has hooked or has a checkpoint compute from."""
+        tensors = self.run.tensors()
+        for x in (tensors.get(first or second) for first, second in _HOOKED.findall(text)):
+            if x is not None and x.requires_grad and x._is_view():
+                self._hooked.append(x)
+                self._fix(x)
+        for name in _RECOMPUTED.findall(text):
+            if name in tensors:
+                self._fix(tensors[name])
+
+    def _fix(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        self._fixed[storage._cdata] = storage

@@ -380,3 +380,46 @@ def test_a_view_is_given_no_data_but_its_own() -> None:
         return [row, of_leaf, y, x.grad]
 
     check(program)
+
+
+@each("layout", ["R R", "S0 S0", "S0 R"])
+def test_a_local_write_to_a_view_that_shows_elements_several_times(layout: str) -> None:
+    program = (
+        f"v1 = leaf('v1', (3,), 37, '{layout}')\nv2 = v1.unfold(0, 1, 2).expand([2, 3])\n"
+        "write_local(v2[:, :].data, 0.0)"
+    )
+    programs.compare(program, (2, 3))
+
+
+@each("how", [lambda x: x.mul_(3), lambda x: x[1:].mul_(3), lambda x: torch._foreach_add_([x], 1)])
+def test_a_write_to_a_copied_view_with_a_hook_is_refused(how: Callable[[Any], Any]) -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distributed(SQUARE, mesh, Layout((Shard(0),))).requires_grad_() * 2
+        row = x[0]
+        row.register_hook(lambda grad: grad * 2).remove()
+        row.mul_(2)
+        row.register_hook(lambda grad: grad * 2)
+        before = row.full_tensor()
+        with pytest.raises(RuntimeError, match="is a view whose gradient has a hook"):
+            how(row)
+        assert row.full_tensor().equal(before)
+        x.mul_(2)
+
+    run_ranks(2, on_rank)
+
+
+@each("seen", [lambda x: x.register_hook(lambda grad: grad), lambda x: x.retain_grad()])
+def test_a_leaf_is_not_frozen_where_a_rank_would_lose_what_sees_a_gradient(
+    seen: Callable[[Any], Any],
+) -> None:
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x: Any = distributed(SQUARE, mesh, Layout((Shard(0),))).requires_grad_()
+        half = x[: x.shape[0] // 2]
+        seen(half)
+        with pytest.raises(RuntimeError, match=r"requires_grad_\(False\) of"):
+            x.requires_grad_(False)
+        assert x.requires_grad
+
+    run_ranks(2, on_rank)

@@ -456,7 +456,7 @@ def write_back(tensor: DTensorBase, apart: str = "") -> None:
     if base._spec.overlaps:
         with torch.no_grad() if apart else nullcontext():
             full = wrap_as(type(tensor), tensor._local_tensor, tensor._spec).full_tensor()
-        write_overlapping(tensor, lambda shown: shown.copy_(full), apart)
+        write_overlapping(tensor, lambda shown: _copy_once(shown, full), apart)
     elif view.shares:
         if base._view_of is not None:
             write_back(base, apart)

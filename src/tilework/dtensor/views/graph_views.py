@@ -48,12 +48,29 @@ def before_leaving_graph(tensor: DTensorBase, remains_leaf: bool) -> None:
     Args:
         tensor: The tensor.
         remains_leaf: True if it is a leaf, which takes no gradient any more.
+
+    Raises:
+        RuntimeError: It is such a leaf, and the gradient of such a view is to be seen.
     """
+    if remains_leaf:
+        _refuse_seen(tensor)
     if remains_leaf or not version_of(tensor._local_tensor):  # else they show a write to come
         for view in _views_without_elements(tensor):
             before = view._local_tensor
             _move(view, tensor)
             _note_unwritten(view, before)
+
+
+def _refuse_seen(tensor: DTensorBase) -> None:
+    """Raise, on all ranks, where some rank would lose the hooks of a view without elements."""
+    for view in views_of(tensor):
+        local = view._local_tensor
+        if view._spec.has_empty_parts and (local._backward_hooks or local.retains_grad):
+            raise RuntimeError(
+                f"requires_grad_(False) of {tensor!r}, of which {view!r} is a view whose gradient "
+                f"is to be seen by a hook or retain_grad(), and of which some rank has no element: "
+                f"that rank would lose it. Use detach() of the leaf instead"
+            )
 
 
 def after_leaving_graph(tensor: DTensorBase) -> None:

@@ -76,7 +76,8 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
         graded: True if the write is recorded in the graph; None: if gradients are on.
 
     Raises:
-        RuntimeError: It is recorded, and the tensor shows other memory than its place in the graph.
+        RuntimeError: It is recorded, and the tensor shows other memory than its place in the graph,
+            or has a hook that torch would call no more.
 
     C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. What a
     Function's own ``forward`` writes is saved afterwards: there, derivatives forward are off.
@@ -86,6 +87,7 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
         return
     if graded is None:
         graded = is_on
+    in_graph = graded and tensor._local_tensor.requires_grad
     while True:
         if tensor._made_without_grad or holders(tensor) > 1:
             _increment_version((tensor,))
@@ -93,12 +95,24 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
         if viewed is None or viewed[2] is data_of:
             _count(tensor)
             return
+        if in_graph and tensor._local_tensor._backward_hooks:
+            _check_hooks(tensor)
         base = viewed[0]
         if graded and (has_left(base) or base._spec is not viewed[1]):
             then = base_then(tensor)
             if then is None or has_left(then):
                 _check_in_place(tensor, base)
         tensor = base
+
+
+def _check_hooks(tensor: DTensorBase) -> None:
+    """Raise at a write in the graph to a copied view whose gradient has a hook."""
+    if hasattr(tensor._view_of, "value") and not tensor._view_of.shares:  # type: ignore[union-attr]
+        raise RuntimeError(
+            f"{tensor!r} is a view whose gradient has a hook, and which is a copy: torch forgets "
+            f"the hook of a view that is written to. Register the hook afterwards, or write to "
+            f"its clone()"
+        )
 
 
 def _check_in_place(tensor: DTensorBase, base: DTensorBase) -> None:
