@@ -110,8 +110,8 @@ def _check_hooks(tensor: DTensorBase) -> None:
     if hasattr(tensor._view_of, "value") and not tensor._view_of.shares:  # type: ignore[union-attr]
         raise RuntimeError(
             f"{tensor!r} is a view whose gradient has a hook, and which is a copy: torch forgets "
-            f"the hook of a view that is written to. Register the hook afterwards, or write to "
-            f"its clone()"
+            f"the hook of a view that is written to. Register the hook afterwards, or write to a "
+            f"clone() of it"
         )
 
 
