@@ -26,7 +26,7 @@ def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
     itself, if it belongs to transformers (``_init_weights``).
 
     Args:
-        module: The model; its layouts stay.
+        module: The model. The layouts stay.
         is_wanted: True for the names of tensors that will be filled.
 
     Raises:

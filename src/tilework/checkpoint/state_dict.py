@@ -147,7 +147,7 @@ def set_model_state_dict(
 
 
 class _Names:
-    """The names of a model and of its parts.
+    """The names of a model and of the parts.
 
     Attributes:
         raw: For each name the name in ``state_dict()``.
@@ -415,7 +415,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[State, State]:
-    """The state dicts of a model and of its optimizers: the results of both functions."""
+    """The state dicts of a model and of the optimizers: the results of both functions."""
     of_model = get_model_state_dict(model, submodules=submodules, options=options)
     return of_model, get_optimizer_state_dict(
         model, optimizers, submodules=submodules, options=options
@@ -430,7 +430,7 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Fill a model and give its optimizers their states: both functions together."""
+    """Fill a model and give the optimizers their states: both functions together."""
     keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return keys

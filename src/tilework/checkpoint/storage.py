@@ -139,7 +139,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove_folder(self) -> None:
-        """Remove the folder and its files, the index first: the checkpoint is absent at once."""
+        """Remove the folder with all files, the index first: the checkpoint is absent at once."""
 
     def read_all(self, name: str, most_bytes: int = 1 << 31) -> bytes:
         """All bytes of a file.

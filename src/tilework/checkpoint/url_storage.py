@@ -1,4 +1,4 @@
-"""Checkpoints at URLs, through fsspec: memory://, s3:// and all its plug-ins.
+"""Checkpoints at URLs, through fsspec: memory://, s3:// and all of fsspec's plug-ins.
 
 Not all stores have a rename, and many write files in place. Therefore nothing relies on a file
 being whole before it is closed; ``index_file`` keeps the old index until then.
@@ -24,7 +24,7 @@ class UrlStorage(Storage):
 
     Raises:
         CheckpointError: A file on the way of the URL does not exist.
-        ImportError: fsspec, or its plug-in for the URL, is not installed.
+        ImportError: fsspec, or the plug-in for the URL, is not installed.
         ValueError: fsspec does not know such URLs.
     """
 

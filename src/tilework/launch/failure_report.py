@@ -48,7 +48,7 @@ class FailureReport:
     time: float
     """``time.monotonic()`` at the failure; comparable between processes of one host."""
     classes: tuple[str, ...]
-    """Class names of the exception and of its causes, with bases."""
+    """Class names of the exception and of the causes, with bases."""
     summary: str
     """``ValueError: message``, one line; empty for ``sys.exit``."""
     traceback: str

@@ -107,7 +107,7 @@ class RankProcess:
             return
         try:
             os.killpg(self.pid, number)
-        except ProcessLookupError:  # the rank does not lead its group yet
+        except ProcessLookupError:  # the rank does not lead a group yet
             self.signal(number)
         except PermissionError:
             pass  # macOS: only an ended process is left in the group

@@ -59,7 +59,7 @@ def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
     """The contents of a file of torch.save: tensors, and plain containers and values.
 
     Args:
-        file: The file, or its name.
+        file: The file, or the file's name.
             where: The file's name, for messages.
             settings: Further settings of ``torch.load``.
 

@@ -26,7 +26,7 @@ _ADVICE = (
     "values, tolist() and full_tensor(): call them on every rank of the mesh, and print on one. If "
     "all ranks came to the same line, they computed from different things: another branch, another "
     "number, or other data in a plain tensor, which counts as replicated along all axes of a mesh. "
-    "Where each rank has rows of its own, say DTensor.from_local(rows, mesh, [Shard(0)]), or "
+    "Where ranks have different rows, say DTensor.from_local(rows, mesh, [Shard(0)]), or "
     "input_layouts=Shard(0) in the plan of parallelize_module, whose modules alone take a plain "
     "input as different rows along the other axes of the mesh. "
     "tilework.dtensor.verify(model) tells which parameters have parted. Or the operator may have "
