@@ -16,7 +16,7 @@ from tests.dtensor.op_checks import Layout, distributed
 from tests.fuzz import programs
 from tests.rounding import assert_close
 from tests.tables import each
-from tilework.dtensor import DTensor
+from tilework.dtensor import DTensor, distribute_tensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -219,6 +219,29 @@ def test_as_strided_reads_and_writes_the_memory_of_the_base() -> None:
         return [x, y, z, every, y.storage_offset(), y.stride(), every.stride()]
 
     check(program)
+
+
+@pytest.mark.parametrize("place", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(torch.int32), lambda x: torch.view_as_real(torch.complex(x, x))]
+)
+def test_memory_as_another_dtype(view: Callable[[Tensor], Tensor], place: Placement) -> None:
+    def program(rank: int) -> None:
+        plain = torch.arange(16.0).reshape(4, 4)
+        x = distribute_tensor(plain, init_device_mesh("cpu", (3,)), [place])
+        for size, stride, offset in [((2, 2), (1, 2), 3), ((4, 4), (4, 1), 0), ((8, 2), (2, 1), 0)]:
+            expected = view(plain).as_strided(size, stride, offset)
+            actual = view(x).as_strided(size, stride, offset).full_tensor()  # type: ignore[attr-defined]
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual, expected)
+        shown = view(plain), view(x)
+        for tensor in shown:
+            windows = tensor.unfold(0, 2, 1)
+            windows[windows > 3] = 7
+        assert torch.equal(shown[0], shown[1].full_tensor())  # type: ignore[attr-defined]
+        assert torch.equal(plain, x.full_tensor())
+
+    run_ranks(3, program)
 
 
 def test_gradients_of_as_strided() -> None:

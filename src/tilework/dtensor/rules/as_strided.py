@@ -45,8 +45,9 @@ def _arguments(
 
 def _check_bounds(input: DTensor, window: Window) -> None:
     """Raise on all ranks: local tensors may lie in more memory than the full tensor has."""
-    memory = owner_of(input)._spec
-    room = Window(memory.shape, memory.strides, 0).stop
+    owner = owner_of(input)
+    room = Window(owner._spec.shape, owner._spec.strides, 0).stop
+    room = room * owner.dtype.itemsize // input.dtype.itemsize
     if window.stop > room:
         raise RuntimeError(
             f"as_strided to sizes {list(window.size)}, strides {list(window.strides)} from place "

@@ -43,6 +43,7 @@ from tilework.dtensor.views.memory_layout import (
     counts_apart,
     full_in_memory_order,
     full_memory,
+    in_dtype,
     replicated_as,
     root_in_memory,
     window_of,
@@ -520,7 +521,7 @@ def write_overlapping(tensor: DTensorBase, write: Callable[[Tensor], Any], apart
     with torch.set_grad_enabled(torch.is_grad_enabled() and not apart):
         memory = full_memory(base)
         memory = memory.clone() if memory.requires_grad else memory
-        write(window_of(tensor).of(memory))
+        write(window_of(tensor).of(in_dtype(memory, tensor.dtype)))
         write_memory(base, memory)
 
 

@@ -77,9 +77,14 @@ def full_memory(tensor: DTensorBase) -> Tensor:
     if owner is tensor:
         return _flat(tensor)
     with torch.no_grad():
-        memory = _flat(owner.detach()).clone()  # type: ignore[arg-type]
+        memory = in_dtype(_flat(owner.detach()).clone(), tensor.dtype)  # type: ignore[arg-type]
     window_of(tensor).of(memory).copy_(tensor.full_tensor())
     return memory
+
+
+def in_dtype(memory: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory of one dim, shown as elements of another dtype."""
+    return memory if memory.dtype == dtype else memory.view(dtype)
 
 
 def _flat(owner: DTensorBase) -> Tensor:
@@ -100,7 +105,7 @@ def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
         tensor.copy_(replicated_as(tensor, memory.view(shape).permute(inverse)))
         return
     with torch.no_grad():
-        full = memory.detach().view(shape).permute(inverse)
+        full = in_dtype(memory.detach(), owner.dtype).view(shape).permute(inverse)
         shown = owner.data if counts_apart(tensor) else owner.detach()
         shown.copy_(replicated_as(owner, full))
     if torch.is_grad_enabled() and (memory.requires_grad or tensor.requires_grad):
