@@ -17,7 +17,8 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.capture.twins import advance, nearly, run_twins, tensors_of
 from tilework import _core
-from tilework.capture import capture
+from tilework.capture import capture, inductor
+from tilework.capture.modules import compiled_function
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
 from tilework.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from tilework.testing import run_ranks
@@ -119,6 +120,24 @@ def test_a_cache_that_grows_has_one_compiled_program() -> None:
         batches = [(torch.randn(2, 1, 8),) for _ in range(7)]
         captured = run_twins(make, batches, same=nearly, backend="inductor")
     assert len(captured.records) == 1
+
+
+def test_where_no_program_of_several_sizes_compiles_python_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(size: int) -> Any:
+        raise RuntimeError("no symbols")
+
+    monkeypatch.setattr(inductor, "Symbols", refuse)
+    layer = nn.Linear(4, 4)
+    run = compiled_function(layer, "inductor")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for rows in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11):
+            x = torch.randn(rows, 4)
+            assert nearly(run(x), layer(x))
+            run(x).sum().backward()
+    assert sum("cannot compile" in str(each.message) for each in told) == 2  # forward and backward
 
 
 def test_a_truncated_library_in_the_cache_is_made_again(

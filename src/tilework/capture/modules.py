@@ -290,7 +290,7 @@ class _Passes:
 
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any], size: int | None) -> Any:
         """The result of a call whose inputs hold."""
-        if self.backend == "inductor" and not self.forward.is_compiled:
+        if self.backend == "inductor" and not self.forward.was_compiled:
             self.forward.compile(inputs, size)
         needed = [source(leaves) for source in self._needed]
         made = _Apply.apply(self, size, inputs, *needed)  # type: ignore[no-untyped-call]
@@ -320,7 +320,7 @@ class _Passes:
     ) -> list[Any]:
         """The local gradients of the tensors that need some."""
         inputs = [*saved, *[grads[i] for i in self._grad_order]]
-        if self.backend == "inductor" and not self.backward.is_compiled:
+        if self.backend == "inductor" and not self.backward.was_compiled:
             self.backward.compile(inputs, size)
         kept = self.backward.compute(inputs, [], size)
         values = [value_in(leaf) for leaf in self._grads]

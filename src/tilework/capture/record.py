@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,6 +75,8 @@ class Record:
         weakref.finalize(self, linecache.cache.pop, self.code.file, None)
         self._run: Callable[..., list[Any]] = self.code.run
         self._guard: Any = _BelowAutograd
+        #: True once Inductor was asked to compile the program.
+        self.was_compiled = False
         self._purpose = _Purpose(name, digests.collectives)
         self._checked_options: list[Any] = [option.number.value for option in self.options]
         self._layouts = [
@@ -211,7 +214,7 @@ class Record:
         try:
             kept = self.compute(inputs, self._checked_options, size)
         except Unexpected as error:
-            if not error.is_early or self.is_compiled:
+            if not error.is_early or self._run is not self.code.run:
                 raise
             self._changed = str(error)
             return NOT_CURRENT
@@ -231,22 +234,30 @@ class Record:
             return inputs
         return inputs if self._options_hold() else None
 
-    @property
-    def is_compiled(self) -> bool:
-        """True if Inductor has compiled the program."""
-        return self._run is not self.code.run
-
     def compile(self, inputs: Sequence[Tensor], size: int | None = None) -> None:
         """Compile the program by Inductor for later calls. Local; takes seconds to minutes.
+
+        Warn where Inductor cannot compile a program for several sizes: it goes on as Python.
 
         Args:
             inputs: Inputs of a call.
             size: The size, for a record of several.
         """
+        self.was_compiled = True
         numbers = [option.number for option in self.options]
         size = size if self.code.has_size else None
-        self._run = Compiled(self.graph, numbers, self.groups, inputs, self.code.run, size)
-        self._guard = torch.no_grad
+        try:
+            run = Compiled(self.graph, numbers, self.groups, inputs, self.code.run, size)
+        except Exception as error:  # the compiler's own are of many classes
+            if size is None:
+                raise
+            warnings.warn(
+                f"Inductor cannot compile {self.name} for several sizes, and torch's operators run "
+                f"one after the other: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+        else:
+            self._run, self._guard = run, torch.no_grad
 
     def compute(
         self, inputs: Sequence[Tensor], options: Sequence[float], size: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -331,21 +330,10 @@ def run_checked(record: Record, call: Call, size: int, compiles: bool) -> tuple[
     is_right = _differing(record, states, generators, result, size) is None
     if compiles:
         states = found, _before(found, kept)
-        _compile_or_warn(record, states[1], size)
+        record.compile(states[1], size)
         wrong = _differing(record, states, generators, result, size, _nearly)
         is_right = is_right and wrong is None
     return is_right, result
-
-
-def _compile_or_warn(record: Record, inputs: Sequence[Tensor], size: int) -> None:
-    try:
-        record.compile(inputs, size)
-    except Exception as error:  # the compiler's own are of many classes
-        warnings.warn(
-            f"Inductor cannot compile {record.name} for several sizes, and torch's operators run "
-            f"one after the other: {type(error).__name__}: {error}",
-            stacklevel=2,
-        )
 
 
 def _differing(
