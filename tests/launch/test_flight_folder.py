@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Launch, wait_for_files, wait_until
-from tilework.launch.explain import read
+from tilework.launch.diagnosis_report import read
 from tilework.launch.flight_folder import FlightFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no such signals here")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
-from tilework.comm.per_call.recording import recorded, set_recorder
+from tilework.comm.per_call.call_recorder import recorded, set_recorder
 from tilework.comm.world import current_world
 
 #: By method: the name of the operation on the fast path, and the names of the arguments for input

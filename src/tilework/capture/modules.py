@@ -26,7 +26,7 @@ from tilework.capture.recorder import BOUNDARY
 from tilework.capture.recording import Call, all_have, record_call, unified
 from tilework.capture.same_program import agree_on
 from tilework.capture.sizes import integers_in, spec_at
-from tilework.comm.per_call.recording import current_recorder, unrecorded
+from tilework.comm.per_call.call_recorder import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError

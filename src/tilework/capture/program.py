@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from tilework.capture.record import NOT_CURRENT, Record
 from tilework.capture.recording import Call, all_have, record_call, run_checked, unified
 from tilework.capture.table import table_of
-from tilework.comm.per_call.recording import current_recorder
+from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError

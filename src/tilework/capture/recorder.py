@@ -24,8 +24,8 @@ from tilework.capture.number import Number, NumberBook
 from tilework.capture.number import value_of as plain
 from tilework.capture.places import Places, layout_of
 from tilework.capture.tensor_reads import decides_itself, watched_reads
+from tilework.comm.per_call.call_recorder import set_recorder
 from tilework.comm.per_call.callsite import call_site
-from tilework.comm.per_call.recording import set_recorder
 from tilework.comm.world import current_world
 from tilework.errors import CaptureError
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.comm.per_call.call_recorder import current_recorder, recorded
 from tilework.comm.per_call.callsite import call_site, in_library
-from tilework.comm.per_call.recording import current_recorder, recorded
 from tilework.errors import CaptureError
 
 #: Methods that read values, with a description for errors.

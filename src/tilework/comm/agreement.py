@@ -12,7 +12,7 @@ import torch
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_gather_into_tensor
 from tilework.comm.operations.objects import all_gather_pickled, device_of
-from tilework.comm.per_call.recording import unrecorded
+from tilework.comm.per_call.call_recorder import unrecorded
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, member, resolve
 from tilework.errors import DistBackendError, text_of
 

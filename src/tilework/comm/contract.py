@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.capabilities import Capability
-from tilework.comm.elastic.ledger import Ledger
+from tilework.comm.elastic.registers import Ledger
 from tilework.comm.flight.ring import Entry
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.torch_methods import TorchMethods

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from tilework.comm.per_call.recording import unrecorded
+from tilework.comm.per_call.call_recorder import unrecorded
 from tilework.dtensor.base import has_origin
 from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.digests import (

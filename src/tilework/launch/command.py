@@ -18,7 +18,7 @@ from typing import get_args
 from tilework.cores import read_topology, usable_cores
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.launch.binding import BindMode, sets_for
-from tilework.launch.explain import explain
+from tilework.launch.diagnosis_report import explain
 from tilework.launch.nodes import NodesError
 from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run

@@ -15,7 +15,7 @@ from typing import Final
 
 from tilework.comm.flight.diagnosis import diagnose
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE
-from tilework.launch.explain import read
+from tilework.launch.diagnosis_report import read
 
 _IN_LOG_DIR: Final = "flight"
 _PREFIX: Final = "tilework-flight-"

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from tilework.comm.elastic.desk import Desk
+from tilework.comm.elastic.ticket_store import Desk
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
 from tilework.comm.making.init_generation import InitGeneration
 from tilework.errors import DistError

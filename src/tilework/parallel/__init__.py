@@ -37,7 +37,7 @@ from tilework.parallel.model_averaging import (
     average_parameters_or_parameter_groups,
     get_params_to_average,
 )
-from tilework.parallel.resilient.resilient import Event, Resilient
+from tilework.parallel.resilient.training_loop import Event, Resilient
 from tilework.parallel.sync_batch_norm import SyncBatchNorm
 from tilework.parallel.tensor_parallel.deriving import DerivedPlan, derive_plan, parallelize
 from tilework.parallel.tensor_parallel.loss import loss_parallel

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 
 from tilework.errors import DistError, PeerLostError
 from tilework.rendezvous.ended_ranks import EndedRanks
-from tilework.rendezvous.kin import Kin
 from tilework.rendezvous.liveness import process_identity
+from tilework.rendezvous.multiprocessing_children import Kin
 from tilework.rendezvous.place import Place
 from tilework.rendezvous.siblings import Siblings
 from tilework.store.late_notice import LateNotice, ranks_in_words

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from tilework.store import checks
-from tilework.store.attendance import Attendance
+from tilework.store.arrivals import Attendance
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=5)
 

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from tilework.errors import DistStoreError
 from tilework.store import checks
-from tilework.store.attendance import Attendance
+from tilework.store.arrivals import Attendance
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.late_notice import KeyWait
 from tilework.store.log import Log

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from tilework.errors import DistStoreError, StoreTimeoutError
-from tilework.store.attendance import hold_byte, is_free
+from tilework.store.arrivals import hold_byte, is_free
 from tilework.store.checks import Deadline
 from tilework.store.fork import watch_forks
 from tilework.store.queues import Queues

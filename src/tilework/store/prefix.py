@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from tilework.store import checks
-from tilework.store.attendance import Attendance
+from tilework.store.arrivals import Attendance
 from tilework.store.contract import Data, Store
 
 

@@ -12,7 +12,7 @@ from tilework.errors import DistError, StoreTimeoutError
 from tilework.store import checks, wire
 from tilework.store.address import TcpAddress
 from tilework.store.answer_limit import answers_within
-from tilework.store.attendance import Attendance
+from tilework.store.arrivals import Attendance
 from tilework.store.client import RemoteStore
 from tilework.store.contract import DEFAULT_TIMEOUT
 from tilework.store.fork import watch_forks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tilework.comm.elastic.consensus import Decision, NoGroupError, Party, Steps, failed, survive
-from tilework.comm.elastic.ledger import Ledger
+from tilework.comm.elastic.registers import Ledger
 
 PATIENCE = 1000.0
 #: A stopped rank comes back after longer than that.

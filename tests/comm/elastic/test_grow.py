@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tilework.distributed as dist
-from tilework.comm.elastic.desk import Desk, Ticket
 from tilework.comm.elastic.grow import rejoin, tickets_waiting
+from tilework.comm.elastic.ticket_store import Desk, Ticket
 from tilework.comm.world import current_world
 from tilework.rendezvous.liveness import process_identity
 from tilework.store import HashStore

@@ -1,6 +1,6 @@
 """Groups that lose ranks and go on: who is left, who comes back, and the new group.
 
-- ``ledger``: keys to first values, which outlive the writers;
+- ``registers``: keys to first values, which outlive the writers;
 - ``consensus``: the protocol by which ranks agree on who is left, in steps, without a real clock,
   ledger or group: a model check runs the same code as real ranks;
 - ``liveness``: which ranks' processes, or threads, have ended;

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from tilework.comm.elastic.ledger import Ledger
+from tilework.comm.elastic.registers import Ledger
 
 T = TypeVar("T")
 #: Steps of the protocol: True asks for a pause, so that others can move first.

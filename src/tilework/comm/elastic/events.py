@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Any
 
-from tilework.comm.elastic.desk import Desk
+from tilework.comm.elastic.ticket_store import Desk
 from tilework.errors import DistError
 from tilework.store import Store
 

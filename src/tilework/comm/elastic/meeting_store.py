@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
-from tilework.comm.elastic.ledger import Ledger
+from tilework.comm.elastic.registers import Ledger
 from tilework.errors import DistBackendError, DistError
 from tilework.store import Store, UnixStore
 

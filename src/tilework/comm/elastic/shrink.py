@@ -16,7 +16,7 @@ from tilework.comm.elastic.meeting_store import (
     find_store,
     serve_store,
 )
-from tilework.comm.elastic.party import drive, party_of
+from tilework.comm.elastic.participant import drive, party_of
 from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import GroupRecord, World, current_world
 from tilework.errors import (

@@ -19,7 +19,7 @@ from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.per_device import DispatchGroup
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
-from tilework.comm.elastic.ledger import StoreLedger, identity_key
+from tilework.comm.elastic.registers import StoreLedger, identity_key
 from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.comm.waits.group import MEANS_ERRORS, GroupWait
 from tilework.comm.world import GroupRecord, World

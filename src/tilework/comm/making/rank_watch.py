@@ -7,7 +7,7 @@ same host, from the will on other hosts.
 A rank may end before it writes an identity. Then others may know: the launcher, which tells the
 store; the store, if each rank has made one (its attendance); the system, if ranks have numbers in
 their environment (:mod:`~tilework.rendezvous.siblings`), or are as many as the processes
-that were started together (:mod:`~tilework.rendezvous.kin`).
+that were started together (:mod:`~tilework.rendezvous.multiprocessing_children`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Collection
 
 from tilework.errors import DistError, StoreTimeoutError
 from tilework.rendezvous.ended_ranks import EndedRanks
-from tilework.rendezvous.kin import Kin
 from tilework.rendezvous.liveness import has_ended
+from tilework.rendezvous.multiprocessing_children import Kin
 from tilework.rendezvous.siblings import Siblings
 from tilework.store import PrefixStore, Store
-from tilework.store.attendance import Attendance
+from tilework.store.arrivals import Attendance
 
 _WHO, _GONE = "who", "gone"
 #: The number of following ranks that each rank asks the system about, for all ranks.

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tilework.comm.per_call.recording import recorded
+from tilework.comm.per_call.call_recorder import recorded
 
 #: Smaller tensors come from memory that the process already has.
 LARGE_BYTES = 4 << 20

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call import checks
-from tilework.comm.per_call.recording import recorded
+from tilework.comm.per_call.call_recorder import recorded
 from tilework.comm.reduce_op import RedOpType, check_reduction
 from tilework.comm.transfer.identity_element import identity_element
 from tilework.comm.transfer.large_buffers import empty_tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.recording import current_recorder
+from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.dtensor.debug import causes
 from tilework.dtensor.provenance.call_counts import history_of
 from tilework.dtensor.provenance.meaning import TensorText, moving

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilework.comm.agreement import agree_equal
 from tilework.comm.operations.collectives import broadcast
 from tilework.comm.per_call import provenance_digest
-from tilework.comm.per_call.recording import recorded
+from tilework.comm.per_call.call_recorder import recorded
 from tilework.comm.world import current_world
 from tilework.dtensor.provenance.meaning import agreeing
 from tilework.dtensor.random import philox

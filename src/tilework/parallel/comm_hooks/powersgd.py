@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.recording import refuse_count
+from tilework.comm.per_call.call_recorder import refuse_count
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.world import AnyGroup
 from tilework.parallel.comm_hooks.bucket import GradBucket

@@ -28,7 +28,7 @@ from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup, Work
 from tilework.comm.operations.collectives import all_reduce, broadcast
 from tilework.comm.operations.sparse import all_reduce_sparse
-from tilework.comm.per_call.recording import unrecorded
+from tilework.comm.per_call.call_recorder import unrecorded
 from tilework.comm.reduce_op import ReduceOp
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket

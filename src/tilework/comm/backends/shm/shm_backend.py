@@ -24,7 +24,7 @@ from typing import Any
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.shm.calibration import group_tunables
 from tilework.comm.backends.shm.shm_group import ShmEngine, ShmGroup
-from tilework.comm.elastic.ledger import MemoryLedger
+from tilework.comm.elastic.registers import MemoryLedger
 from tilework.comm.elastic.watched_store import look
 from tilework.cores import affinity, cpu_quota
 from tilework.errors import DistBackendError, DistStoreError, PeerLostError, StoreTimeoutError

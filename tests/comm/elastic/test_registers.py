@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tilework.comm.elastic.ledger import (
+from tilework.comm.elastic.registers import (
     RECORD_BYTES,
     Ledger,
     MemoryLedger,

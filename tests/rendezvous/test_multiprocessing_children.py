@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tilework.rendezvous.kin import Kin
 from tilework.rendezvous.liveness import process_identity, thread_identity
+from tilework.rendezvous.multiprocessing_children import Kin
 
 #: Three processes, of which one ends; the others, which know each other, then count the missing.
 PROGRAM = r"""
 import multiprocessing, multiprocessing.connection, os, sys, time
-from tilework.rendezvous import kin
+from tilework.rendezvous import multiprocessing_children as kin
 from tilework.rendezvous.liveness import process_identity
 
 method, when, victim, size, looks = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])

@@ -10,7 +10,6 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.propagation import strides
-from tilework.dtensor.propagation.call import Call, unseen
 from tilework.dtensor.propagation.op_sharding import (
     Composed,
     Finish,
@@ -19,6 +18,7 @@ from tilework.dtensor.propagation.op_sharding import (
     OnLocals,
     OpSharding,
 )
+from tilework.dtensor.propagation.operator_call import Call, unseen
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import tensors_in, with_tensors

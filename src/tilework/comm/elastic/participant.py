@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.elastic.consensus import Party, Steps
-from tilework.comm.elastic.ledger import Ledger, identity_key, left_key
+from tilework.comm.elastic.registers import Ledger, identity_key, left_key
 from tilework.rendezvous.liveness import has_ended
 
 T = TypeVar("T")

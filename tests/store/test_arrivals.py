@@ -14,7 +14,7 @@ import pytest
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.errors import StoreTimeoutError
 from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore
-from tilework.store.attendance import Attendance
+from tilework.store.arrivals import Attendance
 
 KINDS = ["file", "tcp"]
 
