@@ -1,4 +1,4 @@
-"""Tests mirror sources: a file of tests is named after its source, and lies as that does."""
+"""Tests mirror sources: a file of tests is named after its source, and is in the same folder."""
 
 from __future__ import annotations
 

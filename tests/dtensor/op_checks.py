@@ -324,7 +324,7 @@ def _compare_grads(call: Call, tensors: Sequence[Tensor], close: _Close) -> None
             spec = one._spec
             assert isinstance(got, DTensor), f"{what} is no DTensor"
             expected = spec.grad_spec
-            assert got._spec == expected, f"{what} lies as {got._spec}, not as {expected}"
+            assert got._spec == expected, f"{what} is laid out as {got._spec}, not as {expected}"
             close(got, want, what)
         else:
             close(got, want, what)

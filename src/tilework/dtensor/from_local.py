@@ -126,7 +126,7 @@ def _checked(local: Tensor, spec: DTensorSpec, shape: Sequence[int] | None) -> D
     if spec.takes_part and local.shape != spec.local_shape:
         of_shape = "" if shape is None else f" of shape {list(shape)}"
         raise ValueError(
-            f"of a tensor{of_shape} that lies as {list(spec.placements)}, this rank, at "
+            f"of a tensor{of_shape} with placements {list(spec.placements)}, this rank, at "
             f"{spec.mesh.get_coordinate()} of the mesh, has a part of shape "
             f"{list(spec.local_shape)}, but the local tensor has shape {list(local.shape)}"
         )
@@ -287,7 +287,7 @@ def _check_replicas(values: Mapping[int, str], spec: DTensorSpec) -> None:
         known, expected = first.setdefault(shard, (rank, value))
         if value != expected:
             raise ValueError(
-                f"ranks {known} and {rank} are to have the same part of a tensor that lies as "
+                f"ranks {known} and {rank} are to have the same part of a tensor with placements "
                 f"{list(spec.placements)}, but their values differ: broadcast one of them, or say "
                 f"with the placements how they differ"
             )

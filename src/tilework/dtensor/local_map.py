@@ -192,7 +192,7 @@ def _redistributed(value: Any, needed: OnePlacements, number: int, redistribute:
         return value
     if not redistribute:
         raise ValueError(
-            f"argument {number} of a local_map lies as {list(value.placements)}, but its "
+            f"argument {number} of a local_map has the placements {list(value.placements)}, but "
             f"in_placements are {list(needed)}: redistribute it, or pass redistribute_inputs=True"
         )
     return value.redistribute(placements=needed)

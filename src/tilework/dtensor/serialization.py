@@ -88,7 +88,7 @@ def spec_of_saved(
     if _shard_index(here, spec) != _shard_index(coordinate, spec):
         raise ValueError(
             f"this is the part that the rank at {_at(coordinate)} of {device_mesh} saved, of a "
-            f"tensor of shape {list(spec.shape)} that lies as {placements}; this rank is at "
+            f"tensor of shape {list(spec.shape)} with placements {placements}; this rank is at "
             f"{_at(here)}: load what this rank saved, or save full_tensor()"
         )
     if spec.takes_part and local.shape != spec.local_shape:

@@ -165,8 +165,8 @@ def _native(placement: Any, tensor: Any) -> Placement:
         "module_to_torch(model) and to_torch() torch's"
     )
     raise TypeError(
-        f"a {'norm of a ' * is_norm}DTensor of torch.distributed.tensor's lies as "
-        f"{list(tensor.placements)}, which tilework has no placement for: redistribute() it to "
+        f"a {'norm of a ' * is_norm}DTensor of torch.distributed.tensor's has the placements "
+        f"{list(tensor.placements)}, and tilework lacks some of these: redistribute() it to "
         f"torch's Replicate() before it meets DTensors of tilework's{before * is_norm}"
     )
 
@@ -294,7 +294,7 @@ def _torch_shard(spec: DTensorSpec, axis: int, placement: Shard, order: Ints) ->
     if not _is_chunked(spec, axis, placement):
         raise ValueError(
             f"torch's DTensor splits dims as torch.chunk does, and dim {placement.dim} of a tensor "
-            f"that lies as {list(spec.placements)} is split otherwise: redistribute() it first"
+            f"with placements {list(spec.placements)} is split otherwise: redistribute() it first"
         )
     before = [
         other

@@ -5,7 +5,7 @@ Every function here is collective over ``group``, like the functions of
 rank of the group must run it.
 
 Results are asynchronous: large ones may still be in flight, and wait by themselves when they
-are first used (:class:`~tilework.comm.functional.waiting.AsyncTensor`); small ones are plain
+are first used (:class:`~tilework.comm.functional.async_tensor.AsyncTensor`); small ones are plain
 tensors. A failed operation raises when the result is used.
 
 Gradients are those of the sum of all ranks' losses; ``requires_grad`` must agree between the

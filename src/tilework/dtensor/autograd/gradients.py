@@ -54,8 +54,9 @@ def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Ten
         return local
     if incoming.local_shape != spec.local_shape or incoming.dual != spec.dual:
         raise ValueError(
-            f"the gradient of a tensor that lies as {list(spec.placements)} cannot lie as "
-            f"{list(placements)}: Partial() may stand where the tensor is replicated, nothing else"
+            f"the gradient of a tensor with placements {list(spec.placements)} cannot have the "
+            f"placements {list(placements)}: Partial() may stand where the tensor is replicated, "
+            f"nothing else"
         )
     return alias(tensor, incoming.partial_axes)
 
@@ -77,13 +78,13 @@ def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] |
         outgoing = spec_of(spec.mesh, placements, spec.shape, spec.order)
         if outgoing.local_shape != spec.local_shape:
             raise ValueError(
-                f"the gradient of a local tensor of shape {list(spec.local_shape)} cannot lie as "
-                f"{list(placements)}, where it has shape {list(outgoing.local_shape)}"
+                f"the gradient of a local tensor of shape {list(spec.local_shape)} cannot have the "
+                f"placements {list(placements)}, where it has shape {list(outgoing.local_shape)}"
             )
         if outgoing != incoming and spec.reduce_op not in (None, "sum"):
             raise ValueError(
-                f"each rank has its own gradient of what lies as {list(spec.placements)}: "
-                f"grad_placements cannot change it"
+                f"each rank has its own gradient of a tensor with placements "
+                f"{list(spec.placements)}: grad_placements cannot change it"
             )
     if not local.requires_grad and local._is_view():
         # A later write would enter the history of the base, on this rank alone.
@@ -189,7 +190,7 @@ def _note_left(tensor: DTensorBase, anchor: DTensorBase, stays: bool) -> None:
     Args:
         tensor: The tensor.
         anchor: What stands for it as it was.
-        stays: True if it is a leaf, and lies as it did.
+        stays: True if the tensor is a leaf, and the layout is the same.
     """
     if stays:
         return

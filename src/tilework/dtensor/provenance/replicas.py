@@ -37,7 +37,7 @@ def compare_replicas(local: Tensor, spec: DTensorSpec) -> None:
     first = first_replicas(spec)
     if first != tuple(range(len(first))):
         group = spec.mesh.axes_group(range(spec.mesh.ndim))
-        _compare(local, group, first, "the same part of a tensor that lies as", spec)
+        _compare(local, group, first, "the same part of a tensor with placements", spec)
 
 
 def compare_gradients(grad: Tensor, spec: DTensorSpec) -> None:
@@ -49,7 +49,7 @@ def compare_gradients(grad: Tensor, spec: DTensorSpec) -> None:
     if axes and _is_compared(grad):
         group = spec.mesh.axes_group(axes)
         _compare(
-            grad, group, (0,) * group.size(), "the same gradient of a tensor that lies as", spec
+            grad, group, (0,) * group.size(), "the same gradient of a tensor with placements", spec
         )
 
 

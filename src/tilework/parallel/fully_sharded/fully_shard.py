@@ -153,9 +153,9 @@ def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParall
             placements = dict(zip(known, parameter.placements, strict=True))
             if not rest or not all(placements[axis].is_replicate() for axis in own):
                 raise ValueError(
-                    f"parameter {name} lies as {list(parameter.placements)} on {mesh}: parameters "
-                    f"are replicated along the data-parallel axes {sorted(own)} before, and "
-                    f"DTensors lie on other axes besides"
+                    f"parameter {name} has the placements {list(parameter.placements)} on {mesh}: "
+                    f"before fully_shard(), parameters are replicated along the data-parallel axes "
+                    f"{sorted(own)}, and may be sharded along other axes"
                 )
             spec = spec_of(mesh[rest], [placements[axis] for axis in rest], parameter.shape)
             local = wrap(parameter._local_tensor.detach(), spec)
