@@ -18,7 +18,7 @@ from tests.comm.flight.failing_jobs import FailingJob, doze
 from tests.faults.forked_ranks import ForkedRanks
 from tilework.cli import dispatch
 from tilework.comm.flight.diagnosis import Finding, Kind
-from tilework.launch.diagnosis_report import explain
+from tilework.launch.diagnosis_report import print_diagnosis
 
 
 def first_is(kind: Kind, awaited: int = 0, told: int = 0) -> Callable[[list[Finding]], bool]:
@@ -190,7 +190,7 @@ def test_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     job = FailingJob(tmp_path, 2, story)
     (found,) = job.findings(lambda f: first_is("fine", told=2)(f) and "doze" in str(f))
     assert found.text == "every rank is outside of operations: nobody waits for another"
-    assert explain(job.records) == 0
+    assert print_diagnosis(job.records) == 0
     assert capsys.readouterr().out.startswith("every rank is outside of operations")
 
 
@@ -231,7 +231,7 @@ def put(folder: Path, rank: int, **fields: object) -> None:
 
 def test_its_exit_status_and_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, 0)
-    assert explain(tmp_path) == 1
+    assert print_diagnosis(tmp_path) == 1
     out = capsys.readouterr().out
     # Not a terminal: no colours, no line broken; files from the current folder.
     assert out.splitlines()[0] == (
@@ -243,7 +243,7 @@ def test_its_exit_status_and_words(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, 0)
     (tmp_path / "rank-1.json").write_text("{")
-    assert explain(tmp_path, as_json=True) == 1
+    assert print_diagnosis(tmp_path, as_json=True) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["version"] == 1
     assert [finding["kind"] for finding in told["findings"]] == ["waiting"]
@@ -258,7 +258,7 @@ def test_on_a_terminal_it_is_in_colour(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     put(tmp_path, 0)
-    assert explain(tmp_path) == 1
+    assert print_diagnosis(tmp_path) == 1
     assert capsys.readouterr().out.startswith("\x1b[1;33mgroup 'default', operation #1: rank 0")
 
 
@@ -272,12 +272,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain(tmp_path / "none") == 2
+    assert print_diagnosis(tmp_path / "none") == 2
     assert "none': No such file or directory" in capsys.readouterr().err
 
 
 def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain(tmp_path) == 2
+    assert print_diagnosis(tmp_path) == 2
     assert "there is no flight record in" in capsys.readouterr().out
 
 
@@ -286,7 +286,7 @@ def test_records_of_an_earlier_run_are_left_out(
 ) -> None:
     put(tmp_path, 0, job="new")
     put(tmp_path, 1, job="old", written=1.0)
-    assert explain(tmp_path) == 1
+    assert print_diagnosis(tmp_path) == 1
     out = capsys.readouterr().out
     assert "left out, as they are of another run: rank-1.json" in out
     assert "nothing is known of rank 1" in out
@@ -317,7 +317,7 @@ def test_a_file_that_is_no_record(
 ) -> None:
     put(tmp_path, 0)
     (tmp_path / "rank-1.json").write_bytes(text.encode("latin-1"))
-    assert explain(tmp_path) == 1
+    assert print_diagnosis(tmp_path) == 1
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("rank-1.json is left out: ")
     assert problem in first
@@ -329,12 +329,12 @@ def test_a_record_that_is_no_file(
     make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "rank-0.json")
-    assert explain(tmp_path) == 2
+    assert print_diagnosis(tmp_path) == 2
     assert capsys.readouterr().out.startswith("rank-0.json ")
 
 
 def test_a_terminal_obeys_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path, 0, faults=[{"time": 1.0, "text": "\x1b]0;owned\x07 [red]x[/]", "ranks": []}])
     put(tmp_path, 1, groups=[])
-    assert explain(tmp_path) == 1
+    assert print_diagnosis(tmp_path) == 1
     assert "\x1b" not in capsys.readouterr().out

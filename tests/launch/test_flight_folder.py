@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Launch, wait_for_files, wait_until
-from tilework.launch.diagnosis_report import read
+from tilework.launch.diagnosis_report import read_latest_run
 from tilework.launch.flight_folder import FlightFolder
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no such signals here")
@@ -52,7 +52,7 @@ def test_after_a_failure_everybody_has_told(launch: Launch, temporary: Path) -> 
     (told,) = re.findall(r"who waited for whom: tilework explain (\S+) \(records of 2", done.err)
     assert Path(told).parent == temporary
     assert os.stat(told).st_mode & 0o077 == 0
-    records = read(Path(told)).records
+    records = read_latest_run(Path(told)).records
     # Rank 1 has noticed nothing: it was asked before it was ended.
     assert records[1].faults == ()
     assert records[1].stacks[0].site.endswith(" in load")
@@ -92,7 +92,7 @@ def test_sigusr1_to_the_launcher(launch: Launch, temporary: Path) -> None:
     assert (done.status, done.lines) == (0, ["[0] unharmed", "[1] unharmed"])
     (folder,) = temporary.glob("tilework-flight-*")
     assert done.err == f"tilework: ranks write their flight records to {folder}\n"
-    assert sorted(read(folder).records) == [0, 1]
+    assert sorted(read_latest_run(folder).records) == [0, 1]
 
 
 def test_what_nobody_was_told_of_is_removed(launch: Launch, temporary: Path) -> None:

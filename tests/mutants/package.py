@@ -216,7 +216,7 @@ COMPARISONS = [
     fault(
         "consensus: the absent are not waited for",
         "comm/elastic/consensus.py",
-        "        if not absent - party.lost(absent) or party.clock() >= deadline:\n",
+        "        if not absent - participant.lost(absent) or participant.clock() >= deadline:\n",
         "        if True:\n",
         "tests/comm/elastic/test_consensus.py",
     ),

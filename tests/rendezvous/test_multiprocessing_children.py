@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from tilework.rendezvous.liveness import process_identity, thread_identity
-from tilework.rendezvous.multiprocessing_children import Kin
+from tilework.rendezvous.multiprocessing_children import MultiprocessingChildren
 
 #: Three processes, of which one ends; the others, which know each other, then count the missing.
 PROGRAM = r"""
 import multiprocessing, multiprocessing.connection, os, sys, time
-from tilework.rendezvous import multiprocessing_children as kin
+from tilework.rendezvous import multiprocessing_children
 from tilework.rendezvous.liveness import process_identity
 
 method, when, victim, size, looks = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-kin._GONE_SECONDS = kin._DOUBT_SECONDS = 0.0
+multiprocessing_children._GONE_SECONDS = multiprocessing_children._DOUBT_SECONDS = 0.0
 
 def main(rank, seen, identities, known, ended):
     if rank == victim:
@@ -26,7 +26,7 @@ def main(rank, seen, identities, known, ended):
             seen.acquire()
             seen.acquire()
         return
-    processes = kin.Kin.of_this_process()
+    processes = multiprocessing_children.MultiprocessingChildren.of_this_process()
     while when == "once seen" and len(processes._seen) < 3:
         processes.look()
     if when == "once seen":
@@ -92,7 +92,7 @@ def test_none_is_missed_where_there_are_not_as_many_as_ranks(tmp_path: Path) -> 
 
 
 def test_a_process_without_kin_misses_none() -> None:
-    kin = Kin()
-    assert kin.ended(1, [process_identity()], 0) == 0
-    assert kin.ended(2, [process_identity()], 1) == 0
-    assert kin.ended(1, [thread_identity()], 0) == 0
+    children = MultiprocessingChildren()
+    assert children.ended(1, [process_identity()], 0) == 0
+    assert children.ended(2, [process_identity()], 1) == 0
+    assert children.ended(1, [thread_identity()], 0) == 0

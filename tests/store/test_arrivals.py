@@ -14,7 +14,7 @@ import pytest
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.errors import StoreTimeoutError
 from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore
-from tilework.store.arrivals import Attendance
+from tilework.store.arrivals import Arrivals
 
 KINDS = ["file", "tcp"]
 
@@ -27,14 +27,14 @@ def maker(kind: str, folder: Path) -> tuple[Store, Callable[[], Store]]:
     return first, lambda: TCPStore("127.0.0.1", first.port, 3)
 
 
-def settled(store: Store, lost: int) -> Attendance:
-    """The attendance once so many are lost, or after some seconds."""
+def settled(store: Store, lost: int) -> Arrivals:
+    """The arrivals once so many are lost, or after some seconds."""
     deadline = time.monotonic() + 10
     while True:
-        attendance = store.attendance()
-        assert attendance is not None
-        if len(attendance.lost) >= lost or time.monotonic() > deadline:
-            return attendance
+        arrivals = store.arrivals()
+        assert arrivals is not None
+        if len(arrivals.lost) >= lost or time.monotonic() > deadline:
+            return arrivals
         time.sleep(0.01)
 
 
@@ -44,7 +44,7 @@ def test_those_that_end_without_closing_are_lost(kind: str, tmp_path: Path) -> N
 
     def story(rank: int, say: Say) -> None:
         store = make()
-        say(store.attendant)
+        say(store.arrival_name)
         if rank == 1:
             os.execvp("sleep", ["sleep", "30"])
         time.sleep(30)
@@ -52,7 +52,7 @@ def test_those_that_end_without_closing_are_lost(kind: str, tmp_path: Path) -> N
     with first, ForkedRanks(2, story) as ranks:
         names = {rank.hear() for rank in ranks}
         ranks[0].kill(signal.SIGKILL)
-        assert settled(first, 2) == Attendance(3, 3, frozenset(names))
+        assert settled(first, 2) == Arrivals(3, 3, frozenset(names))
         ranks[1].kill()
 
 
@@ -61,17 +61,17 @@ def test_those_that_close_are_not_missed(kind: str, tmp_path: Path) -> None:
     first, make = maker(kind, tmp_path)
     with first:
         with make() as second:
-            assert second.attendant not in ("", first.attendant)
-        assert first.attendance() == Attendance(3, 2, frozenset())
-        assert PrefixStore("view", first).attendance() == first.attendance()
+            assert second.arrival_name not in ("", first.arrival_name)
+        assert first.arrivals() == Arrivals(3, 2, frozenset())
+        assert PrefixStore("view", first).arrivals() == first.arrivals()
 
 
 def test_how_many_come_may_not_be_known(tmp_path: Path) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True) as store:
-        assert store.attendance() is None
+        assert store.arrivals() is None
     with FileStore(tmp_path / "store") as file:
-        assert file.attendance() == Attendance(0, 1, frozenset())
-    assert HashStore().attendance() is None
+        assert file.arrivals() == Arrivals(0, 1, frozenset())
+    assert HashStore().arrivals() is None
 
 
 def test_a_master_that_gives_up_stays_until_its_workers_have_heard() -> None:
@@ -83,10 +83,10 @@ def test_a_master_that_gives_up_stays_until_its_workers_have_heard() -> None:
         leaving = threading.Thread(target=master._give_up, args=(error, 2))
         leaving.start()
         deadline = time.monotonic() + 10
-        while (attendance := worker.attendance()) and not attendance.given_up:
+        while (arrivals := worker.arrivals()) and not arrivals.given_up:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert attendance is not None
-        assert attendance.given_up == "Timeout: 2 came"
+        assert arrivals is not None
+        assert arrivals.given_up == "Timeout: 2 came"
         leaving.join()
-        assert worker.get("tilework/heard-master").decode().split() == [worker.attendant]
+        assert worker.get("tilework/heard-master").decode().split() == [worker.arrival_name]

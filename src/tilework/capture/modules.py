@@ -23,7 +23,7 @@ from tilework.capture.places import Argument, Places, is_dtensor, plain
 from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
 from tilework.capture.record import Record
 from tilework.capture.recorder import BOUNDARY
-from tilework.capture.recording import Call, all_have, record_call, unified
+from tilework.capture.recording import StepCall, all_have, record_call, unified
 from tilework.capture.same_program import agree_on
 from tilework.capture.sizes import integers_in, spec_at
 from tilework.comm.per_call.call_recorder import current_recorder, unrecorded
@@ -161,7 +161,7 @@ def _of_three(
     return made[0], (one, other, third)
 
 
-class _Joint(Call):
+class _Joint(StepCall):
     """A call that takes the gradients of the results at once."""
 
     def run(self) -> Any:

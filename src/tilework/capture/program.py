@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from tilework.capture.record import NOT_CURRENT, Record
-from tilework.capture.recording import Call, all_have, record_call, run_checked, unified
+from tilework.capture.recording import StepCall, all_have, record_call, run_checked, unified
 from tilework.capture.table import table_of
 from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.dtensor.spec import DTensorSpec
@@ -121,7 +121,7 @@ class Program(Generic[P, T]):
             result = record.run(leaves, size)
             if result is not NOT_CURRENT:
                 return result
-        call = Call(self._step, self.__name__, leaves, args, kwargs)
+        call = StepCall(self._step, self.__name__, leaves, args, kwargs)
         found = self._of_several(key)
         is_checked = found is not None and found[0].is_checked  # then ranks need not agree again
         if found is not None and (is_checked or self._all_have(True)):
@@ -136,7 +136,7 @@ class Program(Generic[P, T]):
         every = [record for records in self._records.values() for record, _ in records]
         return list({id(record): record for record in every}.values())
 
-    def _record(self, key: Any, call: Call) -> Any:
+    def _record(self, key: Any, call: StepCall) -> Any:
         if len(self.records) >= MOST_PROGRAMS:
             raise CaptureError(self._too_many(key))
         if self.records:
@@ -175,7 +175,7 @@ class Program(Generic[P, T]):
                 return record, size
         return None
 
-    def _checked(self, key: Any, call: Call, record: Record, size: int) -> Any:
+    def _checked(self, key: Any, call: StepCall, record: Record, size: int) -> Any:
         """The result of a call at a third size, which checks the program of several sizes."""
         if record.is_checked:
             result = record.run(call.leaves, size)

@@ -40,7 +40,7 @@ _UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
 _DRAWS = torch.Tag.nondeterministic_seeded
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records a step of this rank.
 
     Args:

@@ -15,7 +15,7 @@ from tilework.capture.number import value_of
 from tilework.capture.options import Options
 from tilework.capture.places import Argument, Place, Places, is_dtensor, plain
 from tilework.capture.record import Record
-from tilework.capture.recorder import Recorder, bytes_of
+from tilework.capture.recorder import StepRecorder, bytes_of
 from tilework.capture.same_program import agree_on
 from tilework.capture.sizes import Different, Unifier, first_difference, has_size
 from tilework.capture.unseen import Unseen, told_apart
@@ -51,7 +51,7 @@ class _PlacesOfCall(Places):
         return self._numbers.get(id(tensor)) or super().find(tensor)
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """A call of a step.
 
     Attributes:
@@ -74,7 +74,7 @@ class Call(NamedTuple):
 
 
 def record_call(
-    call: Call, check: bool, compiles: bool = False, needed: list[Tensor] | None = None
+    call: StepCall, check: bool, compiles: bool = False, needed: list[Tensor] | None = None
 ) -> tuple[Record | None, Any]:
     """Run a step, and record it.
 
@@ -92,7 +92,7 @@ def record_call(
     args, kwargs = tree_unflatten(leaves, tree_flatten((call.args, call.kwargs))[1])
     call = call._replace(leaves=leaves, args=args, kwargs=kwargs)
     before = _PlacesOfCall(call.step, call.leaves)
-    recorder = Recorder(before)
+    recorder = StepRecorder(before)
     unseen = Unseen(before, leaves)
     generators = [(each, each.get_state()) for each in [*_generators(), *before.generators()]]
     try:
@@ -123,7 +123,7 @@ def record_call(
 
 
 def _record_of(
-    call: Call, recorder: Recorder, before: Places, options: Options, tree: Any
+    call: StepCall, recorder: StepRecorder, before: Places, options: Options, tree: Any
 ) -> Record:
     """The record of a call that has ended. Collective over the groups of its collectives."""
     graph = recorder.graph
@@ -174,7 +174,7 @@ def _reduce_deferred(places: Places) -> None:
                 deferred()
 
 
-def _leaf(leaf: Any, recorder: Recorder) -> Any:
+def _leaf(leaf: Any, recorder: StepRecorder) -> Any:
     """The stand-in of a tensor or number that outlives the call."""
     if leaf.__class__ is DTensor:
         value = recorder.value_of(leaf._local_tensor)
@@ -184,7 +184,7 @@ def _leaf(leaf: Any, recorder: Recorder) -> Any:
     return recorder.book.find(leaf) if type(leaf) is float else leaf
 
 
-def _changes(before: Places, after: Places, recorder: Recorder) -> Iterator[tuple[Place, Any]]:
+def _changes(before: Places, after: Places, recorder: StepRecorder) -> Iterator[tuple[Place, Any]]:
     """The places that hold other tensors after the step, with the new tensors."""
     then = {_identity(place): tensor for place, tensor in before.slots}
     read = {_identity(x.path) for x in recorder.graph.inputs if isinstance(x.path, Place)}
@@ -298,7 +298,9 @@ def _before(found: Sequence[Input], kept: dict[Memory, Tensor]) -> list[Tensor]:
     return before
 
 
-def run_checked(record: Record, call: Call, size: int, compiles: bool) -> tuple[bool | None, Any]:
+def run_checked(
+    record: Record, call: StepCall, size: int, compiles: bool
+) -> tuple[bool | None, Any]:
     """Run a step itself, and the program of several sizes on copies of the step's inputs.
 
     Collective if the step is.
@@ -399,7 +401,7 @@ def _nearly(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(apart <= 0.05 * one.nan_to_num().norm() + 1e-4)
 
 
-def _undo(recorder: Recorder, places: Places) -> None:
+def _undo(recorder: StepRecorder, places: Places) -> None:
     """Undo the writes of a step that cannot become a program. Local."""
     for each in recorder.graph.inputs:
         memory = each.value.memory

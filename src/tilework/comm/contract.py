@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.capabilities import Capability
-from tilework.comm.elastic.registers import Ledger
+from tilework.comm.elastic.registers import Registers
 from tilework.comm.flight.ring import Entry
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.torch_methods import TorchMethods
@@ -314,8 +314,8 @@ class ProcessGroup(_Slots, TorchMethods):
         self.group_desc: str = ""
         self.global_ranks = tuple(range(size))
         self.group_ranks = {rank: rank for rank in range(size)}
-        #: The ledger that outlives the group's ranks; set when the group is made.
-        self.ledger: Ledger | None = None
+        #: The registers that outlive the group's ranks; set when the group is made.
+        self.registers: Registers | None = None
         #: The maker of successors of this group; set when the group is registered.
         self.successors: Successors | None = None
         #: In a successor of a group: each rank's number in the old group, None for a newcomer. None

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tilework.comm.per_call.call_recorder import unrecorded
 from tilework.dtensor.base import has_origin
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import (
     NUMBERS,
     digest_of,
@@ -226,7 +226,7 @@ def _note_step(
             continue
         if param._spec.mesh is not mesh:
             mesh = param._spec.mesh
-            passes = history_of(mesh).passes
+            passes = call_counts_of(mesh).passes
         grad = param._grad
         if grad is None or grad._local_tensor is not local or grad._noted == (grad._digest, None):
             digest = hash((digest_of(param), step, passes, param._cleared))

@@ -1,4 +1,4 @@
-"""``tilework run``, ``doctor`` and ``explain``: options, and errors of wrong use."""
+"""``tilework run``, ``doctor`` and ``print_diagnosis``: options, and errors of wrong use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import get_args
 from tilework.cores import read_topology, usable_cores
 from tilework.errors import DistNetworkError, DistStoreError
 from tilework.launch.binding import BindMode, sets_for
-from tilework.launch.diagnosis_report import explain
+from tilework.launch.diagnosis_report import print_diagnosis
 from tilework.launch.nodes import NodesError
 from tilework.launch.program import Module, Program, Script
 from tilework.launch.run import run
@@ -400,5 +400,5 @@ def _add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("folder", metavar="DIR", type=Path, help="where the records are")
     parser.add_argument("--json", action="store_true", help="print JSON instead of words")
     parser.set_defaults(
-        parser=parser, command=lambda options: explain(options.folder, options.json)
+        parser=parser, command=lambda options: print_diagnosis(options.folder, options.json)
     )

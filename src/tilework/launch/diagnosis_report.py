@@ -49,7 +49,7 @@ class Reading:
     """Files that could not be used, with the reasons; one line each."""
 
 
-def explain(folder: Path, as_json: bool = False) -> int:
+def print_diagnosis(folder: Path, as_json: bool = False) -> int:
     """Print the diagnosis of the records in ``folder``.
 
     Returns:
@@ -57,7 +57,7 @@ def explain(folder: Path, as_json: bool = False) -> int:
         no folder, or it holds no readable record.
     """
     try:
-        reading = read(folder)
+        reading = read_latest_run(folder)
     except OSError as error:
         print(f"tilework explain: cannot read {str(folder)!r}: {error.strerror}", file=sys.stderr)
         return _UNREADABLE
@@ -71,7 +71,7 @@ def explain(folder: Path, as_json: bool = False) -> int:
     return int(any(finding.kind not in _NO_FAULT for finding in findings))
 
 
-def read(folder: Path) -> Reading:
+def read_latest_run(folder: Path) -> Reading:
     """The records of the latest run in ``folder``.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Final
 
 from tilework.comm.flight.diagnosis import diagnose
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE
-from tilework.launch.diagnosis_report import read
+from tilework.launch.diagnosis_report import read_latest_run
 
 _IN_LOG_DIR: Final = "flight"
 _PREFIX: Final = "tilework-flight-"
@@ -68,7 +68,7 @@ class FlightFolder:
     def _explains(self) -> bool:
         """True if the records say that a rank waited for another."""
         with contextlib.suppress(OSError):
-            kinds = {finding.kind for finding in diagnose(read(self.path).records)}
+            kinds = {finding.kind for finding in diagnose(read_latest_run(self.path).records)}
             return not kinds <= {"fine", "slow", "unheard"}
         return False
 

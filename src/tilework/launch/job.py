@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from tilework.comm.elastic.ticket_store import Desk
+from tilework.comm.elastic.ticket_store import TicketStore
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
 from tilework.comm.making.init_generation import InitGeneration
 from tilework.errors import DistError
@@ -102,7 +102,7 @@ class Job:
         self._rendezvous: Rendezvous | None = None
         self._folder: Path | None = None
         self._adopting = False
-        self._desk: Desk | None = None
+        self._ticket_store: TicketStore | None = None
         #: The store where the ranks meet, once the launcher has used it.
         self._store: Store | None = None
         #: The times when processes were started again, by rank.
@@ -142,9 +142,9 @@ class Job:
         seconds = None if timeout is None else timeout.total_seconds()
         if not self._supervisor.run(seconds):
             return None
-        if self.recovery is not None and self._desk is not None:
+        if self.recovery is not None and self._ticket_store is not None:
             with contextlib.suppress(DistError):
-                self.recovery.note_told(self._desk.events())
+                self.recovery.note_told(self._ticket_store.events())
         return self._supervisor.outcome
 
     def stop(self, steps: Sequence[Step], timeout: timedelta) -> None:
@@ -185,14 +185,14 @@ class Job:
         if self._server is not None:
             self._server.start()
             if self.recovery is not None:
-                self._desk = self._open_desk(rendezvous)
+                self._ticket_store = self._open_ticket_store(rendezvous)
         self._rendezvous = rendezvous
 
-    def _open_desk(self, rendezvous: Rendezvous) -> Desk:
+    def _open_ticket_store(self, rendezvous: Rendezvous) -> TicketStore:
         assert rendezvous.store is not None
         secret = bytes.fromhex(rendezvous.secret)
         self._store = launcher_store(rendezvous.store, _STORE_TIMEOUT, secret)
-        return Desk(self._store)
+        return TicketStore(self._store)
 
     def _note_end(self, rank: RankProcess) -> None:
         """Tell ranks that may wait for this rank that it has ended."""
@@ -232,10 +232,10 @@ class Job:
 
     def _members(self, living: Sequence[RankProcess]) -> Sequence[RankProcess]:
         """The ranks that train, without those that wait to be let in or were left behind."""
-        if self._desk is None:
+        if self._ticket_store is None:
             return living
         try:
-            events = [event for event in self._desk.events() if "seats" in event]
+            events = [event for event in self._ticket_store.events() if "seats" in event]
         except DistError:
             return living
         seats = set(events[-1]["seats"]) if events else set(range(self._settings.nprocs))
@@ -385,7 +385,7 @@ class Job:
             self._cell.close()
 
     def _close_server(self) -> None:
-        self._desk = None
+        self._ticket_store = None
         if self._store is not None:
             self._store.close()
             self._store = None

@@ -58,7 +58,7 @@ class MeshGrid(TorchMeshNames):
         #: Likewise: shardings of calls on them, by signature.
         self.op_shardings: dict[Any, Any] = {}
         #: Likewise: the calls that the mesh's ranks have made together.
-        self.history: Any = None
+        self.call_counts: Any = None
         #: torch's mesh of the same ranks, where there is one.
         self._torch: Any = None
         #: Those made for the mesh's parts, of the root: by content.

@@ -30,7 +30,7 @@ _FORK_SERVER = b"multiprocessing.forkserver"
 _Process = tuple[int, int]
 
 
-class Kin:
+class MultiprocessingChildren:
     """This process and those beside it, or those that it has started itself."""
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class Kin:
         self.look()
 
     @staticmethod
-    def of_this_process() -> Kin:
+    def of_this_process() -> MultiprocessingChildren:
         """Those of this process."""
         global _known
         if _known._own[0] != os.getpid():  # it was forked
-            _known = Kin()
+            _known = MultiprocessingChildren()
         return _known
 
     def ended(self, size: int, identities: Collection[str], silent: int) -> int:
@@ -88,7 +88,7 @@ class Kin:
         self._next_look = now + (now - begun) / _SHARE
 
     def _living(self) -> Iterator[_Process]:
-        """The kin that live; those that wait to be reaped count as seen."""
+        """The processes that live; those that wait to be reaped count as seen."""
         for pid in children(self._root[1]):
             status = status_of(pid)
             if status is None:
@@ -156,4 +156,4 @@ def _read(process: _Process, what: str) -> bytes:
 
 
 #: Made as early as can be: one that ends before the ranks meet has been seen then.
-_known = Kin()
+_known = MultiprocessingChildren()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from tilework.errors import DistError, PeerLostError
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.rendezvous.liveness import process_identity
-from tilework.rendezvous.multiprocessing_children import Kin
+from tilework.rendezvous.multiprocessing_children import MultiprocessingChildren
 from tilework.rendezvous.place import Place
 from tilework.rendezvous.siblings import Siblings
 from tilework.store.late_notice import LateNotice, ranks_in_words
@@ -30,7 +30,7 @@ class ServerWait:
         self._where = f"at {where}" if where else "of this job"
         self._others = [rank for rank in range(place.world_size) if rank != place.rank]
         self._siblings = Siblings.of(place.rank, place.world_size)
-        self._kin = Kin.of_this_process() if one_host else None
+        self._children = MultiprocessingChildren.of_this_process() if one_host else None
         # Now: while it connects to the store, it can connect to no other.
         self._launcher = EndedRanks.at_launcher(place.rank, place.world_size)
         self._notice = LateNotice(time.monotonic())
@@ -46,9 +46,9 @@ class ServerWait:
                 ended |= self._launcher.among(self._others)
         if ended:
             raise self._lost(ranks_in_words(sorted(ended)), ended, reason)
-        if self._kin is not None:
+        if self._children is not None:
             others = self._others
-            count = self._kin.ended(len(others) + 1, [process_identity()], len(others))
+            count = self._children.ended(len(others) + 1, [process_identity()], len(others))
             if count:
                 which = "" if count == len(others) else "one of "
                 raise self._lost(which + ranks_in_words(others), others, reason)

@@ -17,7 +17,7 @@ import torch
 from tilework.comm.per_call.callbacks import run_soon
 from tilework.comm.per_call.callsite import Site, user_frame
 from tilework.errors import DistError, RpcTimeoutError
-from tilework.rpc.calls import BlockingCall, Call, Calls, CreatingCall, FutureCall, Task
+from tilework.rpc.calls import BlockingCall, Calls, CreatingCall, FutureCall, RemoteCall, Task
 from tilework.rpc.entries import Owned
 from tilework.rpc.failures import Failure
 from tilework.rpc.functions import is_async
@@ -155,7 +155,7 @@ class Agent:
             "timeout": timeout_seconds(timeout, self.rpc_timeout),
         }
 
-    def _issue(self, call: Call, job: tuple[Any, ...], new: Ref | None = None) -> int:
+    def _issue(self, call: RemoteCall, job: tuple[Any, ...], new: Ref | None = None) -> int:
         """Send a call; ``new`` is the reference among the arguments that the call makes."""
         to = call.to.id
         payload, refs = self.sender.pack(job, to, new)
@@ -241,7 +241,7 @@ class Agent:
             self.sender.notify(Kind.TAKEN, sender, number)
         return contents
 
-    def _outcome(self, call: Call, received: Received) -> Any:
+    def _outcome(self, call: RemoteCall, received: Received) -> Any:
         """The result of a call that ended, or the exception."""
         if received.lacks_memory and not self._probes[received.message.sender].readable():
             raise call.lost()  # it answered and died before this rank opened the memory
@@ -250,7 +250,7 @@ class Agent:
             raise result.rebuild(self.workers.find(received.message.sender))
         return result
 
-    def _finish(self, call: Call, outcome: Callable[[], Any]) -> Task | None:
+    def _finish(self, call: RemoteCall, outcome: Callable[[], Any]) -> Task | None:
         """End a call; the rest of the work for that, if any."""
         task = call.finish(outcome)
         if task is None:
@@ -312,7 +312,7 @@ class Agent:
             while self._losing and self._losing[0][0] <= now:
                 self._lose(self._losing.pop(0)[1])
             for number in self._calls.late(now):
-                self._end(number, Call.late)
+                self._end(number, RemoteCall.late)
             self.references.flush()
             for rank, file, again in self._mapped_buffers.released():
                 self.sender.notify(Kind.RETURNED if again else Kind.TAKEN, rank, file)
@@ -320,12 +320,12 @@ class Agent:
     def _lose(self, rank: int) -> None:
         self._transport.give_up(rank)
         for number in self._calls.numbers(lambda call: call.to.id == rank):
-            self._end(number, Call.lost)
+            self._end(number, RemoteCall.lost)
         self._shared_buffers.lost(rank)
         run_soon(partial(_let_go, self.references.lost(rank)))
         run_soon(partial(self.gatherings.lose, rank))
 
-    def _end(self, number: int, reason: Callable[[Call], BaseException]) -> None:
+    def _end(self, number: int, reason: Callable[[RemoteCall], BaseException]) -> None:
         """End a call with an error, if it has not ended meanwhile."""
         call = self._calls.pop(number)
         if call is None:
@@ -401,5 +401,5 @@ def _let_go(entries: list[Owned]) -> None:
     entries.clear()
 
 
-def _closed_error(call: Call) -> BaseException:
+def _closed_error(call: RemoteCall) -> BaseException:
     return DistError(f"RPC was shut down on this rank before {call.what} returned")

@@ -24,7 +24,7 @@ Task = Callable[[], None]
 
 
 @dataclass(eq=False, kw_only=True)
-class Call(ABC):
+class RemoteCall(ABC):
     """A call to another rank."""
 
     to: WorkerInfo
@@ -69,7 +69,7 @@ class Call(ABC):
 
 
 @dataclass(eq=False, kw_only=True)
-class BlockingCall(Call):
+class BlockingCall(RemoteCall):
     """A call whose caller waits."""
 
     _ended: threading.Lock = field(default_factory=threading.Lock)
@@ -92,7 +92,7 @@ class BlockingCall(Call):
 
 
 @dataclass(eq=False, kw_only=True)
-class FutureCall(Call):
+class FutureCall(RemoteCall):
     """A call that completes a future."""
 
     future: RpcFuture[Any] = field(default_factory=RpcFuture)
@@ -110,7 +110,7 @@ class FutureCall(Call):
 
 
 @dataclass(eq=False, kw_only=True)
-class CreatingCall(Call):
+class CreatingCall(RemoteCall):
     """A call that makes another rank the owner of a value."""
 
     entry: Entry
@@ -137,12 +137,12 @@ class Calls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, RemoteCall] = {}
         self._awake_at = math.inf
         #: Those that have not ended, with whatever their end sets off; RPC's own ones aside.
         self.work = InFlight()
 
-    def add(self, call: Call) -> tuple[int, bool]:
+    def add(self, call: RemoteCall) -> tuple[int, bool]:
         """The call's number, and True if the thread that watches deadlines must be woken."""
         if not call.inner:
             self.work.begin()
@@ -151,17 +151,17 @@ class Calls:
             self._calls[number] = call
             return number, call.deadline < self._awake_at
 
-    def pop(self, number: int) -> Call | None:
+    def pop(self, number: int) -> RemoteCall | None:
         """The call, for the first who asks, who must end it and call :meth:`ended`."""
         with self._lock:
             return self._calls.pop(number, None)
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: RemoteCall) -> None:
         """Note that the call has ended."""
         if not call.inner:
             self.work.end()
 
-    def numbers(self, where: Callable[[Call], bool]) -> list[int]:
+    def numbers(self, where: Callable[[RemoteCall], bool]) -> list[int]:
         """The calls for which ``where`` holds."""
         with self._lock:
             return [number for number, call in self._calls.items() if where(call)]

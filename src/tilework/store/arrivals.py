@@ -1,4 +1,4 @@
-"""The attendance at a store: how many came to it, and who of them has ended without closing it.
+"""Arrivals at a store: how many stores were made, and which processes ended before closing theirs.
 
 Where each rank makes one store, a rank counts as missing as soon as the process ends, even before
 anybody knows the rank's number: once all others have said who they are, one number is left.
@@ -15,13 +15,13 @@ from typing import Final, NamedTuple
 if sys.platform != "win32":
     import fcntl
 
-#: The byte of a store's file from which on each attendant locks one; the file never gets there.
+#: The byte of a store's file from which on each arrival locks one; the file never gets there.
 _FIRST_BYTE: Final = 1 << 60
 #: The kernel's struct flock on 64-bit systems: type, whence, start, length, process.
 _FLOCK: Final = "hhqqi0q"
 
 
-class Attendance(NamedTuple):
+class Arrivals(NamedTuple):
     """The stores that were made at one place, over all processes."""
 
     #: How many will be made, as whoever asks was told; all of them by ranks. 0: it was not told.
@@ -35,7 +35,7 @@ class Attendance(NamedTuple):
 
 
 def hold_byte(descriptor: int, number: int) -> bool:
-    """Lock an attendant's byte of a file, until ``descriptor`` is closed, by whatever.
+    """Lock an arrival's byte of a file, until something closes ``descriptor``.
 
     The lock belongs to the open file: exec and the end of the process give it up, and every
     process that has the file open sees that, in any namespace. False where there are no such locks.
@@ -44,7 +44,7 @@ def hold_byte(descriptor: int, number: int) -> bool:
 
 
 def is_free(descriptor: int, number: int) -> bool:
-    """True if no other open file holds this attendant's byte; False where that is not known."""
+    """True if no other open file holds this arrival's byte; False where that is not known."""
     answer = _ask(descriptor, "F_OFD_GETLK", number)
     return answer is not None and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
 

@@ -127,14 +127,14 @@ class RemoteStore(Store):
         """The number of values in the queue ``key``."""
         return self._ask_number(Code.QUEUE_LENGTH, checks.key_bytes(key))
 
-    def leave_will(
+    def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None]:
         """Have ``value`` appended to ``key`` when this process ends; see the contract."""
-        will = [checks.key_bytes(key), checks.data_bytes(value)]
+        fields = [checks.key_bytes(key), checks.data_bytes(value)]
         if greeting is not None:
-            will += [checks.key_bytes(greeting[0]), checks.data_bytes(greeting[1])]
-        return self._hold(wire.encode(Code.WILL, will))
+            fields += [checks.key_bytes(greeting[0]), checks.data_bytes(greeting[1])]
+        return self._hold(wire.encode(Code.APPEND_ON_DISCONNECT, fields))
 
     def close(self) -> None:
         """Close the connections, and the server if this store has it; threads that wait raise."""
@@ -164,14 +164,14 @@ class RemoteStore(Store):
             self._ask_waiting(Code.GET, [name], keys, limit, deadline).fields[0] for name in batch
         ]
 
-    def _hold(self, will: bytes, until_closed: bool = False) -> Callable[[], None]:
-        """Leave a will on a separate connection; the returned function revokes it.
+    def _hold(self, request: bytes, until_closed: bool = False) -> Callable[[], None]:
+        """Send a request that ends with a separate connection; the returned function revokes it.
 
         Closing the store revokes it too where it counts only ``until_closed``.
         """
-        revocation = wire.encode(Code.WILL, ())
+        revocation = wire.encode(Code.APPEND_ON_DISCONNECT, ())
         limit = checks.seconds(self._timeout)
-        return self._pool.hold(will, revocation, limit, revocation if until_closed else b"")
+        return self._pool.hold(request, revocation, limit, revocation if until_closed else b"")
 
     def _ask(self, code: Code, *fields: bytes) -> list[bytes]:
         answer = self._pool.ask(wire.encode(code, fields), checks.seconds(self._timeout))

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Final, TypeVar
 
 from tilework.store import checks
-from tilework.store.arrivals import Attendance
+from tilework.store.arrivals import Arrivals
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=5)
 
@@ -155,17 +155,17 @@ class Store(ABC):
         """True: every store has ``append``, ``multi_get``, ``multi_set`` and queues."""
         return True
 
-    def leave_will(
+    def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None] | None:
         """Have ``value`` appended to ``key`` when this process ends, or becomes another program.
 
         The cause does not matter: a separate connection is kept open, and the server sees it close.
-        Call the returned function to revoke the will. None where nobody could carry it out.
+        Call the returned function to revoke that. None where no server could do it.
 
         Args:
-            greeting: A key and a value that is appended to it now: whoever reads it may rely on
-                the will, for both arrive in one message.
+            greeting: A key and a value that is appended to it now: whoever reads it knows
+                that the server also has the other value, since both arrive in one message.
         """
         checks.key_bytes(key)
         checks.data_bytes(value)
@@ -173,13 +173,13 @@ class Store(ABC):
             self.append(*greeting)
         return None
 
-    def attendance(self) -> Attendance | None:
+    def arrivals(self) -> Arrivals | None:
         """The stores that were made here; None where nobody counts them."""
         return None
 
     @property
-    def attendant(self) -> str:
-        """This store in the attendance; "" where there is none."""
+    def arrival_name(self) -> str:
+        """The name of this store among the arrivals; "" where nobody counts them."""
         return ""
 
     @property

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from tilework.errors import DistStoreError
 from tilework.store import checks
-from tilework.store.arrivals import Attendance
+from tilework.store.arrivals import Arrivals
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.late_notice import KeyWait
 from tilework.store.log import Log
@@ -194,7 +194,7 @@ class FileStore(Store):
         name = checks.key_bytes(key)
         return self._look(lambda table: self._log.queues.length(name))
 
-    def attendance(self) -> Attendance | None:
+    def arrivals(self) -> Arrivals | None:
         """The stores that were made on this file; None where the system has no locks for it."""
         if self._log.number == 0:
             return None
@@ -202,10 +202,10 @@ class FileStore(Store):
             self._ensure_open()
             self._log.refresh()
             lost = frozenset(map(str, self._log.lost()))
-            return Attendance(max(0, self._expected), self._log.opened, lost)
+            return Arrivals(max(0, self._expected), self._log.opened, lost)
 
     @property
-    def attendant(self) -> str:
+    def arrival_name(self) -> str:
         """This store's number among those on the file."""
         return str(self._log.number or "")
 

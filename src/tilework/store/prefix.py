@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from tilework.store import checks
-from tilework.store.arrivals import Attendance
+from tilework.store.arrivals import Arrivals
 from tilework.store.contract import Data, Store
 
 
@@ -100,21 +100,21 @@ class PrefixStore(Store):
         """The number of values in the queue ``key``."""
         return self._open_store().queue_len(self._full(key))
 
-    def leave_will(
+    def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None] | None:
         """Have ``value`` appended to ``key`` when this process ends; see the contract."""
         here = None if greeting is None else (self._full(greeting[0]), greeting[1])
-        return self._open_store().leave_will(self._full(key), value, here)
+        return self._open_store().append_on_disconnect(self._full(key), value, here)
 
-    def attendance(self) -> Attendance | None:
+    def arrivals(self) -> Arrivals | None:
         """As the underlying store."""
-        return self._open_store().attendance()
+        return self._open_store().arrivals()
 
     @property
-    def attendant(self) -> str:
+    def arrival_name(self) -> str:
         """As the underlying store."""
-        return self._store.attendant
+        return self._store.arrival_name
 
     @property
     def is_of_one_host(self) -> bool:

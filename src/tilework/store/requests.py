@@ -28,7 +28,7 @@ class Client(Protocol):
         self, milliseconds: int, expired: Callable[[], None], undo: Callable[[], None]
     ) -> None: ...
     def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None: ...
-    def leave_will(self, will: tuple[bytes, bytes] | None) -> None: ...
+    def append_on_disconnect(self, record: tuple[bytes, bytes] | None) -> None: ...
 
 
 class StoreState:
@@ -164,7 +164,7 @@ def _join(client: Client, state: StoreState, fields: list[bytes]) -> None:
     """Count a worker. With a key as well, it is appended to that unless it leaves in order."""
     worker, *key = _fields(fields, 2 if len(fields) == 2 else 1)
     if key:
-        client.leave_will((key[0], worker + b" "))
+        client.append_on_disconnect((key[0], worker + b" "))
     state.join(worker)
     client.ok()
 
@@ -193,16 +193,16 @@ def _wait_workers(client: Client, state: StoreState, fields: list[bytes]) -> Non
     )
 
 
-def _will(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    """Take a will, and append a greeting if there is one; nothing at all revokes the will."""
+def _append_on_disconnect(client: Client, state: StoreState, fields: list[bytes]) -> None:
+    """Note what to append later, and append a greeting if there is one; no fields revoke it."""
     if not fields:
-        client.leave_will(None)
+        client.append_on_disconnect(None)
     else:
         key, value, *greeting = fields
         _fields([key, value], 2)
         if greeting:
             state.table.append(*_fields(greeting, 2))
-        client.leave_will((key, value))
+        client.append_on_disconnect((key, value))
     client.ok()
 
 
@@ -260,7 +260,7 @@ HANDLERS: Final[dict[int, Callable[[Client, StoreState, list[bytes]], None]]] = 
     Code.MULTI_SET: _multi_set,
     Code.JOIN: _join,
     Code.WAIT_WORKERS: _wait_workers,
-    Code.WILL: _will,
+    Code.APPEND_ON_DISCONNECT: _append_on_disconnect,
     Code.LIST_KEYS: _list_keys,
     Code.QUEUE_PUSH: _queue_push,
     Code.QUEUE_POP: _queue_pop,

@@ -152,7 +152,7 @@ class Connection:
         self._nonces: tuple[bytes, bytes] | None = None
         self._on_message = self._hello
         #: Key and value to append when this connection closes.
-        self._will: tuple[bytes, bytes] | None = None
+        self._last_append: tuple[bytes, bytes] | None = None
         #: Undoes the waiting of a parked request; None while none is parked.
         self._unpark: Callable[[], None] | None = None
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
@@ -170,10 +170,10 @@ class Connection:
         self._fd = -1
         self.sock.close()
         self._service.forget(self)
-        will, self._will = self._will, None
-        if will is not None:
+        record, self._last_append = self._last_append, None
+        if record is not None:
             with contextlib.suppress(DistStoreError):  # the value there has become too long
-                self._service.state.table.append(*will)
+                self._service.state.table.append(*record)
 
     def send(self, code: Code, fields: Sequence[bytes] = ()) -> None:
         """Send an answer; what the kernel does not take now follows when it does."""
@@ -199,9 +199,9 @@ class Connection:
         self._unpark = undo
         self._deadline = self._loop.call_later(after, self._expire, expired)
 
-    def leave_will(self, will: tuple[bytes, bytes] | None) -> None:
+    def append_on_disconnect(self, record: tuple[bytes, bytes] | None) -> None:
         """Append a value to a key when this connection closes, whatever closes it."""
-        self._will = will
+        self._last_append = record
         if self.sock.family != getattr(socket, "AF_UNIX", None):
             watch_closely(self.sock)
 

@@ -12,7 +12,7 @@ from tilework.errors import DistError, StoreTimeoutError
 from tilework.store import checks, wire
 from tilework.store.address import TcpAddress
 from tilework.store.answer_limit import answers_within
-from tilework.store.arrivals import Attendance
+from tilework.store.arrivals import Arrivals
 from tilework.store.client import RemoteStore
 from tilework.store.contract import DEFAULT_TIMEOUT
 from tilework.store.fork import watch_forks
@@ -92,7 +92,7 @@ class TCPStore(RemoteStore):
                 self.close()
                 raise
 
-    def attendance(self) -> Attendance | None:
+    def arrivals(self) -> Arrivals | None:
         """The stores that were made at this server; None where ``world_size`` was not given."""
         if self._expected is None:
             return None
@@ -102,10 +102,10 @@ class TCPStore(RemoteStore):
         given_up = self.get(_GIVEN_UP_KEY).decode() if self.check([_GIVEN_UP_KEY]) else ""
         if given_up:
             self.append(_HEARD_KEY, f"{self._name} ")
-        return Attendance(self._expected, came, lost, given_up)
+        return Arrivals(self._expected, came, lost, given_up)
 
     @property
-    def attendant(self) -> str:
+    def arrival_name(self) -> str:
         """This store's name at the server."""
         return self._name
 
@@ -113,8 +113,8 @@ class TCPStore(RemoteStore):
         if self._expected is None:
             self._ask(Code.JOIN, self._name.encode())
         else:
-            will = wire.encode(Code.JOIN, (self._name.encode(), _LOST_KEY.encode()))
-            self._hold(will, until_closed=True)
+            request = wire.encode(Code.JOIN, (self._name.encode(), _LOST_KEY.encode()))
+            self._hold(request, until_closed=True)
         if wait_for is None or wait_for <= 1:
             return
         left = checks.seconds(self._timeout)

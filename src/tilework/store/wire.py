@@ -83,7 +83,7 @@ class Code(IntEnum):
     #: milliseconds, number of workers; answered by how many have come
     WAIT_WORKERS = 27
     #: key, value: appended when this connection closes; nothing: no longer
-    WILL = 28
+    APPEND_ON_DISCONNECT = 28
     #: nothing; answered by the keys
     LIST_KEYS = 29
     #: queue, value

@@ -7,8 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from tilework.comm.elastic.consensus import Decision, NoGroupError, Party, Steps, failed, survive
-from tilework.comm.elastic.registers import Ledger
+from tilework.comm.elastic.consensus import (
+    Decision,
+    NoGroupError,
+    Participant,
+    Steps,
+    failed,
+    survive,
+)
+from tilework.comm.elastic.registers import Registers
 
 PATIENCE = 1000.0
 #: A stopped rank comes back after longer than that.
@@ -16,7 +23,7 @@ STOPPED = 3500.0
 MOST_STEPS = 20_000
 
 
-class DictLedger(Ledger):
+class DictRegisters(Registers):
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
 
@@ -34,21 +41,21 @@ class DictLedger(Ledger):
 class ModelBuilder:
     """A group is made once all of its members have come to the same place."""
 
-    party: Party
+    participant: Participant
     joined: dict[int, set[int]]
     tries: int = 0
 
     def build(self, decision: Decision) -> Steps[str | None]:
-        self.joined[decision.round].add(self.party.me)
-        deadline = self.party.clock() + PATIENCE
+        self.joined[decision.round].add(self.participant.me)
+        deadline = self.participant.clock() + PATIENCE
         while True:
             yield False
             if self.joined[decision.round].issuperset(decision.members):
                 return None
             yield False
-            if failed(self.party, decision.round):
+            if failed(self.participant, decision.round):
                 return "given up"
-            if self.party.lost(decision.members) or self.party.clock() >= deadline:
+            if self.participant.lost(decision.members) or self.participant.clock() >= deadline:
                 return "a member is missing"
             yield True
 
@@ -56,7 +63,7 @@ class ModelBuilder:
         self.tries += 1
 
     def remark(self) -> str:
-        return f"by {self.party.me}"
+        return f"by {self.participant.me}"
 
 
 #: A rank's end: the members of its group; None if it is out.
@@ -78,13 +85,13 @@ class Model:
     paused: int = -1
 
     def __post_init__(self) -> None:
-        self.ledger = DictLedger()
+        self.registers = DictRegisters()
         joined: dict[int, set[int]] = defaultdict(set)
         self.running: dict[int, Steps[Decision]] = {}
         for me in range(self.size):
-            party = Party(me, self.ledger, self._lost, lambda: self.now, PATIENCE)
-            builder = ModelBuilder(party, joined)
-            self.running[me] = survive(party, range(self.size), builder, 2 * self.size + 3)
+            participant = Participant(me, self.registers, self._lost, lambda: self.now, PATIENCE)
+            builder = ModelBuilder(participant, joined)
+            self.running[me] = survive(participant, range(self.size), builder, 2 * self.size + 3)
 
     def _lost(self, asked: Collection[int]) -> set[int]:
         return self.dead.intersection(asked)

@@ -38,16 +38,16 @@ def test_a_stopped_rank_comes_back_and_is_out() -> None:
 def test_the_proposer_s_remark_is_everyone_s() -> None:
     model = Model(2)
     model.run(in_turn())
-    assert model.ledger.values["1/members"] in ("0,1;by 0", "0,1;by 1")
+    assert model.registers.values["1/members"] in ("0,1;by 0", "0,1;by 1")
 
 
 def test_reasons_of_failure_are_told() -> None:
     model = Model(2)
-    party = next(iter(model.running.values())).gi_frame.f_locals["party"]  # type: ignore[attr-defined]
-    model.ledger.write("1/here/1", "")
-    decision = drive(decide(party, 1, range(2), lambda: ""))
-    assert not drive(confirm(party, decision, "no memory"))
-    assert answers(party, decision) == {0: "no memory"}
+    participant = next(iter(model.running.values())).gi_frame.f_locals["participant"]  # type: ignore[attr-defined]
+    model.registers.write("1/here/1", "")
+    decision = drive(decide(participant, 1, range(2), lambda: ""))
+    assert not drive(confirm(participant, decision, "no memory"))
+    assert answers(participant, decision) == {0: "no memory"}
 
 
 Event = tuple[int, str, int]

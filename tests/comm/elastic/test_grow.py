@@ -9,7 +9,7 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.elastic.grow import rejoin, tickets_waiting
-from tilework.comm.elastic.ticket_store import Desk, Ticket
+from tilework.comm.elastic.ticket_store import Ticket, TicketStore
 from tilework.comm.world import current_world
 from tilework.rendezvous.liveness import process_identity
 from tilework.store import HashStore
@@ -82,9 +82,9 @@ def test_members_go_on_where_a_newcomer_has_ended() -> None:
     def program(rank: int) -> object:
         store = dist.get_default_store()
         if rank == 0:
-            desk = Desk(store)
-            desk.leave_ticket(Ticket("token", 1, "thread nowhere"))
-            desk.leave_ticket(Ticket("other", 5, ended_identity()))
+            ticket_store = TicketStore(store)
+            ticket_store.leave_ticket(Ticket("token", 1, "thread nowhere"))
+            ticket_store.leave_ticket(Ticket("other", 5, ended_identity()))
             assert tickets_waiting(dist.get_default_group())
         group = dist.grow_group()
         return group.size(), summed()

@@ -1,4 +1,4 @@
-"""Ledgers: whoever writes first decides, also where writers die."""
+"""Registers: whoever writes first decides, also where writers die."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from tilework.comm.elastic.registers import (
     RECORD_BYTES,
-    Ledger,
-    MemoryLedger,
-    StoreLedger,
+    MemoryRegisters,
+    Registers,
+    StoreRegisters,
     left_key,
 )
 from tilework.store import HashStore
@@ -23,39 +23,39 @@ LINUX = sys.platform.startswith("linux")
 
 
 @pytest.fixture(params=["store", "memory"])
-def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
+def registers(request: pytest.FixtureRequest) -> Iterator[Registers]:
     if request.param == "store":
-        yield StoreLedger(HashStore())
+        yield StoreRegisters(HashStore())
         return
     if not LINUX:
         pytest.skip("memory files are Linux's")
-    made = MemoryLedger(MemoryLedger.create())
+    made = MemoryRegisters(MemoryRegisters.create())
     yield made
     made.close()
 
 
-def test_the_first_value_stays(ledger: Ledger) -> None:
-    assert ledger.read("k") is None
-    assert ledger.write("k", "first") == "first"
-    assert ledger.write("k", "second") == "first"
-    assert ledger.read("k") == "first"
+def test_the_first_value_stays(registers: Registers) -> None:
+    assert registers.read("k") is None
+    assert registers.write("k", "first") == "first"
+    assert registers.write("k", "second") == "first"
+    assert registers.read("k") == "first"
 
 
-def test_empty_values_are_values(ledger: Ledger) -> None:
-    assert ledger.write("k", "") == ""
-    assert ledger.write("k", "x") == ""
-    assert ledger.read("k") == ""
+def test_empty_values_are_values(registers: Registers) -> None:
+    assert registers.write("k", "") == ""
+    assert registers.write("k", "x") == ""
+    assert registers.read("k") == ""
 
 
 @pytest.mark.skipif(not LINUX, reason="memory files are Linux's")
 def test_all_who_write_at_once_get_one_value() -> None:
-    fd = MemoryLedger.create()
-    ledgers = [MemoryLedger(os.dup(fd)) for _ in range(8)]
+    fd = MemoryRegisters.create()
+    ends = [MemoryRegisters(os.dup(fd)) for _ in range(8)]
     values = [""] * 8
 
     def write(number: int) -> None:
         for key in range(50):
-            values[number] += ledgers[number].write(str(key), str(number))
+            values[number] += ends[number].write(str(key), str(number))
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -63,43 +63,43 @@ def test_all_who_write_at_once_get_one_value() -> None:
     for thread in threads:
         thread.join()
     assert len(set(values)) == 1
-    for each in ledgers:
+    for each in ends:
         each.close()
     os.close(fd)
 
 
 @pytest.mark.skipif(not LINUX, reason="memory files are Linux's")
 def test_garbage_and_torn_records_are_passed_over() -> None:
-    fd = MemoryLedger.create()
-    ledger = MemoryLedger(fd)
+    fd = MemoryRegisters.create()
+    registers = MemoryRegisters(fd)
     os.write(fd, b"\xff" * RECORD_BYTES)
-    ledger.write("k", "v")
+    registers.write("k", "v")
     os.write(fd, b"torn")
-    assert MemoryLedger(fd).read("k") == "v"
-    ledger.close()
+    assert MemoryRegisters(fd).read("k") == "v"
+    registers.close()
 
 
 @pytest.mark.skipif(not LINUX, reason="memory files are Linux's")
 def test_a_rank_that_leaves_is_known_to_have_left() -> None:
-    fd = MemoryLedger.create()
-    other = MemoryLedger(os.dup(fd))
-    MemoryLedger(fd).leave(3)
+    fd = MemoryRegisters.create()
+    other = MemoryRegisters(os.dup(fd))
+    MemoryRegisters(fd).leave(3)
     assert other.read(left_key(3)) == ""
     other.close()
 
 
 @pytest.mark.skipif(not LINUX, reason="memory files are Linux's")
 def test_what_does_not_fit_is_refused() -> None:
-    ledger = MemoryLedger(MemoryLedger.create())
+    registers = MemoryRegisters(MemoryRegisters.create())
     with pytest.raises(ValueError, match="1016 bytes at most"):
-        ledger.write("k", "x" * RECORD_BYTES)
-    ledger.close()
+        registers.write("k", "x" * RECORD_BYTES)
+    registers.close()
 
 
 @pytest.mark.skipif(not LINUX, reason="memory files are Linux's")
 def test_threads_that_read_at_once_pass_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger, pread = MemoryLedger(MemoryLedger.create()), os.pread
-    writer = MemoryLedger(os.dup(ledger._fd))
+    registers, pread = MemoryRegisters(MemoryRegisters.create()), os.pread
+    writer = MemoryRegisters(os.dup(registers._fd))
     for number in range(20):
         writer.write(str(number), "x")
 
@@ -109,13 +109,13 @@ def test_threads_that_read_at_once_pass_over_nothing(monkeypatch: pytest.MonkeyP
         return record
 
     monkeypatch.setattr(os, "pread", slowly)
-    threads = [threading.Thread(target=ledger.read, args=("none",)) for _ in range(3)]
+    threads = [threading.Thread(target=registers.read, args=("none",)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for number in range(20, 24):
         writer.write(str(number), "x")
-    assert [number for number in range(24) if ledger.read(str(number)) != "x"] == []
-    ledger.close()
+    assert [number for number in range(24) if registers.read(str(number)) != "x"] == []
+    registers.close()
     writer.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks
 from tilework.comm.flight.diagnosis import Finding, diagnose
-from tilework.launch.diagnosis_report import read
+from tilework.launch.diagnosis_report import read_latest_run
 
 
 @dataclass
@@ -69,7 +69,7 @@ class FailingJob:
                     rank.kill(signal.SIGUSR1)
             time.sleep(0.1)
             if self.records.exists():
-                found = diagnose(read(self.records).records)
+                found = diagnose(read_latest_run(self.records).records)
                 if enough(found):
                     return found
         raise AssertionError(f"all that the records tell is {found}")

@@ -71,5 +71,5 @@ def test_where_ranks_may_be_elsewhere_processes_here_are_not_counted(tmp_path: P
 
     here = RankWatch(FileStore(tmp_path / "here"), 0, 2, process_identity())
     there = RankWatch(PrefixStore("of", Elsewhere(tmp_path / "there")), 0, 2, process_identity())
-    assert here._kin is not None
-    assert there._kin is None
+    assert here._children is not None
+    assert there._children is None

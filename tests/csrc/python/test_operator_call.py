@@ -19,7 +19,7 @@ from tilework.dtensor.dispatch import call
 from tilework.dtensor.dispatch.call import Operator
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
-from tilework.dtensor.propagation.operator_call import Call
+from tilework.dtensor.propagation.operator_call import OperatorCall
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.mesh import DeviceMesh
@@ -105,7 +105,7 @@ class _Reader(Operator):
         super().__init__(*find(func))
         self.keys: list[Sequence[Any]] = []
 
-    def _propagate(self, key: Sequence[Any], call: Call) -> OpSharding:
+    def _propagate(self, key: Sequence[Any], call: OperatorCall) -> OpSharding:
         self.keys.append(key)
         sharding = OpSharding(Composed(lambda: None), specs=call.specs)
         if key:
@@ -113,7 +113,7 @@ class _Reader(Operator):
         return sharding
 
     def _from_sharding(self, sharding: OpSharding, *call: Any) -> Any:
-        read = Call(*call)
+        read = OperatorCall(*call)
         return read.digest, [id(tensor) for tensor in read.tensors]
 
 

@@ -50,7 +50,9 @@ class DispatchGroup(ProcessGroup):
         self.uneven_sizes = all(end.uneven_sizes for end in self.ends)
         self.holds_copies = any(end.holds_copies for end in self.ends)
         super().__init__(self.ends[0].rank(), self.ends[0].size())
-        self.ledger = next((end.ledger for end in self.ends if end.ledger is not None), None)
+        self.registers = next(
+            (end.registers for end in self.ends if end.registers is not None), None
+        )
         self._take_fast_path()
 
     def _take_fast_path(self) -> None:

@@ -1,8 +1,8 @@
 """Groups that lose ranks and go on: who is left, who comes back, and the new group.
 
-- ``registers``: keys to first values, which outlive the writers;
+- ``registers``: keys that keep the first value written, which outlives the writer;
 - ``consensus``: the protocol by which ranks agree on who is left, in steps, without a real clock,
-  ledger or group: a model check runs the same code as real ranks;
+  registers or group: a model check runs the same code as real ranks;
 - ``liveness``: which ranks' processes, or threads, have ended;
 - ``watched_store``: a store whose waits end when a rank is lost;
 - ``shrink``, ``grow``: the new group of the ranks that are left, or with ranks that came back.

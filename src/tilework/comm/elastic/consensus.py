@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from tilework.comm.elastic.registers import Ledger
+from tilework.comm.elastic.registers import Registers
 
 T = TypeVar("T")
 #: Steps of the protocol: True asks for a pause, so that others can move first.
@@ -23,11 +23,11 @@ _MADE, _FAILED = "made", "failed"
 
 
 @dataclass(frozen=True)
-class Party:
+class Participant:
     """A rank that takes part, with a view of the others. Ranks are ranks of the old group."""
 
     me: int
-    ledger: Ledger
+    registers: Registers
     #: The ranks, among the given ranks, that have surely ended or left.
     lost: Callable[[Collection[int]], set[int]]
     #: Seconds on a clock of any origin.
@@ -63,7 +63,7 @@ class Builder(Protocol):
 
 
 def survive(
-    party: Party, candidates: Collection[int], builder: Builder, rounds: int
+    participant: Participant, candidates: Collection[int], builder: Builder, rounds: int
 ) -> Steps[Decision]:
     """Rounds until the ranks that are left have made a group, or have gone on without this one.
 
@@ -74,18 +74,18 @@ def survive(
         NoGroupError: The rounds are used up.
     """
     for round_ in range(1, rounds + 1):
-        decision = yield from decide(party, round_, candidates, builder.remark)
-        if party.me not in decision.members:
+        decision = yield from decide(participant, round_, candidates, builder.remark)
+        if participant.me not in decision.members:
             return decision
         yield False
-        if not failed(party, round_):
+        if not failed(participant, round_):
             error = yield from builder.build(decision)
-            made = yield from confirm(party, decision, error)
+            made = yield from confirm(participant, decision, error)
             if made and error is None:
                 return decision
             builder.discard()
         candidates = decision.members
-    raise NoGroupError(answers(party, decision))
+    raise NoGroupError(answers(participant, decision))
 
 
 class NoGroupError(Exception):
@@ -93,76 +93,77 @@ class NoGroupError(Exception):
 
 
 def decide(
-    party: Party, round_: int, candidates: Collection[int], remark: Callable[[], str]
+    participant: Participant, round_: int, candidates: Collection[int], remark: Callable[[], str]
 ) -> Steps[Decision]:
     """Arrive at a round, wait for the others, and agree on the ranks that have come.
 
     The decision may lack this rank: then the others went on without it.
 
     Args:
-        party: This rank.
+        participant: This rank.
         round_: The number of the round.
         candidates: The ranks that may come, this one included; the same on all ranks.
         remark: Makes the proposer's remark, once this rank is about to propose.
     """
-    ledger = party.ledger
+    registers = participant.registers
     yield False
-    ledger.write(f"{round_}/here/{party.me}", "")
-    deadline = party.clock() + party.patience
+    registers.write(f"{round_}/here/{participant.me}", "")
+    deadline = participant.clock() + participant.patience
     while True:
         yield False
-        text = ledger.read(f"{round_}/members")
+        text = registers.read(f"{round_}/members")
         if text is not None:
             return _decision(round_, text)
         yield False
-        here = [r for r in candidates if ledger.read(f"{round_}/here/{r}") is not None]
+        here = [r for r in candidates if registers.read(f"{round_}/here/{r}") is not None]
         absent = set(candidates).difference(here)
         yield False
-        if not absent - party.lost(absent) or party.clock() >= deadline:
+        if not absent - participant.lost(absent) or participant.clock() >= deadline:
             proposal = f"{','.join(map(str, sorted(here)))};{remark()}"
             yield False
-            return _decision(round_, ledger.write(f"{round_}/members", proposal))
+            return _decision(round_, registers.write(f"{round_}/members", proposal))
         yield True
 
 
-def failed(party: Party, round_: int) -> bool:
+def failed(participant: Participant, round_: int) -> bool:
     """True if the group of a round will certainly not be made."""
-    return party.ledger.read(f"{round_}/outcome") == _FAILED
+    return participant.registers.read(f"{round_}/outcome") == _FAILED
 
 
-def confirm(party: Party, decision: Decision, error: str | None) -> Steps[bool]:
+def confirm(participant: Participant, decision: Decision, error: str | None) -> Steps[bool]:
     """Agree that all members have made the group, or that nobody uses it.
 
     Args:
-        party: This rank.
+        participant: This rank.
         decision: The decision of the round.
         error: The reason why this rank could not make the group; None if it could.
     """
-    ledger, round_, members = party.ledger, decision.round, decision.members
+    registers, round_, members = participant.registers, decision.round, decision.members
     yield False
-    ledger.write(f"{round_}/made/{party.me}", _YES if error is None else f"no: {error}")
-    deadline = party.clock() + party.patience
+    registers.write(f"{round_}/made/{participant.me}", _YES if error is None else f"no: {error}")
+    deadline = participant.clock() + participant.patience
     while True:
         yield False
-        outcome = ledger.read(f"{round_}/outcome")
+        outcome = registers.read(f"{round_}/outcome")
         if outcome is not None:
             return outcome == _MADE
         yield False
-        answers = {rank: ledger.read(f"{round_}/made/{rank}") for rank in members}
+        answers = {rank: registers.read(f"{round_}/made/{rank}") for rank in members}
         missing = {rank for rank, answer in answers.items() if answer is None}
         refused = any(answer not in (None, _YES) for answer in answers.values())
         yield False
         if not missing and not refused:
-            return ledger.write(f"{round_}/outcome", _MADE) == _MADE
-        if refused or party.lost(missing) or party.clock() >= deadline:
+            return registers.write(f"{round_}/outcome", _MADE) == _MADE
+        if refused or participant.lost(missing) or participant.clock() >= deadline:
             yield False
-            return ledger.write(f"{round_}/outcome", _FAILED) == _MADE
+            return registers.write(f"{round_}/outcome", _FAILED) == _MADE
         yield True
 
 
-def answers(party: Party, decision: Decision) -> dict[int, str]:
+def answers(participant: Participant, decision: Decision) -> dict[int, str]:
     """Members' reasons why they could not make the group, by rank."""
-    texts = {rank: party.ledger.read(f"{decision.round}/made/{rank}") for rank in decision.members}
+    read, round_ = participant.registers.read, decision.round
+    texts = {rank: read(f"{round_}/made/{rank}") for rank in decision.members}
     return {rank: text[4:] for rank, text in texts.items() if text is not None and text != _YES}
 
 

@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import Any
 
-from tilework.comm.elastic.ticket_store import Desk
+from tilework.comm.elastic.ticket_store import TicketStore
 from tilework.errors import DistError
 from tilework.store import Store
 
@@ -14,4 +14,4 @@ from tilework.store import Store
 def note_event(store: Store, kind: str, **facts: Any) -> None:
     """Tell the launcher that something has happened, if the store still exists. Local."""
     with contextlib.suppress(DistError, ValueError):
-        Desk(store).note({"time": time.time(), "kind": kind, **facts})
+        TicketStore(store).note({"time": time.time(), "kind": kind, **facts})

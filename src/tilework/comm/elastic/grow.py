@@ -22,12 +22,12 @@ from tilework.comm.agreement import agree
 from tilework.comm.backend import BackendConfig
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
-from tilework.comm.elastic.consensus import Decision, Party, confirm, failed
+from tilework.comm.elastic.consensus import Decision, Participant, confirm, failed
 from tilework.comm.elastic.events import note_event
 from tilework.comm.elastic.participant import drive
-from tilework.comm.elastic.registers import Ledger, StoreLedger, identity_key
+from tilework.comm.elastic.registers import Registers, StoreRegisters, identity_key
 from tilework.comm.elastic.shrink import PATIENCE
-from tilework.comm.elastic.ticket_store import Desk, Ticket
+from tilework.comm.elastic.ticket_store import Ticket, TicketStore
 from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import World, current_world
 from tilework.errors import DistBackendError, DistError, PeerLostError
@@ -56,7 +56,7 @@ class Admission:
 
 def tickets_waiting(group: ProcessGroup) -> bool:
     """True if ranks wait to be let in. Local; asks the job's store once."""
-    return bool(Desk(current_world().record(group).store).tickets())
+    return bool(TicketStore(current_world().record(group).store).tickets())
 
 
 def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
@@ -65,9 +65,9 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
     record = world.record(group)
     if group is not world.default_group:
         raise ValueError(f"only the default group can grow, got {group!r}")
-    desk = Desk(record.store)
+    ticket_store = TicketStore(record.store)
     if group.rank() == 0:
-        offer = agree(lambda: _offer(world, group, desk), group)[0]
+        offer = agree(lambda: _offer(world, group, ticket_store), group)[0]
     else:
         offer = agree(lambda: None, group)[0]
     if offer is None:
@@ -75,10 +75,10 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
     admission = _admission(offer)
     if group.rank() == 0:
         for ticket in admission.tickets:
-            desk.set(f"answer/{ticket}", json.dumps(offer))
+            ticket_store.set(f"answer/{ticket}", json.dumps(offer))
     me = admission.origins.index(group.rank())
     limit = min(PATIENCE, record.timeout) if timeout is None else timeout
-    grown = _make(world, admission, me, desk, (limit, record.timeout))
+    grown = _make(world, admission, me, ticket_store, (limit, record.timeout))
     if grown is None:
         return group
     grown.successors = group.successors
@@ -94,7 +94,7 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
     Raises:
         StoreTimeoutError: The members did not call grow within ``timeout``.
     """
-    desk = Desk(store)
+    ticket_store = TicketStore(store)
     # The first optimizer of a process imports this, for seconds: do it before members wait.
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")
@@ -102,11 +102,11 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
     for _ in range(_MOST_TICKETS):
         left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
         token = secrets.token_hex(8)
-        desk.leave_ticket(Ticket(token, seat, process_identity()))
+        ticket_store.leave_ticket(Ticket(token, seat, process_identity()))
         logger.info("seat %d waits to be let in", seat)
-        admission = _admission(json.loads(desk.get(f"answer/{token}", left)))
+        admission = _admission(json.loads(ticket_store.get(f"answer/{token}", left)))
         me = admission.seats.index(seat)
-        group = _make(world, admission, me, desk, (min(PATIENCE, timeout), timeout))
+        group = _make(world, admission, me, ticket_store, (min(PATIENCE, timeout), timeout))
         if group is not None:
             world.seats = admission.seats
             if group.rank() == 0:
@@ -115,21 +115,21 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
     raise DistBackendError(f"seat {seat} was not let in: {_MOST_TICKETS} attempts failed")
 
 
-def _offer(world: World, group: ProcessGroup, desk: Desk) -> dict[str, Any] | None:
+def _offer(world: World, group: ProcessGroup, ticket_store: TicketStore) -> dict[str, Any] | None:
     """Make the admission of live newcomers; None if there are none. Runs on rank 0."""
-    ledger = group.ledger
-    assert ledger is not None
+    registers = group.registers
+    assert registers is not None
     seats = world.seats or tuple(range(group.size()))
     members = {
-        seat: (ledger.read(identity_key(rank)) or "unknown", rank)
+        seat: (registers.read(identity_key(rank)) or "unknown", rank)
         for rank, seat in enumerate(seats)
     }
     places: dict[int, tuple[str, int | None]] = dict(members)
     tickets = []
-    for ticket in desk.tickets():
+    for ticket in ticket_store.tickets():
         if ticket.seat in places and not has_ended(ticket.identity):
             continue  # the seat is free after the group has shrunk
-        desk.handle(ticket)
+        ticket_store.handle(ticket)
         if not has_ended(ticket.identity):
             places[ticket.seat] = ticket.identity, None
             tickets.append(ticket.token)
@@ -139,7 +139,7 @@ def _offer(world: World, group: ProcessGroup, desk: Desk) -> dict[str, Any] | No
     record = world.record(group)
     return asdict(
         Admission(
-            desk.add("epoch", 1),
+            ticket_store.add("epoch", 1),
             group.group_name,
             str(record.config),
             tuple(seated),
@@ -158,7 +158,11 @@ def _admission(offer: dict[str, Any]) -> Admission:
 
 
 def _make(
-    world: World, admission: Admission, me: int, desk: Desk, limits: tuple[timedelta, timedelta]
+    world: World,
+    admission: Admission,
+    me: int,
+    ticket_store: TicketStore,
+    limits: tuple[timedelta, timedelta],
 ) -> ProcessGroup | None:
     """The new group; None if some rank could not make it. Collective; blocks.
 
@@ -167,20 +171,21 @@ def _make(
     """
     patience, timeout = limits
     size = len(admission.seats)
-    ledger: Ledger = StoreLedger(PrefixStore(f"ledger/{admission.epoch}", desk))
-    party = Party(me, ledger, _losses(admission), time.monotonic, patience.total_seconds())
+    registers: Registers = StoreRegisters(PrefixStore(f"registers/{admission.epoch}", ticket_store))
+    seconds = patience.total_seconds()
+    participant = Participant(me, registers, _losses(admission), time.monotonic, seconds)
     decision = Decision(1, tuple(range(size)))
 
     def check() -> None:
-        if failed(party, 1):
+        if failed(participant, 1):
             raise DistBackendError("another rank gave this attempt up")
-        lost = party.lost(range(size))
+        lost = participant.lost(range(size))
         if lost:
             raise PeerLostError(f"lost ranks {sorted(lost)} while the group was made")
 
     plan = GroupPlan(
         world,
-        PrefixStore(f"epoch/{admission.epoch}", desk),
+        PrefixStore(f"epoch/{admission.epoch}", ticket_store),
         tuple(range(size)),
         me,
         admission.name,
@@ -192,7 +197,7 @@ def _make(
         group = plan.make(BackendConfig(admission.backend), None, fall_back=False)
     except (DistError, OSError) as reason:
         error = f"{type(reason).__name__}: {reason}"[:500]
-    if drive(confirm(party, decision, error)) and group is not None:
+    if drive(confirm(participant, decision, error)) and group is not None:
         group.origins = admission.origins
         return group
     if group is not None:

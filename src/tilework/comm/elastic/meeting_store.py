@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
-from tilework.comm.elastic.registers import Ledger
+from tilework.comm.elastic.registers import Registers
 from tilework.errors import DistBackendError, DistError
 from tilework.store import Store, UnixStore
 
@@ -38,20 +38,20 @@ def answers_soon(store: Store) -> bool:
     return answered.is_set()
 
 
-def serve_store(ledger: Ledger, key: str, timeout: timedelta) -> UnixStore:
-    """Serve a store from this process, and note it in the ledger for others. Local."""
+def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore:
+    """Serve a store from this process, and write to the registers where it is. Local."""
     secret, name = secrets.token_bytes(32), f"@tilework-{secrets.token_hex(16)}"
     store = UnixStore(name, is_master=True, timeout=timeout, secret=secret)
-    ledger.write(key, f"{name} {secret.hex()}")
+    registers.write(key, f"{name} {secret.hex()}")
     return store
 
 
 def find_store(
-    ledger: Ledger, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
+    registers: Registers, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
 ) -> UnixStore:
     """The store that another rank serves; waits for it until ``check`` raises."""
     deadline = time.monotonic() + limit
-    while (text := ledger.read(key)) is None:
+    while (text := registers.read(key)) is None:
         check()
         if time.monotonic() > deadline:
             raise DistBackendError(f"no rank served a store within {limit:g} s")

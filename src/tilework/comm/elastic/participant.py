@@ -1,4 +1,4 @@
-"""A real rank as a party of the protocol: a clock, a ledger, a view of the other ranks."""
+"""A real rank as a participant of the protocol: a clock, registers, a view of other ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection
 from typing import TypeVar
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.elastic.consensus import Party, Steps
-from tilework.comm.elastic.registers import Ledger, identity_key, left_key
+from tilework.comm.elastic.consensus import Participant, Steps
+from tilework.comm.elastic.registers import Registers, identity_key, left_key
 from tilework.rendezvous.liveness import has_ended
 
 T = TypeVar("T")
@@ -19,23 +19,24 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 class GroupLosses:
     """The ranks that a group has lost, as one rank sees it. A lost rank stays lost."""
 
-    def __init__(self, group: ProcessGroup, ledger: Ledger) -> None:
-        self._group, self._ledger = group, ledger
+    def __init__(self, group: ProcessGroup, registers: Registers) -> None:
+        self._group, self._registers = group, registers
         self._lost: set[int] = set()
 
     def __call__(self, asked: Collection[int]) -> set[int]:
         departed = set(self._group.departed())
         for rank in set(asked) - self._lost:
-            identity = self._ledger.read(identity_key(rank))
+            identity = self._registers.read(identity_key(rank))
             ended = identity is not None and has_ended(identity)
-            if ended or rank in departed or self._ledger.read(left_key(rank)) is not None:
+            if ended or rank in departed or self._registers.read(left_key(rank)) is not None:
                 self._lost.add(rank)
         return self._lost.intersection(asked)
 
 
-def party_of(group: ProcessGroup, ledger: Ledger, patience: float) -> Party:
-    """This rank as a party of the agreement of ``group``'s ranks."""
-    return Party(group.rank(), ledger, GroupLosses(group, ledger), time.monotonic, patience)
+def participant_of(group: ProcessGroup, registers: Registers, patience: float) -> Participant:
+    """This rank as a participant of the agreement of ``group``'s ranks."""
+    losses = GroupLosses(group, registers)
+    return Participant(group.rank(), registers, losses, time.monotonic, patience)
 
 
 def drive(steps: Steps[T]) -> T:

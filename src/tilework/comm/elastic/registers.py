@@ -1,6 +1,6 @@
-"""Ledgers: keys to first values, which outlive the writers.
+"""Write-once registers: each key keeps the first value written, which outlives the writer.
 
-Agreement needs nothing but a ledger: the first writer of a key has decided the value, for everyone
+Agreement needs nothing but registers: the first writer of a key has decided the value, for everyone
 and for good. There are no locks, so a rank that dies or is stopped holds nothing.
 """
 
@@ -27,7 +27,7 @@ _MAGIC: Final = b"TWL1"
 _MOST_BYTES: Final = RECORD_BYTES - _HEADER.size
 
 
-class Ledger(ABC):
+class Registers(ABC):
     """Keys to first values. Safe in any thread and process; nothing ever waits for a rank."""
 
     @abstractmethod
@@ -40,11 +40,11 @@ class Ledger(ABC):
 
     @abstractmethod
     def leave(self, rank: int) -> None:
-        """Write that a rank has left the group, if that does not wait; release the ledger."""
+        """Write that a rank has left the group, if that does not wait; release the registers."""
 
 
-class StoreLedger(Ledger):
-    """A ledger in a store, which must be served by no rank that may be lost."""
+class StoreRegisters(Registers):
+    """Registers in a store, which must be served by no rank that may be lost."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -60,14 +60,14 @@ class StoreLedger(Ledger):
         return self._store.get(key).decode()[1:] if self._store.check([key]) else None
 
 
-class MemoryLedger(Ledger):
-    """A ledger in a memory file that the ranks of one host share.
+class MemoryRegisters(Registers):
+    """Registers in a memory file that the ranks of one host share.
 
     Each write appends a record, and the order in the file decides. The file is in append mode,
     which all descriptors share, and lives as long as one of the descriptors.
 
     Args:
-        fd: The file's descriptor, which the ledger owns from now on.
+        fd: The file's descriptor, which the registers own from now on.
     """
 
     def __init__(self, fd: int) -> None:
@@ -80,7 +80,7 @@ class MemoryLedger(Ledger):
     @staticmethod
     def create() -> int:
         """The descriptor of a new, empty file; Linux only."""
-        fd = os.memfd_create("tilework-ledger", os.MFD_CLOEXEC)
+        fd = os.memfd_create("tilework-registers", os.MFD_CLOEXEC)
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         return fd
 
@@ -132,7 +132,7 @@ def _packed(key: str, value: str) -> bytes:
     name, data = key.encode(), value.encode()
     if len(name) + len(data) > _MOST_BYTES:
         raise ValueError(
-            f"a ledger's key and value take {_MOST_BYTES} bytes at most, got "
+            f"a register's key and value take {_MOST_BYTES} bytes at most, got "
             f"{len(name)} and {len(data)}"
         )
     return (_HEADER.pack(_MAGIC, len(name), len(data)) + name + data).ljust(RECORD_BYTES, b"\0")

@@ -16,7 +16,7 @@ from tilework.comm.elastic.meeting_store import (
     find_store,
     serve_store,
 )
-from tilework.comm.elastic.participant import drive, party_of
+from tilework.comm.elastic.participant import drive, participant_of
 from tilework.comm.making.group_plan import GroupPlan, Watch
 from tilework.comm.world import GroupRecord, World, current_world
 from tilework.errors import (
@@ -66,9 +66,9 @@ class _Shrinking:
     def __init__(self, world: World, record: GroupRecord, patience: timedelta) -> None:
         self._world, self._record, self._patience = world, record, patience
         self._old = record.group
-        assert self._old.ledger is not None
-        self._ledger = self._old.ledger
-        self._party = party_of(self._old, self._ledger, patience.total_seconds())
+        assert self._old.registers is not None
+        self._registers = self._old.registers
+        self._participant = participant_of(self._old, self._registers, patience.total_seconds())
         self._served: Store | None = None
         self._group: ProcessGroup | None = None
 
@@ -77,7 +77,7 @@ class _Shrinking:
         candidates = [rank for rank in range(self._old.size()) if rank not in excluded]
         rounds = len(candidates) + _SPARE_ROUNDS
         try:
-            decision = drive(survive(self._party, candidates, self, rounds))
+            decision = drive(survive(self._participant, candidates, self, rounds))
         except NoGroupError as error:
             reasons = "; ".join(
                 f"rank {self._old.global_ranks[rank]}: {why}" for rank, why in error.args[0].items()
@@ -93,7 +93,7 @@ class _Shrinking:
                 f"run or init_method='file://...', or the backend 'shm' or 'hybrid', whose ranks "
                 f"agree without it"
             ) from error
-        if self._party.me not in decision.members:
+        if self._participant.me not in decision.members:
             raise self._excluded_error(decision)
         assert self._group is not None
         return self._adopt(self._group, decision)
@@ -124,9 +124,9 @@ class _Shrinking:
         members, old = decision.members, self._old
 
         def check() -> None:
-            if failed(self._party, decision.round):
+            if failed(self._participant, decision.round):
                 raise DistBackendError("another rank gave this attempt up")
-            lost = self._party.lost(members)
+            lost = self._participant.lost(members)
             if lost:
                 ranks = sorted(old.global_ranks[rank] for rank in lost)
                 raise PeerLostError(f"lost ranks {ranks} while the group was made", ranks=ranks)
@@ -135,10 +135,10 @@ class _Shrinking:
         store = self._record.store
         if decision.remark == NEW_STORE:
             key = f"{decision.round}/server"
-            if members[0] == self._party.me:
-                store = serve_store(self._ledger, key, self._record.timeout)
+            if members[0] == self._participant.me:
+                store = serve_store(self._registers, key, self._record.timeout)
             else:
-                store = find_store(self._ledger, key, self._record.timeout, seconds, check)
+                store = find_store(self._registers, key, self._record.timeout, seconds, check)
             self._served = store
         is_default = old is self._world.default_group
         ranks = tuple(range(len(members))) if is_default else self._globals(members)
@@ -146,7 +146,7 @@ class _Shrinking:
             self._world,
             PrefixStore(f"{old.group_name}/shrunk/{decision.round}", store),
             ranks,
-            members.index(self._party.me),
+            members.index(self._participant.me),
             old.group_name,
             self._record.timeout,
             old.group_desc,

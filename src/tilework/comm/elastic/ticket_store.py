@@ -26,13 +26,13 @@ class Ticket:
     identity: str
 
 
-class Desk(PrefixStore):
+class TicketStore(PrefixStore):
     """Tickets, answers to tickets, and events, in the job's store."""
 
     def __init__(self, store: Store) -> None:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
-        super().__init__("tilework/desk", store)
+        super().__init__("tilework/tickets", store)
 
     def leave_ticket(self, ticket: Ticket) -> None:
         """Ask to be let in."""

@@ -19,7 +19,7 @@ from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.per_device import DispatchGroup
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.debug import logger
-from tilework.comm.elastic.registers import StoreLedger, identity_key
+from tilework.comm.elastic.registers import StoreRegisters, identity_key
 from tilework.comm.elastic.watched_store import WatchedStore
 from tilework.comm.waits.group import MEANS_ERRORS, GroupWait
 from tilework.comm.world import GroupRecord, World
@@ -82,7 +82,7 @@ class GroupPlan:
     def _make_on(
         self, config: BackendConfig, pg_options: Any, fall_back: bool, watch: Watch
     ) -> tuple[ProcessGroup, BackendConfig, str]:
-        """The group, with the config that it was made on; the group's ledger knows this rank."""
+        """The group, with the config that it was made on; the group's registers know this rank."""
         try:
             group = self._make(config, pg_options, watch)
         except Exception as error:
@@ -102,10 +102,10 @@ class GroupPlan:
         return group, config, backend
 
     def _introduce(self, group: ProcessGroup, backend: str) -> None:
-        """Write this rank's identity into the group's ledger."""
-        if group.ledger is None:
-            group.ledger = StoreLedger(PrefixStore(f"{self.name}/ledger", self.store))
-        group.ledger.write(identity_key(self.group_rank), identity_on(BackendConfig(backend)))
+        """Write this rank's identity into the group's registers."""
+        if group.registers is None:
+            group.registers = StoreRegisters(PrefixStore(f"{self.name}/registers", self.store))
+        group.registers.write(identity_key(self.group_rank), identity_on(BackendConfig(backend)))
 
     def _make(self, config: BackendConfig, pg_options: Any, watch: Watch) -> ProcessGroup:
         by_device = config.get_device_backend_map()

@@ -1,12 +1,12 @@
 """The watch over the ranks of a job, from the first meeting of each rank.
 
-A rank's first act in the job's store is to write an identity. If the store's server supports wills,
-the rank also leaves a will. So waiting ranks learn that the rank has ended: from the system on the
-same host, from the will on other hosts.
+A rank's first act in the job's store is to write an identity. The rank also asks the
+store's server to append a key when the connection closes, if the server can. So waiting ranks learn
+that the rank has ended: from the system on the same host, from that key on other hosts.
 
 A rank may end before it writes an identity. Then others may know: the launcher, which tells the
-store; the store, if each rank has made one (its attendance); the system, if ranks have numbers in
-their environment (:mod:`~tilework.rendezvous.siblings`), or are as many as the processes
+store; the store, if each rank has made one (``store.arrivals``); the system, if ranks have numbers
+in their environment (:mod:`~tilework.rendezvous.siblings`), or are as many as the processes
 that were started together (:mod:`~tilework.rendezvous.multiprocessing_children`).
 """
 
@@ -19,10 +19,10 @@ from collections.abc import Collection
 from tilework.errors import DistError, StoreTimeoutError
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.rendezvous.liveness import has_ended
-from tilework.rendezvous.multiprocessing_children import Kin
+from tilework.rendezvous.multiprocessing_children import MultiprocessingChildren
 from tilework.rendezvous.siblings import Siblings
 from tilework.store import PrefixStore, Store
-from tilework.store.arrivals import Attendance
+from tilework.store.arrivals import Arrivals
 
 _WHO, _GONE = "who", "gone"
 #: The number of following ranks that each rank asks the system about, for all ranks.
@@ -47,16 +47,20 @@ class RankWatch:
         self._store = PrefixStore("ranks", store)
         self._rank, self._size = rank, size
         self._identities: dict[int, str] = {}
-        #: Identified ranks, by name in the store's attendance.
-        self._attendants: dict[str, int] = {}
+        #: Identified ranks, by name in the store's arrivals.
+        self._arrival_names: dict[str, int] = {}
         self._lost: set[int] = set()
-        here = f"{rank} {store.attendant or '-'} {identity}\n"
-        self._revoke = self._store.leave_will(_GONE, f"{rank} ", (_WHO, here))
+        here = f"{rank} {store.arrival_name or '-'} {identity}\n"
+        self._revoke = self._store.append_on_disconnect(_GONE, f"{rank} ", (_WHO, here))
         self._ended_ranks = EndedRanks.at_launcher(rank, size) or EndedRanks(store)
         self._siblings = Siblings.of(rank, size)
         is_process = identity.startswith("process ")
         # A store of several hosts may have ranks that no local process knows of.
-        self._kin = Kin.of_this_process() if is_process and store.is_of_one_host else None
+        self._children = (
+            MultiprocessingChildren.of_this_process()
+            if is_process and store.is_of_one_host
+            else None
+        )
         self._next_look = 0.0
         self._doubted_since = 0.0
         #: Ranks of which at least one has ended, but it is unknown which.
@@ -101,15 +105,15 @@ class RankWatch:
     def learn(self, roll: str) -> None:
         """Learn the other ranks' identities, as another rank has read them."""
         for line in roll.splitlines():
-            rank, attendant, identity = line.split(" ", 2)
+            rank, name, identity = line.split(" ", 2)
             self._identities.setdefault(int(rank), identity)
-            self._attendants[attendant] = int(rank)
+            self._arrival_names[name] = int(rank)
 
     def here(self) -> set[int]:
         """The ranks that have identified themselves; all ranks if each has made a store already."""
         self._read_identities()
-        attendance = self._store.attendance()
-        if attendance is not None and self._are_all_at(attendance):
+        arrivals = self._store.arrivals()
+        if arrivals is not None and self._are_all_at(arrivals):
             return set(range(self._size))
         return set(self._identities)
 
@@ -152,9 +156,9 @@ class RankWatch:
             ended |= self._ended_ranks.among(silent)
         if silent and self._siblings is not None:
             ended |= self._siblings.ended(silent)
-        if silent and self._kin is not None:
+        if silent and self._children is not None:
             known = self._identities.values()
-            count = self._kin.ended(self._size, known, len(silent))
+            count = self._children.ended(self._size, known, len(silent))
             if 0 < count < len(silent):
                 self.doubted = frozenset(silent)
             ended |= silent if count >= len(silent) else set()
@@ -162,15 +166,15 @@ class RankWatch:
 
     def _missed_by_store(self, silent: set[int], now: float) -> set[int]:
         """Ranks that ended without closing their store; finds silent ranks by elimination."""
-        attendance = self._store.attendance()
-        if attendance is None:
+        arrivals = self._store.arrivals()
+        if arrivals is None:
             return set()
-        self.given_up = attendance.given_up
-        ended = {self._attendants[name] for name in attendance.lost if name in self._attendants}
+        self.given_up = arrivals.given_up
+        ended = {self._arrival_names[name] for name in arrivals.lost if name in self._arrival_names}
         # Elimination is only valid if each rank has made exactly one store.
-        if not self._are_all_at(attendance):
+        if not self._are_all_at(arrivals):
             return ended
-        unknown = attendance.lost.difference(self._attendants)
+        unknown = arrivals.lost.difference(self._arrival_names)
         if len(unknown) >= len(silent):
             return ended | silent
         self._doubted_since = (self._doubted_since or now) if unknown else 0.0
@@ -178,6 +182,6 @@ class RankWatch:
             self.doubted = frozenset(silent)
         return ended
 
-    def _are_all_at(self, attendance: Attendance) -> bool:
+    def _are_all_at(self, arrivals: Arrivals) -> bool:
         """True if each rank has made one store there."""
-        return {attendance.expected, attendance.came} == {self._size}
+        return {arrivals.expected, arrivals.came} == {self._size}

@@ -19,7 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Recorder(Protocol):
+class CallRecorder(Protocol):
     """A recorder of the calls of one thread."""
 
     def call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
@@ -28,19 +28,19 @@ class Recorder(Protocol):
 
 
 class _Recording(threading.local):
-    recorder: Recorder | None = None
+    recorder: CallRecorder | None = None
 
 
 _recording = _Recording()
 
 
-def set_recorder(recorder: Recorder | None) -> Recorder | None:
+def set_recorder(recorder: CallRecorder | None) -> CallRecorder | None:
     """Set this thread's recorder; return the old recorder. None: record nothing."""
     before, _recording.recorder = _recording.recorder, recorder
     return before
 
 
-def current_recorder() -> Recorder | None:
+def current_recorder() -> CallRecorder | None:
     """The recorder of this thread; None if nothing is recorded."""
     return _recording.recorder
 

@@ -16,7 +16,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.dtensor.debug import causes
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.meaning import TensorText, moving
 from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, Ints
@@ -109,9 +109,9 @@ def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
         else first.new_empty(sum(sizes))
     )
     torch.cat([grad.grad.reshape(-1) for grad in bucket], out=flat)
-    history = history_of(bucket[0].spec.mesh)
-    digest = hash((history.passing, *[grad.digest for grad in bucket]))
-    history.note_gradient(digest)
+    counts = call_counts_of(bucket[0].spec.mesh)
+    digest = hash((counts.passing, *[grad.digest for grad in bucket]))
+    counts.note_gradient(digest)
     count = f"{len(bucket)} gradient{'s' * (len(bucket) != 1)}"
     with moving(digest, f"the reduction of {count}", TensorText(bucket[0].spec, first.dtype)):
         all_reduce(flat, group=group)

@@ -29,7 +29,7 @@ from tilework.dtensor.base import (
     places_of,
     wrap_as,
 )
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import digest_of, note_write, plain_or_digest, seeds_in
 from tilework.dtensor.provenance.meaning import Moved
 from tilework.dtensor.redistribution.redistribute import (
@@ -328,25 +328,25 @@ class _Pass:
         accumulates: True if it changes gradients of leaves.
     """
 
-    __slots__ = ("accumulates", "before", "digest", "history")
+    __slots__ = ("accumulates", "before", "counts", "digest")
 
     def __init__(self, outs: Sequence[Tensor], grads: Any, accumulates: bool) -> None:
         seeds = [digest_of(out) for out in outs if isinstance(out, DTensorBase)]
         self.digest = hash(tuple(seeds if grads is None else seeds_in(grads, seeds)))
         mesh = next((out._spec.mesh for out in outs if isinstance(out, DTensorBase)), None)
-        self.history = None if mesh is None else history_of(mesh)
+        self.counts = None if mesh is None else call_counts_of(mesh)
         self.accumulates = accumulates
 
     def __enter__(self) -> int:
-        if self.history is not None:
-            self.before, self.history.passing = self.history.passing, self.digest
+        if self.counts is not None:
+            self.before, self.counts.passing = self.counts.passing, self.digest
         return self.digest
 
     def __exit__(self, *_: object) -> None:
-        if self.history is not None:
-            self.history.passing = self.before
+        if self.counts is not None:
+            self.counts.passing = self.before
             if self.accumulates:
-                self.history.note_gradient(self.digest)
+                self.counts.note_gradient(self.digest)
 
 
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
@@ -415,15 +415,15 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
             return None
         # A leaf's gradient has the layout of the leaf now; otherwise the tensor's layout then.
         place = Place(local, origins.place_in_graph(tensor)[1]) if is_leaf else known
-        history = history_of(place.spec.mesh)
-        digest = hash((digest_of(tensor), history.passing))
+        counts = call_counts_of(place.spec.mesh)
+        digest = hash((digest_of(tensor), counts.passing))
         shown = as_seen(grad, place.spec)
         seen = wrap_as(type(tensor), shown, place.spec.grad_spec, digest)
         result = hook(seen)
         if result is None:
             if seen._digest == digest:
                 return None
-            history.note_gradient(digest_of(seen))  # written in place
+            counts.note_gradient(digest_of(seen))  # written in place
             if shown is grad:
                 return None
             result = seen
@@ -437,7 +437,7 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
                 f"a hook on the gradient of a tensor of shape {list(seen.shape)} has returned one "
                 f"of shape {list(result.shape)}: it has to return None, or another gradient"
             )
-        history.note_gradient(plain_or_digest(result))
+        counts.note_gradient(plain_or_digest(result))
         return (WayBack(place) if is_leaf else way).take(result, "what a hook returns")
 
     return local.register_hook(called)

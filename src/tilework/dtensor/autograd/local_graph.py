@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilework.dtensor.autograd.counted_grads import as_seen
 from tilework.dtensor.base import DTensorBase, Place, base_in_graph, wrap_as
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of, plain_or_digest
 from tilework.dtensor.provenance.meaning import Moved
@@ -244,7 +244,7 @@ class _Link(torch.autograd.Function):
                 _show(leaf, Place(leaf._local_tensor, leaf._spec))
         for leaf, leaf_grad in zip(ctx.leaves, leaf_grads, strict=True):
             if leaf_grad is not None:  # computed by a function of the program's own
-                history_of(leaf._spec.mesh).note_gradient(plain_or_digest(leaf_grad))
+                call_counts_of(leaf._spec.mesh).note_gradient(plain_or_digest(leaf_grad))
         grads = [
             None if grad is None else way.take(grad, "the gradient")
             for grad, way in zip(leaf_grads, ctx.ways, strict=True)

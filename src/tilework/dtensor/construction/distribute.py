@@ -12,7 +12,7 @@ from tilework.comm.agreement import agree_equal
 from tilework.comm.transfer import run_plan
 from tilework.comm.world import get_rank
 from tilework.dtensor.propagation.strides import like_strides
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.meaning import TensorText, agreeing, moving
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, row_major, spec_of
@@ -99,9 +99,9 @@ def distribute_tensor(
         return wrap(empty_local(tensor), spec)
     digest = None
     if src_data_rank is not None:  # otherwise each rank's values decide the digest
-        history = history_of(mesh)
-        history.creations += 1
-        digest = hash((spec.digest, history.creations))
+        counts = call_counts_of(mesh)
+        counts.creations += 1
+        digest = hash((spec.digest, counts.creations))
     with moving(digest or 0, "distribute_tensor", TensorText(spec, tensor.dtype)):
         local = _local_shard(tensor.detach(), spec, source, meta)
     return wrap(local.requires_grad_(tensor.requires_grad), spec, digest)

@@ -12,7 +12,7 @@ from tilework.dtensor.autograd import changed_in_place, local_graph
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.dispatch.results import reduced, replicated_like, show_base, wrapped, write
 from tilework.dtensor.propagation.op_sharding import Finish, OpSharding
-from tilework.dtensor.propagation.operator_call import Call
+from tilework.dtensor.propagation.operator_call import OperatorCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import note_write, seeds_in
@@ -38,24 +38,24 @@ class Operation(NamedTuple):
 
 
 #: A step: of the operator, how the call runs, what there is so far, and the call.
-Step = Callable[[Operation, OpSharding, Any, Call], Any]
+Step = Callable[[Operation, OpSharding, Any, OperatorCall], Any]
 
 
-def finished(operation: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def finished(operation: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     """The result of a call, from the local result."""
     for step in sharding.finish:
         result = _STEPS[step](operation, sharding, result, call)
     return result
 
 
-def _maybe_input(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _maybe_input(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     first = call.tensors[0]
     if call.args and isinstance(first, DTensor) and result is first._local_tensor:
         return first
     return result
 
 
-def _own_memory(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _own_memory(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     """A local result that shares no memory with the local tensor of the first input."""
     if isinstance(result, DTensor):
         return result
@@ -64,15 +64,15 @@ def _own_memory(_: Operation, sharding: OpSharding, result: Any, call: Call) -> 
     return result.clone() if storage_of(result) == storage_of(first._local_tensor) else result
 
 
-def _wrap(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _wrap(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     return _as_dtensors(result, sharding.outputs, call)
 
 
-def _wrap_reduced(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _wrap_reduced(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     return _as_dtensors(*reduced(result, sharding.outputs), call)
 
 
-def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: Call) -> Any:
+def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: OperatorCall) -> Any:
     if result.__class__ is DTensor:  # the input itself
         return result
     if outputs is None or result.__class__ is not Tensor:
@@ -82,7 +82,7 @@ def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: Call) -> 
     return wrap_as(DTensor, result, outputs[0], call.digest)
 
 
-def _view(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _view(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     if result is call.tensors[0]:  # as real numbers are their real parts
         return result
     show_base(result, call.tensors[0])
@@ -94,7 +94,7 @@ def _view(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
     return copied_views.viewed(result, False, call.func, call.args, call.kwargs)
 
 
-def _maybe_copy(operation: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _maybe_copy(operation: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     """A view, marked as a copy if the local tensor could not be viewed."""
     base = call.tensors[0]
     assert isinstance(base, DTensor)
@@ -106,12 +106,12 @@ def _maybe_copy(operation: Operation, sharding: OpSharding, result: Any, call: C
     return result
 
 
-def _copied_view(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _copied_view(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     show_base(result, call.tensors[0])
     return copied_views.viewed(result, True, call.func, call.args, call.kwargs)
 
 
-def _written(operation: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _written(operation: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     """The first argument, which the operator has written to, or which gets the result."""
     if result is None or result is NotImplemented:  # of x **= object(), which Python then refuses
         return result
@@ -138,12 +138,12 @@ def _written(operation: Operation, sharding: OpSharding, result: Any, call: Call
     return target
 
 
-def digest_of_rest(sharding: OpSharding, call: Call) -> int:
+def digest_of_rest(sharding: OpSharding, call: OperatorCall) -> int:
     """The digest of a call, without the digest of the first argument."""
     return hash(tuple(seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))))
 
 
-def _as_it_is(_: Operation, sharding: OpSharding, result: Any, call: Call) -> Any:
+def _as_it_is(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
     return result
 
 

@@ -7,7 +7,7 @@ from tilework.mesh import DeviceMesh
 _MOST = (1 << 61) - 1
 
 
-class History:
+class CallCounts:
     """Counts of one rank for one mesh: the same on all ranks while the ranks do the same."""
 
     __slots__ = ("creations", "inputs", "passes", "passing", "steps")
@@ -34,9 +34,9 @@ class History:
         self.passing = (self.passing + digest) & _MOST
 
 
-def history_of(mesh: DeviceMesh) -> History:
-    """This rank's history of a mesh."""
-    history: History | None = mesh.history
-    if history is None:
-        history = mesh.history = History()
-    return history
+def call_counts_of(mesh: DeviceMesh) -> CallCounts:
+    """This rank's counts for a mesh."""
+    counts: CallCounts | None = mesh.call_counts
+    if counts is None:
+        counts = mesh.call_counts = CallCounts()
+    return counts

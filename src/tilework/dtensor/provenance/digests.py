@@ -21,7 +21,7 @@ from torch import Tensor
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.base import DTensorBase, memory_of, owner_of
 from tilework.dtensor.provenance import mode
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.content import content_digest
 
 _NUMBER_CLASSES: tuple[Any, ...] = (int, float, complex)
@@ -91,7 +91,7 @@ def follow(tensor: DTensorBase, base: DTensorBase) -> None:
 def note_write(tensor: DTensorBase, digest: int) -> None:
     """Give a tensor the digest of a write to it, and mix that into the digests of all views."""
     if tensor._noted is not None:  # a gradient, which the next pass adds to
-        digest = hash((digest, history_of(tensor._spec.mesh).passes))
+        digest = hash((digest, call_counts_of(tensor._spec.mesh).passes))
     owner = owner_of(tensor)
     is_view = owner is not tensor
     if is_view:  # the part of the memory counts, even if the values before do not
@@ -117,7 +117,7 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
     Returns:
         The digest.
     """
-    digest, noted, passes = grad._digest, grad._noted, history_of(tensor._spec.mesh).passes
+    digest, noted, passes = grad._digest, grad._noted, call_counts_of(tensor._spec.mesh).passes
     # What the program has written, or made it of; None: nothing.
     written = noted[1] if noted is not None and noted[0] == digest else digest
     if written is None:
@@ -131,7 +131,7 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
 def note_cleared(tensor: DTensorBase) -> None:
     """Note that a tensor's gradient is about to be cleared: what follows is none of before."""
     if tensor._local_tensor.grad is not None:
-        tensor._cleared = history_of(tensor._spec.mesh).passes
+        tensor._cleared = call_counts_of(tensor._spec.mesh).passes
 
 
 def call_digest(name: str, names: Sequence[str], args: Any, kwargs: Any, values: bool) -> int:

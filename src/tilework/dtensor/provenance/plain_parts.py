@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.mode import mode
@@ -28,11 +28,11 @@ def note_input(tensor: DTensorBase, was_plain: bool) -> None:
     spec = tensor._spec
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
         return
-    history = history_of(spec.mesh)
+    counts = call_counts_of(spec.mesh)
     if was_plain and not spec.is_replicated:
-        tensor._digest = hash((spec.digest, history.inputs))
+        tensor._digest = hash((spec.digest, counts.inputs))
     else:
-        history.inputs = hash((history.inputs, digest_of(tensor)))
+        counts.inputs = hash((counts.inputs, digest_of(tensor)))
 
 
 def note_output(tensor: DTensorBase, local: Any) -> None:
@@ -49,14 +49,14 @@ def note_output(tensor: DTensorBase, local: Any) -> None:
     spec = tensor._spec
     if spec.mesh.size() == 1 or not spec.takes_part or mode() == "off":
         return
-    history = history_of(spec.mesh)
-    history.inputs = hash((history.inputs, digest_of(tensor)))
+    counts = call_counts_of(spec.mesh)
+    counts.inputs = hash((counts.inputs, digest_of(tensor)))
     if not local.requires_grad or spec.partial_axes:
         return
     if spec.is_replicated:
         digest = spec.digest
         local.register_hook(
-            lambda grad: history.note_plain_gradient(hash((digest, content_digest(grad))))
+            lambda grad: counts.note_plain_gradient(hash((digest, content_digest(grad))))
         )
     elif spec.mesh.ndim > 1:
         local.register_hook(lambda grad: compare_gradients(grad, spec))

@@ -15,7 +15,7 @@ from tilework.comm.functional.running import run
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.local_function import LocalFunction
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.meaning import UNKNOWN, Moved
 from tilework.dtensor.redistribution.adjoint import Adjoint
@@ -226,11 +226,11 @@ def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
         spec: The layout of the gradient.
         grad: The local tensor of the gradient.
     """
-    history = history_of(spec.mesh)
-    gradient = of.as_gradient(history.passing)
+    counts = call_counts_of(spec.mesh)
+    gradient = of.as_gradient(counts.passing)
     if of.handed_out and spec.is_replicated:
         gradient.digest = hash((gradient.digest, content_digest(grad)))
-    history.note_gradient(gradient.digest)
+    counts.note_gradient(gradient.digest)
     return gradient
 
 

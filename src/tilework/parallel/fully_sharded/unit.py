@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.per_call.provenance_digest import carrying
 from tilework.comm.reduce_op import ReduceOp
-from tilework.dtensor.provenance.call_counts import history_of
+from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import digest_of, stable_digest
 from tilework.dtensor.provenance.meaning import moving
 from tilework.dtensor.spec import DTensorSpec
@@ -605,11 +605,11 @@ class Unit:
         self, flat: Flat, params: Sequence[ShardedParam], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gradients of shards in one buffer; collectives carry the pass's digest. Collective."""
-        passes = history_of(params[0].spec.mesh).passes
+        passes = call_counts_of(params[0].spec.mesh).passes
         with self._telling("the gradients of", passes):
             reduced = flat.reduce(params, grads, self.reduction)
         for param in params:
-            history_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
+            call_counts_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
         return reduced
 
     def _gather_again(

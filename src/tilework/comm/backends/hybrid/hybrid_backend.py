@@ -80,8 +80,8 @@ def create_hybrid_group(request: DistributedBackendOptions, options: Any) -> Nat
             undo.callback(leader.close)
         connections = Connections(control, leaders, _LINKS[name](request, address))
         undo.pop_all()
-    if shared.ledger is not None:
-        shared.ledger.leave(shared.rank())  # one host's ledger; this group's is in the store
+    if shared.registers is not None:
+        shared.registers.leave(shared.rank())  # one host's registers; this group's is in the store
     engine = HybridEngine(hosts, request.global_ranks_in_group, shared, connections)
     return HybridGroup(engine, request)
 

@@ -24,7 +24,7 @@ from typing import Any
 from tilework.comm.backend import DistributedBackendOptions, core_error
 from tilework.comm.backends.shm.calibration import group_tunables
 from tilework.comm.backends.shm.shm_group import ShmEngine, ShmGroup
-from tilework.comm.elastic.registers import MemoryLedger
+from tilework.comm.elastic.registers import MemoryRegisters
 from tilework.comm.elastic.watched_store import look
 from tilework.cores import affinity, cpu_quota
 from tilework.errors import DistBackendError, DistStoreError, PeerLostError, StoreTimeoutError
@@ -73,18 +73,18 @@ def create_shm_group(request: DistributedBackendOptions, options: Any) -> ShmGro
     if missing is not None or _core is None:
         raise DistBackendError(f"backend 'shm' is not usable: {missing}")
     rank, size = request.group_rank, request.group_size
-    core, ledger = _host(request) if rank == 0 else _join(request)
+    core, registers = _host(request) if rank == 0 else _join(request)
     try:
         group = ShmGroup(ShmEngine(core, size), rank, size, request.timeout)
     except BaseException:  # no memory, say
-        _close((core, ledger))
+        _close((core, registers))
         raise
-    group.ledger = ledger
+    group.registers = registers
     return group
 
 
-#: This rank's end of the core's group, and the ledger that outlives ranks.
-_Ends = tuple["_core.Group", MemoryLedger]
+#: This rank's end of the core's group, and the registers that outlive ranks.
+_Ends = tuple["_core.Group", MemoryRegisters]
 
 
 def _host(request: DistributedBackendOptions) -> _Ends:
@@ -95,15 +95,15 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     ranks = request.group_size
     tunables = group_tunables(ranks, _cpus_of_all(request), lambda: _await_others(request))
     fd = _core.create_segment(ranks, _core.DEFAULT_SLOT_BYTES, nonce, tunables)
-    ledger_fd, group = -1, None
+    registers_fd, group = -1, None
     try:
-        ledger_fd = MemoryLedger.create()
+        registers_fd = MemoryRegisters.create()
         group = _take_end(fd, 0, request.group_size, nonce)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"\0{name}")
             listener.listen(_MAX_NEWCOMERS)
             request.store.set("shm/host", f"{name} {nonce.hex()} {_host_identity()}")
-            reception = _Reception(request, listener, (fd, ledger_fd), nonce)
+            reception = _Reception(request, listener, (fd, registers_fd), nonce)
             verdict = _FAILED
             try:
                 verdict = reception.receive_all()
@@ -113,16 +113,16 @@ def _host(request: DistributedBackendOptions) -> _Ends:
     except BaseException:
         if group is not None:
             group.close()
-        if ledger_fd >= 0:
-            os.close(ledger_fd)
+        if registers_fd >= 0:
+            os.close(registers_fd)
         raise
     finally:
         os.close(fd)
     if verdict != _FINE:
         group.close()
-        os.close(ledger_fd)
+        os.close(registers_fd)
         raise _error_of(verdict)
-    return group, MemoryLedger(ledger_fd)
+    return group, MemoryRegisters(registers_fd)
 
 
 def _await_others(request: DistributedBackendOptions) -> None:
@@ -382,7 +382,7 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
             raise ConnectionError("rank 0 closed the connection without handing over the segment")
         group = _take_end(fds[0], rank, size, nonce)
         try:
-            return group, MemoryLedger(fds.pop())
+            return group, MemoryRegisters(fds.pop())
         except BaseException:
             group.close()
             raise

@@ -291,8 +291,8 @@ class ShmGroup(NativeGroup):
         self._make_fast_path()  # a fast path keeps the timeout that it was made with
 
     def close(self) -> None:
-        if self.ledger is not None:
-            self.ledger.leave(self._rank)
+        if self.registers is not None:
+            self.registers.leave(self._rank)
         super().close()
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
