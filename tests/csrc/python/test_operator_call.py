@@ -18,8 +18,8 @@ from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from tilework.dtensor.dispatch import call
 from tilework.dtensor.dispatch.call import Operator
 from tilework.dtensor.handlers import HANDLERS
+from tilework.dtensor.propagation.dtensor_call import OperatorCall
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
-from tilework.dtensor.propagation.operator_call import OperatorCall
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.mesh import DeviceMesh

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.operator_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import OperatorCall
 from tilework.dtensor.propagation.pytree import with_tensors
 
 #: Operators that autocast computes in lower precision or in the widest dtype that is given: what

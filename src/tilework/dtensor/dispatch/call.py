@@ -39,8 +39,8 @@ from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.ways import Ways
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
+from tilework.dtensor.propagation.dtensor_call import OperatorCall
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
-from tilework.dtensor.propagation.operator_call import OperatorCall
 from tilework.dtensor.propagation.propagator import (
     ShardingPropagator,
     written_to,

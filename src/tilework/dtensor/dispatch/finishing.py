@@ -11,8 +11,8 @@ from torch import Tensor
 from tilework.dtensor.autograd import changed_in_place, local_graph
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.dispatch.results import reduced, replicated_like, show_base, wrapped, write
+from tilework.dtensor.propagation.dtensor_call import OperatorCall
 from tilework.dtensor.propagation.op_sharding import Finish, OpSharding
-from tilework.dtensor.propagation.operator_call import OperatorCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.strides import storage_of
 from tilework.dtensor.provenance.digests import note_write, seeds_in

@@ -21,6 +21,7 @@ from tilework.dtensor.dispatch import autocast
 from tilework.dtensor.dispatch.finishing import Operation, digest_of_rest, finished
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.results import came_from, result_outside, write
+from tilework.dtensor.propagation.dtensor_call import OperatorCall
 from tilework.dtensor.propagation.op_sharding import (
     Composed,
     Finish,
@@ -28,7 +29,6 @@ from tilework.dtensor.propagation.op_sharding import (
     OnLocals,
     OpSharding,
 )
-from tilework.dtensor.propagation.operator_call import OperatorCall
 from tilework.dtensor.propagation.propagator import has_graded_operands
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.refusals import refusals

@@ -10,6 +10,7 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.propagation import strides
+from tilework.dtensor.propagation.dtensor_call import OperatorCall, unseen
 from tilework.dtensor.propagation.op_sharding import (
     Composed,
     Finish,
@@ -18,7 +19,6 @@ from tilework.dtensor.propagation.op_sharding import (
     OnLocals,
     OpSharding,
 )
-from tilework.dtensor.propagation.operator_call import OperatorCall, unseen
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import tensors_in, with_tensors

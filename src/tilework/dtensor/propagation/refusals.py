@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.propagation.operator_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import OperatorCall
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import (
     input_strides,
