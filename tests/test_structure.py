@@ -1,9 +1,10 @@
-"""Tests mirror sources: a file of tests is named after its source, and is in the same folder."""
+"""Names of files: tests are named after their sources, and a name in a package means one thing."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -60,6 +61,16 @@ ABOUT_MORE = {
 
 SUFFIXES = {".py", ".cpp", ".h"}
 
+#: Names of modules that a package has twice, and why.
+SAME_MODULES = {
+    "distributed/functional": "distributed.nn.functional mirrors torch's module of that path",
+}
+
+#: Classes that have one name in two modules, and why.
+SAME_CLASSES = {
+    "Shard": "torch's names: a placement of DTensors, and a shard of ShardedTensors",
+}
+
 
 def names_in(folder: Path) -> set[str]:
     """The modules, packages and public names that a file of tests may be named after."""
@@ -107,3 +118,30 @@ def test_paths_of_tests_that_are_written_anywhere_exist() -> None:
         for path in re.findall(r"(?<![\w./])tests/[\w/]+\.py", page.read_text())
     ]
     assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_no_base_name_of_a_module_stands_twice_below_a_package() -> None:
+    homes = defaultdict(list)
+    for path in sources():
+        module = path.parent if path.name == "__init__.py" else path.with_suffix("")
+        here = module.relative_to(PACKAGE)
+        if len(here.parts) > 1:
+            homes[f"{here.parts[0]}/{here.name}"].append(str(here))
+    twice = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert {name: paths for name, paths in twice.items() if name not in SAME_MODULES} == {}
+    assert SAME_MODULES.keys() <= twice.keys()
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes = defaultdict(list)
+    for path in sources():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(PACKAGE)))
+    twice = {name: paths for name, paths in homes.items() if len(paths) > 1}
+    assert {name: paths for name, paths in twice.items() if name not in SAME_CLASSES} == {}
+    assert SAME_CLASSES.keys() <= twice.keys()
