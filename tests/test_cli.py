@@ -11,7 +11,7 @@ from tilework.cli import dispatch
 from tilework.comm.backend import Backend, is_backend_available
 from tilework.cores import usable_cores
 from tilework.launch import doctor
-from tilework.launch.doctor import Finding
+from tilework.launch.doctor import ReportLine
 from tilework.launch.settings import KNOWN_BACKENDS, LaunchSettings
 
 
@@ -185,6 +185,6 @@ def test_doctor_tells_why_the_core_is_missing(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(doctor, "core_error", lambda: "it was not built: install g++")
     found = {finding.name: finding for finding in [*doctor.machine(), *doctor.backends()]}
     assert found["shared-memory core"].note == "it was not built: install g++"
-    assert found["shm"] == Finding("shm", "needs the shared-memory core", "no")
-    assert found["hybrid"] == Finding("hybrid", "needs the shared-memory core", "no")
+    assert found["shm"] == ReportLine("shm", "needs the shared-memory core", "no")
+    assert found["hybrid"] == ReportLine("hybrid", "needs the shared-memory core", "no")
     assert [finding.name for finding in doctor.self_test()] == ["2 threads"]

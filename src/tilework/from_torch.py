@@ -297,7 +297,7 @@ LEFT_OUT: Final[Sequence[LeftOut]] = (
 
 
 @dataclass(frozen=True)
-class Difference:
+class TorchDifferences:
     """Names, members and keywords that torch has and tilework leaves out, with the reason."""
 
     #: The package of tilework in which a user looks for them.
@@ -307,54 +307,56 @@ class Difference:
     why: str
 
 
-DIFFERENCES: Final[Sequence[Difference]] = (
-    Difference(
+DIFFERENCES: Final[Sequence[TorchDifferences]] = (
+    TorchDifferences(
         "tilework.distributed", ("Backend.FAKE", "Backend.XCCL"), "there are no such backends"
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("Backend.backend_type_map", "Backend.default_device_backend_map"),
         "numbers of torch's C++; `get_default_backend_for_device(device)` tells the default",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("*Options.rootTensor", "*Options.device_ids", "*Options.device"),
         "one class of options serves all operations, and they take one tensor",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("ProcessGroup.BackendType", "ProcessGroup.CUSTOM", "ProcessGroup.GLOO", "ProcessGroup.MPI",
          "ProcessGroup.NCCL", "ProcessGroup.UCC", "ProcessGroup.UNDEFINED", "ProcessGroup.XCCL",
          "ProcessGroupGloo"),
         "numbers of torch's C++; `get_backend(group)` is a name",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("*.boxed", "*.unbox", "ProcessGroup.use_pg_for_symm_mem_rendezvous", "ReduceOp.op",
          "Work.get_future_result", "GroupName", "GradBucket", "BuiltinCommHookType",
          "DebugLevel.*"),
         "of torch's own C++ and compiler; the bucket of hooks is `tilework.parallel.GradBucket`",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("ProcessGroup.get_group_store",),
         "`get_default_store()` is the store; groups have prefixes in it",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("ProcessGroup.merge_remote_group",),
         "groups grow by `grow_group`, with ranks that were started again",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("ProcessGroup.split_group",),
         "the function `split_group(group, …)` says the same",
     ),
-    Difference("tilework.distributed", ("TCPStore.libuvBackend",), "there is one kind of server"),
-    Difference(
+    TorchDifferences(
+        "tilework.distributed", ("TCPStore.libuvBackend",), "there is one kind of server"
+    ),
+    TorchDifferences(
         "tilework.distributed", ("init_process_group(_ranks)",), "private to torch's own tests"
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed.functional",
         ("*_backward", "*_setup_context", "*_inplace", "legacy_*", "*_ctx", "backend_impl",
          "get_proxy_mode", "is_torchdynamo_compiling", "AsyncCollectiveTensor.*", "DeviceMesh",
@@ -362,33 +364,33 @@ DIFFERENCES: Final[Sequence[Difference]] = (
          "tree_map_only"),
         "of the way in which torch registers and traces its own operators",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed.nn.functional",
         ("Function", "group"),
         "imported there, and not of it",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.distributed",
         ("DeviceMesh(_init_backend)", "DeviceMesh(_rank)", "DeviceMesh(_layout)",
          "DeviceMesh(_rank_map)", "DeviceMesh(_root_mesh)"),
         "private; `MeshSpec` is a mesh without groups",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.dtensor",
         ("Partial.ALL_REDUCE_OPS", "Partial.LINEAR_REDUCE_OPS"),
         "which reductions there are is told by the error for another one",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.dtensor",
         ("Placement.*",),
         "`Placement` is the union of the three classes, which have these methods",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.dtensor",
         ("CommDebugMode.*",),
         "counts and a table are of `explain()`; modules and operators are in its events",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel",
         ("FSDPModule.reset_iter_state", "FSDPModule.set_reduce_scatter_max_input_buffers",
          "FSDPModule.set_reduce_scatter_unused_params",
@@ -396,81 +398,81 @@ DIFFERENCES: Final[Sequence[Difference]] = (
          "share_comm_ctx", "DataParallelMeshDims.*_names"),
         "controls of GPU streams and memory, and what torch's own code asks of a mesh",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel",
         ("MixedPrecision.cast_root_forward_inputs", "MixedPrecision.keep_low_precision_grads"),
         "of FSDP1; the class here is DistributedDataParallel's",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel",
         ("gather", "scatter", "parallel_apply", "DistributedDataParallel.gather",
          "DistributedDataParallel.scatter", "DistributedDataParallel.to_kwargs", "data_parallel"),
         "of modules on several devices of one process",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel.comm_hooks",
         ("*.maybe_increase_iter", "PowerSGDState.next_stats_report", "PowerSGDState.rng",
          "PowerSGDState.total_numel_*_compression"),
         "counters of the hooks themselves; `compression_stats()` tells what was saved",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel",
         ("ModelAverager",),
         "a class with `average_parameters(params)` is one",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel",
         ("*.join_device",),
         "ranks that join tell each other on the device of their group",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel",
         ("apply_activation_checkpointing(auto_wrap_policy)", "ActivationWrapper",
          "copy_method_params", "save_on_cpu", "torch_utils_checkpoint"),
         "no module is put around another one: `modules={Block}` or `check_fn=` chooses",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.parallel", ("as_functional_optim",), "for optimizers of torch's TorchScript"
     ),
-    Difference(
+    TorchDifferences(
         "tilework.checkpoint",
         ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
         "`index_of(path)` is the index of a checkpoint, and docs/format.md its format",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.checkpoint", ("CheckpointException",), "`CheckpointError`, alike on all ranks"
     ),
-    Difference(
+    TorchDifferences(
         "tilework.checkpoint",
         ("HuggingFaceStorage*", "QuantizedHuggingFaceStorageReader"),
         "`convert(…)` and `read(…)` take safetensors files as they are",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.checkpoint",
         ("load_sharded_optimizer_state_dict",),
         "`load(path, into={'model': model, 'optimizer': optimizer})`",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.rpc",
         ("*RpcBackendOptions.*", "AllGatherStates", "BackendType", "method_factory", "new_method"),
         "of torch's TensorPipe; options are fields of `RpcBackendOptions`",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.rpc", ("is_available", "RRef.backward"), "there is no distributed autograd"
     ),
-    Difference(
+    TorchDifferences(
         "tilework.sharded",
         ("allclose", "equal", "constant_", "kaiming_uniform_", "normal_", "uniform_",
          "sharded_embedding", "sharded_embedding_bag"),
         "`torch.equal`, `torch.nn.init.uniform_` and so on take ShardedTensors themselves",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.sharded",
         ("ShardedTensor.ProcessGroupState", "ChunkShardingSpec.ShardingDim", "DevicePlacementSpec",
          "PlacementSpec"),
         "of pickles and placements that nobody makes by hand",
     ),
-    Difference(
+    TorchDifferences(
         "tilework.launch",
         ("*_sharing_strateg*",),
         "how torch.multiprocessing shares tensors, which ranks here do through groups",

@@ -16,7 +16,7 @@ from tilework.errors import (
     PeerLostError,
 )
 from tilework.testing.groups.values import Case
-from tilework.testing.strategies import OPERATIONS, Step
+from tilework.testing.strategies import OPERATIONS, RandomOperation
 
 Kind = Literal["processes", "threads"]
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -62,7 +62,7 @@ class Batch:
     """Operations of one group that are started together and then waited for."""
 
     group: int
-    steps: tuple[Step, ...]
+    steps: tuple[RandomOperation, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Fault:
     #: When the signal comes, after all ranks are ready.
     after: float
     #: What the victim calls instead of, or before, its first step of that batch.
-    call: Step | None = None
+    call: RandomOperation | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Trial:
         return "\n".join(lines)
 
 
-def _describe(step: Step) -> str:
+def _describe(step: RandomOperation) -> str:
     case, flag = step.case, " async" if step.async_op else ""
     dtype = str(case.dtype).removeprefix("torch.")
     return f"{step.operation}({dtype}{list(case.shape)} root {step.root} {step.reduction}{flag})"
@@ -181,8 +181,8 @@ def _batch(
     return Batch(index, tuple(_step(draw, size, operations) for _ in range(draw.randint(1, 3))))
 
 
-def _step(draw: random.Random, size: int, operations: list[str]) -> Step:
-    return Step(
+def _step(draw: random.Random, size: int, operations: list[str]) -> RandomOperation:
+    return RandomOperation(
         operation=draw.choice(operations),
         case=Case(draw.choice(SHAPES), draw.choice(DTYPES)),
         root=draw.randrange(size),
@@ -192,7 +192,9 @@ def _step(draw: random.Random, size: int, operations: list[str]) -> Step:
     )
 
 
-def _disagree(draw: random.Random, fault: str, size: int) -> tuple[Step | None, tuple[Step, Step]]:
+def _disagree(
+    draw: random.Random, fault: str, size: int
+) -> tuple[RandomOperation | None, tuple[RandomOperation, RandomOperation]]:
     """What the victim calls, where the others make two calls of different kinds."""
     suitable = {
         "shape": ["all_reduce", "broadcast", "reduce"],
@@ -205,20 +207,20 @@ def _disagree(draw: random.Random, fault: str, size: int) -> tuple[Step | None, 
     return _ALTERED[fault](step, size), (step, after)
 
 
-def _other_shape(step: Step, size: int) -> Step:
+def _other_shape(step: RandomOperation, size: int) -> RandomOperation:
     """As many bytes, or a few more, by turns."""
     shape = step.case.shape
     other = (*shape, 1) if step.seed % 2 else (shape[0] + 1, *shape[1:])
     return replace(step, case=replace(step.case, shape=other))
 
 
-def _other_dtype(step: Step, size: int) -> Step:
+def _other_dtype(step: RandomOperation, size: int) -> RandomOperation:
     dtypes = {torch.float32: torch.int32, torch.int64: torch.float64}
     dtype = dtypes.get(step.case.dtype, torch.float16)
     return replace(step, case=replace(step.case, dtype=dtype))
 
 
-_ALTERED: dict[str, Callable[[Step, int], Step | None]] = {
+_ALTERED: dict[str, Callable[[RandomOperation, int], RandomOperation | None]] = {
     "operation": lambda step, size: replace(step, operation="barrier"),
     "shape": _other_shape,
     "dtype": _other_dtype,

@@ -22,14 +22,14 @@ from tests.faults.forked_ranks import Holdings
 from tests.faults.workload import SeenError
 from tilework.comm.world import AnyGroup
 from tilework.testing.groups.values import Case, assert_same
-from tilework.testing.strategies import OPERATIONS, Started, Step
+from tilework.testing.strategies import OPERATIONS, RandomOperation, Started
 
 #: In groups that must not fail.
 PATIENCE = timedelta(seconds=20)
 #: How long ranks look for a fault once their program is over.
 LOOKING_SECONDS = 15.0
-BARRIER = Step("barrier", Case((), torch.float32), 0, "SUM", False, 0)
-TAIL = Step("all_reduce", Case((3000,), torch.float32), 0, "SUM", False, 1)
+BARRIER = RandomOperation("barrier", Case((), torch.float32), 0, "SUM", False, 0)
+TAIL = RandomOperation("all_reduce", Case((3000,), torch.float32), 0, "SUM", False, 1)
 
 
 @dataclass(frozen=True)
@@ -160,12 +160,12 @@ class RankProgram:
         for step, started in under_way:
             self._finish(batch.group, step, started)
 
-    def _start(self, group: int, step: Step) -> Started:
+    def _start(self, group: int, step: RandomOperation) -> Started:
         ranks = self.trial.groups[group]
         start = OPERATIONS[step.operation]
         return start(step, ranks.index(self.rank), len(ranks), self._groups[group])
 
-    def _finish(self, group: int, step: Step, started: Started) -> None:
+    def _finish(self, group: int, step: RandomOperation, started: Started) -> None:
         try:
             if started.work is not None:
                 started.work.wait()

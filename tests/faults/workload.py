@@ -15,7 +15,7 @@ import torch
 import tilework.distributed as dist
 from tests.faults.forked_ranks import Holdings, Say
 from tilework.testing.groups.values import Case
-from tilework.testing.strategies import OPERATIONS, Program, Step, run_program
+from tilework.testing.strategies import OPERATIONS, RandomOperation, RandomProgram, run_program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 #: Several rounds of the core at most: checking larger results would take longer than noticing.
@@ -46,14 +46,14 @@ def leave(store: dist.Store) -> None:
     store.close()
 
 
-def random_steps(n: int, seed: int) -> Program:
+def random_steps(n: int, seed: int) -> RandomProgram:
     """A few operations, some overlapping; equal on all ranks for equal seeds."""
     draw = random.Random(seed)
-    return Program(n, tuple(random_step(draw, n) for _ in range(draw.randint(1, 4))))
+    return RandomProgram(n, tuple(random_step(draw, n) for _ in range(draw.randint(1, 4))))
 
 
-def random_step(draw: random.Random, n: int) -> Step:
-    return Step(
+def random_step(draw: random.Random, n: int) -> RandomOperation:
+    return RandomOperation(
         operation=draw.choice(sorted(OPERATIONS)),
         case=Case(draw.choice(SHAPES), draw.choice(DTYPES)),
         root=draw.randrange(n),

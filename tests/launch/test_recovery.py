@@ -9,19 +9,19 @@ import pytest
 
 from tilework.launch.failure_report import FailureReport
 from tilework.launch.recovery import Answer, Recovery
-from tilework.launch.root_cause import Failure
+from tilework.launch.root_cause import RankFailure
 from tilework.launch.settings import LaunchSettings
 
 
-def killed(rank: int) -> Failure:
-    return Failure(rank=rank, time=0.0, code=-9)
+def killed(rank: int) -> RankFailure:
+    return RankFailure(rank=rank, time=0.0, code=-9)
 
 
-def raised(rank: int, error: str) -> Failure:
+def raised(rank: int, error: str) -> RankFailure:
     report = FailureReport(
         exit_code=1, time=0.0, classes=(f"tilework.errors.{error}",), summary=error, traceback=""
     )
-    return Failure(rank=rank, time=0.0, code=1, report=report)
+    return RankFailure(rank=rank, time=0.0, code=1, report=report)
 
 
 def test_restarts_are_used_up_by_all_ranks_together() -> None:

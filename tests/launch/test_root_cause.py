@@ -22,7 +22,7 @@ from tilework.launch.failure_text import failure_text, headline, other_failures_
 from tilework.launch.root_cause import (
     PATIENCE_SECONDS,
     SETTLE_SECONDS,
-    Failure,
+    RankFailure,
     root_cause,
     settle_time,
 )
@@ -37,8 +37,8 @@ def report_of(error: BaseException, code: int = 1) -> FailureReport:
         return describe(raised, code)
 
 
-def failure(rank: int, time: float, error: BaseException) -> Failure:
-    return Failure(rank, time, 1, report_of(error))
+def failure(rank: int, time: float, error: BaseException) -> RankFailure:
+    return RankFailure(rank, time, 1, report_of(error))
 
 
 def test_earliest_cause_is_blamed() -> None:
@@ -85,7 +85,7 @@ def test_mismatch_is_a_cause() -> None:
 
 
 def test_death_by_signal_is_older_than_its_discovery() -> None:
-    dead = Failure(rank=1, time=1.05, code=-signal.SIGKILL)
+    dead = RankFailure(rank=1, time=1.05, code=-signal.SIGKILL)
     assert root_cause([failure(0, 1.0, ValueError()), dead]).rank == 1
 
 
@@ -135,20 +135,20 @@ def test_end_of_a_long_traceback_is_kept() -> None:
 
 
 def test_headlines() -> None:
-    assert headline(Failure(2, 0.0, 3)) == "rank 2 failed: exit code 3"
-    assert headline(Failure(2, 0.0, -signal.SIGTERM)) == "rank 2 failed: SIGTERM"
-    assert headline(Failure(2, 0.0, -40)) == "rank 2 failed: signal 40"
+    assert headline(RankFailure(2, 0.0, 3)) == "rank 2 failed: exit code 3"
+    assert headline(RankFailure(2, 0.0, -signal.SIGTERM)) == "rank 2 failed: SIGTERM"
+    assert headline(RankFailure(2, 0.0, -40)) == "rank 2 failed: signal 40"
     assert headline(failure(2, 0.0, KeyError("k"))) == f"rank 2 failed at {HERE}: KeyError: 'k'"
 
 
 def test_exit_status_is_as_a_shell_shows_it() -> None:
-    assert Failure(0, 0.0, -signal.SIGSEGV).exit_status == 139
-    assert Failure(0, 0.0, 7).exit_status == 7
+    assert RankFailure(0, 0.0, -signal.SIGSEGV).exit_status == 139
+    assert RankFailure(0, 0.0, 7).exit_status == 7
 
 
 def test_others_are_grouped() -> None:
     failures = [failure(rank, 0.0, ValueError("same")) for rank in (3, 1)]
-    text = other_failures_text(failure(0, 0.0, KeyError()), [*failures, Failure(2, 0.0, 5)])
+    text = other_failures_text(failure(0, 0.0, KeyError()), [*failures, RankFailure(2, 0.0, 5)])
     assert text == (
         "then failed ranks 1 and 3: ValueError: same\nthen failed rank 2: exit code 5\n"
     )
@@ -162,7 +162,7 @@ def test_consequences_and_more_of_the_same_are_told_briefly() -> None:
 
 
 def test_a_crash_is_not_more_of_the_same() -> None:
-    text = other_failures_text(Failure(0, 0.0, 3), [Failure(1, 0.0, 3)])
+    text = other_failures_text(RankFailure(0, 0.0, 3), [RankFailure(1, 0.0, 3)])
     assert text == "then failed rank 1: exit code 3\n"
 
 

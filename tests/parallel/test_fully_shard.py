@@ -30,7 +30,7 @@ from tilework.parallel import (
     register_fsdp_forward_method,
 )
 from tilework.parallel.fully_sharded import unit
-from tilework.parallel.fully_sharded.unit import Gathered
+from tilework.parallel.fully_sharded.unit import GatheredParameters
 from tilework.testing import run_ranks
 
 mse: Any = F.mse_loss
@@ -518,9 +518,9 @@ def test_prefetching(explicit: bool) -> None:
 
 
 def test_full_parameters_are_there_while_they_are_needed(monkeypatch: Any) -> None:
-    made: list[weakref.ref[Gathered]] = []
+    made: list[weakref.ref[GatheredParameters]] = []
 
-    class Noted(Gathered):
+    class Noted(GatheredParameters):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(weakref.ref(self))

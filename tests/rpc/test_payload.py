@@ -17,7 +17,7 @@ from tests.rpc.joined_ranks import identity, only, together, until
 from tests.tables import each
 from tilework import rpc
 from tilework.rpc.memory import LEAST_BYTES
-from tilework.rpc.message import NO_FILE, Kind, decode, encode
+from tilework.rpc.message import NO_FILE, MessageKind, decode, encode
 from tilework.rpc.payload import Payload, load
 from tilework.rpc.transport import MAX_FRAME_BYTES
 from tilework.testing.ranks import Kind as RankKind
@@ -45,7 +45,7 @@ def there_and_back(obj: Any) -> Any:
     """What a message does to ``obj``, without a network."""
     payload = Payload(obj, _no_refs)
     parts = [payload.data, *payload.buffers]
-    frames = encode(Kind.CALL, 0, 1, (), parts, NO_FILE)
+    frames = encode(MessageKind.CALL, 0, 1, (), parts, NO_FILE)
     data, *buffers = decode([_Frame(frame) for frame in frames]).load(None)
     return load(data, buffers, ())
 
@@ -167,7 +167,7 @@ def test_received_tensors_may_be_written(numel: int) -> None:
 def test_parts_longer_than_a_frame_are_cut_and_joined() -> None:
     sent = torch.arange(MAX_FRAME_BYTES // 4 + 5, dtype=torch.int32)
     payload = Payload((sent, b"x" * (MAX_FRAME_BYTES + 3)), _no_refs)
-    frames = encode(Kind.CALL, 0, 1, (), [payload.data, *payload.buffers])
+    frames = encode(MessageKind.CALL, 0, 1, (), [payload.data, *payload.buffers])
     assert max(len(frame) for frame in frames) == MAX_FRAME_BYTES
     got, text = there_and_back((sent, b"x" * (MAX_FRAME_BYTES + 3)))
     assert torch.equal(got, sent)

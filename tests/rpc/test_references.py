@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilework.rpc.entries import Entry, Owned
-from tilework.rpc.message import Kind, Ref
+from tilework.rpc.message import MessageKind, Ref
 from tilework.rpc.references import References
 
 RANKS = 3
@@ -28,7 +28,7 @@ class Value:
 class Letter:
     """A message on its way."""
 
-    kind: Kind
+    kind: MessageKind
     number: int
     refs: Sequence[Ref]
 
@@ -50,7 +50,7 @@ class Net:
             self.ranks.append(References(rank, self._sender(rank), lambda: None))
 
     def _sender(self, rank: int) -> Any:
-        def send(kind: Kind, to: int, number: int, refs: Sequence[Ref]) -> None:
+        def send(kind: MessageKind, to: int, number: int, refs: Sequence[Ref]) -> None:
             self.lines[rank, to].append(Letter(kind, number, refs))
 
         return send
@@ -65,12 +65,12 @@ class Net:
 
     def remote(self, rank: int, to: int) -> None:
         entry, ref = self.ranks[rank].create(to)
-        self.lines[rank, to].append(Letter(Kind.CALL, 0, [ref]))
+        self.lines[rank, to].append(Letter(MessageKind.CALL, 0, [ref]))
         self.mine[rank].append(entry)
 
     def hand_over(self, rank: int, entry: Entry, to: int) -> None:
         ref = self.ranks[rank].outgoing(entry, to)
-        self.lines[rank, to].append(Letter(Kind.CALL, 0, [ref]))
+        self.lines[rank, to].append(Letter(MessageKind.CALL, 0, [ref]))
 
     def fail_to_hand_over(self, rank: int, entry: Entry, to: int) -> None:
         self.ranks[rank].unsent([self.ranks[rank].outgoing(entry, to)], to)
@@ -85,16 +85,16 @@ class Net:
 
     def deliver(self, sender: int, to: int) -> None:
         letter, rank = self.lines[sender, to].popleft(), self.ranks[to]
-        if letter.kind == Kind.CALL:
+        if letter.kind == MessageKind.CALL:
             self.arrive(rank.incoming(letter.refs[0], sender), to)
-        elif letter.kind == Kind.ADD:
+        elif letter.kind == MessageKind.ADD:
             rank.add(letter.refs[0], sender, letter.number)
-        elif letter.kind == Kind.ADDED:
+        elif letter.kind == MessageKind.ADDED:
             rank.added(letter.number)
-        elif letter.kind == Kind.HOLDS:
+        elif letter.kind == MessageKind.HOLDS:
             rank.holds(letter.number)
         else:
-            assert letter.kind == Kind.DROP
+            assert letter.kind == MessageKind.DROP
             rank.drop(letter.refs[0].id, sender, letter.number)
 
     def arrive(self, entry: Entry, to: int) -> None:

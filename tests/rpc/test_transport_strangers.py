@@ -20,7 +20,7 @@ from tests.faults.forked_ranks import Holdings
 from tests.rpc.joined_ranks import my_name, this_agent, together, until
 from tilework import rpc
 from tilework.rpc.keys import Keys, agree_on_keys
-from tilework.rpc.message import Kind, encode
+from tilework.rpc.message import MessageKind, encode
 from tilework.rpc.transport import MAX_FRAME_BYTES
 from tilework.store import HashStore, PrefixStore, TCPStore
 
@@ -39,7 +39,7 @@ class _Evil:
 def attack_frames() -> list[bytes]:
     """A call that does harm as it is unpickled, and as it is run."""
     job = pickle.dumps((harm, (_Evil(),), {}))
-    return [bytes(frame) for frame in encode(Kind.CALL, 1, 7, (), [memoryview(job)])]
+    return [bytes(frame) for frame in encode(MessageKind.CALL, 1, 7, (), [memoryview(job)])]
 
 
 def address() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilework.comm.per_call.torch_names import ATTRIBUTE
-from tilework.from_torch import DIFFERENCES, LEFT_OUT, MODULES, Difference
+from tilework.from_torch import DIFFERENCES, LEFT_OUT, MODULES, TorchDifferences
 
 #: Single names of modules that are not of torch.distributed, and the packages here that have them.
 _SINGLE = (
@@ -50,7 +50,7 @@ def differences() -> Iterator[tuple[str, str]]:
             yield ours, missing
 
 
-def row_of(package: str, missing: str) -> Difference | None:
+def row_of(package: str, missing: str) -> TorchDifferences | None:
     """The row of the table that has a difference; None if none has."""
     for row in DIFFERENCES:
         # What a package has from another one is explained there.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tilework.capture.graph import Graph, Value
 from tilework.capture.number import Number
 from tilework.capture.options import Option
-from tilework.capture.places import Place, layout_of
+from tilework.capture.places import StatePlace, layout_of
 from tilework.capture.sizes import SizedSpec, has_size
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
@@ -25,7 +25,7 @@ _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
-class Held(NamedTuple):
+class ProgramConditions(NamedTuple):
     """The conditions of a program besides its inputs.
 
     Attributes:
@@ -36,8 +36,8 @@ class Held(NamedTuple):
     """
 
     options: list[Option]
-    way: list[tuple[Place, Any]]
-    constants: list[tuple[Place, Any]]
+    way: list[tuple[StatePlace, Any]]
+    constants: list[tuple[StatePlace, Any]]
     guards: list[tuple[Callable[..., Any], tuple[Any, ...], bool]]
 
 
@@ -63,7 +63,7 @@ class _Source:
             self.scope[name] = thing
         return name
 
-    def read(self, place: Place) -> str:
+    def read(self, place: StatePlace) -> str:
         """Python code that reads a place."""
         owner = self.name(place.owner)
         if place.how == "item":
@@ -88,7 +88,7 @@ class _Source:
         return function
 
 
-def write_enter(graph: Graph, held: Held) -> Callable[..., list[Tensor] | None]:
+def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Tensor] | None]:
     """The function before a program: from the leaves of the arguments to the inputs.
 
     It returns None if something has changed; the record may still hold then. Layouts of inputs that

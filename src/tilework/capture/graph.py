@@ -22,7 +22,7 @@ ITEM: Callable[[Tensor], Any] = Tensor.item
 
 
 @dataclass(eq=False, slots=True)
-class Memory:
+class ProgramMemory:
     """Memory that several values may show."""
 
     nbytes: int
@@ -40,7 +40,7 @@ class Value:
     """
 
     number: int
-    memory: Memory | None = None
+    memory: ProgramMemory | None = None
     text: str = ""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
@@ -68,7 +68,7 @@ class Instruction:
     kwargs: dict[str, Any]
     outputs: list[Value | None]
     form: str
-    writes: tuple[Memory, ...]
+    writes: tuple[ProgramMemory, ...]
     kind: str
     site: str
     name: str

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from tilework.capture.glue import Held
+from tilework.capture.glue import ProgramConditions
 from tilework.capture.graph import Graph, Input, Instruction, Value
-from tilework.capture.places import Argument, Places, is_dtensor, plain
+from tilework.capture.places import Argument, StatePlaces, is_dtensor, plain
 from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
-from tilework.capture.record import Record
+from tilework.capture.record import StepRecord
 from tilework.capture.recorder import BOUNDARY
 from tilework.capture.recording import StepCall, all_have, record_call, unified
 from tilework.capture.same_program import agree_on
@@ -151,7 +151,7 @@ class CompiledFunction:
 
 def _of_three(
     one: _Passes, other: _Passes, third: _Passes
-) -> tuple[Record, tuple[_Passes, ...]] | None:
+) -> tuple[StepRecord, tuple[_Passes, ...]] | None:
     """The record of several sizes of three records, and these; None: there is none. Local."""
     made = [unified(one.joint, each.joint) for each in (other, third)]
     if made[0] is None or made[1] is None:
@@ -181,7 +181,7 @@ class _Joint(StepCall):
         return result, [found[i] for i in used]
 
 
-def _needing_grad(places: Places, leaves: Sequence[Any]) -> list[Tensor]:
+def _needing_grad(places: StatePlaces, leaves: Sequence[Any]) -> list[Tensor]:
     """The tensors that the function can reach and that need gradients, each once."""
     found: dict[int, Tensor] = {}
     for tensor in (*[tensor for place, tensor in places.slots if place.how != "grad"], *leaves):
@@ -245,7 +245,7 @@ class _Passes:
 
     def __init__(
         self,
-        joint: Record,
+        joint: StepRecord,
         count: int,
         sources: Sequence[Callable[[Sequence[Any]], Tensor]],
         tree: TreeSpec,
@@ -262,7 +262,7 @@ class _Passes:
         inputs = [x for x in graph.inputs if not _is_grad(x, count)]
         self._saved = _crossing(inputs, before, after, self._grads)
         values = [*self._leaves, *self._saved]
-        self.forward = Record(
+        self.forward = StepRecord(
             f"{joint.name}_forward",
             forward := Graph(inputs, before, values, graph.places),
             agree_on(forward, f"forward of {joint.name}"),
@@ -272,17 +272,17 @@ class _Passes:
         grads = [x for x in graph.inputs if _is_grad(x, count)]
         self._grad_order = [x.path.number - count for x in grads]
         saved = [Input(value, Argument(i, False), None) for i, value in enumerate(self._saved)]
-        self.backward = Record(
+        self.backward = StepRecord(
             f"{joint.name}_backward",
             backward := Graph([*saved, *grads], after, self._grads, []),
             agree_on(backward, f"backward of {joint.name}"),
             None,
-            Held([], [], [], []),
+            ProgramConditions([], [], [], []),
         )
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
             raise CaptureError(f"{joint.name} returns one of its arguments or parameters")
 
-    def of_several_sizes(self, joint: Record) -> _Passes:
+    def of_several_sizes(self, joint: StepRecord) -> _Passes:
         """These passes, of a record of several sizes. Collective."""
         made = _Passes(joint, self._count, self._needed, self._tree, self._needs_grad)
         made.backend = self.backend
@@ -389,7 +389,7 @@ def _crossing(
 
 
 def _sources(
-    needed: Sequence[Tensor], joint: Record, count: int
+    needed: Sequence[Tensor], joint: StepRecord, count: int
 ) -> list[Callable[[Sequence[Any]], Tensor]]:
     """By tensor that needs a gradient, a function for the local tensor in a later call."""
     paths = {id(each.tensor): each for each in joint.graph.inputs}

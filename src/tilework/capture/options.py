@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from tilework.capture.number import Number, NumberBook
-from tilework.capture.places import Place
+from tilework.capture.places import StatePlace
 from tilework.errors import CaptureError
 
 
@@ -41,7 +41,7 @@ class Option(NamedTuple):
         return value if self.part is None else value[self.part]
 
 
-class Options:
+class OptimizerOptions:
     """Replace floats of ``param_groups``, such as learning rates, by inputs of a recorded program.
 
     A context manager: the floats come back at the end of the block.
@@ -55,25 +55,25 @@ class Options:
         self.optimizers, self.book = list(dict.fromkeys(optimizers)), book
         self.all: list[Option] = []
         #: Other options, which later calls must find the same.
-        self.constants: list[tuple[Place, Any]] = []
+        self.constants: list[tuple[StatePlace, Any]] = []
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []
 
-    def __enter__(self) -> Options:
+    def __enter__(self) -> OptimizerOptions:
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             for thing in (optimizer.param_groups, *(x["params"] for x in optimizer.param_groups)):
                 text = f"the number of groups or parameters of {name}"
-                self.constants.append((Place(thing, "length", None, text), len(thing)))
+                self.constants.append((StatePlace(thing, "length", None, text), len(thing)))
             for state in optimizer.state.values():
                 for key, value in state.items() if isinstance(state, dict) else ():
                     if isinstance(value, bool | int | float | str):
                         text = f"{key} of a parameter's state in {name}"
-                        self.constants.append((Place(state, "item", key, text), value))
+                        self.constants.append((StatePlace(state, "item", key, text), value))
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     stands_for = self._number(optimizer, number, key, value)
                     if value is None or isinstance(value, bool | int | str | tuple):
-                        place = Place(group, "item", key, f"{key} of {name}")
+                        place = StatePlace(group, "item", key, f"{key} of {name}")
                         self.constants += [(place, value)] * (stands_for is None)
                     if stands_for is not None:
                         self._before.append((group, key, value, stands_for))

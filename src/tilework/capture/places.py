@@ -48,7 +48,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
 _MOST = 200_000
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """A part of an object.
 
     Attributes:
@@ -134,7 +134,7 @@ def plain(tensor: Any) -> Any:
     return tensor._local_tensor if tensor.__class__ is DTensor else tensor
 
 
-class Places:
+class StatePlaces:
     """The tensors that a step can reach, and the place of each.
 
     Args:
@@ -145,28 +145,28 @@ class Places:
     def __init__(self, step: Callable[..., Any], arguments: Sequence[Any] = ()) -> None:
         self.step, self.arguments = step, arguments
         #: By id of a tensor, the place, and the places of the objects on the way to it.
-        self.tensors: dict[int, Place] = {}
+        self.tensors: dict[int, StatePlace] = {}
         #: By id of an object, the place where it was found, and the owner of the place.
-        self.parents: dict[int, tuple[Place, Any]] = {}
+        self.parents: dict[int, tuple[StatePlace, Any]] = {}
         #: All places of tensors, with the tensor there (None: no gradient).
-        self.slots: list[tuple[Place, Tensor | None]] = []
+        self.slots: list[tuple[StatePlace, Tensor | None]] = []
         #: By owner of a place, True if it belongs to the program, False if to a library.
         self._is_users: dict[int, bool] = {}
         #: Numbers, texts and flags of the user's objects and of modules, with the value.
-        self.constants: list[tuple[Place, Any]] = []
+        self.constants: list[tuple[StatePlace, Any]] = []
         #: By id, the number of items of a dict.
         self.lengths: dict[int, int] = {}
         #: Other things that the step may use: functions, modules, containers, dtypes.
-        self.things: list[tuple[Place, Any]] = []
+        self.things: list[tuple[StatePlace, Any]] = []
         self.optimizers: list[Optimizer] = []
         self._kept: list[Any] = []
         self._graded: set[int] = set()
         #: The names in the step's code; and, by name, attributes that the code may not read.
         self._names: set[str] = set()
-        self._unnamed: dict[str, list[tuple[Place, Any, Any]]] = {}
+        self._unnamed: dict[str, list[tuple[StatePlace, Any, Any]]] = {}
         self._walk()
 
-    def find(self, tensor: Tensor) -> Place | None:
+    def find(self, tensor: Tensor) -> StatePlace | None:
         """The place of a tensor; None: the search has not found it."""
         return self.tensors.get(id(tensor))
 
@@ -179,9 +179,9 @@ class Places:
             if id(tensor) in self.tensors and tensor.layout is torch.strided
         ]
 
-    def way_to(self, place: Place) -> list[tuple[Place, Any]]:
+    def way_to(self, place: StatePlace) -> list[tuple[StatePlace, Any]]:
         """The places on the way to a place, from the step on, and the object at each."""
-        way: list[tuple[Place, Any]] = []
+        way: list[tuple[StatePlace, Any]] = []
         found = self._found_at.get(id(place.owner), place.owner)
         while (step := self.parents.get(id(found))) is not None:
             way.append((step[0], found))
@@ -208,11 +208,11 @@ class Places:
                     return local
         return None
 
-    def is_users(self, place: Place) -> bool:
+    def is_users(self, place: StatePlace) -> bool:
         """False if a place belongs to an object that a library keeps for itself."""
         return place.how == "grad" or self._is_users.get(id(place.owner), True)
 
-    def kind_of(self, place: Place) -> type:
+    def kind_of(self, place: StatePlace) -> type:
         """The class of a place's object; for an item of a module's dict, the module's class."""
         return type(self._found_at.get(id(place.owner), place.owner))
 
@@ -248,7 +248,7 @@ class Places:
             if isinstance(found, dict):
                 self.lengths[id(found)] = len(found)
             if is_users and isinstance(found, list | dict | set):
-                length = Place(found, "length", None, f"the length of {text or 'a container'}")
+                length = StatePlace(found, "length", None, f"the length of {text or 'a container'}")
                 self.constants.append((length, len(found)))
             children = list(_parts_of(found, text))
             is_all_users = is_users and _has_users_code(found)
@@ -263,7 +263,7 @@ class Places:
             if is_users and isinstance(found, types.FunctionType):
                 self._name(found.__code__)
 
-    def _take(self, place: Place, value: Any, found: Any, is_users: bool) -> None:
+    def _take(self, place: StatePlace, value: Any, found: Any, is_users: bool) -> None:
         """Note the value at a place, and search it."""
         if isinstance(value, Tensor):
             self._add(place, value, found)
@@ -273,7 +273,7 @@ class Places:
         elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
             if not is_users:
                 return
-            array = Place(value, "bytes", None, place.text)
+            array = StatePlace(value, "bytes", None, place.text)
             self.constants.append((array, array.get()))
             self._kept.append(value)
         else:
@@ -301,7 +301,7 @@ class Places:
                 self._take(place, value, found, False)
         self._unnamed.clear()
 
-    def _add(self, place: Place, tensor: Tensor, found: Any) -> None:
+    def _add(self, place: StatePlace, tensor: Tensor, found: Any) -> None:
         self._kept.append(tensor)
         self.slots.append((place, tensor))
         self.parents.setdefault(id(tensor), (place, found))
@@ -309,7 +309,9 @@ class Places:
         if tensor.__class__ is DTensor:
             local = tensor._local_tensor
             if id(local) not in self.tensors:
-                self.tensors[id(local)] = Place(tensor, "attribute", "_local_tensor", place.text)
+                self.tensors[id(local)] = StatePlace(
+                    tensor, "attribute", "_local_tensor", place.text
+                )
         elif id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = place
             for part, value in _parts_of(vars(tensor), place.text):
@@ -318,7 +320,7 @@ class Places:
                     self.tensors[id(value)] = part
         if local.is_leaf and local.requires_grad and id(tensor) not in self._graded:
             self._graded.add(id(tensor))
-            grad_place = Place(tensor, "grad", None, f"{place.text}.grad")
+            grad_place = StatePlace(tensor, "grad", None, f"{place.text}.grad")
             grad = local.grad
             self.slots.append((grad_place, grad))
             if grad is not None:
@@ -326,7 +328,7 @@ class Places:
                 self.tensors.setdefault(id(grad), grad_place)
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 hooks = getattr(local, name)
-                place = Place(local, "attribute", name, f"hooks of {place.text}")
+                place = StatePlace(local, "attribute", name, f"hooks of {place.text}")
                 self._take(place, hooks, tensor, True)
 
 
@@ -353,7 +355,7 @@ def _has_users_code(found: Any) -> bool:
     )
 
 
-def _name_of(place: Place, found: Any) -> str | None:
+def _name_of(place: StatePlace, found: Any) -> str | None:
     """The name that code needs to reach a place; None: it needs no name."""
     key = place.key
     if isinstance(found, type) and key in ("__init__", "__new__", "__post_init__"):
@@ -384,7 +386,7 @@ def _is_searched(found: Any) -> bool:
     return isinstance(found, type | types.ModuleType) and is_users_class(found)
 
 
-def _parts_of(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     """The parts of an object, each with the place."""
     for kinds, parts in _KINDS:
         if isinstance(found, kinds):
@@ -392,33 +394,33 @@ def _parts_of(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
     return _parts_of_object(found, text)
 
 
-def _parts_of_method(method: types.MethodType, text: str) -> Iterator[tuple[Place, Any]]:
-    yield Place(method, "attribute", "__self__", "self"), method.__self__
-    yield Place(method, "attribute", "__func__", method.__func__.__name__), method.__func__
+def _parts_of_method(method: types.MethodType, text: str) -> Iterator[tuple[StatePlace, Any]]:
+    yield StatePlace(method, "attribute", "__self__", "self"), method.__self__
+    yield StatePlace(method, "attribute", "__func__", method.__func__.__name__), method.__func__
 
 
-def _parts_of_partial(found: partial[Any], text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_partial(found: partial[Any], text: str) -> Iterator[tuple[StatePlace, Any]]:
     for name in ("func", "args", "keywords"):
-        yield Place(found, "attribute", name, name), getattr(found, name)
+        yield StatePlace(found, "attribute", name, name), getattr(found, name)
 
 
-def _parts_of_mapping(found: Mapping[Any, Any], text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_mapping(found: Mapping[Any, Any], text: str) -> Iterator[tuple[StatePlace, Any]]:
     for key, value in list(found.items()):
         label = f"[{key!r}]" if isinstance(key, str | int) else f"[{type(key).__name__}]"
-        yield Place(found, "item", key, f"{text}{label}"), value
+        yield StatePlace(found, "item", key, f"{text}{label}"), value
 
 
-def _parts_of_sequence(found: Sequence[Any], text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_sequence(found: Sequence[Any], text: str) -> Iterator[tuple[StatePlace, Any]]:
     for number, value in enumerate(found):
-        yield Place(found, "item", number, f"{text}[{number}]"), value
+        yield StatePlace(found, "item", number, f"{text}[{number}]"), value
 
 
-def _parts_of_cell(cell: types.CellType, text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_cell(cell: types.CellType, text: str) -> Iterator[tuple[StatePlace, Any]]:
     with suppress(ValueError):  # the cell may be empty
-        yield Place(cell, "cell", None, text), cell.cell_contents
+        yield StatePlace(cell, "cell", None, text), cell.cell_contents
 
 
-def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     """The attributes of a Python module or of a class, also of base classes."""
     if not _is_searched(found):
         return
@@ -429,26 +431,26 @@ def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
         value = getattr(found, name, None)
         kept = inspect.getattr_static(found, name, None)
         if isinstance(kept, classmethod):
-            yield Place(kept, "attribute", "__func__", name), kept.__func__
+            yield StatePlace(kept, "attribute", "__func__", name), kept.__func__
         elif not name.startswith("__") or isinstance(value, types.FunctionType):
-            yield Place(found, "attribute", name, f"{found.__name__}.{name}"), value
+            yield StatePlace(found, "attribute", name, f"{found.__name__}.{name}"), value
 
 
-def _parts_of_property(found: property, text: str) -> Iterator[tuple[Place, Any]]:
-    yield Place(found, "attribute", "fget", text), found.fget
+def _parts_of_property(found: property, text: str) -> Iterator[tuple[StatePlace, Any]]:
+    yield StatePlace(found, "attribute", "fget", text), found.fget
 
 
-def _parts_of_object(found: Any, text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     dot = f"{text}." if text else ""
     if is_users_class(type(found)):
-        yield Place(found, "attribute", "__class__", f"{dot}__class__"), type(found)
+        yield StatePlace(found, "attribute", "__class__", f"{dot}__class__"), type(found)
     for name, value in list(getattr(found, "__dict__", {}).items()):
         if name == "__annotations__":
             continue
-        yield Place(found, "attribute", name, f"{dot}{name}"), value
+        yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
     for name in _slots_of(type(found)):
         if hasattr(found, name):
-            yield Place(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
+            yield StatePlace(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
 
 
 def _slots_of(kind: type) -> list[str]:
@@ -459,22 +461,22 @@ def _slots_of(kind: type) -> list[str]:
     return [name for name in slots if isinstance(name, str) and not name.startswith("__")]
 
 
-def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tuple[StatePlace, Any]]:
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=False):
         try:
-            yield Place(cell, "cell", None, name), cell.cell_contents
+            yield StatePlace(cell, "cell", None, name), cell.cell_contents
         except ValueError:  # not set yet
             continue
     if in_library[function.__code__.co_filename]:
         return
     for name in dict.fromkeys(_names_in(function.__code__)):
         if name in function.__globals__:
-            yield Place(function.__globals__, "item", name, name), function.__globals__[name]
+            yield StatePlace(function.__globals__, "item", name, name), function.__globals__[name]
     for number, value in enumerate(function.__defaults__ or ()):
-        yield Place(function.__defaults__, "item", number, function.__name__), value
+        yield StatePlace(function.__defaults__, "item", number, function.__name__), value
     for name, value in (function.__kwdefaults__ or {}).items():
-        yield Place(function.__kwdefaults__, "item", name, name), value
+        yield StatePlace(function.__kwdefaults__, "item", name, name), value
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -487,29 +489,32 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield constant
 
 
-def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[Place, Any]]:
+def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace, Any]]:
     dot = f"{text}." if text else ""
     for kind in ("_parameters", "_buffers", "_modules"):
         part: dict[str, Any] = module.__dict__.get(kind, {})
         for name, value in part.items():
-            yield Place(part, "item", name, f"{dot}{name}"), value
+            yield StatePlace(part, "item", name, f"{dot}{name}"), value
     modules = module._modules
-    yield Place(modules, "length", None, f"the number of modules in {text}"), len(modules)
+    yield StatePlace(modules, "length", None, f"the number of modules in {text}"), len(modules)
     for name, value in list(module.__dict__.items()):
         if name not in _OF_EVERY_MODULE:
-            yield Place(module.__dict__, "item", name, f"{dot}{name}"), value
+            yield StatePlace(module.__dict__, "item", name, f"{dot}{name}"), value
     if (unit := module.__dict__.get("_fsdp_state")) is not None:  # set by fully_shard
         for name in ("divide_factor", "sums", "hook"):
             value = getattr(unit.reduction, name)
-            yield Place(unit.reduction, "attribute", name, f"{dot}{name} of fully_shard"), value
+            yield (
+                StatePlace(unit.reduction, "attribute", name, f"{dot}{name} of fully_shard"),
+                value,
+            )
     own: Any = type(module)
     if is_users_class(own):
-        yield Place(module, "attribute", "__class__", f"{dot}__class__"), own
+        yield StatePlace(module, "attribute", "__class__", f"{dot}__class__"), own
     elif not own.__module__.startswith(("torch.", "tilework.")):
-        yield Place(own, "attribute", "forward", f"{dot}forward"), own.forward
+        yield StatePlace(own, "attribute", "forward", f"{dot}forward"), own.forward
 
 
-_KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[tuple[Place, Any]]]], ...] = (
+_KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[tuple[StatePlace, Any]]]], ...] = (
     (types.FunctionType, _parts_of_function),
     (types.MethodType, _parts_of_method),
     (partial, _parts_of_partial),

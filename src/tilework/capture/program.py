@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from tilework.capture.record import NOT_CURRENT, Record
+from tilework.capture.record import NOT_CURRENT, StepRecord
 from tilework.capture.recording import StepCall, all_have, record_call, run_checked, unified
 from tilework.capture.table import table_of
 from tilework.comm.per_call.call_recorder import current_recorder
@@ -105,9 +105,9 @@ class Program(Generic[P, T]):
         self.__doc__ = step.__doc__
         self._step, self._backend, self._check = step, backend, check
         #: By key of a call, the programs, and the size for programs of several sizes.
-        self._records: dict[Any, list[tuple[Record, int | None]]] = {}
+        self._records: dict[Any, list[tuple[StepRecord, int | None]]] = {}
         #: Programs of several sizes.
-        self._sized: list[Record] = []
+        self._sized: list[StepRecord] = []
         #: True once the step ran unchanged, which makes one-time states.
         self.is_warm = False
 
@@ -131,7 +131,7 @@ class Program(Generic[P, T]):
         return self._record(key, call)  # type: ignore[no-any-return]
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[StepRecord]:
         """The programs so far, one for each kind of call."""
         every = [record for records in self._records.values() for record, _ in records]
         return list({id(record): record for record in every}.values())
@@ -154,7 +154,7 @@ class Program(Generic[P, T]):
 
     # -- several sizes -----------------------------------------------------------------------
 
-    def _unify(self, record: Record) -> None:
+    def _unify(self, record: StepRecord) -> None:
         """Make a program of several sizes from a record and an earlier record, if possible."""
         made = None
         for known in self.records:
@@ -163,11 +163,11 @@ class Program(Generic[P, T]):
             assert made is not None
             self._sized.append(made)
 
-    def _all_have(self, flag: bool, record: Record | None = None) -> bool:
+    def _all_have(self, flag: bool, record: StepRecord | None = None) -> bool:
         """True if ``flag`` is true on all ranks of the groups of a record. Collective."""
         return all_have(flag, record or self._sized[-1])
 
-    def _of_several(self, key: Any) -> tuple[Record, int] | None:
+    def _of_several(self, key: Any) -> tuple[StepRecord, int] | None:
         """The program of several sizes that fits a call, and the size."""
         for record in self._sized:
             size = record.size_in(key)
@@ -175,7 +175,7 @@ class Program(Generic[P, T]):
                 return record, size
         return None
 
-    def _checked(self, key: Any, call: StepCall, record: Record, size: int) -> Any:
+    def _checked(self, key: Any, call: StepCall, record: StepRecord, size: int) -> Any:
         """The result of a call at a third size, which checks the program of several sizes."""
         if record.is_checked:
             result = record.run(call.leaves, size)

@@ -34,7 +34,7 @@ _PLAIN = (bool, int, str, type(None))
 
 
 @dataclass(frozen=True)
-class Code:
+class PythonCode:
     """A program as Python.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Writer:
         return f"{name}({', '.join(args)})"
 
 
-def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
+def write(graph: Graph, options: Sequence[Option], name: str) -> PythonCode:
     """The Python of a program.
 
     Args:
@@ -172,7 +172,7 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> Code:
     file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
     exec(compile(text, file, "exec"), writer.scope)
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    return Code(writer.scope[name], text, kept, is_sized, file)
+    return PythonCode(writer.scope[name], text, kept, is_sized, file)
 
 
 def _header(graph: Graph, options: Sequence[Option], groups: Sequence[Any]) -> list[str]:

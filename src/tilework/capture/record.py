@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.glue import Held, layouts_hold, write_enter, write_leave
+from tilework.capture.glue import ProgramConditions, layouts_hold, write_enter, write_leave
 from tilework.capture.graph import Graph, Value
 from tilework.capture.inductor import Compiled
 from tilework.capture.number import Number
-from tilework.capture.places import Place, layout_of
-from tilework.capture.python_code import Code, groups_of, write
+from tilework.capture.places import StatePlace, layout_of
+from tilework.capture.python_code import PythonCode, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
 from tilework.capture.same_program import Digests
 from tilework.capture.sizes import comparable, fits, has_size, size_of, spec_at
@@ -55,7 +55,7 @@ class _Purpose:
         return f"the captured {self.name}"
 
 
-class Record:
+class StepRecord:
     """A program of a step, for one layout of the arguments.
 
     Args:
@@ -66,12 +66,14 @@ class Record:
         held: The conditions of the program besides its inputs.
     """
 
-    def __init__(self, name: str, graph: Graph, digests: Digests, tree: Any, held: Held) -> None:
+    def __init__(
+        self, name: str, graph: Graph, digests: Digests, tree: Any, held: ProgramConditions
+    ) -> None:
         self.name, self.graph, self.digests, self.tree = name, graph, digests, tree
         self.held = held
         self.options, self.way, self.constants, self.guards = held
         self.groups = groups_of(graph)
-        self.code: Code = write(graph, self.options, name)
+        self.code: PythonCode = write(graph, self.options, name)
         weakref.finalize(self, linecache.cache.pop, self.code.file, None)
         self._run: Callable[..., list[Any]] = self.code.run
         self._guard: Any = _BelowAutograd
@@ -98,7 +100,7 @@ class Record:
         self.signature: Any = None
         #: For a program of several sizes: True if a third size has checked it; the two records.
         self.is_checked = False
-        self.made_of: tuple[Record, ...] = ()
+        self.made_of: tuple[StepRecord, ...] = ()
         #: True if layouts of inputs, besides the arguments, depend on the size.
         self.signature_has_places = False
 
@@ -292,7 +294,7 @@ class Record:
         return len(self.code.kept) + next(i for i, each in enumerate(numbers) if each is leaf)
 
 
-def _other_layout(name: str, path: Place, then: Any, now: Any) -> CaptureError:
+def _other_layout(name: str, path: StatePlace, then: Any, now: Any) -> CaptureError:
     return CaptureError(
         f"{name} is captured with {path.text} as {then}, which is {now} at {call_site()}: a "
         f"program serves one layout of what the step refers to. Call capture() again after a "

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilework.capture.graph import ITEM, Graph, Input, Instruction, Memory, Value
+from tilework.capture.graph import ITEM, Graph, Input, Instruction, ProgramMemory, Value
 from tilework.capture.group_calls import GroupCall, RecordedGroups
 from tilework.capture.number import Number, NumberBook
 from tilework.capture.number import value_of as plain
-from tilework.capture.places import Places, layout_of
+from tilework.capture.places import StatePlaces, layout_of
 from tilework.capture.tensor_reads import decides_itself, watched_reads
 from tilework.comm.per_call.call_recorder import set_recorder
 from tilework.comm.per_call.callsite import call_site
@@ -47,18 +47,18 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places: The tensors that the step can reach, by place.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: StatePlaces) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.book, self.places = Graph(), NumberBook(), places
         self.book.recorder = self
         self._values: Any = WeakTensorKeyDictionary()
         #: By id, objects that are not tensors: keys of random draws.
         self._objects: dict[int, tuple[object, Value]] = {}
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, ProgramMemory] = {}
         self._count = 0
-        self._input_memories: set[Memory] = set()
+        self._input_memories: set[ProgramMemory] = set()
         #: By memory of an input that the step writes to, the bytes before the write.
-        self.before: dict[Memory, Tensor] = {}
+        self.before: dict[ProgramMemory, Tensor] = {}
         #: The tensors whose gradients the record takes; see ``modules``.
         self.needed: list[Tensor] = []
         self._groups: RecordedGroups | None = None
@@ -307,11 +307,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"with torch's operators inside of the step"
         )
 
-    def _memory_of(self, tensor: Tensor) -> Memory:
+    def _memory_of(self, tensor: Tensor) -> ProgramMemory:
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None:
-            memory = self._memories[storage._cdata] = Memory(storage.nbytes())
+            memory = self._memories[storage._cdata] = ProgramMemory(storage.nbytes())
         return memory
 
     def _new_value(self, leaf: Any) -> Value:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tilework.capture.glue import Held
-from tilework.capture.graph import Graph, Input, Memory
+from tilework.capture.glue import ProgramConditions
+from tilework.capture.graph import Graph, Input, ProgramMemory
 from tilework.capture.number import value_of
-from tilework.capture.options import Options
-from tilework.capture.places import Argument, Place, Places, is_dtensor, plain
-from tilework.capture.record import Record
+from tilework.capture.options import OptimizerOptions
+from tilework.capture.places import Argument, StatePlace, StatePlaces, is_dtensor, plain
+from tilework.capture.record import StepRecord
 from tilework.capture.recorder import StepRecorder, bytes_of
 from tilework.capture.same_program import agree_on
 from tilework.capture.sizes import Different, Unifier, first_difference, has_size
@@ -24,7 +24,7 @@ from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
 
 
-class _PlacesOfCall(Places):
+class _PlacesOfCall(StatePlaces):
     """The places of a step, and its arguments.
 
     Args:
@@ -75,7 +75,7 @@ class StepCall(NamedTuple):
 
 def record_call(
     call: StepCall, check: bool, compiles: bool = False, needed: list[Tensor] | None = None
-) -> tuple[Record | None, Any]:
+) -> tuple[StepRecord | None, Any]:
     """Run a step, and record it.
 
     Args:
@@ -88,7 +88,7 @@ def record_call(
             The record and the result. The record is None if the step has made groups or optimizer
             states, which later calls will not make.
     """
-    leaves = told_apart(call.leaves, Places(call.step))
+    leaves = told_apart(call.leaves, StatePlaces(call.step))
     args, kwargs = tree_unflatten(leaves, tree_flatten((call.args, call.kwargs))[1])
     call = call._replace(leaves=leaves, args=args, kwargs=kwargs)
     before = _PlacesOfCall(call.step, call.leaves)
@@ -96,7 +96,7 @@ def record_call(
     unseen = Unseen(before, leaves)
     generators = [(each, each.get_state()) for each in [*_generators(), *before.generators()]]
     try:
-        with Options(before.optimizers, recorder.book) as options, recorder.recording():
+        with OptimizerOptions(before.optimizers, recorder.book) as options, recorder.recording():
             result = call.run()
             if needed is not None:
                 needed += recorder.needed
@@ -123,8 +123,12 @@ def record_call(
 
 
 def _record_of(
-    call: StepCall, recorder: StepRecorder, before: Places, options: Options, tree: Any
-) -> Record:
+    call: StepCall,
+    recorder: StepRecorder,
+    before: StatePlaces,
+    options: OptimizerOptions,
+    tree: Any,
+) -> StepRecord:
     """The record of a call that has ended. Collective over the groups of its collectives."""
     graph = recorder.graph
     after = _PlacesOfCall(call.step, call.leaves)
@@ -134,10 +138,12 @@ def _record_of(
     digests = agree_on(graph, call.name)
     way = _way_to(graph, before, after)
     guards = list(dict.fromkeys(recorder.book.guards))
-    return Record(call.name, graph, digests, tree, Held(options.all, way, constants, guards))
+    return StepRecord(
+        call.name, graph, digests, tree, ProgramConditions(options.all, way, constants, guards)
+    )
 
 
-def _check(record: Record, begun: Any, compiled: bool = False) -> None:
+def _check(record: StepRecord, begun: Any, compiled: bool = False) -> None:
     """Run a record on copies of the step's inputs, and compare. Collective if the step is.
 
     Raises:
@@ -165,7 +171,7 @@ def _generators() -> list[torch.Generator]:
     return [torch.default_generator if own is None else own]
 
 
-def _reduce_deferred(places: Places) -> None:
+def _reduce_deferred(places: StatePlaces) -> None:
     """Reduce gradients within the step that would wait until somebody reads them."""
     for place, _ in places.slots:
         if place.how == "grad" and place.owner.__class__ is DTensor:
@@ -184,10 +190,12 @@ def _leaf(leaf: Any, recorder: StepRecorder) -> Any:
     return recorder.book.find(leaf) if type(leaf) is float else leaf
 
 
-def _changes(before: Places, after: Places, recorder: StepRecorder) -> Iterator[tuple[Place, Any]]:
+def _changes(
+    before: StatePlaces, after: StatePlaces, recorder: StepRecorder
+) -> Iterator[tuple[StatePlace, Any]]:
     """The places that hold other tensors after the step, with the new tensors."""
     then = {_identity(place): tensor for place, tensor in before.slots}
-    read = {_identity(x.path) for x in recorder.graph.inputs if isinstance(x.path, Place)}
+    read = {_identity(x.path) for x in recorder.graph.inputs if isinstance(x.path, StatePlace)}
     for place, tensor in after.slots:
         known = then.get(_identity(place), _identity)
         if tensor is known:
@@ -215,12 +223,12 @@ def _changes(before: Places, after: Places, recorder: StepRecorder) -> Iterator[
             yield place, None
 
 
-def _identity(place: Place) -> tuple[int, str, Any]:
+def _identity(place: StatePlace) -> tuple[int, str, Any]:
     key = place.key if isinstance(place.key, str | int | type(None)) else id(place.key)
     return id(place.owner), place.how, key
 
 
-def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
+def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
     """Numbers, texts and flags that the step did not change: later calls must find them.
 
     Raises:
@@ -252,26 +260,28 @@ def _constants(before: Places, after: Places) -> list[tuple[Place, Any]]:
     return kept
 
 
-def _absent(before: Places, graph: Graph) -> Iterator[tuple[Place, Any]]:
+def _absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]]:
     """Places that were empty: a step adds to an existing gradient, and makes an item once."""
     then = {_identity(place) for place, _ in before.slots}
     yield from ((place, None) for place, tensor in before.slots if tensor is None)
     for place, _ in graph.places:
         if isinstance(place.owner, dict) and _identity(place) not in then:
-            length = Place(place.owner, "length", None, f"the number of items with {place.text}")
+            length = StatePlace(
+                place.owner, "length", None, f"the number of items with {place.text}"
+            )
             yield length, before.lengths.get(id(place.owner), 0)
 
 
-def _way_to(graph: Graph, places: Places, after: Places) -> list[tuple[Place, Any]]:
+def _way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
     """The objects on the way to a program's inputs, and others that the step may have used."""
     now = {_identity(place): thing for place, thing in after.things}
-    found: dict[Any, tuple[Place, Any]] = {
+    found: dict[Any, tuple[StatePlace, Any]] = {
         _identity(place): (place, thing)
         for place, thing in places.things
         if now.get(_identity(place), _identity) is thing
     }
     for each in graph.inputs:
-        if isinstance(each.path, Place):
+        if isinstance(each.path, StatePlace):
             for place, thing in places.way_to(each.path):
                 if now.get(_identity(place), thing) is not thing:
                     raise CaptureError(
@@ -283,7 +293,7 @@ def _way_to(graph: Graph, places: Places, after: Places) -> list[tuple[Place, An
     return list(found.values())
 
 
-def _before(found: Sequence[Input], kept: dict[Memory, Tensor]) -> list[Tensor]:
+def _before(found: Sequence[Input], kept: dict[ProgramMemory, Tensor]) -> list[Tensor]:
     """The inputs before the step; in other memory if the step wrote to them."""
     storages = {memory: saved.clone().untyped_storage() for memory, saved in kept.items()}
     before = []
@@ -299,7 +309,7 @@ def _before(found: Sequence[Input], kept: dict[Memory, Tensor]) -> list[Tensor]:
 
 
 def run_checked(
-    record: Record, call: StepCall, size: int, compiles: bool
+    record: StepRecord, call: StepCall, size: int, compiles: bool
 ) -> tuple[bool | None, Any]:
     """Run a step itself, and the program of several sizes on copies of the step's inputs.
 
@@ -319,7 +329,7 @@ def run_checked(
     if inputs is None:
         return None, None
     written = {memory for each in record.graph.instructions for memory in each.writes}
-    kept: dict[Memory, Tensor] = {}
+    kept: dict[ProgramMemory, Tensor] = {}
     found: list[Input] = []
     for each, tensor in zip(record.graph.inputs, inputs, strict=True):
         found.append(Input(each.value, each.path, tensor, each.layout))
@@ -339,7 +349,7 @@ def run_checked(
 
 
 def _differing(
-    record: Record,
+    record: StepRecord,
     inputs: tuple[Sequence[Input], Sequence[Tensor]],
     generators: Sequence[tuple[torch.Generator, Tensor]],
     result: Any,
@@ -379,7 +389,7 @@ def _differing(
     for each, copy in zip(*inputs, strict=True):
         is_copy = each.value.memory in written and each.tensor.data_ptr() != copy.data_ptr()
         if is_copy and not same(each.tensor, copy):
-            return each.path.text if isinstance(each.path, Place) else "argument"
+            return each.path.text if isinstance(each.path, StatePlace) else "argument"
     return None
 
 
@@ -401,7 +411,7 @@ def _nearly(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(apart <= 0.05 * one.nan_to_num().norm() + 1e-4)
 
 
-def _undo(recorder: StepRecorder, places: Places) -> None:
+def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
     """Undo the writes of a step that cannot become a program. Local."""
     for each in recorder.graph.inputs:
         memory = each.value.memory
@@ -416,20 +426,20 @@ def _undo(recorder: StepRecorder, places: Places) -> None:
 # -- several sizes ---------------------------------------------------------------------------
 
 
-def _facts(held: Held) -> dict[Any, Any]:
+def _facts(held: ProgramConditions) -> dict[Any, Any]:
     """The values that must hold for a record, by place."""
     facts: dict[Any, Any] = {_identity(place): id(thing) for place, thing in held.way}
     facts.update({_identity(place): (type(value), value) for place, value in held.constants})
     return facts
 
 
-def all_have(flag: bool, record: Record) -> bool:
+def all_have(flag: bool, record: StepRecord) -> bool:
     """True if ``flag`` is true on all ranks of the groups of a record. Collective."""
     votes = [group.agree(flag) for group in record.groups]  # each is collective
     return all(votes) if votes else flag
 
 
-def unified(one: Record, other: Record) -> Record | None:
+def unified(one: StepRecord, other: StepRecord) -> StepRecord | None:
     """A program of several sizes from two records; None: they have none. Local."""
     sizes = first_difference(one.signature, other.signature)
     if sizes is None or one.is_checked or other.is_checked or one.tree != other.tree:
@@ -442,7 +452,7 @@ def unified(one: Record, other: Record) -> Record | None:
         graph = unifier.graph(one.graph, other.graph)
     except Different:
         return None
-    record = Record(one.name, graph, one.digests, one.tree, one.held)
+    record = StepRecord(one.name, graph, one.digests, one.tree, one.held)
     record.signature, record.made_of = signature, (one, other)
     record.signature_has_places = has_size(signature[1])
     return record

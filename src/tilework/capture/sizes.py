@@ -18,7 +18,7 @@ from torch import Tensor
 from tilework.capture.graph import Graph, Input, Instruction, Value
 from tilework.capture.group_calls import GroupCall
 from tilework.capture.number import Number
-from tilework.capture.places import Argument, Place
+from tilework.capture.places import Argument, StatePlace
 from tilework.dtensor.spec import DTensorSpec, spec_of
 
 
@@ -298,7 +298,7 @@ def parts_of(spec: DTensorSpec) -> tuple[Any, ...]:
     return spec.mesh, spec.placements, spec.order, tuple(spec.shape), spec.strides
 
 
-def same_place(left: Place | Argument, right: Place | Argument) -> bool:
+def same_place(left: StatePlace | Argument, right: StatePlace | Argument) -> bool:
     """True if two places are the same."""
     if isinstance(left, Argument) or isinstance(right, Argument):
         both = isinstance(left, Argument) and isinstance(right, Argument)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tilework.capture.graph import Graph, Memory
+from tilework.capture.graph import Graph, ProgramMemory
 from tilework.capture.group_calls import GroupCall
 
 
@@ -31,7 +31,7 @@ def peak_bytes(graph: Graph) -> int:
     users: dict[int, int] = {}
     live = peak = 0
 
-    def change(memory: Memory | None, by: int) -> None:
+    def change(memory: ProgramMemory | None, by: int) -> None:
         nonlocal live
         if memory is None or id(memory) in of_inputs:
             return

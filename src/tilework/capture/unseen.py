@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tilework.capture.places import Places
+from tilework.capture.places import StatePlaces
 from tilework.comm.world import current_world
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
 
 
-def told_apart(leaves: Sequence[Any], places: Places) -> list[Any]:
+def told_apart(leaves: Sequence[Any], places: StatePlaces) -> list[Any]:
     """Arguments, with another tensor of the same memory for each duplicate.
 
     In the recorded call an argument may be the same tensor as a variable or another argument, but
@@ -42,7 +42,7 @@ class Unseen:
         leaves: The leaves of the step's arguments.
     """
 
-    def __init__(self, places: Places, leaves: Sequence[Any]) -> None:
+    def __init__(self, places: StatePlaces, leaves: Sequence[Any]) -> None:
         self._places, self._leaves = places, leaves
         self._memories = [(tensor, tensor.detach()) for tensor in places.plain_tensors()]
         self._grads = [leaf.grad if _is_leaf(leaf) else None for leaf in leaves]

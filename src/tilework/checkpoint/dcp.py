@@ -46,9 +46,9 @@ from torch.futures import Future
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
 from tilework.checkpoint.flat_state import (
     FlatState,
+    FlatValue,
     NamedTensor,
     PerRank,
-    Value,
     dotted,
     state_json,
 )
@@ -195,7 +195,7 @@ def _value_of(item: WriteItem, planner: SavePlanner) -> tuple[dict[Any, Any], di
     try:
         value = torch.load(data, weights_only=True)
         flat = flatten(value)
-        if not all(isinstance(leaf, Value) for leaf in flat.leaves.values()):
+        if not all(isinstance(leaf, FlatValue) for leaf in flat.leaves.values()):
             raise TypeError("it is an object with tensors")
     except Exception as error:
         raise TypeError(
@@ -275,7 +275,7 @@ class TileworkReader(StorageReader):
         index, keys = self._read()
         listed: dict[str, Any] = {}
         for key, (_, leaf) in keys.items():
-            if isinstance(leaf, Value):
+            if isinstance(leaf, FlatValue):
                 listed[key] = BytesStorageMetadata()
                 continue
             tensor = index.tensors[leaf.name]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.dtypes import dtype_name
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.format import Path
 from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.memory import full_crc32
@@ -101,7 +101,7 @@ def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
 
 
 def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Facts:
-    if isinstance(leaf, Value):
+    if isinstance(leaf, FlatValue):
         return "value", leaf.json
     where = f"the tensor {dotted(path)!r}"
     check_dense(leaf, where)
@@ -251,10 +251,10 @@ class _Merger:
 
     def leaf(
         self, path: Path, facts: Facts, owners: tuple[int, ...], suffix: str
-    ) -> Value | NamedTensor:
+    ) -> FlatValue | NamedTensor:
         """The stand-in for a leaf that some ranks describe equally."""
         if facts[0] == "value":
-            return Value(facts[1])
+            return FlatValue(facts[1])
         name = unique_name(f"{dotted(path)}{suffix}", self._names)
         if facts[0] == "alias":
             first = self._name_of.get(facts[1])

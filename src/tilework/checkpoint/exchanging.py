@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.host_load import HostLoad
-from tilework.checkpoint.load_planning import Need, Unit, blocks_of, is_for_all
+from tilework.checkpoint.load_planning import Need, ReadUnit, blocks_of, is_for_all
 from tilework.checkpoint.memory import byte_view
 from tilework.checkpoint.reading import copy_region
 from tilework.comm.contract import ProcessGroup
@@ -33,7 +33,7 @@ _ALIGNMENT = 16
 class _Region:
     """A box of a unit for one rank, in a buffer."""
 
-    unit: Unit
+    unit: ReadUnit
     need: Need
     #: The first element of the block in the unit, the block, and the need.
     at: int
@@ -62,7 +62,7 @@ class _Exchange:
         self._error: Exception | None = None
         self._buffers: dict[str, Tensor] = {}
 
-    def run(self, units: Mapping[int, Sequence[Unit]]) -> None:
+    def run(self, units: Mapping[int, Sequence[ReadUnit]]) -> None:
         """Move all units."""
         for_all = {r: [u for u in own if is_for_all(u, self._host)] for r, own in units.items()}
         others = {r: [u for u in own if not is_for_all(u, self._host)] for r, own in units.items()}
@@ -73,7 +73,9 @@ class _Exchange:
         if self._error is not None:
             raise self._error
 
-    def _rounds(self, units: Mapping[int, Sequence[Unit]]) -> Iterator[dict[int, list[Unit]]]:
+    def _rounds(
+        self, units: Mapping[int, Sequence[ReadUnit]]
+    ) -> Iterator[dict[int, list[ReadUnit]]]:
         by_rank = {rank: list(self._by_round(own)) for rank, own in units.items()}
         for number in range(max(map(len, by_rank.values()), default=0)):
             yield {
@@ -81,8 +83,8 @@ class _Exchange:
                 for rank, rounds in by_rank.items()
             }
 
-    def _by_round(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
-        share: list[Unit] = []
+    def _by_round(self, units: Sequence[ReadUnit]) -> Iterator[list[ReadUnit]]:
+        share: list[ReadUnit] = []
         used = 0
         for unit in units:
             nbytes = _aligned(self._nbytes(unit))
@@ -94,13 +96,13 @@ class _Exchange:
         if share:
             yield share
 
-    def _nbytes(self, unit: Unit) -> int:
+    def _nbytes(self, unit: ReadUnit) -> int:
         return (unit.stop - unit.start) * self._itemsize(unit)
 
-    def _itemsize(self, unit: Unit) -> int:
+    def _itemsize(self, unit: ReadUnit) -> int:
         return self._wanted[unit.tensor].saved.itemsize
 
-    def _read(self, units: Sequence[Unit], buffer: Tensor) -> Iterator[tuple[Unit, Tensor]]:
+    def _read(self, units: Sequence[ReadUnit], buffer: Tensor) -> Iterator[tuple[ReadUnit, Tensor]]:
         """Read this rank's units into a buffer, one after the other."""
         used = 0
         for unit in units:
@@ -115,12 +117,12 @@ class _Exchange:
                     self._error = error
             yield unit, memory
 
-    def _size_of(self, units: Sequence[Unit]) -> int:
+    def _size_of(self, units: Sequence[ReadUnit]) -> int:
         return sum(_aligned(self._nbytes(unit)) for unit in units)
 
     # -- units for all ranks -----------------------------------------------------------------
 
-    def _gather(self, units: Mapping[int, Sequence[Unit]]) -> None:
+    def _gather(self, units: Mapping[int, Sequence[ReadUnit]]) -> None:
         size = max(self._size_of(own) for own in units.values())
         own = self._buffer("own", size)
         for _ in self._read(units[self._here], own):
@@ -135,14 +137,14 @@ class _Exchange:
                 used += _aligned(nbytes)
                 self._progress(nbytes)
 
-    def _put_all(self, unit: Unit, memory: Tensor) -> None:
+    def _put_all(self, unit: ReadUnit, memory: Tensor) -> None:
         need, tensor = unit.needs[0], self._wanted[unit.tensor].saved
         target = self._target_of(unit.tensor, need)
         copy_region(memory.view(DTYPES[tensor.dtype]), unit.part, unit.start, need.box, target)
 
     # -- units for some ranks -------------------------------------------------------------------
 
-    def _exchange(self, units: Mapping[int, Sequence[Unit]]) -> None:
+    def _exchange(self, units: Mapping[int, Sequence[ReadUnit]]) -> None:
         own = self._buffer("own", self._size_of(units[self._here]))
         read = {id(unit): memory for unit, memory in self._read(units[self._here], own)}
         going = {r: self._regions(units[self._here], r) for r in self._host if r != self._here}
@@ -162,7 +164,7 @@ class _Exchange:
         arrived = [*own_regions, *(region for each in coming.values() for region in each)]
         self._progress(sum(each.box.volume * self._itemsize(each.unit) for each in arrived))
 
-    def _regions(self, units: Sequence[Unit], rank: int) -> list[_Region]:
+    def _regions(self, units: Sequence[ReadUnit], rank: int) -> list[_Region]:
         """The regions of these units that a rank needs, in the same order at both ends."""
         return [
             _Region(unit, need, at, block, shared)

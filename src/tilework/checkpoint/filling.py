@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tilework.checkpoint.composing import PieceOf, joined, piece
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.flattening import is_numpy_array, numpy_as_tensor, rebuild
 from tilework.checkpoint.format import Index, Path
 from tilework.checkpoint.name_patterns import NamePatterns
@@ -152,7 +152,7 @@ class Filling:
             return path
         return self._paths.get(mapped)
 
-    def leaf(self, path: Path) -> Value | NamedTensor | None:
+    def leaf(self, path: Path) -> FlatValue | NamedTensor | None:
         """The checkpoint's leaf for this rank at a path, which is noted as used."""
         leaf = self.saved.leaves.get(path)
         self.used.add(path)
@@ -218,7 +218,7 @@ class Filling:
             if not isinstance(variants, PerRank):
                 self.missing.append(name)
             return lambda: value
-        if isinstance(leaf, Value):
+        if isinstance(leaf, FlatValue):
             number = decode_value(leaf.json)
             if value.dim() or not isinstance(number, bool | int | float | complex):
                 raise CheckpointError(
@@ -378,7 +378,7 @@ class Fresh:
         paths = filling.paths_under(root)
         for path in paths:
             leaf = filling.leaf(path)
-            if isinstance(leaf, Value):
+            if isinstance(leaf, FlatValue):
                 self._flat.leaves[path] = leaf
             elif leaf is not None:
                 self._flat.leaves[path] = self._tensor(filling, leaf, into.get(path[len(root) :]))

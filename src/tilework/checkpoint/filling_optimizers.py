@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.filling import Filling, Finish
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, dotted
 from tilework.checkpoint.flattening import rebuild
 from tilework.checkpoint.format import Path
 from tilework.checkpoint.objects import is_split
@@ -179,7 +179,7 @@ def _state_of(filling: Filling, root: Path, parameter: Tensor) -> FlatState:
             tensor = _empty_state(str(short[-1]), parameter, saved)
             filling.fill(tensor, saved, dotted(path))
             state.leaves[short] = tensor
-        elif isinstance(leaf, Value):
+        elif isinstance(leaf, FlatValue):
             state.leaves[short] = leaf
     return state
 

@@ -14,7 +14,7 @@ _NUMBERS = ("int", "float")
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class FlatValue:
     """A value that is not a tensor, as JSON."""
 
     json: Any
@@ -32,14 +32,14 @@ class NamedTensor:
 class PerRank:
     """A value that differs between ranks, for each group of ranks."""
 
-    variants: tuple[tuple[tuple[int, ...], Value | NamedTensor], ...]
+    variants: tuple[tuple[tuple[int, ...], FlatValue | NamedTensor], ...]
 
-    def of(self, rank: int) -> Value | NamedTensor | None:
+    def of(self, rank: int) -> FlatValue | NamedTensor | None:
         """The value of one rank; None if the rank had none."""
         return next((leaf for ranks, leaf in self.variants if rank in ranks), None)
 
 
-Leaf = Value | NamedTensor | PerRank
+Leaf = FlatValue | NamedTensor | PerRank
 
 
 @dataclass
@@ -47,7 +47,7 @@ class FlatState:
     """A state by paths.
 
     Args:
-        leaves: Tensors, and values as :class:`Value`; after reading, tensors by name.
+        leaves: Tensors, and values as :class:`FlatValue`; after reading, tensors by name.
         containers: The kind of each container: "dict", "list", "tuple", "set" or "numpy".
     """
 
@@ -103,7 +103,7 @@ def children_of(flat: FlatState) -> dict[Path, list[Any]]:
 
 
 def _leaf_json(leaf: Any) -> Any:
-    if isinstance(leaf, Value):
+    if isinstance(leaf, FlatValue):
         return leaf.json
     if isinstance(leaf, PerRank):
         listed = [{"ranks": list(ranks), "v": _leaf_json(each)} for ranks, each in leaf.variants]
@@ -143,7 +143,7 @@ def _walk(
         pairs: Any = list(listed.items())
         kind = "dict"
     elif _is_plain(listed["v"] if kind == "tuple" else listed):
-        yield path, "leaf", Value(listed)
+        yield path, "leaf", FlatValue(listed)
         return
     elif isinstance(listed, list):
         pairs, kind = list(enumerate(listed)), "list"
@@ -211,4 +211,4 @@ def _leaf_of(listed: Any, check: Callable[[Any], object]) -> Leaf:
             raise ValueError("a value per rank belongs to no rank")
         return PerRank(tuple(variants))
     check(listed)
-    return Value(listed)
+    return FlatValue(listed)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.checkpoint.flat_state import FlatState, Value, children_of, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, children_of, dotted
 from tilework.checkpoint.format import MOST_DEPTH, Path
 from tilework.checkpoint.values import KIND, decode_value, encode_value, is_plain_sequence
 from tilework.comm.per_call.checks import awaited
@@ -85,7 +85,7 @@ def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState, levels: int)
         flat.containers[path] = "numpy"
         flat.leaves[(*path, 0)] = numpy_as_tensor(value, dotted(path))
     else:
-        flat.leaves[path] = Value(encode_value(value, dotted(path)))
+        flat.leaves[path] = FlatValue(encode_value(value, dotted(path)))
 
 
 def _check_in_set(value: Any, path: Path) -> None:
@@ -145,7 +145,7 @@ def rebuild(flat: FlatState, root: Path = ()) -> Any:
         kind = flat.containers.get(path)
         if kind is None:
             leaf = flat.leaves[path]
-            return decode_value(leaf.json) if isinstance(leaf, Value) else leaf
+            return decode_value(leaf.json) if isinstance(leaf, FlatValue) else leaf
         is_set = kind == "set"
         pairs = [(key, build((*path, key), is_in_set or is_set)) for key in children.get(path, ())]
         if kind == "dict":

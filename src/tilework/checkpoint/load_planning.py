@@ -65,7 +65,7 @@ class Read(NamedTuple):
     need: Need
 
 
-class Unit(NamedTuple):
+class ReadUnit(NamedTuple):
     """A piece of a shared part: the elements from ``start`` to ``stop``, and the needs for them."""
 
     tensor: int
@@ -97,7 +97,7 @@ class LoadPlan:
     reads: list[Read] = field(default_factory=list)
     split: list[SharedPart] = field(default_factory=list)
     shared: list[SharedPart] = field(default_factory=list)
-    units: dict[int, list[Unit]] = field(default_factory=dict)
+    units: dict[int, list[ReadUnit]] = field(default_factory=dict)
 
 
 @no_collections()
@@ -260,17 +260,17 @@ def span(part: Box, region: Box) -> tuple[int, int]:
 
 def _units(
     tensor: int, part: Part, needs: Sequence[Need], itemsize: int, chunk: int
-) -> Iterator[Unit]:
+) -> Iterator[ReadUnit]:
     step = max(1, UNIT_BYTES // chunk) * chunk // itemsize
     spans = [(*span(part.box, need.box), need) for need in needs]
     for start in range(0, part.box.volume, step):
         stop = min(start + step, part.box.volume)
         inside = tuple([need for first, last, need in spans if first < stop and last > start])
         if inside:
-            yield Unit(tensor, part, start, stop, inside)
+            yield ReadUnit(tensor, part, start, stop, inside)
 
 
-def is_for_all(unit: Unit, host: Sequence[int]) -> bool:
+def is_for_all(unit: ReadUnit, host: Sequence[int]) -> bool:
     """True if each rank of the host needs all elements of a unit."""
     return (
         len(unit.needs) == 1

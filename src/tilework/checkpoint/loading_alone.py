@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.flattening import rebuild
 from tilework.checkpoint.index_file import names_of, read_index, saved_state
 from tilework.checkpoint.name_patterns import NamePatterns
@@ -31,7 +31,7 @@ def read_all(
     patterns = NamePatterns(names)
 
     def value_of(leaf: Any) -> Any:
-        if isinstance(leaf, Value):
+        if isinstance(leaf, FlatValue):
             return decode_value(leaf.json)
         if isinstance(leaf, PerRank):
             return {rank: value_of(each) for ranks, each in leaf.variants for rank in ranks}

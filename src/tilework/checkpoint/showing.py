@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from tilework.checkpoint.flat_state import FlatState, PerRank, Value, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, PerRank, dotted
 from tilework.checkpoint.format import INDEX_NAME
 from tilework.checkpoint.index_file import read_index, saved_state
 from tilework.checkpoint.kept import KeptCheckpoint, kept_in, run_lines
@@ -75,7 +75,7 @@ def _values(state: FlatState) -> Iterable[StyledLine]:
     values = [
         (dotted(path), leaf)
         for path, leaf in state.leaves.items()
-        if isinstance(leaf, Value | PerRank)
+        if isinstance(leaf, FlatValue | PerRank)
     ]
     if values:
         yield []
@@ -87,7 +87,7 @@ def _values(state: FlatState) -> Iterable[StyledLine]:
         yield [(f"… and {len(values) - LISTED:,} more", "")]
 
 
-def _value(leaf: Value) -> str:
+def _value(leaf: FlatValue) -> str:
     """The value in Python's form; a value of an unknown kind as saved."""
     try:
         return value_text(leaf.json)

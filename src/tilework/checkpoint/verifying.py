@@ -11,7 +11,7 @@ import torch
 
 from tilework.checkpoint.dtype_names import stored
 from tilework.checkpoint.dtypes import DTYPES
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, PerRank, Value, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_file import read_index, saved_state
 from tilework.checkpoint.index_text import RESERVED_KEY, file_keys
@@ -265,12 +265,12 @@ def _values(state: FlatState) -> Mapping[str, Any]:
     values = {}
     for path, leaf in state.leaves.items():
         for suffix, each in _variants(leaf):
-            if isinstance(each, Value):
+            if isinstance(each, FlatValue):
                 values[f"{dotted(path)}{suffix}"] = each.json
     return values
 
 
-def _variants(leaf: Any) -> list[tuple[str, Value | NamedTensor]]:
+def _variants(leaf: Any) -> list[tuple[str, FlatValue | NamedTensor]]:
     if isinstance(leaf, PerRank):
         return [(f"@{ranks[0]}", each) for ranks, each in leaf.variants]
     return [("", leaf)]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tilework.dtensor.debug.causes import explain
-from tilework.dtensor.debug.event_log import Log
+from tilework.dtensor.debug.event_log import EventLog
 from tilework.dtensor.show import show
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.tensor import DTensor
@@ -59,8 +59,8 @@ class CommDebugMode:
 
     def __init__(self) -> None:
         #: The collectives themselves, with their causes.
-        self.log = Log()
-        self._open: AbstractContextManager[Log] | None = None
+        self.log = EventLog()
+        self._open: AbstractContextManager[EventLog] | None = None
 
     def __enter__(self) -> CommDebugMode:
         """Begin to count, from zero."""

@@ -41,7 +41,7 @@ Kind = Literal["threads", "processes"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportLine:
     """A line of the report."""
 
     name: str
@@ -67,12 +67,12 @@ def doctor() -> int:
     return int(any(f.state == "bad" for findings in sections.values() for f in findings))
 
 
-def machine() -> list[Finding]:
+def machine() -> list[ReportLine]:
     """Versions, cores, memory, GPUs, and the shared-memory core."""
     return [
-        Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
-        Finding("Python", f"{platform.python_version()} ({sys.executable})"),
-        Finding("torch", str(torch.__version__)),
+        ReportLine("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
+        ReportLine("Python", f"{platform.python_version()} ({sys.executable})"),
+        ReportLine("torch", str(torch.__version__)),
         _cores(),
         _binding(),
         _memory(),
@@ -81,18 +81,18 @@ def machine() -> list[Finding]:
     ]
 
 
-def backends() -> list[Finding]:
+def backends() -> list[ReportLine]:
     """The backends that groups can use here, and the reasons against the others."""
-    findings = [Finding("threads", "ranks are threads of one process"), _shm(), _hybrid()]
+    findings = [ReportLine("threads", "ranks are threads of one process"), _shm(), _hybrid()]
     for name in ("gloo", "nccl", "ucc", "mpi"):
         if is_backend_available(name) and not torch_has(name):
-            findings.append(Finding(name, "on mpi4py: start ranks with its mpirun, or srun"))
+            findings.append(ReportLine(name, "on mpi4py: start ranks with its mpirun, or srun"))
         elif is_backend_available(name):
             idle = name == "nccl" and not torch.cuda.is_available()
             value = "in torch, but there is no GPU for it" if idle else "torch's own engine"
-            findings.append(Finding(name, value, "no" if idle else "yes"))
+            findings.append(ReportLine(name, value, "no" if idle else "yes"))
         else:
-            findings.append(Finding(name, "not in this build of torch", "no", _HOW_TO_GET[name]))
+            findings.append(ReportLine(name, "not in this build of torch", "no", _HOW_TO_GET[name]))
     return findings
 
 
@@ -104,7 +104,7 @@ _HOW_TO_GET: Final = {
 }
 
 
-def self_test() -> list[Finding]:
+def self_test() -> list[ReportLine]:
     """Two ranks reduce a tensor together: as threads and, if the core loads, as processes."""
     kinds: list[Kind] = ["threads"]
     if core_error() is None:
@@ -112,20 +112,20 @@ def self_test() -> list[Finding]:
     return [_try(kind) for kind in kinds]
 
 
-def data_movement() -> list[Finding]:
+def data_movement() -> list[ReportLine]:
     """The ways in which processes exchange large tensors here, with the sizes."""
     if core_error() is not None:
-        return [Finding("calibration", "needs the shared-memory core", "no")]
+        return [ReportLine("calibration", "needs the shared-memory core", "no")]
     return [_single_copy(), _calibration(), _topology()]
 
 
-def _single_copy() -> Finding:
+def _single_copy() -> ReportLine:
     """A group of two processes tells whether they can read each other's memory, and do."""
     name = "single copy"
     try:
         how = run_ranks(_TEST_RANKS, _how_it_reads, kind="processes", timeout=_TEST_TIMEOUT)[0]
     except Exception as error:  # as in _try
-        return Finding(
+        return ReportLine(
             name, "not known", "no", f"{type(error).__name__}: {error}".partition("\n")[0]
         )
     can, ranges = how
@@ -133,15 +133,15 @@ def _single_copy() -> Finding:
         note = "Large tensors move in two copies, through memory that ranks share."
         if "Operation not permitted" in can:
             note += " (The kernel's Yama, a container's seccomp, or another user forbids it.)"
-        return Finding(name, can, "no", note)
+        return ReportLine(name, can, "no", note)
     used = [
         f"{what} {_range(first, end)}"
         for what, (first, end) in zip(_READ, ranges, strict=True)
         if first < end
     ]
     if used:
-        return Finding(name, f"used: {', '.join(used)}", note=can)
-    return Finding(name, f"not used: {_why_not_read()}", "no", can)
+        return ReportLine(name, f"used: {', '.join(used)}", note=can)
+    return ReportLine(name, f"not used: {_why_not_read()}", "no", can)
 
 
 def _why_not_read() -> str:
@@ -174,16 +174,16 @@ def _core_group() -> Any:
     return group.engine.group
 
 
-def _calibration() -> Finding:
+def _calibration() -> ReportLine:
     known = host_calibration()
     caches = ", ".join(f"{level} {size}" for level, size in cache_sizes().items())
-    return Finding("calibration", known.origin, note=f"caches of data: {caches or 'unknown'}")
+    return ReportLine("calibration", known.origin, note=f"caches of data: {caches or 'unknown'}")
 
 
-def _topology() -> Finding:
+def _topology() -> ReportLine:
     topology = host_topology()
     plan = plan_for(topology, topology.cpus)
-    return Finding("topology", str(topology), note=f"By the model, a rank on each CPU: {plan}.")
+    return ReportLine("topology", str(topology), note=f"By the model, a rank on each CPU: {plan}.")
 
 
 def calibrate() -> int:
@@ -233,14 +233,14 @@ def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]
     Console().print(table)
 
 
-def _try(kind: Kind) -> Finding:
+def _try(kind: Kind) -> ReportLine:
     name, began = f"{_TEST_RANKS} {kind}", time.monotonic()
     try:
         figures = _reduce_on(kind)
     except Exception as error:  # the user wants to know any error
         first = str(error).strip().partition("\n")[0]
-        return Finding(name, "failed", "bad", f"{type(error).__name__}: {first}")
-    return Finding(name, f"passed in {time.monotonic() - began:.1f} s", note=figures)
+        return ReportLine(name, "failed", "bad", f"{type(error).__name__}: {first}")
+    return ReportLine(name, f"passed in {time.monotonic() - began:.1f} s", note=figures)
 
 
 def _reduce_on(kind: Kind) -> str:
@@ -272,31 +272,31 @@ def _seconds(tensor: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-def _cores() -> Finding:
+def _cores() -> ReportLine:
     total, usable = os.cpu_count() or 1, usable_cores()
     quota = cpu_quota()
     why = f"a control group allows {quota:g} cores' time" if quota is not None else ""
     if usable < total and not why:
         why = "this process is bound to some of them"
-    return Finding("cores", f"{usable} usable of {total}", note=why)
+    return ReportLine("cores", f"{usable} usable of {total}", note=why)
 
 
-def _binding() -> Finding:
+def _binding() -> ReportLine:
     """The result of ``tilework run --bind auto`` with as many ranks as cores."""
     cores = len(host_topology().cores)
     with bound_sets("auto", cores) as sets:
         if sets:
-            return Finding("binding", f"--bind auto gives each of {cores} ranks a separate core")
+            return ReportLine("binding", f"--bind auto gives each of {cores} ranks a separate core")
     why = "another job has some CPUs, or a control group grants less than all their time"
     if not hasattr(os, "sched_setaffinity"):
         why = "this system cannot bind processes"
-    return Finding("binding", "--bind auto leaves ranks on any CPU", "no", why)
+    return ReportLine("binding", "--bind auto leaves ranks on any CPU", "no", why)
 
 
-def _memory() -> Finding:
+def _memory() -> ReportLine:
     total, available = _memory_bytes()
     text = f"{total / 2**30:.1f} GiB" if total else "unknown"
-    return Finding(
+    return ReportLine(
         "memory", text, note=f"{available / 2**30:.1f} GiB available" if available else ""
     )
 
@@ -313,43 +313,43 @@ def _memory_bytes() -> tuple[int, int]:
         return 0, 0
 
 
-def _gpus() -> Finding:
+def _gpus() -> ReportLine:
     if not torch.cuda.is_available():
-        return Finding("GPUs", "none that torch can use", "no")
+        return ReportLine("GPUs", "none that torch can use", "no")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("GPUs", ", ".join(names))
+    return ReportLine("GPUs", ", ".join(names))
 
 
-def _core() -> Finding:
+def _core() -> ReportLine:
     name, missing = "shared-memory core", core_error()
     if missing is not None:
-        return Finding(name, "not here", "no", missing)
+        return ReportLine(name, "not here", "no", missing)
     try:
         importlib.import_module("tilework._core")
     except ImportError as error:
-        return Finding(name, "cannot be loaded", "bad", f"{error}; install tilework again")
-    return Finding(name, "built")
+        return ReportLine(name, "cannot be loaded", "bad", f"{error}; install tilework again")
+    return ReportLine(name, "built")
 
 
-def _shm() -> Finding:
+def _shm() -> ReportLine:
     core = _core()
     if core.state == "yes":
-        return Finding("shm", "ranks are processes of this machine; the default")
-    return Finding("shm", "needs the shared-memory core", "no")
+        return ReportLine("shm", "ranks are processes of this machine; the default")
+    return ReportLine("shm", "needs the shared-memory core", "no")
 
 
-def _hybrid() -> Finding:
+def _hybrid() -> ReportLine:
     if _core().state != "yes":
-        return Finding("hybrid", "needs the shared-memory core", "no")
+        return ReportLine("hybrid", "needs the shared-memory core", "no")
     if not is_backend_available("gloo"):
-        return Finding("hybrid", "needs gloo between hosts", "no", _HOW_TO_GET["gloo"])
-    return Finding("hybrid", "shm within hosts, gloo between them; the default across hosts")
+        return ReportLine("hybrid", "needs gloo between hosts", "no", _HOW_TO_GET["gloo"])
+    return ReportLine("hybrid", "shm within hosts, gloo between them; the default across hosts")
 
 
 _MARKS: Final[dict[State, str]] = {"yes": "[green]✓[/]", "no": "[dim]-[/]", "bad": "[bold red]✗[/]"}
 
 
-def _show(sections: Mapping[str, Sequence[Finding]]) -> None:
+def _show(sections: Mapping[str, Sequence[ReportLine]]) -> None:
     # Slow to import, and only this function draws.
     from rich.console import Console
     from rich.markup import escape

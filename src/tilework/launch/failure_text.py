@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from tilework.comm.flight.history import named
-from tilework.launch.root_cause import Failure
+from tilework.launch.root_cause import RankFailure
 from tilework.launch.traceback_folding import folded
 
 _BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
@@ -23,7 +23,7 @@ _HINTS: Final = {
 }
 
 
-def headline(failure: Failure) -> str:
+def headline(failure: RankFailure) -> str:
     """A line with the rank and the failure.
 
     Example:
@@ -39,7 +39,7 @@ def headline(failure: Failure) -> str:
     return f"rank {failure.rank} failed{where}: {_how(failure)}{'; see there' if there else ''}"
 
 
-def cause(failure: Failure) -> str:
+def cause(failure: RankFailure) -> str:
     """The end of a rank in words, without the rank's number.
 
     Example:
@@ -49,7 +49,7 @@ def cause(failure: Failure) -> str:
     return _how(failure)
 
 
-def failure_text(failure: Failure, colour: bool = False) -> str:
+def failure_text(failure: RankFailure, colour: bool = False) -> str:
     """The headline, the traceback below it and any advice, each line ended."""
     head = headline(failure)
     if colour:
@@ -59,7 +59,9 @@ def failure_text(failure: Failure, colour: bool = False) -> str:
     return f"{head}\n{_indented(folded(failure.traceback))}{advice}"
 
 
-def other_failures_text(root: Failure, failures: Sequence[Failure], colour: bool = False) -> str:
+def other_failures_text(
+    root: RankFailure, failures: Sequence[RankFailure], colour: bool = False
+) -> str:
     """A line for each kind of failure of further ranks; empty without any.
 
     If a failure only says that ``root`` failed, or the same, the line has only its class.
@@ -76,12 +78,12 @@ def other_failures_text(root: Failure, failures: Sequence[Failure], colour: bool
     return "".join(f"{line}\n" for line in lines)
 
 
-def _class(failure: Failure) -> str:
+def _class(failure: RankFailure) -> str:
     """The class of a rank's error; empty where there was none."""
     return failure.report.summary.partition(":")[0] if failure.report is not None else ""
 
 
-def _how(failure: Failure) -> str:
+def _how(failure: RankFailure) -> str:
     if failure.lost_node:
         return (
             f"{failure.node} is gone: its launcher was killed or stopped, or the link to it is cut"
@@ -92,12 +94,12 @@ def _how(failure: Failure) -> str:
     return f"{how} ({_HINTS[how]})" if how in _HINTS else how
 
 
-def _unusual_ending(failure: Failure) -> str:
+def _unusual_ending(failure: RankFailure) -> str:
     """The ending, unless it is the usual one of an exception."""
     return "" if failure.code == 1 else f" ({_ending(failure)})"
 
 
-def _ending(failure: Failure) -> str:
+def _ending(failure: RankFailure) -> str:
     if failure.signal is None:
         return f"exit code {failure.code}"
     try:

@@ -34,14 +34,14 @@ from tilework.launch.process import RankProcess
 from tilework.launch.program import Program
 from tilework.launch.rank import RankPlan
 from tilework.launch.recovery import Recovery
-from tilework.launch.root_cause import Failure
+from tilework.launch.root_cause import RankFailure
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox
 from tilework.launch.start import ForkStarter, FreshStarter, Standard, Starter
 from tilework.launch.stdin import StandardInput
 from tilework.launch.supervise import Endpoints, Outcome, Supervisor
 from tilework.launch.sweep import MARK_VARIABLE
-from tilework.launch.termination import Step
+from tilework.launch.termination import TerminationStep
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.rendezvous.handlers import launcher_store
 from tilework.store import Store, StoreServer
@@ -58,7 +58,7 @@ class Frontend:
     output: Output
     stdin: StandardInput
     inbox: SignalInbox
-    on_failure: Callable[[Failure], None]
+    on_failure: Callable[[RankFailure], None]
     on_asked: Callable[[], None]
     cpus: CpuSets = ()
     """The CPUs of each rank; empty: any."""
@@ -147,7 +147,7 @@ class Job:
                 self.recovery.note_told(self._ticket_store.events())
         return self._supervisor.outcome
 
-    def stop(self, steps: Sequence[Step], timeout: timedelta) -> None:
+    def stop(self, steps: Sequence[TerminationStep], timeout: timedelta) -> None:
         """End the ranks by ``steps`` and wait at most ``timeout``."""
         assert self._supervisor is not None
         self._supervisor.stop(steps)

@@ -24,7 +24,7 @@ from tilework.launch.failure_report import FailureReport, describe
 from tilework.launch.failure_text import failure_text
 from tilework.launch.packing import Packed, pack
 from tilework.launch.rank import abort_groups
-from tilework.launch.root_cause import Failure, root_cause
+from tilework.launch.root_cause import RankFailure, root_cause
 from tilework.launch.spawn import RunningRanks, spawn
 
 _Result = TypeVar("_Result")
@@ -88,7 +88,7 @@ class RankPool:
             self._interrupt(answers)
             raise
         failures = [
-            Failure(rank, answer.failure.time, 1, answer.failure)
+            RankFailure(rank, answer.failure.time, 1, answer.failure)
             for rank, answer in answers.items()
             if answer.failure is not None
         ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tilework.launch.failure_text import cause
-from tilework.launch.root_cause import Failure
+from tilework.launch.root_cause import RankFailure
 
 #: The error of a rank that was left behind: the end does not follow from another failure.
 _EXCLUDED = "tilework.errors.ExcludedError"
@@ -56,7 +56,7 @@ class Recovery:
     _began: float = field(default_factory=time.monotonic)
     _began_wall: float = field(default_factory=time.time)
 
-    def answer(self, failure: Failure, others: int) -> Answer:
+    def answer(self, failure: RankFailure, others: int) -> Answer:
         """The answer to a failure while ``others`` other ranks train; the answer is noted.
 
         A rank that fails because it lost another rank runs a program that does not outlive ranks:

@@ -34,7 +34,7 @@ _CONSEQUENCE_TEXTS: Final = re.compile(r"gloo/transport|Connection closed by pee
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The failure of a rank that the launcher did not end."""
 
     rank: int
@@ -86,7 +86,7 @@ class Failure:
         return self.time - (_NOTICED_LATE_SECONDS if self.report is None else 0.0)
 
 
-def root_cause(failures: Sequence[Failure]) -> Failure:
+def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that caused the others; ``failures`` must not be empty.
 
     Example:
@@ -96,7 +96,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda f: (f.is_consequence, f.is_echo, f.happened, f.rank))
 
 
-def settle_time(failures: Sequence[Failure]) -> float:
+def settle_time(failures: Sequence[RankFailure]) -> float:
     """``time.monotonic()`` after which there is no need to wait for further failures."""
     first = min(failure.time for failure in failures)
     only_consequences = all(failure.is_consequence for failure in failures)

@@ -18,7 +18,7 @@ from tilework.launch.nodes import Nodes, join_nodes
 from tilework.launch.output import Output, wants_colour
 from tilework.launch.program import Program
 from tilework.launch.recovery import Recovery
-from tilework.launch.root_cause import Failure
+from tilework.launch.root_cause import RankFailure
 from tilework.launch.settings import LaunchSettings
 from tilework.launch.signals import SignalInbox, die_quietly
 from tilework.launch.stdin import StandardInput
@@ -86,7 +86,7 @@ class _Parts:
     nodes: Nodes | None = None
     cpus: CpuSets = ()
 
-    def print_failure(self, failure: Failure) -> None:
+    def print_failure(self, failure: RankFailure) -> None:
         """Print the root failure, after all earlier output of that rank."""
         for stream in self.output.streams:
             stream.read()

@@ -22,10 +22,10 @@ from tilework.launch.node_link import Message, NodeLink
 from tilework.launch.output import Output, Screen
 from tilework.launch.process import RankProcess
 from tilework.launch.recovery import Answer, Recovery
-from tilework.launch.root_cause import Failure, root_cause, settle_time
+from tilework.launch.root_cause import RankFailure, root_cause, settle_time
 from tilework.launch.signals import ENDING_SIGNALS, SignalInbox
 from tilework.launch.stdin import StandardInput
-from tilework.launch.termination import Step
+from tilework.launch.termination import TerminationStep
 
 #: The interval of checks where the system does not tell of a process's end.
 _ASK_SECONDS: Final = 0.02
@@ -42,9 +42,9 @@ _LOOK_FOR_STOPPED_SECONDS: Final = 1.0
 class Outcome:
     """The end of a job."""
 
-    root: Failure | None = None
+    root: RankFailure | None = None
     """The failure to blame; None if no rank failed, or the user ended the job."""
-    others: tuple[Failure, ...] = ()
+    others: tuple[RankFailure, ...] = ()
     """Other ranks that failed by themselves."""
     interrupted: int | None = None
     """The signal by which the user ended the job."""
@@ -68,7 +68,7 @@ class Endpoints:
     output: Output | None = None
     stdin: StandardInput | None = None
     inbox: SignalInbox | None = None
-    on_failure: Callable[[Failure], None] = lambda failure: None
+    on_failure: Callable[[RankFailure], None] = lambda failure: None
     """Called with the failure to blame, and with failures that the job outlives."""
     on_asked: Callable[[], None] = lambda: None
     """Called when the user asks the ranks for their flight records."""
@@ -94,21 +94,21 @@ class Supervisor:
 
     ranks: Sequence[RankProcess]
     around: Endpoints = field(default_factory=Endpoints)
-    _failures: dict[int, Failure] = field(default_factory=dict)
-    _root: Failure | None = None
+    _failures: dict[int, RankFailure] = field(default_factory=dict)
+    _root: RankFailure | None = None
     _interrupted: int | None = None
     _lost_output: OSError | None = None
-    _steps: list[Step] = field(default_factory=list)
+    _steps: list[TerminationStep] = field(default_factory=list)
     _stop_began: float | None = None
     _reap_at: float = 0.0
     #: The time since which all living ranks are stopped.
     _stopped_since: float | None = None
     _told_end: bool = False
     #: Answered failures, by process: the job outlives them, or ended for the last.
-    _outlived: dict[int, Failure] = field(default_factory=dict)
+    _outlived: dict[int, RankFailure] = field(default_factory=dict)
     #: Processes whose end was reported.
     _ended: set[int] = field(default_factory=set)
-    _told_failures: list[Failure] = field(default_factory=list)
+    _told_failures: list[RankFailure] = field(default_factory=list)
 
     def run(self, seconds: float | None = None) -> bool:
         """Serve until every rank has ended (True), at most ``seconds`` (then False)."""
@@ -137,7 +137,7 @@ class Supervisor:
         failures = dict(self._failures)  # as known by now, with the cause's exit status
         return Outcome(failures.pop(self._root.rank), tuple(failures.values()))
 
-    def stop(self, steps: Sequence[Step]) -> None:
+    def stop(self, steps: Sequence[TerminationStep]) -> None:
         """Begin to end all ranks, replacing earlier steps."""
         self._steps = list(steps)
         self._stop_began = time.monotonic()
@@ -328,7 +328,7 @@ class Supervisor:
                 lost = self._node_lost(message)
                 self._failures.setdefault(lost.rank, lost)
 
-    def _failure_there(self, message: Message) -> Failure:
+    def _failure_there(self, message: Message) -> RankFailure:
         """The failure of a rank on another node."""
         assert self.around.link is not None
         report, now = None, time.monotonic()
@@ -336,12 +336,12 @@ class Supervisor:
             classes = tuple(message["classes"])
             report = FailureReport(now, classes, message["summary"], "", message["code"])
         node = self.around.link.place_of(message["node"])
-        return Failure(int(message["rank"]), now, int(message["code"]), report, node=node)
+        return RankFailure(int(message["rank"]), now, int(message["code"]), report, node=node)
 
-    def _node_lost(self, message: Message) -> Failure:
+    def _node_lost(self, message: Message) -> RankFailure:
         link, node = self.around.link, int(message["node"])
         assert link is not None
-        return Failure(
+        return RankFailure(
             link.first_rank(node),
             time.monotonic(),
             1,
@@ -374,14 +374,14 @@ class Supervisor:
             self._pass_end_on(rank)
         return True
 
-    def _to_blame(self, failure: Failure) -> list[Failure]:
+    def _to_blame(self, failure: RankFailure) -> list[RankFailure]:
         """The failures that ended the job: the given one, and the loss that caused it."""
         before = [each for each in self._outlived.values() if not each.is_consequence]
         if not failure.is_consequence or not before:
             return [failure]
         return [max(before, key=lambda each: each.time), failure]
 
-    def _tell(self, failure: Failure) -> None:
+    def _tell(self, failure: RankFailure) -> None:
         """Tell the user of a failure, once."""
         if failure not in self._told_failures:
             self._told_failures.append(failure)
@@ -418,7 +418,7 @@ class Supervisor:
         self._stopped_since = self._stopped_since or now
         if now - self._stopped_since >= _STOPPED_SECONDS:
             for rank in living:
-                self._failures[rank.rank] = Failure(rank.rank, now, -signal.SIGSTOP)
+                self._failures[rank.rank] = RankFailure(rank.rank, now, -signal.SIGSTOP)
 
     def _dump_flight_records(self, number: int) -> None:
         """Make the ranks that listen for it write their flight records."""
@@ -458,7 +458,7 @@ class Supervisor:
         rank.signal(signal.SIGCONT)  # a stopped rank could not obey
 
 
-def _told(failure: Failure) -> Message:
+def _told(failure: RankFailure) -> Message:
     """A failure as a message to other nodes' launchers."""
     report = failure.report
     return {
@@ -469,10 +469,10 @@ def _told(failure: Failure) -> Message:
     }
 
 
-def _failure(rank: RankProcess) -> Failure:
+def _failure(rank: RankProcess) -> RankFailure:
     """The failure of a rank, from the report and the ending so far."""
     report, ending = rank.report, rank.ending
     code = ending.code if ending is not None else report.exit_code if report is not None else 1
     # A signal ended the rank, not the reported error, unless the exit code agrees with the report.
     moment = report.time if report is not None else ending.time if ending is not None else 0.0
-    return Failure(rank.rank, moment, code, report, rank.crash_trace)
+    return RankFailure(rank.rank, moment, code, report, rank.crash_trace)

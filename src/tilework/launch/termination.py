@@ -12,7 +12,7 @@ KILL_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Step:
+class TerminationStep:
     """A signal to the ranks of a job, and the time to send it."""
 
     after: float
@@ -22,16 +22,16 @@ class Step:
     """True to leave alone ranks that have failed and are cleaning up."""
 
 
-def after_failure() -> list[Step]:
+def after_failure() -> list[TerminationStep]:
     """The steps after a failure: the failed rank may finish its exit handlers."""
     return [
-        Step(0.0, signal.SIGTERM, spare_failed=True),
-        Step(KILL_SECONDS / 2, signal.SIGTERM),
-        Step(KILL_SECONDS, signal.SIGKILL),
+        TerminationStep(0.0, signal.SIGTERM, spare_failed=True),
+        TerminationStep(KILL_SECONDS / 2, signal.SIGTERM),
+        TerminationStep(KILL_SECONDS, signal.SIGKILL),
     ]
 
 
-def after_signal(number: int, grace: float = KILL_SECONDS) -> list[Step]:
+def after_signal(number: int, grace: float = KILL_SECONDS) -> list[TerminationStep]:
     """The steps after a user's signal: ranks get the same signal, and run ``finally`` blocks.
 
     Args:
@@ -40,12 +40,12 @@ def after_signal(number: int, grace: float = KILL_SECONDS) -> list[Step]:
     """
     first = number if number == signal.SIGINT else signal.SIGTERM
     return [
-        Step(0.0, first),
-        Step(grace / 2, signal.SIGTERM),
-        Step(grace, signal.SIGKILL),
+        TerminationStep(0.0, first),
+        TerminationStep(grace / 2, signal.SIGTERM),
+        TerminationStep(grace, signal.SIGKILL),
     ]
 
 
-def at_once() -> list[Step]:
+def at_once() -> list[TerminationStep]:
     """The steps for an end at once."""
-    return [Step(0.0, signal.SIGKILL)]
+    return [TerminationStep(0.0, signal.SIGKILL)]

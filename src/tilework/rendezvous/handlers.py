@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from tilework.errors import DistNetworkError
 from tilework.rendezvous.environment import Settings, detect_environment, integer
-from tilework.rendezvous.place import UNSET, Place, place_of, split_url
+from tilework.rendezvous.place import UNSET, RankPlace, place_of, split_url
 from tilework.rendezvous.server_wait import ServerWait
 from tilework.store import (
     FileStore,
@@ -122,7 +122,7 @@ def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
     yield store, place.rank, place.world_size
 
 
-def _alone(asked: Place) -> bool:
+def _alone(asked: RankPlace) -> bool:
     """True if neither the caller nor the environment speaks of other ranks."""
     return asked.rank in (UNSET, 0) and asked.world_size in (UNSET, 1) and not _is_launched()
 
@@ -153,7 +153,7 @@ def _say_alone() -> None:
         )
 
 
-def _check_launched(asked: Place, settings: Settings | None) -> None:
+def _check_launched(asked: RankPlace, settings: Settings | None) -> None:
     """Raise ValueError if the caller expects more ranks than the launcher has started."""
     if settings is None or settings.launcher == "RANK" or asked.world_size == UNSET:
         return
@@ -165,14 +165,14 @@ def _check_launched(asked: Place, settings: Settings | None) -> None:
         )
 
 
-def _place(place: Place, settings: Settings | None) -> Place:
+def _place(place: RankPlace, settings: Settings | None) -> RankPlace:
     """``place``, completed from the environment."""
     rank, world_size = place.rank, place.world_size
     if rank == UNSET:
         rank = _number("RANK", settings.rank if settings else None)
     if world_size == UNSET:
         world_size = _number("WORLD_SIZE", settings.world_size if settings else None)
-    return Place(rank, world_size)
+    return RankPlace(rank, world_size)
 
 
 def _number(name: str, detected: int | None) -> int:
@@ -194,7 +194,7 @@ def _not_set(name: str) -> str:
 
 
 def _env_store(
-    place: Place, settings: Settings | None, timeout: timedelta, secret: bytes | None
+    place: RankPlace, settings: Settings | None, timeout: timedelta, secret: bytes | None
 ) -> Store:
     if os.environ.get("MASTER_ADDR") and not _launcher_serves():
         host, port = os.environ["MASTER_ADDR"], _master_port()

@@ -10,7 +10,7 @@ UNSET = -1
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank and the number of ranks; -1 where not given."""
 
     rank: int = UNSET
@@ -29,7 +29,7 @@ class Place:
                 "ranks count from 0"
             )
 
-    def needed(self, url: str) -> Place:
+    def needed(self, url: str) -> RankPlace:
         """This place if it is complete. Raises ValueError that says how to give what is missing."""
         for name in ("rank", "world_size"):
             if getattr(self, name) == UNSET:
@@ -71,7 +71,7 @@ def query_of(url: str) -> dict[str, str]:
     return query
 
 
-def merge(url: str, place: Place) -> str:
+def merge(url: str, place: RankPlace) -> str:
     """``url`` with ``place`` in the query. Raises ValueError if both disagree."""
     query = query_of(url)
     for name in ("rank", "world_size"):
@@ -89,7 +89,7 @@ def merge(url: str, place: Place) -> str:
     return f"{url.partition('?')[0]}?{urlencode(query, quote_via=quote)}"
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> RankPlace:
     """The rank and world size in the query of ``url``, which may hold nothing else."""
     query = query_of(url)
     unknown = sorted(set(query) - {"rank", "world_size"})
@@ -103,4 +103,4 @@ def place_of(url: str) -> Place:
             numbers[name] = int(text)
         except ValueError:
             raise ValueError(f"{name} in {url!r} must be an integer, got {text!r}") from None
-    return Place(**numbers)
+    return RankPlace(**numbers)

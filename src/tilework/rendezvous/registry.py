@@ -12,7 +12,7 @@ from tilework.rendezvous.handlers import (
     tcp_rendezvous,
     unix_rendezvous,
 )
-from tilework.rendezvous.place import UNSET, Place, merge, place_of, split_url
+from tilework.rendezvous.place import UNSET, RankPlace, merge, place_of, split_url
 from tilework.store import DEFAULT_TIMEOUT, Store
 from tilework.store.checks import positive
 
@@ -115,7 +115,7 @@ def rendezvous(
             f"no rendezvous handler for {parts.scheme}:// in {url!r}; known are {known}. "
             "Add others with register_rendezvous_handler."
         )
-    merged = merge(url, Place(rank, world_size))
+    merged = merge(url, RankPlace(rank, world_size))
     if handler in _BUILT_IN.values():
         place_of(merged)  # Complain now, not in next().
     return handler(merged, timeout=positive(timeout), **kwargs)

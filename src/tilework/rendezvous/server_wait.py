@@ -11,7 +11,7 @@ from tilework.errors import DistError, PeerLostError
 from tilework.rendezvous.ended_ranks import EndedRanks
 from tilework.rendezvous.liveness import process_identity
 from tilework.rendezvous.multiprocessing_children import MultiprocessingChildren
-from tilework.rendezvous.place import Place
+from tilework.rendezvous.place import RankPlace
 from tilework.rendezvous.siblings import Siblings
 from tilework.store.late_notice import LateNotice, ranks_in_words
 from tilework.store.pool import while_connecting
@@ -25,7 +25,7 @@ class ServerWait:
         one_host: True if only processes of this host can reach it.
     """
 
-    def __init__(self, place: Place, where: str, one_host: bool) -> None:
+    def __init__(self, place: RankPlace, where: str, one_host: bool) -> None:
         self._rank = place.rank
         self._where = f"at {where}" if where else "of this job"
         self._others = [rank for rank in range(place.world_size) if rank != place.rank]

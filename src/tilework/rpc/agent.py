@@ -19,13 +19,13 @@ from tilework.comm.per_call.callsite import Site, user_frame
 from tilework.errors import DistError, RpcTimeoutError
 from tilework.rpc.calls import BlockingCall, Calls, CreatingCall, FutureCall, RemoteCall, Task
 from tilework.rpc.entries import Owned
-from tilework.rpc.failures import Failure
+from tilework.rpc.failures import RemoteFailure
 from tilework.rpc.functions import is_async
 from tilework.rpc.futures import Later, RpcFuture
 from tilework.rpc.gathering import Gatherings, Key
 from tilework.rpc.in_flight import InFlight
 from tilework.rpc.memory import MappedBuffers, Probe, SharedBufferPool
-from tilework.rpc.message import NO_FILE, Kind, Message, Ref, decode, encode
+from tilework.rpc.message import NO_FILE, MessageKind, Ref, RpcMessage, decode, encode
 from tilework.rpc.options import Timeout, timeout_seconds
 from tilework.rpc.received import Received
 from tilework.rpc.rref import RRef, fill
@@ -162,7 +162,7 @@ class Agent:
         number, wake = self._calls.add(call)
         if wake:
             self._transport.wake()
-        kind = Kind.INNER_CALL if call.inner else Kind.CALL
+        kind = MessageKind.INNER_CALL if call.inner else MessageKind.CALL
         sent = self.sender.post(kind, to, number, payload, refs)
         if not sent and self._calls.pop(number) is not None:
             self._calls.ended(call)
@@ -187,47 +187,47 @@ class Agent:
             _log.exception("rank %d dropped a message", self.rank)
             return None
 
-    def _take(self, message: Message) -> Task | None:  # noqa: C901, PLR0912
+    def _take(self, message: RpcMessage) -> Task | None:  # noqa: C901, PLR0912
         """The rest of a message's work, once the quick part is done, in the order of messages."""
         sender, number = message.sender, message.number
         self._transport.contact(sender)
         match message.kind:
-            case Kind.CALL | Kind.INNER_CALL:
-                if message.kind == Kind.INNER_CALL:
+            case MessageKind.CALL | MessageKind.INNER_CALL:
+                if message.kind == MessageKind.INNER_CALL:
                     self._answering.begin()
                 return partial(self._serve, self._unwrap(message))
-            case Kind.RESULT | Kind.ERROR:
+            case MessageKind.RESULT | MessageKind.ERROR:
                 received, call = self._unwrap(message), self._calls.pop(number)
                 if call is not None:  # it was neither late nor given up
                     return self._finish(call, partial(self._outcome, call, received))
-            case Kind.HELLO:
+            case MessageKind.HELLO:
                 if number:
                     self.sender.readers.add(sender)
-            case Kind.TAKEN:
+            case MessageKind.TAKEN:
                 self._shared_buffers.taken(number)
-            case Kind.RETURNED:
+            case MessageKind.RETURNED:
                 if self._shared_buffers.returned(number):
                     self._transport.wake()
-            case Kind.ADD:
+            case MessageKind.ADD:
                 self.references.add(message.refs[0], sender, number)
-            case Kind.ADDED:
+            case MessageKind.ADDED:
                 self.references.added(number)
-            case Kind.HOLDS:
+            case MessageKind.HOLDS:
                 self.references.holds(number)
-            case Kind.STOP:
+            case MessageKind.STOP:
                 self._stopped = True
-            case Kind.DROP:
+            case MessageKind.DROP:
                 freed = self.references.drop(message.refs[0].id, sender, number)
                 return None if freed is None else partial(_let_go, [freed])
         return None
 
-    def _unwrap(self, message: Message) -> Received:
+    def _unwrap(self, message: RpcMessage) -> Received:
         refs = [
             RRef.of(self, self.references.incoming(ref, message.sender)) for ref in message.refs
         ]
         return Received(message, refs, self._open(message) if message.file != NO_FILE else None)
 
-    def _open(self, message: Message) -> Any:
+    def _open(self, message: RpcMessage) -> Any:
         """The contents of the message's memory file; the error if it cannot be opened."""
         sender, (number, returning) = message.sender, message.file
         pid = self._probes[sender].pid
@@ -238,7 +238,7 @@ class Agent:
         except OSError as error:
             contents, returning = error, False
         if not returning:
-            self.sender.notify(Kind.TAKEN, sender, number)
+            self.sender.notify(MessageKind.TAKEN, sender, number)
         return contents
 
     def _outcome(self, call: RemoteCall, received: Received) -> Any:
@@ -246,7 +246,7 @@ class Agent:
         if received.lacks_memory and not self._probes[received.message.sender].readable():
             raise call.lost()  # it answered and died before this rank opened the memory
         result = received.load()
-        if received.message.kind == Kind.ERROR:
+        if received.message.kind == MessageKind.ERROR:
             raise result.rebuild(self.workers.find(received.message.sender))
         return result
 
@@ -288,15 +288,15 @@ class Agent:
         else:
             self._answer(message, lambda: result)
 
-    def _answer(self, message: Message, outcome: Callable[[], Any]) -> None:
+    def _answer(self, message: RpcMessage, outcome: Callable[[], Any]) -> None:
         """Answer a call with the result of ``outcome``, or the exception."""
         to, number = message.sender, message.number
         try:
-            kind, (payload, refs) = Kind.RESULT, self.sender.pack(outcome(), to)
+            kind, (payload, refs) = MessageKind.RESULT, self.sender.pack(outcome(), to)
         except BaseException as error:
-            kind, (payload, refs) = Kind.ERROR, self.sender.pack(Failure.of(error), to)
+            kind, (payload, refs) = MessageKind.ERROR, self.sender.pack(RemoteFailure.of(error), to)
         self.sender.post(kind, to, number, payload, refs)
-        if message.kind == Kind.INNER_CALL:
+        if message.kind == MessageKind.INNER_CALL:
             self._answering.end()
 
     # -- watching: on a separate thread --------------------------------------------------------
@@ -315,7 +315,7 @@ class Agent:
                 self._end(number, RemoteCall.late)
             self.references.flush()
             for rank, file, again in self._mapped_buffers.released():
-                self.sender.notify(Kind.RETURNED if again else Kind.TAKEN, rank, file)
+                self.sender.notify(MessageKind.RETURNED if again else MessageKind.TAKEN, rank, file)
 
     def _lose(self, rank: int) -> None:
         self._transport.give_up(rank)
@@ -368,7 +368,7 @@ class Agent:
             self._closed = True
         for number in self._calls.numbers(lambda call: True):
             self._end(number, _closed_error)
-        self._transport.send(self.rank, encode(Kind.STOP, self.rank, 0))
+        self._transport.send(self.rank, encode(MessageKind.STOP, self.rank, 0))
         self._transport.wake()
         if threading.current_thread() is not self._watcher:
             self._watcher.join()

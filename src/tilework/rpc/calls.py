@@ -13,7 +13,7 @@ from typing import Any
 
 from tilework.comm.per_call.callsite import Site, format_site
 from tilework.errors import PeerLostError, RpcTimeoutError
-from tilework.rpc.entries import Entry, Held
+from tilework.rpc.entries import Entry, HeldReference
 from tilework.rpc.futures import RpcFuture
 from tilework.rpc.in_flight import InFlight
 from tilework.rpc.workers import WorkerInfo
@@ -122,12 +122,12 @@ class CreatingCall(RemoteCall):
         try:
             outcome()
         except Exception as error:
-            if isinstance(self.entry, Held):
+            if isinstance(self.entry, HeldReference):
                 self.entry.error = error
             else:
                 self.entry.fail(error)
         else:
-            if isinstance(self.entry, Held):
+            if isinstance(self.entry, HeldReference):
                 self.entry.confirmed = True
 
 

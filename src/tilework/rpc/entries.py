@@ -51,7 +51,7 @@ class Owned:
         return self._value
 
 
-class Held:
+class HeldReference:
     """Elsewhere: that this rank has references to it. It lives as long as one of those."""
 
     __slots__ = ("__weakref__", "confirmed", "error", "id", "owner")
@@ -64,4 +64,4 @@ class Held:
         self.error: BaseException | None = None
 
 
-Entry = Owned | Held
+Entry = Owned | HeldReference

@@ -19,7 +19,7 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class Failure(NamedTuple):
+class RemoteFailure(NamedTuple):
     """An exception, as it is sent to another rank."""
 
     pickled: bytes | None
@@ -29,7 +29,7 @@ class Failure(NamedTuple):
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> RemoteFailure:
         """The Failure for ``error``."""
         lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
         name = f"{type(error).__module__}.{type(error).__qualname__}"

@@ -30,7 +30,7 @@ _HERE: Final = -2
 _HERE_BYTES: Final = 64 << 10
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kind of a message."""
 
     #: Run a function. The number is the caller's, and the answer's.
@@ -90,7 +90,7 @@ FIRST_PIN: Final = 2
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class RpcMessage:
     """A message that came."""
 
     kind: int
@@ -125,7 +125,7 @@ class Message:
 
 
 def encode(  # noqa: PLR0913
-    kind: Kind,
+    kind: MessageKind,
     sender: int,
     number: int,
     refs: Sequence[Ref] = (),
@@ -136,7 +136,7 @@ def encode(  # noqa: PLR0913
     """A message's frames.
 
     Args:
-        kind, sender, number: See :class:`Kind`.
+        kind, sender, number: See :class:`MessageKind`.
         refs: References in the pickle.
         parts: The pickle and the buffers.
         file: The memory file that some of the parts are in.
@@ -162,7 +162,7 @@ def encode(  # noqa: PLR0913
     return [b"".join([*head, here]), *frames]
 
 
-def decode(frames: Sequence[Any]) -> Message:
+def decode(frames: Sequence[Any]) -> RpcMessage:
     """The message in ``frames``. Raises struct.error if it is none."""
     first = memoryview(frames[0].bytes)
     kind, sender, number = _HEAD.unpack_from(first)
@@ -181,7 +181,7 @@ def decode(frames: Sequence[Any]) -> Message:
         for _ in range(part_count):
             parts.append(_PART.unpack_from(first, at))
             at += _PART.size
-    return Message(kind, sender, number, refs, parts, file, first[at:], list(frames[1:]))
+    return RpcMessage(kind, sender, number, refs, parts, file, first[at:], list(frames[1:]))
 
 
 def _join(frames: Any, size: int) -> Any:

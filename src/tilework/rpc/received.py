@@ -7,7 +7,7 @@ from typing import Any
 
 from tilework.errors import DistError
 from tilework.rpc.entries import Owned
-from tilework.rpc.message import NEW, Message
+from tilework.rpc.message import NEW, RpcMessage
 from tilework.rpc.payload import load
 from tilework.rpc.rref import RRef
 
@@ -19,7 +19,7 @@ class Received:
     Reading the pickle may run code that takes long, or fails; dropping it loses nothing.
     """
 
-    message: Message
+    message: RpcMessage
     refs: list[RRef[Any]]
     file: Any
     """The contents of the memory file; the error if it cannot be opened."""

@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tilework.errors import PeerLostError
-from tilework.rpc.entries import Entry, Held, Owned
-from tilework.rpc.message import COUNTED, FIRST_PIN, NEW, Kind, Ref, RefId
+from tilework.rpc.entries import Entry, HeldReference, Owned
+from tilework.rpc.message import COUNTED, FIRST_PIN, NEW, MessageKind, Ref, RefId
 
 #: Sends one of the messages about references: kind, to, number, the reference if any.
-Send = Callable[[Kind, int, int, Sequence[Ref]], None]
+Send = Callable[[MessageKind, int, int, Sequence[Ref]], None]
 
 
-class _Watch(weakref.ref[Held]):
+class _Watch(weakref.ref[HeldReference]):
     """Tells, from any thread and at any time, that this rank has no reference left.
 
     Not by ``__del__``: that comes while weak references still find the entry.
@@ -34,7 +34,7 @@ class _Watch(weakref.ref[Held]):
 
     __slots__ = ("id", "owner")
 
-    def __init__(self, entry: Held, gone: Callable[[_Watch], None]) -> None:
+    def __init__(self, entry: HeldReference, gone: Callable[[_Watch], None]) -> None:
         super().__init__(entry, gone)  # type: ignore[call-arg]
         self.id, self.owner = entry.id, entry.owner
 
@@ -59,9 +59,9 @@ class References:
         self._held: dict[RefId, _Watch] = {}
         self._counts: dict[RefId, int] = {}
         #: Entries that must live until the rank which they are for HOLDS them.
-        self._pinned: dict[int, tuple[int, Held]] = {}
+        self._pinned: dict[int, tuple[int, HeldReference]] = {}
         #: By the number of our ADD: the sender of the reference, the pin there, our entry.
-        self._asked: dict[int, tuple[int, int, Held]] = {}
+        self._asked: dict[int, tuple[int, int, HeldReference]] = {}
         self._questions = itertools.count()
         self._lost: set[int] = set()
         self._dropped: deque[_Watch] = deque()
@@ -115,11 +115,11 @@ class References:
             if ref.pin == COUNTED:
                 entry.confirmed = True
             elif counted or ref.owner in self._lost:
-                self._send(Kind.HOLDS, sender, ref.pin, ())
+                self._send(MessageKind.HOLDS, sender, ref.pin, ())
             else:
                 question = next(self._questions)
                 self._asked[question] = (sender, ref.pin, entry)
-                self._send(Kind.ADD, ref.owner, question, [ref])
+                self._send(MessageKind.ADD, ref.owner, question, [ref])
             return entry
 
     def _come_home(self, ref: Ref, sender: int) -> Owned:
@@ -131,7 +131,7 @@ class References:
             entry = Owned(ref.id, self._rank)
             entry.fail(PeerLostError(f"the value was let go when rank {sender} was lost"))
         if ref.pin >= FIRST_PIN:
-            self._send(Kind.HOLDS, sender, ref.pin, ())
+            self._send(MessageKind.HOLDS, sender, ref.pin, ())
         elif ref.pin == COUNTED:
             self._uncount(entry, sender, 1)
         return entry
@@ -142,14 +142,14 @@ class References:
             entry = self._owned.get(ref.id)
             if entry is not None:
                 entry.holders[sender] = entry.holders.get(sender, 0) + 1
-            self._send(Kind.ADDED, sender, question, ())
+            self._send(MessageKind.ADDED, sender, question, ())
 
     def added(self, question: int) -> None:
         """The owner has counted one more for this rank."""
         with self._lock:
             sender, pin, entry = self._asked.pop(question)
             entry.confirmed = True
-            self._send(Kind.HOLDS, sender, pin, ())
+            self._send(MessageKind.HOLDS, sender, pin, ())
 
     def holds(self, pin: int) -> None:
         """The rank that ``pin`` was for holds one itself."""
@@ -188,7 +188,7 @@ class References:
                 del self._held[id]
                 count = self._counts.pop(id, 0)
                 if count:
-                    self._send(Kind.DROP, owner, count, [Ref(id, owner, COUNTED)])
+                    self._send(MessageKind.DROP, owner, count, [Ref(id, owner, COUNTED)])
 
     def _gone(self, watch: _Watch) -> None:
         self._dropped.append(watch)
@@ -210,12 +210,12 @@ class References:
 
     # -- counting, with the lock ------------------------------------------------------------
 
-    def _hold(self, id: RefId, owner: int, more: bool) -> Held:
+    def _hold(self, id: RefId, owner: int, more: bool) -> HeldReference:
         self._counts[id] = self._counts.get(id, 0) + more
         known = self._held.get(id)
         entry = known() if known is not None else None
         if entry is None:
-            entry = Held(id, owner)
+            entry = HeldReference(id, owner)
             self._held[id] = _Watch(entry, self._gone)
         return entry
 

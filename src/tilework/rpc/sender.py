@@ -7,7 +7,7 @@ from typing import Any
 
 from tilework.rpc import memory
 from tilework.rpc.memory import Probe, SharedBufferPool
-from tilework.rpc.message import NO_FILE, File, Kind, Ref, encode
+from tilework.rpc.message import NO_FILE, File, MessageKind, Ref, encode
 from tilework.rpc.payload import Payload
 from tilework.rpc.references import References
 from tilework.rpc.rref import RRef
@@ -57,7 +57,9 @@ class Sender:
             self.references.unsent(refs, to)
             raise
 
-    def post(self, kind: Kind, to: int, number: int, payload: Payload, refs: list[Ref]) -> bool:
+    def post(
+        self, kind: MessageKind, to: int, number: int, payload: Payload, refs: list[Ref]
+    ) -> bool:
         """Send a message with a body; True if it may arrive."""
         parts = [payload.data, *payload.buffers]
         file, places = self._share(to, parts)
@@ -82,10 +84,10 @@ class Sender:
             places[i] = offset
         return File(*shared), places
 
-    def notify(self, kind: Kind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
+    def notify(self, kind: MessageKind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
         """Send a message without a body; to a rank that is gone, nothing."""
         self._transport.send(to, encode(kind, self._rank, number, refs))
 
     def hello(self, to: int) -> bytes:
         """The first message to a rank."""
-        return b"".join(encode(Kind.HELLO, self._rank, int(self._probes[to].readable())))
+        return b"".join(encode(MessageKind.HELLO, self._rank, int(self._probes[to].readable())))

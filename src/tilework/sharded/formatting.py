@@ -17,7 +17,7 @@ _PLAIN = PictureSize(width=64, height=9, rows=6, slices=2)
 
 
 @dataclass(frozen=True)
-class Owner:
+class ShardOwner:
     """A rank or worker, and the shards that it owns."""
 
     name: str
@@ -49,7 +49,7 @@ class Overview:
     name: str  # the beginning of the headline
     spec: ShardingSpec
     metadata: ShardedTensorMetadata
-    owners: tuple[Owner, ...]
+    owners: tuple[ShardOwner, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -75,7 +75,7 @@ def overview(
     idle_ranks: Iterable[int] = (),
 ) -> Overview:
     """The overview of a tensor; ``idle_ranks`` are the group's ranks without shards."""
-    idle = [Owner(f"rank:{rank}", rank, (), (), 0) for rank in sorted(idle_ranks)]
+    idle = [ShardOwner(f"rank:{rank}", rank, (), (), 0) for rank in sorted(idle_ranks)]
     return Overview(name, spec, metadata, (*_owners(metadata), *idle))
 
 
@@ -86,7 +86,7 @@ def _owner_name(shard: ShardMetadata) -> str:
     return place.worker_name() or ("here" if place.rank() is None else f"rank:{place.rank()}")
 
 
-def _owners(metadata: ShardedTensorMetadata) -> list[Owner]:
+def _owners(metadata: ShardedTensorMetadata) -> list[ShardOwner]:
     """All owners of shards, also of empty shards, in the order of ranks."""
     by_name: dict[str, list[ShardMetadata]] = {}
     for shard in metadata.shards_metadata:
@@ -98,7 +98,7 @@ def _owners(metadata: ShardedTensorMetadata) -> list[Owner]:
         devices = tuple(dict.fromkeys(str(place.device()) for place in places))
         n_bytes = sum(shard.box.volume for shard in shards) * itemsize
         rank = places[0].rank() if places else None
-        owners.append(Owner(name, rank, devices, tuple(shards), n_bytes))
+        owners.append(ShardOwner(name, rank, devices, tuple(shards), n_bytes))
     # Workers, whose ranks are not in the metadata, come last, in the order of their shards.
     return sorted(owners, key=lambda owner: math.inf if owner.rank is None else owner.rank)
 
@@ -133,7 +133,7 @@ def as_text(view: Overview) -> str:
     return "\n".join([headline(view), *picture, total])
 
 
-def owner_names(owners: Iterable[Owner]) -> str:
+def owner_names(owners: Iterable[ShardOwner]) -> str:
     """The owners' names, as in ``ranks 0-3, 7``, or ``trainer, ps0``."""
     owners = list(owners)
     ranks = sorted({owner.rank for owner in owners if owner.rank is not None})
@@ -154,7 +154,7 @@ def _spans(ranks: Sequence[int]) -> list[str]:
 
 def _loads(view: Overview) -> str:
     """The bytes of each owner, or their range if owners have more than a few."""
-    by_load: dict[int, list[Owner]] = {}
+    by_load: dict[int, list[ShardOwner]] = {}
     for owner in view.owners:
         by_load.setdefault(owner.n_bytes, []).append(owner)
     if len(by_load) > 4:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from tilework.sharded.formatting import Overview, Owner, headline, owner_names
+from tilework.sharded.formatting import Overview, ShardOwner, headline, owner_names
 from tilework.tiled.picture import PictureSize
 from tilework.tiled.terminal import StyledLine, bytes_text, coloured_picture, in_columns
 
@@ -41,7 +41,7 @@ def _table(view: Overview, width: int) -> list[StyledLine]:
     return [*lines, [(f"    {totals}".rstrip(), "bold")]]
 
 
-def _rows(owners: Sequence[Owner]) -> list[list[Owner]]:
+def _rows(owners: Sequence[ShardOwner]) -> list[list[ShardOwner]]:
     """The owners of each row: one, or several neighbours with equal shares if there are many."""
     if len(owners) <= _LISTED:
         return [[owner] for owner in owners]
@@ -51,7 +51,7 @@ def _rows(owners: Sequence[Owner]) -> list[list[Owner]]:
     return rows if len(rows) <= _LISTED else [*rows[: _LISTED - 1], rest]
 
 
-def _words(row: Sequence[Owner], total_bytes: int) -> tuple[str, ...]:
+def _words(row: Sequence[ShardOwner], total_bytes: int) -> tuple[str, ...]:
     """The owners, their shards, bytes, and share of all bytes."""
     first, loads = row[0], sorted(owner.n_bytes for owner in row)
     if len(row) == 1:

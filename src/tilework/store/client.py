@@ -14,7 +14,7 @@ from tilework.store.checks import Deadline
 from tilework.store.contract import Data, Store
 from tilework.store.late_notice import KeyWait
 from tilework.store.pool import Pool
-from tilework.store.wire import Code, Message
+from tilework.store.wire import Code, WireMessage
 
 
 class RemoteStore(Store):
@@ -183,7 +183,7 @@ class RemoteStore(Store):
 
     def _ask_waiting(
         self, code: Code, batch: list[bytes], keys: Sequence[str], limit: float, deadline: Deadline
-    ) -> Message:
+    ) -> WireMessage:
         """Ask for ``batch``, a part of ``keys``, within what is left of ``limit`` seconds."""
         left = deadline.left()
         # Rounded up: a server that gives up early would cut the caller's time short.
@@ -195,7 +195,7 @@ class RemoteStore(Store):
             raise checks.timeout_error(repr(self), keys, missing, limit)
         return self._checked(answer)
 
-    def _checked(self, answer: Message) -> Message:
+    def _checked(self, answer: WireMessage) -> WireMessage:
         if answer.code == Code.ERROR:
             raise DistStoreError(b" ".join(answer.fields).decode(errors="replace"))
         if answer.code not in (Code.OK, Code.TOO_LONG):

@@ -16,7 +16,7 @@ from tilework.store.arrivals import Arrivals
 from tilework.store.contract import DEFAULT_TIMEOUT, Data, Store
 from tilework.store.late_notice import KeyWait
 from tilework.store.log import Log
-from tilework.store.records import Kind, Record
+from tilework.store.records import LogRecord, RecordKind
 from tilework.store.table import Table
 
 T = TypeVar("T")
@@ -76,14 +76,14 @@ class FileStore(Store):
 
     def set(self, key: str, value: Data) -> None:
         """Store ``value`` under ``key``, replacing what was there."""
-        record = Record(Kind.SET, checks.key_bytes(key), checks.data_bytes(value))
+        record = LogRecord(RecordKind.SET, checks.key_bytes(key), checks.data_bytes(value))
         self._change(lambda table: [record])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Data]) -> None:
         """``set`` for several keys, with one write."""
         checks.same_length(keys, values)
         pairs = zip(checks.keys_bytes(keys), map(checks.data_bytes, values), strict=True)
-        records = [Record(Kind.SET, key, value) for key, value in pairs]
+        records = [LogRecord(RecordKind.SET, key, value) for key, value in pairs]
         self._change(lambda table: records)
 
     def get(self, key: str, timeout: timedelta | None = None) -> bytes:
@@ -100,17 +100,19 @@ class FileStore(Store):
         """Add to the integer at ``key``; see :meth:`Store.add`."""
         name, number = checks.key_bytes(key), checks.amount_int(amount)
 
-        def changes(table: Table) -> list[Record]:
+        def changes(table: Table) -> list[LogRecord]:
             total = b"%d" % table.sum(name, number)
             # Polling with add(key, 0) must not make the file grow.
-            return [] if table.values.get(name) == total else [Record(Kind.SET, name, total)]
+            return (
+                [] if table.values.get(name) == total else [LogRecord(RecordKind.SET, name, total)]
+            )
 
         return int(self._change(changes, lambda table: table.values[name]))
 
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected``; see :meth:`Store.compare_set`."""
         name, (old, new) = checks.key_bytes(key), checks.compare_set_bytes(expected, desired)
-        record = Record(Kind.SET, name, new)
+        record = LogRecord(RecordKind.SET, name, new)
         return self._change(
             lambda table: [record] if table.would_set(name, old) else [],
             lambda table: table.values.get(name, old),
@@ -118,9 +120,9 @@ class FileStore(Store):
 
     def append(self, key: str, value: Data) -> None:
         """Append to the value at ``key``, which is created if absent."""
-        record = Record(Kind.APPEND, checks.key_bytes(key), checks.data_bytes(value))
+        record = LogRecord(RecordKind.APPEND, checks.key_bytes(key), checks.data_bytes(value))
 
-        def changes(table: Table) -> list[Record]:
+        def changes(table: Table) -> list[LogRecord]:
             table.check_append(record.key, record.value)
             return [record]
 
@@ -139,10 +141,10 @@ class FileStore(Store):
         """Remove ``key``; return whether it existed."""
         name, existed = checks.key_bytes(key), False
 
-        def changes(table: Table) -> list[Record]:
+        def changes(table: Table) -> list[LogRecord]:
             nonlocal existed
             existed = name in table.values
-            return [Record(Kind.DELETE, name)] if existed else []
+            return [LogRecord(RecordKind.DELETE, name)] if existed else []
 
         self._change(changes)
         return existed
@@ -157,9 +159,9 @@ class FileStore(Store):
 
     def queue_push(self, key: str, value: Data) -> None:
         """Append ``value`` to the queue ``key``; see :meth:`Store.queue_push`."""
-        record = Record(Kind.PUSH, checks.key_bytes(key), checks.data_bytes(value))
+        record = LogRecord(RecordKind.PUSH, checks.key_bytes(key), checks.data_bytes(value))
 
-        def changes(table: Table) -> list[Record]:
+        def changes(table: Table) -> list[LogRecord]:
             self._log.queues.check_push(record.key, record.value)
             return [record]
 
@@ -171,9 +173,9 @@ class FileStore(Store):
         deadline, pause, lines = checks.Deadline(limit), _FIRST_PAUSE, KeyWait(self)
         taken: list[bytes] = []
 
-        def changes(table: Table) -> list[Record]:
+        def changes(table: Table) -> list[LogRecord]:
             taken[:] = self._log.queues.first(name)
-            return [Record(Kind.POP, name)] if taken else []
+            return [LogRecord(RecordKind.POP, name)] if taken else []
 
         while True:
             late = deadline.passed
@@ -230,7 +232,7 @@ class FileStore(Store):
 
     def _change(
         self,
-        changes: Callable[[Table], list[Record]],
+        changes: Callable[[Table], list[LogRecord]],
         result: Callable[[Table], bytes] = lambda table: b"",
     ) -> bytes:
         """Append the records that ``changes`` makes of the present state, as one atomic step."""

@@ -26,8 +26,8 @@ from tilework.store.records import (
     HEADER_BYTES,
     MAGIC,
     DamagedLogError,
-    Kind,
-    Record,
+    LogRecord,
+    RecordKind,
     pack,
     record_bytes,
     unpack,
@@ -94,7 +94,7 @@ class Log:
             self._read_or_raise()
             yield self.table
 
-    def write(self, records: Iterable[Record]) -> None:
+    def write(self, records: Iterable[LogRecord]) -> None:
         """Append ``records``, all or none; only inside :meth:`writing`."""
         records = list(records)
         data = b"".join(pack(record) for record in records)
@@ -175,14 +175,14 @@ class Log:
                     # Locked before anybody can know of it: a free byte means an end.
                     number = self.opened + 1
                     self.number = number if hold_byte(self._fd, number) else 0
-                    self.write([Record(Kind.OPEN)])
+                    self.write([LogRecord(RecordKind.OPEN)])
                     self._counted = True
                     return
             self._drop_fd()
 
     def _leave(self) -> None:
         with self.writing(_CLOSE_SECONDS):
-            self.write([Record(Kind.CLOSE, value=b"%d" % self.number)])
+            self.write([LogRecord(RecordKind.CLOSE, value=b"%d" % self.number)])
             last = self._finished == self.opened and self._finished >= self._world_size
             if self._world_size > 0 and last and self._is_ours():
                 os.unlink(self.path)
@@ -257,18 +257,18 @@ class Log:
             written = os.pwrite(self._fd, view, at)
             view, at = view[written:], at + written
 
-    def _apply(self, record: Record) -> None:
-        if record.kind is Kind.SET:
+    def _apply(self, record: LogRecord) -> None:
+        if record.kind is RecordKind.SET:
             self.table.set(record.key, record.value)
-        elif record.kind is Kind.APPEND:
+        elif record.kind is RecordKind.APPEND:
             self.table.append(record.key, record.value)
-        elif record.kind is Kind.DELETE:
+        elif record.kind is RecordKind.DELETE:
             self.table.delete(record.key)
-        elif record.kind is Kind.PUSH:
+        elif record.kind is RecordKind.PUSH:
             self.queues.push(record.key, record.value)
-        elif record.kind is Kind.POP:
+        elif record.kind is RecordKind.POP:
             self.queues.pop(record.key)
-        elif record.kind is Kind.OPEN:
+        elif record.kind is RecordKind.OPEN:
             self.opened += 1
         else:
             self._finished += 1

@@ -19,7 +19,7 @@ from tilework.store.answer_limit import answer_seconds
 from tilework.store.checks import Deadline
 from tilework.store.fork import watch_forks
 from tilework.store.late_notice import KeyWait, LateNotice
-from tilework.store.wire import Code, GarbageError, Message
+from tilework.store.wire import Code, GarbageError, WireMessage
 
 #: Seconds to put up with a peer that accepts and hangs up, as a proxy does before the server
 #: behind it is up.
@@ -61,7 +61,7 @@ class Channel:
         self._sock = sock
         self._inbox = wire.Inbox()
 
-    def ask(self, request: bytes, wait_seconds: float, lines: KeyWait | None = None) -> Message:
+    def ask(self, request: bytes, wait_seconds: float, lines: KeyWait | None = None) -> WireMessage:
         """Send one message and wait for the answer; print ``lines`` meanwhile.
 
         Raises TimeoutError, GarbageError or _HungUpError; the channel is then of no more use.
@@ -122,7 +122,7 @@ class Channel:
         self._sock.close()
 
 
-def _check_welcome(answer: Message, have_secret: bool, expected: bytes | None) -> None:
+def _check_welcome(answer: WireMessage, have_secret: bool, expected: bytes | None) -> None:
     """Raise unless ``answer`` welcomes this client, with the ``expected`` proof if it has a secret.
 
     A server that asked for no proof gives none either: then nothing was ``expected``.
@@ -164,7 +164,7 @@ class Pool:
         self._held: dict[Channel, bytes] = {}
         watch_forks(self)
 
-    def ask(self, request: bytes, wait_seconds: float, waits: KeyWait | None = None) -> Message:
+    def ask(self, request: bytes, wait_seconds: float, waits: KeyWait | None = None) -> WireMessage:
         """The answer to a request, with which the server may wait for so long where it ``waits``.
 
         Raises DistNetworkError; StoreTimeoutError if none came.

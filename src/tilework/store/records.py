@@ -26,7 +26,7 @@ _PAYLOAD: Final = struct.Struct("!BI")
 HEADER_BYTES: Final = _HEADER.size
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """The kind of a record."""
 
     SET = 1
@@ -40,10 +40,10 @@ class Kind(IntEnum):
     POP = 7
 
 
-class Record(NamedTuple):
+class LogRecord(NamedTuple):
     """A change."""
 
-    kind: Kind
+    kind: RecordKind
     key: bytes = b""
     value: bytes = b""
 
@@ -52,7 +52,7 @@ class DamagedLogError(Exception):
     """Bytes that no writer of this format leaves behind, killed or not."""
 
 
-def pack(record: Record) -> bytes:
+def pack(record: LogRecord) -> bytes:
     """``record`` as it is written."""
     payload = _PAYLOAD.pack(record.kind, len(record.key)) + record.key + record.value
     sizes = struct.pack("!II", len(payload), zlib.crc32(payload))
@@ -67,7 +67,7 @@ def record_bytes(header: bytes) -> int:
     return HEADER_BYTES + int(size)
 
 
-def unpack(data: bytes) -> Record:
+def unpack(data: bytes) -> LogRecord:
     """The record that is ``data``, header included."""
     payload = data[HEADER_BYTES:]
     if zlib.crc32(payload) != _HEADER.unpack_from(data)[1]:
@@ -77,6 +77,6 @@ def unpack(data: bytes) -> Record:
         key_end = _PAYLOAD.size + key_bytes
         if key_end > len(payload):
             raise DamagedLogError("a record's key is longer than the record")
-        return Record(Kind(kind), payload[_PAYLOAD.size : key_end], payload[key_end:])
+        return LogRecord(RecordKind(kind), payload[_PAYLOAD.size : key_end], payload[key_end:])
     except (struct.error, ValueError) as error:
         raise DamagedLogError(f"a record makes no sense: {error}") from error

@@ -264,7 +264,7 @@ class Connection:
 
     # The greeting.
 
-    def _hello(self, message: wire.Message) -> None:
+    def _hello(self, message: wire.WireMessage) -> None:
         code, fields = message
         if code != Code.HELLO or len(fields) != 2 or len(fields[1]) != wire.NONCE_BYTES:
             raise GarbageError("no greeting")
@@ -279,7 +279,7 @@ class Connection:
             self._on_message = self._proof
             self.send(Code.CHALLENGE, self._nonces[1:])
 
-    def _proof(self, message: wire.Message) -> None:
+    def _proof(self, message: wire.WireMessage) -> None:
         secret, nonces = self._service.secret, self._nonces
         assert secret is not None
         assert nonces is not None
@@ -304,7 +304,7 @@ class Connection:
 
     # Requests.
 
-    def _request(self, message: wire.Message) -> None:
+    def _request(self, message: wire.WireMessage) -> None:
         handle = HANDLERS.get(message.code)
         if handle is None:
             raise GarbageError(f"an unknown request, {message.code}")

@@ -103,7 +103,7 @@ class Code(IntEnum):
     TOO_LONG = 67
 
 
-class Message(NamedTuple):
+class WireMessage(NamedTuple):
     """A message, decoded."""
 
     code: int
@@ -160,7 +160,7 @@ class Inbox:
         self.limit_bytes = limit_bytes
         self._kept = bytearray()
 
-    def feed(self, data: bytes) -> Message | None:
+    def feed(self, data: bytes) -> WireMessage | None:
         """The message that ``data`` completes, None if there is more to come.
 
         Raises GarbageError for a body that is too long, does not add up, or is followed by more.
@@ -176,7 +176,7 @@ class Inbox:
             raise GarbageError("bytes after the end of a message")
         whole = bytes(self._kept) if self._kept else data
         self._kept.clear()
-        return Message(whole[_HEADER.size - 1], decode_fields(whole, _HEADER.size))
+        return WireMessage(whole[_HEADER.size - 1], decode_fields(whole, _HEADER.size))
 
     def _expect(self, data: bytes | bytearray) -> int:
         """Size of the whole message that ``data`` begins, or of a header."""

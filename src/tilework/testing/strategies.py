@@ -1,8 +1,8 @@
 """Hypothesis strategies for arguments of process groups, and for whole random programs.
 
-A :class:`Program` is a list of operations that every rank runs. :func:`run_program` runs it on a
-rank and compares each result with the expected result, computed from all contributions at once.
-Every rank can compute it because contributions follow from rank and seed. Needs hypothesis.
+A :class:`RandomProgram` is a list of operations that every rank runs. :func:`run_program` runs
+it on a rank and compares each result with the expected result, computed from all contributions at
+once. Every rank can compute it because contributions follow from rank and seed. Needs hypothesis.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 @dataclass(frozen=True)
-class Step:
+class RandomOperation:
     """An operation of a program."""
 
     operation: str
@@ -80,18 +80,18 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Program:
+class RandomProgram:
     """The operations of all ``n`` ranks, in order."""
 
     n: int
-    steps: tuple[Step, ...]
+    steps: tuple[RandomOperation, ...]
 
 
 @st.composite
-def steps(draw: st.DrawFn, n: int) -> Step:
+def steps(draw: st.DrawFn, n: int) -> RandomOperation:
     """Any operation with arguments that are legal on ``n`` ranks."""
     case = draw(cases())
-    return Step(
+    return RandomOperation(
         operation=draw(st.sampled_from(sorted(OPERATIONS))),
         case=case,
         root=draw(st.integers(0, n - 1)),
@@ -102,7 +102,7 @@ def steps(draw: st.DrawFn, n: int) -> Step:
 
 
 @st.composite
-def programs(draw: st.DrawFn, max_ranks: int = 4, max_steps: int = 12) -> Program:
+def programs(draw: st.DrawFn, max_ranks: int = 4, max_steps: int = 12) -> RandomProgram:
     """A few ranks and a few operations.
 
     Example:
@@ -111,7 +111,7 @@ def programs(draw: st.DrawFn, max_ranks: int = 4, max_steps: int = 12) -> Progra
         <function ...>
     """
     n = draw(st.integers(1, max_ranks))
-    return Program(n, tuple(draw(st.lists(steps(n), min_size=1, max_size=max_steps))))
+    return RandomProgram(n, tuple(draw(st.lists(steps(n), min_size=1, max_size=max_steps))))
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class Started:
     expected: list[Tensor]
 
 
-_Starter = Callable[[Step, int, int, AnyGroup], Started]
+_Starter = Callable[[RandomOperation, int, int, AnyGroup], Started]
 
 
-def run_program(program: Program, rank: int) -> None:
+def run_program(program: RandomProgram, rank: int) -> None:
     """Run ``program`` on this rank of the default group. Collective.
 
     It waits for asynchronous steps after all have been started, so that they overlap.
@@ -145,7 +145,7 @@ def run_program(program: Program, rank: int) -> None:
             assert_same(output, expected, step)
 
 
-def _all_reduce(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _all_reduce(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     step = replace(step, case=step.case.writable())
     tensor = step.contribution(rank)
     work = dist.all_reduce(
@@ -155,7 +155,7 @@ def _all_reduce(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     return Started(work, [tensor], [total])
 
 
-def _reduce(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _reduce(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     step = replace(step, case=step.case.writable())
     tensor = step.contribution(rank)
     op = reduce_op(step.reduction)
@@ -164,7 +164,7 @@ def _reduce(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     return Started(work, [tensor], [total if rank == step.root else step.value(rank)])
 
 
-def _reduce_scatter(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _reduce_scatter(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     output = step.case.blank()
     inputs = [step.contribution(rank, part) for part in range(n)]
     op = reduce_op(step.reduction)
@@ -174,7 +174,7 @@ def _reduce_scatter(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     )
 
 
-def _reduce_scatter_tensor(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _reduce_scatter_tensor(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     whole = replace(step, case=replace(step.case, shape=(n, *step.case.shape)))
     output = step.case.blank()
     op = reduce_op(step.reduction)
@@ -186,19 +186,19 @@ def _reduce_scatter_tensor(step: Step, rank: int, n: int, group: AnyGroup) -> St
     )
 
 
-def _broadcast(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _broadcast(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     tensor = step.contribution(rank) if rank == step.root else step.case.blank()
     work = dist.broadcast(tensor, group_src=step.root, group=group, async_op=step.async_op)
     return Started(work, [tensor], [step.value(step.root)])
 
 
-def _all_gather(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _all_gather(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     outputs = [step.case.blank() for _ in range(n)]
     work = dist.all_gather(outputs, step.contribution(rank), group=group, async_op=step.async_op)
     return Started(work, outputs, [step.value(r) for r in range(n)])
 
 
-def _all_gather_into_tensor(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _all_gather_into_tensor(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     output = replace(step.case, shape=(n, *step.case.shape)).blank()
     work = dist.all_gather_into_tensor(
         output, step.contribution(rank), group=group, async_op=step.async_op
@@ -206,14 +206,14 @@ def _all_gather_into_tensor(step: Step, rank: int, n: int, group: AnyGroup) -> S
     return Started(work, [output], [torch.stack([step.value(r) for r in range(n)])])
 
 
-def _gather(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _gather(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     outputs = [step.case.blank() for _ in range(n)] if rank == step.root else None
     mine = step.contribution(rank)
     work = dist.gather(mine, outputs, group_dst=step.root, group=group, async_op=step.async_op)
     return Started(work, outputs or [], [step.value(r) for r in range(n)] if outputs else [])
 
 
-def _scatter(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _scatter(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     inputs = [step.contribution(step.root, dst) for dst in range(n)]
     output = step.case.blank()
     given = inputs if rank == step.root else None
@@ -221,14 +221,14 @@ def _scatter(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     return Started(work, [output], [step.value(step.root, rank)])
 
 
-def _all_to_all(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _all_to_all(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     outputs = [step.case.blank() for _ in range(n)]
     inputs = [step.contribution(rank, dst) for dst in range(n)]
     work = dist.all_to_all(outputs, inputs, group=group, async_op=step.async_op)
     return Started(work, outputs, [step.value(src, rank) for src in range(n)])
 
 
-def _all_to_all_single(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _all_to_all_single(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     def parcel(src: int, dst: int) -> Case:
         return replace(step.case, shape=(step.rows(src, dst), *step.case.shape[1:]))
 
@@ -241,7 +241,7 @@ def _all_to_all_single(step: Step, rank: int, n: int, group: AnyGroup) -> Starte
     return Started(work, [output], [torch.cat(expected)])
 
 
-def _ring(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _ring(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     right, left = (rank + 1) % n, (rank - 1) % n
     output = step.case.blank()
     if n > 1:
@@ -255,7 +255,7 @@ def _ring(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
     return Started(None, [], [])
 
 
-def _barrier(step: Step, rank: int, n: int, group: AnyGroup) -> Started:
+def _barrier(step: RandomOperation, rank: int, n: int, group: AnyGroup) -> Started:
     return Started(dist.barrier(group=group, async_op=step.async_op), [], [])
 
 

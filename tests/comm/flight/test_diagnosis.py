@@ -14,10 +14,10 @@ from tilework.comm.flight.deadlocks import blocking, circles, waits
 from tilework.comm.flight.diagnosis import Finding, diagnose
 from tilework.comm.flight.document import (
     MAX_ENTRIES,
-    Fault,
     FlightRecordError,
     GroupLog,
     Record,
+    RecordedFault,
     Stack,
     decode,
     encode,
@@ -124,7 +124,7 @@ def test_many_ranks_are_told_in_short() -> None:
 
 def test_an_interrupted_wait_says_by_what() -> None:
     lost = "failed: PeerLostError: rank 0: lost rank 1: rank 1 died\nmore"
-    fault = Fault(1.0, "PeerLostError: lost rank 1", (1,))
+    fault = RecordedFault(1.0, "PeerLostError: lost rank 1", (1,))
     (found,) = findings(record(0, group(entry(1, outcome=lost)), faults=(fault,)))
     assert found.text.endswith("rank 0 failed in barrier at train.py:7 in step; rank 1 is lost")
     assert found.details[0] == 'rank 0 said "PeerLostError: rank 0: lost rank 1: rank 1 died"'
@@ -172,7 +172,7 @@ records = st.builds(
     st.just(1),
     st.just(""),
     st.just(3.0),
-    st.lists(st.builds(Fault, st.just(1.0), texts, ranks), max_size=2).map(tuple),
+    st.lists(st.builds(RecordedFault, st.just(1.0), texts, ranks), max_size=2).map(tuple),
     st.lists(stacks, max_size=2).map(tuple),
     st.lists(logs, max_size=3).map(tuple),
 )

@@ -14,12 +14,14 @@ import tilework.distributed as dist
 from tests.hypothesis_settings import examples
 from tilework.testing import run_ranks
 from tilework.testing.groups.values import FLOATS, Case, assert_same, bits, folded
-from tilework.testing.strategies import Program, cases, programs, run_program, subsets
+from tilework.testing.strategies import RandomProgram, cases, programs, run_program, subsets
 
 LIMIT = timedelta(seconds=15)
 
 
-def run(backend: str, program: Program, kind: Literal["threads", "processes"] = "threads") -> None:
+def run(
+    backend: str, program: RandomProgram, kind: Literal["threads", "processes"] = "threads"
+) -> None:
     run_ranks(
         program.n,
         lambda rank: run_program(program, rank),
@@ -31,19 +33,19 @@ def run(backend: str, program: Program, kind: Literal["threads", "processes"] = 
 
 @given(programs(max_ranks=5))
 @examples(30)
-def test_random_programs_on_threads(program: Program) -> None:
+def test_random_programs_on_threads(program: RandomProgram) -> None:
     run("threads", program)
 
 
 @given(programs(max_ranks=5))
 @examples(40)
-def test_random_programs_on_shm(program: Program) -> None:
+def test_random_programs_on_shm(program: RandomProgram) -> None:
     run("shm", program)
 
 
 @given(programs(max_ranks=3))
 @examples(10)
-def test_random_programs_between_processes(program: Program) -> None:
+def test_random_programs_between_processes(program: RandomProgram) -> None:
     run("shm", program, kind="processes")
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilework.comm.waits.cycles import Message, WaitGraph, WaitRecord, describe, held_up_by
+from tilework.comm.waits.cycles import SeenMessage, WaitGraph, WaitRecord, describe, held_up_by
 
 #: A rank's program: the groups whose next operation it calls, in order.
 Programs = list[list[str]]
@@ -175,19 +175,19 @@ def test_the_words_name_each_wait_up_to_a_few(size: int, lines: int) -> None:
 def test_who_holds_up_a_wait_for_a_message() -> None:
     """Whoever waits, and has nothing under way that would fit."""
 
-    def record(rank: int, *messages: Message, known: bool = True) -> WaitRecord:
+    def record(rank: int, *messages: SeenMessage, known: bool = True) -> WaitRecord:
         wait = messages[0] if messages else None
         return WaitRecord(
             rank, 1, 1, "g", 1, (1 - rank,), (), "", wait, messages if known else None
         )
 
-    receive = record(0, Message("g", False, 1, 7))
+    receive = record(0, SeenMessage("g", False, 1, 7))
     assert record(1).holds_up(receive)
-    assert record(1, Message("g", False, 0, 7)).holds_up(receive)
-    assert record(1, Message("g", True, 0, 8)).holds_up(receive)
-    assert record(1, Message("h", True, 0, 7)).holds_up(receive)
-    assert not record(1, Message("g", True, 0, 7)).holds_up(receive)
+    assert record(1, SeenMessage("g", False, 0, 7)).holds_up(receive)
+    assert record(1, SeenMessage("g", True, 0, 8)).holds_up(receive)
+    assert record(1, SeenMessage("h", True, 0, 7)).holds_up(receive)
+    assert not record(1, SeenMessage("g", True, 0, 7)).holds_up(receive)
     assert not record(1, known=False).holds_up(receive)
-    send = record(0, Message("g", True, 1, 7))
-    assert not record(1, Message("g", False, -1, 7)).holds_up(send)
+    send = record(0, SeenMessage("g", True, 1, 7))
+    assert not record(1, SeenMessage("g", False, -1, 7)).holds_up(send)
     assert WaitRecord.decode(send.encode().encode()) == send

@@ -18,7 +18,7 @@ from tilework.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from tilework.dtensor.dispatch import call
 from tilework.dtensor.dispatch.call import Operator
 from tilework.dtensor.handlers import HANDLERS
-from tilework.dtensor.propagation.dtensor_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.digests import digest_of
@@ -105,7 +105,7 @@ class _Reader(Operator):
         super().__init__(*find(func))
         self.keys: list[Sequence[Any]] = []
 
-    def _propagate(self, key: Sequence[Any], call: OperatorCall) -> OpSharding:
+    def _propagate(self, key: Sequence[Any], call: DTensorCall) -> OpSharding:
         self.keys.append(key)
         sharding = OpSharding(Composed(lambda: None), specs=call.specs)
         if key:
@@ -113,7 +113,7 @@ class _Reader(Operator):
         return sharding
 
     def _from_sharding(self, sharding: OpSharding, *call: Any) -> Any:
-        read = OperatorCall(*call)
+        read = DTensorCall(*call)
         return read.digest, [id(tensor) for tensor in read.tensors]
 
 

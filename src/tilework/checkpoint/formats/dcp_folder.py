@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tilework.checkpoint.describing import check_dense
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
-from tilework.checkpoint.flat_state import FlatState, NamedTensor, Value, dotted
+from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, dotted
 from tilework.checkpoint.flattening import flatten
 from tilework.checkpoint.format import Path as StatePath
 from tilework.checkpoint.formats.dcp_metadata import METADATA, DcpMetadata, read_dcp_metadata
@@ -74,7 +74,7 @@ class DcpSource(Source):
             self._add_leaf(path, NamedTensor(key))
         _add_containers(self.flat)
 
-    def _add_leaf(self, path: StatePath, leaf: Value | NamedTensor) -> None:
+    def _add_leaf(self, path: StatePath, leaf: FlatValue | NamedTensor) -> None:
         if path in self.flat.leaves:
             raise ValueError(f"it has two values at {dotted(path)}")
         self.flat.leaves[path] = leaf
@@ -87,7 +87,7 @@ class DcpSource(Source):
         for below, kind in inner.containers.items():
             self.flat.containers[(*path, *below)] = kind
         for below, leaf in inner.leaves.items():
-            is_tensor = not isinstance(leaf, Value)
+            is_tensor = not isinstance(leaf, FlatValue)
             self._add_leaf((*path, *below), self._held(key, below, leaf) if is_tensor else leaf)
 
     def _held(self, key: str, below: StatePath, tensor: Tensor) -> NamedTensor:

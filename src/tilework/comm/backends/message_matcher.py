@@ -17,7 +17,7 @@ from tilework.comm.backends.labels import ANY
 ANY_SOURCE = -1
 
 
-class Message(Protocol):
+class MatchedMessage(Protocol):
     """A message, or an announced message."""
 
     source: int
@@ -44,7 +44,7 @@ class Receive:
         return ("timeout", awaited, f"waited {self.timeout:.1f} s for a message")
 
 
-_Message = TypeVar("_Message", bound=Message)
+_Message = TypeVar("_Message", bound=MatchedMessage)
 
 
 class MessageMatcher(Generic[_Message]):
@@ -110,5 +110,5 @@ def labels_fit(label: int, receive: Receive) -> bool:
     return label == receive.label or not known
 
 
-def _fits(message: Message, receive: Receive) -> bool:
+def _fits(message: MatchedMessage, receive: Receive) -> bool:
     return receive.source in (ANY_SOURCE, message.source) and receive.tag == message.tag

@@ -258,7 +258,7 @@ class NativeGroup(ProcessGroup):
             source = at_held_address(source)
         call = MessageWork(self, title, Effects([], [], []), source, slot, hold)
         call.peer = dst
-        event = profiling.Event("send", [source], self) if profiling.profiled() else None
+        event = profiling.ProfilerEvent("send", [source], self) if profiling.profiled() else None
         return call.start(lambda: self.engine.isend(source, dst, tag, self.timeout, sent), event)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
@@ -276,7 +276,7 @@ class NativeGroup(ProcessGroup):
             target = at_held_address(target)
         call = MessageWork(self, title, effects, target, slot, hold)
         call.peer = src
-        event = profiling.Event("recv", [target], self) if profiling.profiled() else None
+        event = profiling.ProfilerEvent("recv", [target], self) if profiling.profiled() else None
         return call.start(
             lambda: self.engine.irecv(target, src, tag, self.timeout, expected), event
         )
@@ -325,11 +325,11 @@ class NativeGroup(ProcessGroup):
         effects.settle()
         return CompletedWork(outputs)
 
-    def _event(self, operation: Operation) -> profiling.Event:
+    def _event(self, operation: Operation) -> profiling.ProfilerEvent:
         """The profiler's event of an operation."""
         sides = operation.inputs, operation.outputs
         given, taken = ([side] if isinstance(side, Tensor) else list(side) for side in sides)
-        return profiling.Event(operation.title or operation.kind, given or taken, self)
+        return profiling.ProfilerEvent(operation.title or operation.kind, given or taken, self)
 
     def _check_devices(self, parts: Parts) -> None:
         for tensor in (parts,) if isinstance(parts, Tensor) else parts:

@@ -86,7 +86,7 @@ class NativeWork(Work):
     """
 
     #: The profiler's event, if the profiler was on at the start.
-    _event: profiling.Event | None = None
+    _event: profiling.ProfilerEvent | None = None
     _future: torch.futures.Future[list[Tensor]] | None = None
     _error: DistBackendError | None = None
     _finished = False
@@ -236,7 +236,7 @@ class EngineWork(NativeWork):
         return self._effects.outputs
 
     def start(
-        self, submit: Callable[[], Completion], event: profiling.Event | None = None
+        self, submit: Callable[[], Completion], event: profiling.ProfilerEvent | None = None
     ) -> EngineWork:
         """Submit the operation; raises at once if that fails."""
         self._event = event

@@ -35,7 +35,7 @@ class FlightRecordError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class RecordedFault:
     """A fault on this rank, or the reason for writing the record."""
 
     #: Unix seconds.
@@ -83,7 +83,7 @@ class Record:
     job: str
     #: The time of writing, in Unix seconds.
     written: float
-    faults: tuple[Fault, ...]
+    faults: tuple[RecordedFault, ...]
     #: The rank's own thread first.
     stacks: tuple[Stack, ...]
     groups: tuple[GroupLog, ...]
@@ -264,10 +264,10 @@ def _record(fields: _Fields) -> Record:
     )
 
 
-def _fault(value: object) -> Fault:
+def _fault(value: object) -> RecordedFault:
     fields = _Fields(value, "a fault")
     ranks = fields.items("ranks", MAX_RANKS, _rank)
-    return Fault(fields.seconds("time"), fields.text("text"), ranks)
+    return RecordedFault(fields.seconds("time"), fields.text("text"), ranks)
 
 
 def _stack(value: object) -> Stack:

@@ -22,7 +22,7 @@ from typing import Final
 from tilework.comm.backends.per_device import DispatchGroup
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.flight import document
-from tilework.comm.flight.document import Fault, GroupLog, Record, Stack, file_name
+from tilework.comm.flight.document import GroupLog, Record, RecordedFault, Stack, file_name
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE, WATCHER_NAME
 from tilework.comm.per_call.callsite import format_site, in_library, user_frame
 from tilework.comm.world import World, current_world, live_worlds
@@ -45,7 +45,7 @@ def note_fault(cause: BaseException | str) -> None:
     if not folder:
         return
     text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
-    fault = Fault(time.time(), text, tuple(getattr(cause, "ranks", ())))
+    fault = RecordedFault(time.time(), text, tuple(getattr(cause, "ranks", ())))
     # On a thread of the core, the rank is unknown: then write the records of all ranks.
     own_rank = _rank_of(current_world())
     for rank, worlds in _ranks().items():

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-from tilework.comm.flight.document import MAX_FAULTS, Fault
+from tilework.comm.flight.document import MAX_FAULTS, RecordedFault
 
 
 @dataclass(slots=True)
@@ -16,11 +16,11 @@ class Notes:
     #: The rank's own thread, which made the first group.
     thread: threading.Thread | None = None
     #: The first faults: later faults are rarely the cause.
-    faults: deque[Fault] = field(default_factory=deque)
+    faults: deque[RecordedFault] = field(default_factory=deque)
     #: True after the report that no record can be written.
     complained: bool = False
 
-    def add(self, fault: Fault) -> None:
+    def add(self, fault: RecordedFault) -> None:
         """Keep a fault, if there is room."""
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(fault)

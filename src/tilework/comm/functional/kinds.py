@@ -14,7 +14,13 @@ from torch import Tensor
 from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.functional import primitives
 from tilework.comm.functional.reductions import factor_of, reduction
-from tilework.comm.functional.running import Collective, GroupOrName, empty_like, run, size_of
+from tilework.comm.functional.running import (
+    FunctionalCollective,
+    GroupOrName,
+    empty_like,
+    run,
+    size_of,
+)
 from tilework.comm.reduce_op import check_reduction
 
 Started = tuple[Tensor, Work | None]
@@ -24,7 +30,7 @@ Rank = Callable[[], int]
 # -- reductions ------------------------------------------------------------------------------
 
 
-class AllReduce(Collective):
+class AllReduce(FunctionalCollective):
     """Every rank's tensors combined, on every rank."""
 
     name, schema, elementwise = "all_reduce", "str op", True
@@ -46,7 +52,7 @@ class AllReduce(Collective):
         return pull_back(self.op, x, run(AllReduce, grad, group, "sum"), group)
 
 
-class Reduce(Collective):
+class Reduce(FunctionalCollective):
     """Every rank's tensors combined on the root; zeros elsewhere."""
 
     name, schema, elementwise = "reduce", "str op, int root", True
@@ -72,7 +78,7 @@ class Reduce(Collective):
         return pull_back(self.op, x, run(Broadcast, grad, group, self.root), group)
 
 
-class ReduceScatter(Collective):
+class ReduceScatter(FunctionalCollective):
     """Every rank's tensors combined; this rank's rows of the result."""
 
     name, schema = "reduce_scatter_tensor", "str op, int dim, SymInt[] rows"
@@ -146,7 +152,7 @@ def _product_of_others(x: Tensor, group: GroupOrName) -> Tensor:
 # -- moves -----------------------------------------------------------------------------------
 
 
-class AllGather(Collective):
+class AllGather(FunctionalCollective):
     """Every rank's rows, one after the other, on every rank."""
 
     name, schema = "all_gather_tensor", "int dim, SymInt[] rows"
@@ -171,7 +177,7 @@ class AllGather(Collective):
         return run(ReduceScatter, grad, group, "sum", self.dim, self.rows)
 
 
-class AllToAll(Collective):
+class AllToAll(FunctionalCollective):
     """The rows that each rank sends to this rank, one after the other."""
 
     name, schema = "all_to_all_single", "SymInt[] received, SymInt[] sent"
@@ -194,7 +200,7 @@ class AllToAll(Collective):
         return run(AllToAll, grad, group, self.sent, self.received)
 
 
-class Broadcast(Collective):
+class Broadcast(FunctionalCollective):
     """The root's tensor, on every rank."""
 
     name, schema, elementwise = "broadcast", "int root", True
@@ -210,7 +216,7 @@ class Broadcast(Collective):
         return run(Reduce, grad, group, "sum", self.root)
 
 
-class Gather(Collective):
+class Gather(FunctionalCollective):
     """Every rank's rows, one after the other, on the root; no rows elsewhere."""
 
     name, schema = "gather", "int root, int dim, SymInt[] rows"
@@ -236,7 +242,7 @@ class Gather(Collective):
         return run(Scatter, grad, group, self.root, self.dim, self.rows)
 
 
-class Scatter(Collective):
+class Scatter(FunctionalCollective):
     """This rank's rows of the root's tensor."""
 
     name, schema = "scatter", "int root, int dim, SymInt[] rows"
@@ -262,7 +268,7 @@ class Scatter(Collective):
         return run(Gather, grad, group, self.root, self.dim, self.rows)
 
 
-class Permute(Collective):
+class Permute(FunctionalCollective):
     """The tensor of the rank that sends to this rank; zeros if no rank does."""
 
     name, schema, elementwise = "permute_tensor", "int[] destinations", True
@@ -304,7 +310,7 @@ def inverse(destinations: Sequence[int]) -> list[int]:
 # -- one value that all ranks hold ---------------------------------------------------------
 
 
-class CopyToGroup(Collective):
+class CopyToGroup(FunctionalCollective):
     """The tensor itself; gradients are summed over the ranks."""
 
     name, schema, local, elementwise = "copy_to_group", "", True, True
@@ -316,7 +322,7 @@ class CopyToGroup(Collective):
         return run(ReduceFromGroup, grad, group)
 
 
-class ReduceFromGroup(Collective):
+class ReduceFromGroup(FunctionalCollective):
     """Every rank's tensors summed, on every rank; gradients pass unchanged."""
 
     name, schema, elementwise = "reduce_from_group", "", True
@@ -328,7 +334,7 @@ class ReduceFromGroup(Collective):
         return run(CopyToGroup, grad, group)
 
 
-class ScatterToGroup(Collective):
+class ScatterToGroup(FunctionalCollective):
     """This rank's rows of a tensor that all ranks hold; gradients are gathered."""
 
     name, schema, local = "scatter_to_group", "int dim, SymInt[] rows", True
@@ -359,7 +365,7 @@ class GatherFromGroup(AllGather):
 
 
 #: Every collective, to be registered as an operator.
-KINDS: tuple[type[Collective], ...] = (
+KINDS: tuple[type[FunctionalCollective], ...] = (
     *(AllReduce, Reduce, ReduceScatter, AllGather, AllToAll, Broadcast, Gather, Scatter),
     *(Permute, CopyToGroup, ReduceFromGroup, ScatterToGroup, GatherFromGroup),
 )

@@ -20,7 +20,7 @@ from torch.fx.node import has_side_effect
 
 from tilework.comm.contract import Work
 from tilework.comm.functional.kinds import KINDS
-from tilework.comm.functional.running import Collective, begin, check_batched, group_named
+from tilework.comm.functional.running import FunctionalCollective, begin, check_batched, group_named
 
 _library = torch.library.Library("tilework", "DEF")  # type: ignore[no-untyped-call]
 
@@ -28,7 +28,7 @@ _library = torch.library.Library("tilework", "DEF")  # type: ignore[no-untyped-c
 _RESULT = "_tilework_result"
 
 
-def _register(kind: type[Collective]) -> None:
+def _register(kind: type[FunctionalCollective]) -> None:
     name = f"tilework::{kind.name}"
     between = f", {kind.schema}" if kind.schema else ""
     _define(f"{kind.name}(Tensor x{between}, str group) -> Tensor", _implementation(kind))
@@ -47,7 +47,7 @@ def _define(schema: str, implementation: Callable[..., Tensor]) -> None:
     _library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-def _implementation(kind: type[Collective]) -> Callable[..., Tensor]:
+def _implementation(kind: type[FunctionalCollective]) -> Callable[..., Tensor]:
     def start(x: Tensor, *args: Any) -> Tensor:
         *given, group = args
         out, work = begin(kind(*given), group_named(group), x)
@@ -59,7 +59,7 @@ def _implementation(kind: type[Collective]) -> Callable[..., Tensor]:
     return start
 
 
-def _fake(kind: type[Collective]) -> Callable[..., Tensor]:
+def _fake(kind: type[FunctionalCollective]) -> Callable[..., Tensor]:
     def fake(x: Tensor, *args: Any) -> Tensor:
         *given, group = args
         return kind(*given).empty(x, lambda: group_named(group).rank())
@@ -67,7 +67,7 @@ def _fake(kind: type[Collective]) -> Callable[..., Tensor]:
     return fake
 
 
-def _batched(kind: type[Collective]) -> Callable[..., tuple[Tensor, int | None]]:
+def _batched(kind: type[FunctionalCollective]) -> Callable[..., tuple[Tensor, int | None]]:
     def batched(
         info: Any, in_dims: tuple[int | None, ...], *args: Any
     ) -> tuple[Tensor, int | None]:
@@ -77,7 +77,7 @@ def _batched(kind: type[Collective]) -> Callable[..., tuple[Tensor, int | None]]
     return batched
 
 
-def _setup(kind: type[Collective]) -> Callable[..., None]:
+def _setup(kind: type[FunctionalCollective]) -> Callable[..., None]:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, *given, ctx.group = inputs
         ctx.collective = kind(*given)
@@ -87,7 +87,7 @@ def _setup(kind: type[Collective]) -> Callable[..., None]:
     return setup_context
 
 
-def _backward(kind: type[Collective]) -> Callable[..., tuple[Any, ...]]:
+def _backward(kind: type[FunctionalCollective]) -> Callable[..., tuple[Any, ...]]:
     others = kind.schema.count(",") + 2 if kind.schema else 1
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -34,7 +34,7 @@ class MeshLike(Protocol):
     def get_group(self, mesh_dim: Any = None) -> Any: ...
 
 
-class Collective(ABC):
+class FunctionalCollective(ABC):
     """A collective with its static arguments: an operation from a tensor to a new tensor.
 
     The constructor takes the arguments that ``schema`` lists.
@@ -78,7 +78,7 @@ def empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def run(kind: type[Collective], x: Tensor, group: GroupOrName, *args: Any) -> Tensor:
+def run(kind: type[FunctionalCollective], x: Tensor, group: GroupOrName, *args: Any) -> Tensor:
     """Run ``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
     if not isinstance(x, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")
@@ -100,7 +100,7 @@ def run(kind: type[Collective], x: Tensor, group: GroupOrName, *args: Any) -> Te
 
 
 def _operators(
-    kind: type[Collective], x: Tensor, group: GroupOrName, args: tuple[Any, ...]
+    kind: type[FunctionalCollective], x: Tensor, group: GroupOrName, args: tuple[Any, ...]
 ) -> Tensor:
     name = group if isinstance(group, str) else group.group_name
     result: Tensor = getattr(torch.ops.tilework, kind.name)(x, *args, name)
@@ -109,7 +109,9 @@ def _operators(
     return result
 
 
-def begin(collective: Collective, group: ProcessGroup, x: Tensor) -> tuple[Tensor, Work | None]:
+def begin(
+    collective: FunctionalCollective, group: ProcessGroup, x: Tensor
+) -> tuple[Tensor, Work | None]:
     """Start ``collective``; return the result, and the work, or None if it is done already."""
     x = checks.check_tensor(x, "tensor")
     async_op = x.nbytes > AT_ONCE_BYTES
@@ -126,7 +128,11 @@ class _Call:
     __slots__ = ("args", "collective", "group", "kind", "wait", "work")
 
     def __init__(
-        self, kind: type[Collective], args: tuple[Any, ...], group: ProcessGroup, wait: bool
+        self,
+        kind: type[FunctionalCollective],
+        args: tuple[Any, ...],
+        group: ProcessGroup,
+        wait: bool,
     ) -> None:
         self.kind, self.args, self.group = kind, args, group
         self.collective = kind(*args)
@@ -181,7 +187,7 @@ class _Differentiable(torch.autograd.Function):
         return run(call.kind, x, call.group, *call.args), in_dims[0]
 
 
-def check_batched(kind: type[Collective]) -> None:
+def check_batched(kind: type[FunctionalCollective]) -> None:
     """Raise unless ``kind`` may be mapped by one call on the whole batch."""
     if not kind.elementwise:
         raise NotImplementedError(

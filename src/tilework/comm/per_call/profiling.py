@@ -78,7 +78,7 @@ def follow(tell: Callable[[bool], None]) -> None:
     tell(profiled())
 
 
-class Event:
+class ProfilerEvent:
     """A context manager for an operation's event.
 
     Args:

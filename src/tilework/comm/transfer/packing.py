@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tilework.comm.transfer.round_shares import Part, blocks
+from tilework.comm.transfer.round_shares import PieceRange, blocks
 from tilework.layout import Piece
 
 ViewOf = Callable[[Piece], Tensor]
@@ -29,7 +29,7 @@ class PackedRows:
         #: Views of tensors, each with a view of the buffer for the same elements in this round.
         self._buffered: list[tuple[Tensor, Tensor]] = []
 
-    def rows(self, streams: Sequence[Sequence[Part]]) -> list[Tensor]:
+    def rows(self, streams: Sequence[Sequence[PieceRange]]) -> list[Tensor]:
         """A row for each stream's parts. Rows in the buffer are valid until the next round."""
         viewed = [[view for part in parts for view in self.views(part)] for parts in streams]
         rows = [self._in_place(views) for views in viewed]
@@ -53,7 +53,7 @@ class PackedRows:
             return self._nothing
         return views[0].view(-1) if len(views) == 1 and views[0].is_contiguous() else None
 
-    def views(self, part: Part) -> list[Tensor]:
+    def views(self, part: PieceRange) -> list[Tensor]:
         """The views of the part's elements, as few as possible."""
         piece = self._view_of(part.piece)
         if part.volume == piece.numel():
@@ -62,7 +62,7 @@ class PackedRows:
             return [piece.view(-1)[part.start : part.stop]]
         return self.blocks(part)
 
-    def blocks(self, part: Part) -> list[Tensor]:
+    def blocks(self, part: PieceRange) -> list[Tensor]:
         """The views of the part's elements, of the same shapes at both ends."""
         piece = self._view_of(part.piece)
         return [piece[block] for block in blocks(piece.shape, part.start, part.stop)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilework.comm.backends.threads.reference import combine
 from tilework.comm.transfer.local_transfer import LocalTransfer
-from tilework.comm.transfer.round_shares import Part, region_shares, regions, rounds_for
+from tilework.comm.transfer.round_shares import PieceRange, region_shares, regions, rounds_for
 from tilework.layout import Box, Piece
 
 
@@ -60,7 +60,7 @@ class ReducingTensors:
         #: By target tile: each box of the round's region, with the terms of the box.
         self._arriving: dict[int, list[tuple[Box, Tensor]]] = {}
 
-    def shares(self, pieces: Sequence[Piece]) -> list[list[Part]]:
+    def shares(self, pieces: Sequence[Piece]) -> list[list[PieceRange]]:
         """The parts of ``pieces`` that each round moves: the parts in the round's regions."""
         return region_shares(pieces, self._rounds, self._regions_of)
 

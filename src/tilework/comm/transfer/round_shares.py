@@ -19,7 +19,7 @@ Block = tuple[slice, ...]
 _SLACK = 8
 
 
-class Part(NamedTuple):
+class PieceRange(NamedTuple):
     """Elements of a piece, from ``start`` to ``stop`` (exclusive) in row-major order."""
 
     piece: Piece
@@ -44,7 +44,7 @@ def rounds_for(elements: int, room: int, streams: int) -> int:
     return max(1, math.ceil(elements * (1 + 1 / _SLACK) / max(1, room - streams)))
 
 
-def shares(pieces: Sequence[Piece], rounds: int) -> list[list[Part]]:
+def shares(pieces: Sequence[Piece], rounds: int) -> list[list[PieceRange]]:
     """A stream's share in each round.
 
     Example:
@@ -53,7 +53,7 @@ def shares(pieces: Sequence[Piece], rounds: int) -> list[list[Part]]:
         [[(0, 4)], [(4, 8)]]
     """
     total = sum(piece.box.volume for piece in pieces)
-    result: list[list[Part]] = [[] for _ in range(rounds)]
+    result: list[list[PieceRange]] = [[] for _ in range(rounds)]
     number = before = 0
     for piece in pieces:
         volume, start = piece.box.volume, 0
@@ -62,7 +62,7 @@ def shares(pieces: Sequence[Piece], rounds: int) -> list[list[Part]]:
             end = total * (number + 1) // rounds - before
             stop = volume if end >= volume else max(start, end - end % unit)
             if stop > start:
-                result[number].append(Part(piece, start, stop))
+                result[number].append(PieceRange(piece, start, stop))
             number += stop < volume
             start = stop
         before += volume
@@ -132,7 +132,7 @@ def _part_of(box: Box, block: Block) -> Box:
 
 def region_shares(
     pieces: Sequence[Piece], rounds: int, regions_of: Callable[[int], list[list[Box]]]
-) -> list[list[Part]]:
+) -> list[list[PieceRange]]:
     """The parts of each piece in each round: the parts in the target tile's region.
 
     Args:
@@ -140,11 +140,11 @@ def region_shares(
         rounds: The number of rounds.
         regions_of: The regions of a target tile, by its index.
     """
-    result: list[list[Part]] = [[] for _ in range(rounds)]
+    result: list[list[PieceRange]] = [[] for _ in range(rounds)]
     for piece in pieces:
         for number, boxes in enumerate(regions_of(piece.dst_tile)):
             for box in boxes:
                 shared = piece.box.intersection(box)
                 if shared is not None:
-                    result[number].append(Part(piece._replace(box=shared), 0, shared.volume))
+                    result[number].append(PieceRange(piece._replace(box=shared), 0, shared.volume))
     return result

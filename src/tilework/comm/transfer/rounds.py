@@ -16,12 +16,12 @@ from tilework.comm.operations import collectives
 from tilework.comm.transfer.local_transfer import LocalTransfer
 from tilework.comm.transfer.packing import PackedRows, cached_views
 from tilework.comm.transfer.reduce_rounds import ReducingTensors, rounds_to_reduce
-from tilework.comm.transfer.round_shares import Part, rounds_for, shares
+from tilework.comm.transfer.round_shares import PieceRange, rounds_for, shares
 from tilework.comm.transfer.run_mode import RunMode
 from tilework.layout import Piece
 
 #: The parts of each stream between two ranks, in one round.
-Streams = Sequence[Sequence[Part]]
+Streams = Sequence[Sequence[PieceRange]]
 
 
 def rounds_needed(local: LocalTransfer, buffer_bytes: int) -> int:
@@ -100,7 +100,7 @@ class _MovingTensors:
         self.source_view = cached_views(local.source_view)
         self.target_view = cached_views(local.target_view)
 
-    def shares(self, pieces: Sequence[Piece]) -> list[list[Part]]:
+    def shares(self, pieces: Sequence[Piece]) -> list[list[PieceRange]]:
         return shares(pieces, self._rounds)
 
     def begin(self, number: int) -> None:

@@ -96,8 +96,8 @@ class _Wait:
     number: int
     #: Global ranks.
     awaited: tuple[int, ...]
-    message: Message | None
-    messages: tuple[Message, ...] | None
+    message: SeenMessage | None
+    messages: tuple[SeenMessage, ...] | None
     #: Of a message: the name and place in the program.
     entry: Entry | None = None
 
@@ -267,9 +267,9 @@ def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
     return _Wait(group, number, (messages[0].peer,), messages[0], messages, entry)
 
 
-def _message(group: ProcessGroup, entry: Entry) -> Message:
+def _message(group: ProcessGroup, entry: Entry) -> SeenMessage:
     peer = -1 if entry.peer is None else entry.peer
-    return Message(group.group_name, entry.what.startswith("send"), peer, entry.tag)
+    return SeenMessage(group.group_name, entry.what.startswith("send"), peer, entry.tag)
 
 
 def _held_up(groups: Sequence[ProcessGroup]) -> tuple[tuple[int, str, int], ...]:
@@ -343,7 +343,7 @@ def _read(store: Store, key: str) -> bytes | None:
 # -- the graph: pure -----------------------------------------------------------------------
 
 
-class Message(NamedTuple):
+class SeenMessage(NamedTuple):
     """A message, as the rank at one end sees it."""
 
     group: str
@@ -352,7 +352,7 @@ class Message(NamedTuple):
     peer: int
     tag: int
 
-    def fits(self, other: Message, rank: int, other_rank: int) -> bool:
+    def fits(self, other: SeenMessage, rank: int, other_rank: int) -> bool:
         """True if another rank's message is the other end, so that the message may arrive."""
         return (
             (self.group, self.tag, not self.is_send) == (other.group, other.tag, other.is_send)
@@ -380,9 +380,9 @@ class WaitRecord:
     #: The operation, for a person.
     what: str
     #: The message of a wait for a message, as this rank sees it.
-    message: Message | None = None
+    message: SeenMessage | None = None
     #: The messages that the rank has under way, of all groups; None if unknown.
-    messages: tuple[Message, ...] | None = None
+    messages: tuple[SeenMessage, ...] | None = None
 
     def holds_up(self, other: WaitRecord) -> bool:
         """True if ``other`` waits for this rank in an operation that this rank has not called."""
@@ -413,8 +413,8 @@ class WaitRecord:
             tuple(awaited),
             held,
             what,
-            None if message is None else Message(*message),
-            None if messages is None else tuple(Message(*each) for each in messages),
+            None if message is None else SeenMessage(*message),
+            None if messages is None else tuple(SeenMessage(*each) for each in messages),
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilework.comm.per_call.callsite import call_site, user_frame
 from tilework.comm.world import current_world
-from tilework.dtensor.debug.event_log import Event, Log
+from tilework.dtensor.debug.event_log import CollectiveEvent, EventLog
 from tilework.dtensor.debug.formatting import layout_text, tensor_text
 from tilework.dtensor.spec import DTensorSpec, without_sizes
 from tilework.layout.steps import Steps
@@ -49,7 +49,7 @@ class GatherWarning(UserWarning):
 class _Recorder:
     """The open ``explain`` and ``strict`` blocks of one rank."""
 
-    logs: list[Log] = field(default_factory=list)
+    logs: list[EventLog] = field(default_factory=list)
     #: The number of open ``strict`` blocks.
     strict: int = 0
     #: The running operator, and True if it gathers.
@@ -64,7 +64,7 @@ def _recorder() -> _Recorder:
 
 
 @contextmanager
-def explain() -> Iterator[Log]:
+def explain() -> Iterator[EventLog]:
     """List each collective of DTensors on this rank within the block, with the cause.
 
     Local; may be nested. Costs nearly nothing while no block is open.
@@ -83,7 +83,7 @@ def explain() -> Iterator[Log]:
         >>> event.collective, event.axes, event.tensor, event.target, event.nbytes
         ('all_gather', ('tp',), 'f32[4@tp, 4]', 'f32[4, 4]', 32)
     """
-    recorder, log = _recorder(), Log()
+    recorder, log = _recorder(), EventLog()
     recorder.logs.append(log)
     with _watching():
         try:
@@ -207,7 +207,7 @@ def record_steps(source: DTensorSpec, steps: Steps, dtype: torch.dtype) -> None:
             continue
         before = source.with_placements(step.source.placements, step.source.order)
         after = source.with_placements(step.target.placements, step.target.order)
-        event = Event(
+        event = CollectiveEvent(
             operator,
             step.kind,
             tuple(steps.names[axis] for axis in step.axes),
@@ -232,7 +232,7 @@ def record_reduction(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[T
     for axis in axes:
         ranks *= spec.mesh.shape[axis]
     shapes = [tensor_text(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    event = Event(
+    event = CollectiveEvent(
         f"{len(tensors)} parameter{'s' * (len(tensors) != 1)}",
         "all_reduce",
         tuple(group),

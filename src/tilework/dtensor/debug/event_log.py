@@ -17,7 +17,7 @@ _TITLES = ("operator", "collective", "axes", "tensor", "to", "bytes", "where")
 
 
 @dataclass(frozen=True)
-class Event:
+class CollectiveEvent:
     """A collective, and the cause."""
 
     operator: str
@@ -41,10 +41,10 @@ class Event:
 
 
 @dataclass
-class Log:
+class EventLog:
     """This rank's collectives. ``print`` shows them as a table, and rich draws it."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[CollectiveEvent] = field(default_factory=list)
     """The collectives, in the order in which they ran."""
 
     @property
@@ -53,7 +53,7 @@ class Log:
         return sum(event.nbytes for event in self.events)
 
     @property
-    def gathered(self) -> list[Event]:
+    def gathered(self) -> list[CollectiveEvent]:
         """The events of gathers for lack of a rule."""
         return [event for event in self.events if event.gathered]
 
@@ -101,7 +101,7 @@ class Log:
         )
 
 
-def _row(event: Event) -> tuple[str, ...]:
+def _row(event: CollectiveEvent) -> tuple[str, ...]:
     """A text for each column of the table."""
     notes = " (gradient)" * event.gradient + " (no rule)" * event.gathered
     return (

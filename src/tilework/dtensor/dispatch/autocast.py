@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.dtensor.propagation.dtensor_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.pytree import with_tensors
 
 #: Operators that autocast computes in lower precision or in the widest dtype that is given: what
@@ -32,7 +32,7 @@ _PADDINGS = {"reflect": "reflection_pad", "replicate": "replication_pad"}
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
-def in_float32(name: str, call: OperatorCall) -> Callable[[], Any] | None:
+def in_float32(name: str, call: DTensorCall) -> Callable[[], Any] | None:
     """The call in float32, if autocast computes this operator so; else None.
 
     Args:
@@ -56,7 +56,7 @@ def _in_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if is_cast else tensor
 
 
-def _kernel(name: str, call: OperatorCall) -> str:
+def _kernel(name: str, call: DTensorCall) -> str:
     """The name of torch's kernel that computes a call."""
     if name == "nll_loss_nd":
         return "nll_loss"

@@ -39,7 +39,7 @@ from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.ways import Ways
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
-from tilework.dtensor.propagation.dtensor_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
 from tilework.dtensor.propagation.propagator import (
     ShardingPropagator,
@@ -255,7 +255,7 @@ class Operator:
             normal = normalized(self.name, args, kwargs)
             if normal is not None:
                 return func(*normal[0], **normal[1])
-            sharding = self._propagate(key, OperatorCall(func, args, kwargs, tensors, mesh))
+            sharding = self._propagate(key, DTensorCall(func, args, kwargs, tensors, mesh))
         seeds[0] = sharding.digest
         digest = hash(tuple(seeds))
         if as_is and (
@@ -272,10 +272,10 @@ class Operator:
         return self._from_sharding(sharding, func, args, kwargs, tensors, mesh, digest)
 
     def _from_result(self, sharding: OpSharding, result: Any, *call: Any) -> Any:
-        return self._ways.finished(sharding, result, OperatorCall(*call))
+        return self._ways.finished(sharding, result, DTensorCall(*call))
 
     def _from_sharding(self, sharding: OpSharding, *call: Any) -> Any:
-        return self._ways.run(sharding, OperatorCall(*call))
+        return self._ways.run(sharding, DTensorCall(*call))
 
     # -- the key -----------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Operator:
                 as_is = False
         return kwargs, local_kwargs, as_is, requires_grad
 
-    def _propagate(self, key: Sequence[Any], call: OperatorCall) -> OpSharding:
+    def _propagate(self, key: Sequence[Any], call: DTensorCall) -> OpSharding:
         """The sharding of a call, cached if it has a key. Local."""
         func, tensors = call.func, call.tensors
         if any(map(is_torch_dtensor, tensors)):
@@ -323,7 +323,7 @@ class Operator:
         return sharding
 
 
-def _check_devices(name: str, call: OperatorCall) -> None:
+def _check_devices(name: str, call: DTensorCall) -> None:
     """Raise RuntimeError where a tensor is to go to devices that are not there."""
     kinds = [name] if name in ("cuda", "xpu") else []
     for arg in (*call.args[1:], *call.kwargs.values()):

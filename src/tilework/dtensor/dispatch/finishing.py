@@ -11,7 +11,7 @@ from torch import Tensor
 from tilework.dtensor.autograd import changed_in_place, local_graph
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.dispatch.results import reduced, replicated_like, show_base, wrapped, write
-from tilework.dtensor.propagation.dtensor_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.op_sharding import Finish, OpSharding
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.strides import storage_of
@@ -25,7 +25,7 @@ from tilework.dtensor.views.graph_views import note_view
 _OVERWRITE = frozenset({"copy", "fill", "zero"})
 
 
-class Operation(NamedTuple):
+class OperatorForm(NamedTuple):
     """The name of an operator, and whether this form writes to the first argument."""
 
     name: str
@@ -38,24 +38,24 @@ class Operation(NamedTuple):
 
 
 #: A step: of the operator, how the call runs, what there is so far, and the call.
-Step = Callable[[Operation, OpSharding, Any, OperatorCall], Any]
+Step = Callable[[OperatorForm, OpSharding, Any, DTensorCall], Any]
 
 
-def finished(operation: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def finished(operation: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     """The result of a call, from the local result."""
     for step in sharding.finish:
         result = _STEPS[step](operation, sharding, result, call)
     return result
 
 
-def _maybe_input(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _maybe_input(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     first = call.tensors[0]
     if call.args and isinstance(first, DTensor) and result is first._local_tensor:
         return first
     return result
 
 
-def _own_memory(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _own_memory(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     """A local result that shares no memory with the local tensor of the first input."""
     if isinstance(result, DTensor):
         return result
@@ -64,15 +64,15 @@ def _own_memory(_: Operation, sharding: OpSharding, result: Any, call: OperatorC
     return result.clone() if storage_of(result) == storage_of(first._local_tensor) else result
 
 
-def _wrap(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _wrap(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     return _as_dtensors(result, sharding.outputs, call)
 
 
-def _wrap_reduced(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _wrap_reduced(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     return _as_dtensors(*reduced(result, sharding.outputs), call)
 
 
-def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: OperatorCall) -> Any:
+def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: DTensorCall) -> Any:
     if result.__class__ is DTensor:  # the input itself
         return result
     if outputs is None or result.__class__ is not Tensor:
@@ -82,7 +82,7 @@ def _as_dtensors(result: Any, outputs: list[DTensorSpec] | None, call: OperatorC
     return wrap_as(DTensor, result, outputs[0], call.digest)
 
 
-def _view(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _view(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     if result is call.tensors[0]:  # as real numbers are their real parts
         return result
     show_base(result, call.tensors[0])
@@ -94,7 +94,9 @@ def _view(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -
     return copied_views.viewed(result, False, call.func, call.args, call.kwargs)
 
 
-def _maybe_copy(operation: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _maybe_copy(
+    operation: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall
+) -> Any:
     """A view, marked as a copy if the local tensor could not be viewed."""
     base = call.tensors[0]
     assert isinstance(base, DTensor)
@@ -106,12 +108,12 @@ def _maybe_copy(operation: Operation, sharding: OpSharding, result: Any, call: O
     return result
 
 
-def _copied_view(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _copied_view(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     show_base(result, call.tensors[0])
     return copied_views.viewed(result, True, call.func, call.args, call.kwargs)
 
 
-def _written(operation: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _written(operation: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     """The first argument, which the operator has written to, or which gets the result."""
     if result is None or result is NotImplemented:  # of x **= object(), which Python then refuses
         return result
@@ -138,12 +140,12 @@ def _written(operation: Operation, sharding: OpSharding, result: Any, call: Oper
     return target
 
 
-def digest_of_rest(sharding: OpSharding, call: OperatorCall) -> int:
+def digest_of_rest(sharding: OpSharding, call: DTensorCall) -> int:
     """The digest of a call, without the digest of the first argument."""
     return hash(tuple(seeds_in(call.kwargs, seeds_in(call.args[1:], [sharding.digest]))))
 
 
-def _as_it_is(_: Operation, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+def _as_it_is(_: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
     return result
 
 

@@ -85,7 +85,7 @@ def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
         ):  # else the same, before it was changed
             if view._made_without_grad:
                 made = "under no_grad()"
-            elif func.__class__ is copied_views.Piece and func.together:
+            elif func.__class__ is copied_views.ViewOfSeveral and func.together:
                 made = "together with others, as split() and unbind() do"
             graded = bool(made) and _require_grad((target, *others))
         if has_origin(base):

@@ -18,10 +18,10 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.base import version_of
 from tilework.dtensor.debug import causes
 from tilework.dtensor.dispatch import autocast
-from tilework.dtensor.dispatch.finishing import Operation, digest_of_rest, finished
+from tilework.dtensor.dispatch.finishing import OperatorForm, digest_of_rest, finished
 from tilework.dtensor.dispatch.local_inputs import local_inputs
 from tilework.dtensor.dispatch.results import came_from, result_outside, write
-from tilework.dtensor.propagation.dtensor_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.op_sharding import (
     Composed,
     Finish,
@@ -59,10 +59,10 @@ class Ways:
 
     def __init__(self, entry: OpEntry, in_place: bool) -> None:
         self.entry, self.in_place = entry, in_place
-        self._operation = Operation(entry.name, in_place)
+        self._operation = OperatorForm(entry.name, in_place)
         self._name, self._title = self._operation.name, self._operation.title
 
-    def run(self, sharding: OpSharding, call: OperatorCall) -> Any:
+    def run(self, sharding: OpSharding, call: DTensorCall) -> Any:
         """The result of a call, whose tensors may have to be moved. Collective if some have."""
         if _grad_enabled() and self._is_unrecorded(sharding, call):
             with torch.no_grad():
@@ -82,13 +82,13 @@ class Ways:
             return result_outside(self._name, way.meta_result, sharding.outputs, call.mesh)
         return self._on_locals(sharding, way, call)
 
-    def finished(self, sharding: OpSharding, result: Any, call: OperatorCall) -> Any:
+    def finished(self, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
         """The result of a call, from what the operator gives for the local tensors as they are."""
         if sharding.finish[0] is _WHOLE_SUMS and not _scales_finitely(self._name, call):
             return self._composed(sharding, _by_whole_sums(call), call)
         return finished(self._operation, sharding, result, call)
 
-    def _is_unrecorded(self, sharding: OpSharding, call: OperatorCall) -> bool:
+    def _is_unrecorded(self, sharding: OpSharding, call: DTensorCall) -> bool:
         """True if torch would record nothing for gradients, where local operators may."""
         if self.in_place:  # torch would say that integers require a gradient
             return has_graded_operands(call)
@@ -97,7 +97,7 @@ class Ways:
 
     # -- by other operators -------------------------------------------------------------------
 
-    def _composed(self, sharding: OpSharding, way: Composed, call: OperatorCall) -> Any:
+    def _composed(self, sharding: OpSharding, way: Composed, call: DTensorCall) -> Any:
         """The result of a call that other operators compute."""
         func, args, kwargs, tensors, _, digest = call
         if way.overwrites:  # what was there before may be what the memory happens to hold
@@ -110,7 +110,7 @@ class Ways:
             result = _as_overloads_give(func, result)
         return self._with_strides(way, result, call)
 
-    def _with_strides(self, way: Composed, result: Any, call: OperatorCall) -> Any:
+    def _with_strides(self, way: Composed, result: Any, call: DTensorCall) -> Any:
         """A composed result, whose tensors have the strides that torch's operator gives them."""
         if not way.knows_strides:
             results = tensors_in(result)
@@ -129,7 +129,7 @@ class Ways:
 
     # -- on local tensors ---------------------------------------------------------------------
 
-    def _on_locals(self, sharding: OpSharding, way: OnLocals | Gathered, call: OperatorCall) -> Any:
+    def _on_locals(self, sharding: OpSharding, way: OnLocals | Gathered, call: DTensorCall) -> Any:
         """The result of a call, computed from local tensors in the layouts that it needs."""
         if causes.watchers:
             gathers = isinstance(way, Gathered) and any(sharding.inputs)
@@ -149,7 +149,7 @@ class Ways:
         return finished(self._operation, sharding, result, call)
 
     def _on_shards(
-        self, sharding: OpSharding, way: OnLocals, call: OperatorCall, locals_: list[Tensor]
+        self, sharding: OpSharding, way: OnLocals, call: DTensorCall, locals_: list[Tensor]
     ) -> Any:
         """The local result of an operator that has a rule."""
         if way.run is None:
@@ -164,7 +164,7 @@ class Ways:
         return result
 
     def _on_gathered(
-        self, sharding: OpSharding, way: Gathered, call: OperatorCall, locals_: list[Tensor]
+        self, sharding: OpSharding, way: Gathered, call: DTensorCall, locals_: list[Tensor]
     ) -> Any:
         """The local result of an operator without a rule, on full tensors."""
         versions = [version_of(tensor) for tensor in locals_]
@@ -210,7 +210,7 @@ def _as_overloads_give(func: Any, tensors: tuple[Any, ...]) -> Any:
     return list(tensors) if has_list else tuple(tensors)
 
 
-def _is_inference(call: OperatorCall) -> bool:
+def _is_inference(call: DTensorCall) -> bool:
     """True if all tensors are inference tensors, and torch would record nothing for gradients."""
     if not all(local_graph.plain(tensor).is_inference() for tensor in call.tensors):
         return False
@@ -229,7 +229,7 @@ def _is_inference(call: OperatorCall) -> bool:
     return not any(tensor.requires_grad for tensor in tensors_in(result))
 
 
-def _scales_finitely(name: str, call: OperatorCall) -> bool:
+def _scales_finitely(name: str, call: DTensorCall) -> bool:
     """True if all numbers among the arguments are finite, and none divides by zero."""
     for arg in (*call.args, *call.kwargs.values()) if call.kwargs else call.args:
         kind = arg.__class__
@@ -243,7 +243,7 @@ def _number_of(arg: Any) -> complex | None:
     return None if isinstance(arg, Tensor) else plain_number(arg)
 
 
-def _by_whole_sums(call: OperatorCall) -> Composed:
+def _by_whole_sums(call: DTensorCall) -> Composed:
     return Composed(partial(_of_whole_sums, call.func))
 
 

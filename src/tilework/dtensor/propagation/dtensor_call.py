@@ -31,7 +31,7 @@ _infra_mode = torch._C._get_dispatch_mode
 _INFRA = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 
 
-class OperatorCall(NamedTuple):
+class DTensorCall(NamedTuple):
     """A call of an operator."""
 
     func: Callable[..., Any]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilework.dtensor.base import DTensorBase
 from tilework.dtensor.debug import causes
 from tilework.dtensor.propagation import strides
-from tilework.dtensor.propagation.dtensor_call import OperatorCall, unseen
+from tilework.dtensor.propagation.dtensor_call import DTensorCall, unseen
 from tilework.dtensor.propagation.op_sharding import (
     Composed,
     Finish,
@@ -51,12 +51,12 @@ class ShardingPropagator:
         #: True if kernels may skip checks of dtypes for tensors without elements.
         self._may_skip_checks = not (entry.is_elementwise or entry.is_view or entry.draws)
 
-    def propagate(self, call: OperatorCall) -> OpSharding:
+    def propagate(self, call: DTensorCall) -> OpSharding:
         """The sharding of calls like this one, which write to no plain tensor. Local."""
         with unseen():
             return self._propagated(call)
 
-    def _propagated(self, call: OperatorCall) -> OpSharding:
+    def _propagated(self, call: DTensorCall) -> OpSharding:
         sharding = self._sharding(call)
         sharding.specs = call.specs
         if isinstance(sharding.way, Composed):
@@ -77,7 +77,7 @@ class ShardingPropagator:
         return sharding
 
     def _add_finish(
-        self, sharding: OpSharding, call: OperatorCall, first: tuple[Finish, ...]
+        self, sharding: OpSharding, call: DTensorCall, first: tuple[Finish, ...]
     ) -> None:
         """Add the steps for local results: the order in memory, and the memory that they share."""
         memory = Finish.VIEW if self.entry.is_view else None
@@ -103,7 +103,7 @@ class ShardingPropagator:
         if sharding.outputs and sharding.finish == (Finish.WRAP,):
             sharding.output = sharding.outputs[0]
 
-    def _sharding(self, call: OperatorCall) -> OpSharding:
+    def _sharding(self, call: DTensorCall) -> OpSharding:
         args = [
             DTensorArg(
                 number,
@@ -132,7 +132,7 @@ class ShardingPropagator:
         return self._gathered(call, args, meta_result) if sharding is None else sharding
 
     def _placed_call(
-        self, call: OperatorCall, placed: PlacedCall, args: Sequence[DTensorArg], meta_result: Any
+        self, call: DTensorCall, placed: PlacedCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding:
         """A rule's function, on local tensors in the layouts that the rule asks for."""
         self._refuse_as_others(call, placed.inputs, runs_on_locals=False)
@@ -143,7 +143,7 @@ class ShardingPropagator:
         return OpSharding(OnLocals(placed.run, meta_result), inputs, list(placed.outputs))
 
     def _refuse_as_others(
-        self, call: OperatorCall, specs: Sequence[DTensorSpec], runs_on_locals: bool
+        self, call: DTensorCall, specs: Sequence[DTensorSpec], runs_on_locals: bool
     ) -> None:
         """Raise the error of ranks with elements, on ranks without elements too. Local."""
         if self._may_skip_checks:
@@ -151,7 +151,7 @@ class ShardingPropagator:
             if refusal is not None:
                 raise refusal
 
-    def _scales_sums(self, sharding: OpSharding, call: OperatorCall) -> bool:
+    def _scales_sums(self, sharding: OpSharding, call: DTensorCall) -> bool:
         """True if a result is a partial sum, and a number may be infinite or divide by zero."""
         if not any(spec.reduce_op in ("sum", "avg") for spec in sharding.outputs or ()):
             return False
@@ -162,7 +162,7 @@ class ShardingPropagator:
             if not isinstance(arg, Tensor)
         )
 
-    def _silent_writes(self, call: OperatorCall) -> frozenset[int]:
+    def _silent_writes(self, call: DTensorCall) -> frozenset[int]:
         """The numbers of the tensors for which torch does not count the operator's write."""
         if not self.entry.silent_writes:
             return frozenset()
@@ -172,7 +172,7 @@ class ShardingPropagator:
             number for number, x in enumerate(call.tensors) if any(x is arg for arg in written)
         )
 
-    def _ask_rule(self, call: OperatorCall, args: Sequence[DTensorArg]) -> RuleResult:
+    def _ask_rule(self, call: DTensorCall, args: Sequence[DTensorArg]) -> RuleResult:
         """The result of the rule for DTensors, or else of the general rule; None without either."""
         positional, named = with_tensors(call.args, call.kwargs, iter(args))
         named.pop("out", None)  # always None at this point
@@ -192,7 +192,7 @@ class ShardingPropagator:
 
     def _local_call(
         self,
-        call: OperatorCall,
+        call: DTensorCall,
         local_call: LocalCall,
         args: Sequence[DTensorArg],
         meta_result: Any,
@@ -233,7 +233,7 @@ class ShardingPropagator:
         return choose(local_call.map, specs, sizes, shapes), False
 
     def _gathered(
-        self, call: OperatorCall, args: Sequence[DTensorArg], meta_result: Any
+        self, call: DTensorCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding:
         """The operator on full tensors, which every rank gets."""
         refusal = meta_refusal(call)
@@ -268,12 +268,12 @@ def _is_unchecked(result: RuleResult) -> bool:
     return result is not None and not (isinstance(result, Decomposition) and result.is_checked)
 
 
-def written_to(call: OperatorCall) -> Any:
+def written_to(call: DTensorCall) -> Any:
     """The argument that an operator in place writes to."""
     return call.args[0] if call.args else call.kwargs.get("input", call.kwargs.get("self"))
 
 
-def _reduces_nonlinearly(sharding: OpSharding, call: OperatorCall) -> bool:
+def _reduces_nonlinearly(sharding: OpSharding, call: DTensorCall) -> bool:
     """True if some result is partial, not as a sum, and no input is partial when it is read."""
     if all(spec.reduce_op in (None, "sum") for spec in sharding.outputs or ()):
         return False
@@ -297,7 +297,7 @@ def _input_layouts(strategy: Strategy, specs: Sequence[DTensorSpec]) -> list[Inp
     ]
 
 
-def has_graded_operands(call: OperatorCall) -> bool:
+def has_graded_operands(call: DTensorCall) -> bool:
     """True if an operand can require a gradient, but the written DTensor cannot."""
     target = call.args[0] if call.args else None
     if not isinstance(target, DTensorBase) or _can_have_grad(target):
@@ -310,7 +310,7 @@ def _can_have_grad(tensor: Tensor) -> bool:
 
 
 def _view_or_copy(
-    call: OperatorCall, outputs: Sequence[DTensorSpec]
+    call: DTensorCall, outputs: Sequence[DTensorSpec]
 ) -> tuple[Finish | None, list[Ints] | None]:
     """The step for an operator that gives a view or a copy in torch, and the result's strides."""
     tensors = strides.without_memory(call.tensors)
@@ -323,7 +323,7 @@ def _view_or_copy(
     return Finish.VIEW, found
 
 
-def _kind_of_view(sharding: OpSharding, call: OperatorCall) -> Finish:
+def _kind_of_view(sharding: OpSharding, call: DTensorCall) -> Finish:
     """The step for a view in torch. Sets ``replays`` if torch must be able to repeat the view."""
     if _moves_elements(sharding, call.tensors):
         return Finish.COPIED_VIEW
@@ -379,7 +379,7 @@ def _lacks_sizes(call: LocalCall) -> bool:
     )
 
 
-def _meta_result(call: OperatorCall) -> Any:
+def _meta_result(call: DTensorCall) -> Any:
     """The result as meta tensors; None if torch cannot compute it without elements."""
     try:
         return call.on_meta()

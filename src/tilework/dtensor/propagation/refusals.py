@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.base import DTensorBase
-from tilework.dtensor.propagation.dtensor_call import OperatorCall
+from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.strides import (
     input_strides,
@@ -44,7 +44,7 @@ _TRIPPED = ("tuple index", "list index", "list assignment", "not enough values",
 
 
 @contextmanager
-def refusals(call: OperatorCall) -> Iterator[None]:
+def refusals(call: DTensorCall) -> Iterator[None]:
     """Raise torch's error if this library's code fails on arguments that torch refuses."""
     try:
         yield
@@ -55,7 +55,7 @@ def refusals(call: OperatorCall) -> Iterator[None]:
         raise refusal from None
 
 
-def meta_refusal(call: OperatorCall) -> Exception | None:
+def meta_refusal(call: DTensorCall) -> Exception | None:
     """The error that torch raises for the call on meta tensors; None if torch accepts it."""
     try:
         call.on_tensors(without_memory(call.tensors))
@@ -66,7 +66,7 @@ def meta_refusal(call: OperatorCall) -> Exception | None:
     return None
 
 
-def seems_refused(call: OperatorCall) -> bool:
+def seems_refused(call: DTensorCall) -> bool:
     """True if torch refuses a call that other code than torch's function will compute. Local.
 
     The other code may broadcast shapes that torch refuses, and accept arguments unknown to torch.
@@ -89,7 +89,7 @@ def _with_small_sizes(shapes: Sequence[Ints]) -> list[Ints]:
     return [tuple([sizes.setdefault(size, len(sizes)) for size in shape]) for shape in shapes]
 
 
-def raise_if_certain(refusal: Exception, call: OperatorCall) -> None:
+def raise_if_certain(refusal: Exception, call: DTensorCall) -> None:
     """Raise torch's refusal of a call if it is about shapes, dims and dtypes, not elements.
 
     Then no rank gathers elements in vain. For meta tensors torch may raise errors that do not hold
@@ -104,7 +104,7 @@ def raise_if_certain(refusal: Exception, call: OperatorCall) -> None:
         raise type(error)(f"{error}.{advice}") if advice and type(error) is RuntimeError else error
 
 
-def _advice_on_parts(call: OperatorCall) -> str:
+def _advice_on_parts(call: DTensorCall) -> str:
     """Advice for a plain tensor that may be meant as this rank's part of another DTensor."""
     for tensor in call.tensors:
         shape = tuple(tensor.shape)
@@ -118,7 +118,7 @@ def _advice_on_parts(call: OperatorCall) -> str:
     return ""
 
 
-def _equal_error(call: OperatorCall) -> Exception | None:
+def _equal_error(call: DTensorCall) -> Exception | None:
     """The error that torch raises for zeros and for ones; None if the errors are not the same."""
     shapes = _shapes(call)
     its = [  # an operator that writes to an expanded tensor raises a clearer error by itself
@@ -129,16 +129,16 @@ def _equal_error(call: OperatorCall) -> Exception | None:
     return first if type(first) is type(second) and str(first) == str(second) else None
 
 
-def _shapes(call: OperatorCall) -> list[Ints]:
+def _shapes(call: DTensorCall) -> list[Ints]:
     return [tuple(tensor.shape) for tensor in call.tensors]
 
 
-def _dtypes(call: OperatorCall) -> list[torch.dtype]:
+def _dtypes(call: DTensorCall) -> list[torch.dtype]:
     return [tensor.dtype for tensor in call.tensors]
 
 
 def empty_parts_refusal(
-    call: OperatorCall, specs: Sequence[DTensorSpec], runs_on_locals: bool
+    call: DTensorCall, specs: Sequence[DTensorSpec], runs_on_locals: bool
 ) -> Exception | None:
     """The error that only ranks with elements would raise; None if no rank would raise. Local.
 
@@ -232,7 +232,7 @@ def _small_shapes(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
 
 
 def _trial_refusal(
-    call: OperatorCall, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype]
+    call: DTensorCall, shapes: Sequence[Ints], dtypes: Sequence[torch.dtype]
 ) -> Exception | None:
     """The error for tensors of these shapes and dtypes with any elements; None if there is none."""
     errors = _errors_on_trial(call, shapes, dtypes)
@@ -240,7 +240,7 @@ def _trial_refusal(
 
 
 def _errors_on_trial(
-    call: OperatorCall,
+    call: DTensorCall,
     shapes: Sequence[Ints],
     dtypes: Sequence[torch.dtype],
     its_strides: Sequence[Ints] | None = None,
@@ -260,7 +260,7 @@ def _errors_on_trial(
 
 
 def _error_on_trial(
-    call: OperatorCall,
+    call: DTensorCall,
     shapes: Sequence[Ints],
     dtypes: Sequence[torch.dtype],
     value: int | None,

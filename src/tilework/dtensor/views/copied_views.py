@@ -144,7 +144,7 @@ def as_no_view(local: Tensor) -> Tensor:
 _APARTNESS = ("", "detach", "data")
 
 
-class Piece:
+class ViewOfSeveral:
     """A function that makes one of the views that an operator such as split() returns.
 
     Args:
@@ -188,7 +188,7 @@ def viewed(
             spec, view = base._spec, base._view_of
             together = canonical_name(func)[0] in TOGETHER
             for i, item in enumerate(result):
-                item._viewed = (base, spec, Piece(func, i, together), args, kwargs)
+                item._viewed = (base, spec, ViewOfSeveral(func, i, together), args, kwargs)
                 if view is not None:
                     item._view_of = view
                 note_view(item, base)
@@ -205,7 +205,7 @@ def viewed(
         return result
     together = canonical_name(func)[0] in TOGETHER
     for i, item in enumerate(result):
-        mark(item, base, Piece(redo, i, together), shares=not copied)
+        mark(item, base, ViewOfSeveral(redo, i, together), shares=not copied)
     return result
 
 
@@ -214,7 +214,7 @@ def made_together(views: Sequence[Tensor]) -> None:
     for view in views:
         if isinstance(view, DTensorBase) and view._viewed is not None:
             base, spec, func, args, kwargs = view._viewed
-            view._viewed = (base, spec, Piece(func, None, True), args, kwargs)
+            view._viewed = (base, spec, ViewOfSeveral(func, None, True), args, kwargs)
 
 
 #: What cuts a tensor that shares memory off the graph.

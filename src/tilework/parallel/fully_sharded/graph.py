@@ -1,7 +1,7 @@
 """The place of gathered parameters in autograd's graph.
 
-The full tensors of a module are results of one node, :class:`Gather`, whose inputs are the shards:
-leaves of the graph. Autograd itself therefore knows when all gradients of the module are there,
+The full tensors of a module are results of one node, :class:`GatherParameters`, whose inputs are
+the shards: leaves of the graph. So autograd knows when all gradients of the module are there,
 which parameters a pass did not use, which were frozen, and which hooks a shard has. The node's
 backward reduces the full gradients to gradients of the shards.
 
@@ -30,7 +30,7 @@ Reduce = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list[Tens
 GatherAgain = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list[Tensor | None]]
 
 
-class Gather(torch.autograd.Function):
+class GatherParameters(torch.autograd.Function):
     """Full tensors of shards. Backward averages their gradients over the ranks. Collective."""
 
     @staticmethod
@@ -61,7 +61,7 @@ class AverageToShards(torch.autograd.Function):
 
     A shard's gradient is the gradient of one value that all ranks have computed. Therefore each
     rank's share in the average has the gathered gradient itself, not a fraction of it:
-    :class:`Gather` averages later.
+    :class:`GatherParameters` averages later.
     """
 
     @staticmethod

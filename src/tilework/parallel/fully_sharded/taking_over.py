@@ -39,7 +39,7 @@ from tilework.tiled.stale_parameters import mark_replaced
 
 
 @dataclass(frozen=True, eq=False)
-class Owner:
+class OwningUnit:
     """A unit as the owner of parameters, with the settings for sharding them.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Taken:
 
 
 def take_over(
-    tables: ModuleTables, before: Sequence[ShardedParam], owner: Owner
+    tables: ModuleTables, before: Sequence[ShardedParam], owner: OwningUnit
 ) -> tuple[list[ShardedParam], list[Flat]]:
     """The modules' current parameters, in flat buffers. Collective if any are new.
 
@@ -179,7 +179,7 @@ def take_over(
     return [each.param for each in taken], flats
 
 
-def _check(name: str, parameter: Any, owner: Owner) -> None:
+def _check(name: str, parameter: Any, owner: OwningUnit) -> None:
     """Raise if this unit cannot own a parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(
@@ -206,7 +206,7 @@ def _check(name: str, parameter: Any, owner: Owner) -> None:
 
 
 def _describe(
-    name: str, places: Places, parameter: Any, old: ShardedParam | None, owner: Owner
+    name: str, places: Places, parameter: Any, old: ShardedParam | None, owner: OwningUnit
 ) -> _Taken:
     dim = dim_of(name, parameter, owner.placement(parameter) if owner.placement else None)
     if isinstance(parameter, DTensor):
@@ -245,7 +245,9 @@ def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
             )
 
 
-def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device, keeps_objects: bool) -> Flat:
+def _fill(
+    owner: OwningUnit, taken: Sequence[_Taken], device: torch.device, keeps_objects: bool
+) -> Flat:
     """The flat buffer of parameters of one dtype and device, which then holds their values."""
     params = [each.param for each in taken]
     flat = Flat(params, owner.shard_group, owner.replicate_group, owner.policy, device)
@@ -262,7 +264,7 @@ def _fill(owner: Owner, taken: Sequence[_Taken], device: torch.device, keeps_obj
     return flat
 
 
-def _replace(taken: _Taken, local: Tensor, owner: Owner, keeps_object: bool) -> None:
+def _replace(taken: _Taken, local: Tensor, owner: OwningUnit, keeps_object: bool) -> None:
     """Replace the full parameter in the modules by a sharded parameter around a shard.
 
     Args:

@@ -43,10 +43,10 @@ from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.outputs import replace_tensors, tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering
-from tilework.parallel.fully_sharded.graph import CAN_FREE, Gather, saving
+from tilework.parallel.fully_sharded.graph import CAN_FREE, GatherParameters, saving
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
-from tilework.parallel.fully_sharded.taking_over import ModuleTables, Owner, take_over
+from tilework.parallel.fully_sharded.taking_over import ModuleTables, OwningUnit, take_over
 
 _engine: Any = torch.autograd.Variable._execution_engine
 _local_of = attrgetter("_local_tensor")
@@ -56,7 +56,7 @@ _address_of = Tensor.data_ptr
 Phase = Literal["sharded", "gathering", "gathered"]
 
 
-class Gathered:
+class GatheredParameters:
     """Full parameters of a unit, and the shards that they were gathered from."""
 
     def __init__(self, parts: list[Gathering], version: int, flats: list[Flat]) -> None:
@@ -81,10 +81,10 @@ class Gathered:
 class Use:
     """A forward pass of a unit, as long as autograd keeps saved tensors of the pass."""
 
-    def __init__(self, unit: Unit, gathered: Gathered, run: Run) -> None:
+    def __init__(self, unit: Unit, gathered: GatheredParameters, run: Run) -> None:
         self.unit, self.flats = unit, gathered.flats
         #: The full parameters, while they are in memory.
-        self.gathered: Gathered | None = gathered
+        self.gathered: GatheredParameters | None = gathered
         #: The forward pass of the outermost unit, and the place within that pass.
         self.run, self.number = run, len(run.uses)
 
@@ -92,7 +92,7 @@ class Use:
         """Free the full parameters, unless others need them."""
         self.gathered = None
 
-    def full(self) -> Gathered:
+    def full(self) -> GatheredParameters:
         """The full parameters in backward. Collective if they are not in memory."""
         if self.gathered is None:
             self.gathered = self.unit.gather_for(self)
@@ -199,7 +199,7 @@ class Unit:
     ) -> None:
         self.modules = list(modules)
         name = ", ".join(type(module).__name__ for module in modules)
-        self.owner = Owner(name, mesh, policy, placement)
+        self.owner = OwningUnit(name, mesh, policy, placement)
         self.tables = ModuleTables(self.modules, ignored)
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
@@ -217,7 +217,7 @@ class Unit:
         self._around: tuple[Unit, ...] = ()
         self._task = -1
         self._order: list[Unit] = []
-        self._gathered: Gathered | None = None
+        self._gathered: GatheredParameters | None = None
         #: The parameters that attribute access finds full.
         self._installed: list[ShardedParam] = []
         self._written: list[int] = []
@@ -276,14 +276,14 @@ class Unit:
         if self._gathered is None:
             self._gathered = self._new_gathered(self.flats, async_op)
 
-    def gather(self) -> Gathered:
+    def gather(self) -> GatheredParameters:
         """The full parameters. Collective; blocks."""
         self.start_gather(async_op=False)
         assert self._gathered is not None
         self._gathered.finish()
         return self._gathered
 
-    def _new_gathered(self, flats: list[Flat], async_op: bool = False) -> Gathered:
+    def _new_gathered(self, flats: list[Flat], async_op: bool = False) -> GatheredParameters:
         if any(flat.flat.is_meta for flat in flats):
             raise RuntimeError(
                 f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
@@ -294,7 +294,7 @@ class Unit:
         what = f"gather {self._gathers}, in {'backward' if in_backward else 'forward'}, of"
         with torch.inference_mode(False), self._telling(what, self._gathers, in_backward):
             parts = [flat.gather(async_op) for flat in flats]
-        return Gathered(parts, self._version(), flats)
+        return GatheredParameters(parts, self._version(), flats)
 
     def unshard(self) -> None:
         """Gather, and let attribute access find full parameters. Collective; blocks."""
@@ -325,7 +325,7 @@ class Unit:
         if trained and torch.is_grad_enabled():
             params = [param for param, _ in trained]
             ends = (partial(self._reduce_trained, self._gathered.flats), self._gather_again)
-            in_graph = Gather.apply(  # type: ignore[no-untyped-call]
+            in_graph = GatherParameters.apply(  # type: ignore[no-untyped-call]
                 ends, params, [full for _, full in trained], *[param.local for param in params]
             )
             fulls.update(zip(map(id, params), in_graph, strict=True))
@@ -419,7 +419,7 @@ class Unit:
         if gathered is not None and gathered.seen_by is not run and gathered.parts:
             self._drop_if_changed(gathered)
 
-    def _drop_if_changed(self, gathered: Gathered) -> None:
+    def _drop_if_changed(self, gathered: GatheredParameters) -> None:
         """Drop full parameters of a pass before if any rank's shards have changed. Collective.
 
         Writes to ``.data`` are not counted, and a rank may have no elements that changed. So values
@@ -519,7 +519,7 @@ class Unit:
         with torch.enable_grad():
             self._install()
 
-    def gather_for(self, use: Use) -> Gathered:
+    def gather_for(self, use: Use) -> GatheredParameters:
         """The full parameters of a forward pass, for the pass's backward. Collective."""
         if use.flats is not self.flats:  # the modules have new buffers since, and show them
             for flat in use.flats:

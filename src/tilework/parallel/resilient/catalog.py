@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SnapshotPart:
     """A box of a tensor that one rank writes."""
 
     box: Box
@@ -29,20 +29,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SnapshotEntry:
     """A tensor of a snapshot."""
 
     name: str
     shape: Ints
     dtype: torch.dtype
-    parts: tuple[Part, ...]
+    parts: tuple[SnapshotPart, ...]
 
 
 @dataclass(frozen=True)
 class Catalog:
     """All tensors of a snapshot, and the bytes of each rank's slot."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[SnapshotEntry, ...]
     slot_bytes: Ints
 
     @property
@@ -87,13 +87,13 @@ def make_catalog(tensors: Sequence[Described], ranks: int) -> Catalog:
     entries = []
     for name, shape, dtype_name, tiles in tensors:
         dtype: torch.dtype = getattr(torch, dtype_name)
-        parts: list[Part] = []
+        parts: list[SnapshotPart] = []
         for number, (offsets, sizes, owners) in enumerate(tiles):
             for box, writer in _shares(Box(offsets, sizes), owners, used):
-                parts.append(Part(box, number, writer, used[writer]))
+                parts.append(SnapshotPart(box, number, writer, used[writer]))
                 nbytes = box.volume * dtype.itemsize
                 used[writer] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        entries.append(Entry(name, shape, dtype, tuple(parts)))
+        entries.append(SnapshotEntry(name, shape, dtype, tuple(parts)))
     return Catalog(tuple(entries), tuple(used))
 
 

@@ -15,7 +15,7 @@ from tilework.layout import Tile, Tiling, plan
 from tilework.parallel.resilient.catalog import (
     Catalog,
     Described,
-    Entry,
+    SnapshotEntry,
     make_catalog,
     merged,
     tiling_of,
@@ -36,7 +36,7 @@ Stamps = dict[int, tuple[int | None, ...]]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSnapshot:
     """A snapshot as this rank holds it: its own slots, and those that it keeps for others.
 
     Args:
@@ -66,7 +66,7 @@ def stamps_of(snapshots: Snapshots) -> Stamps:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSnapshot:
     """A snapshot that is whole, the same on all ranks of the new group.
 
     Args:
@@ -89,7 +89,7 @@ class Found:
         return make_catalog(self.described, len(self.holders))
 
 
-def find(kept: Sequence[Snapshots], group: ProcessGroup) -> Found | None:
+def find(kept: Sequence[Snapshots], group: ProcessGroup) -> FoundSnapshot | None:
     """The last snapshot of which every part is held by some rank; None if there is none.
 
     Collective over the new group; blocks.
@@ -112,7 +112,7 @@ def find(kept: Sequence[Snapshots], group: ProcessGroup) -> Found | None:
 
 def _find_in(
     generation: int, reports: list[Stamps], kept: Sequence[Snapshots], group: ProcessGroup
-) -> Found | None:
+) -> FoundSnapshot | None:
     first = next(rank for rank, report in enumerate(reports) if report)
 
     def facts() -> Any:
@@ -127,12 +127,16 @@ def _find_in(
             for old in range(len(seats))
         )
         if all(holders):
-            return Found(steps, holders, list(described), tuple(seats), generation)
+            return FoundSnapshot(steps, holders, list(described), tuple(seats), generation)
     return None
 
 
 def restore(
-    found: Found, held: Held, state: State, group: ProcessGroup, seats: Sequence[int]
+    found: FoundSnapshot,
+    held: HeldSnapshot,
+    state: State,
+    group: ProcessGroup,
+    seats: Sequence[int],
 ) -> None:
     """Fill a state, which all ranks have built, from a snapshot. Collective; blocks.
 
@@ -163,7 +167,7 @@ def restore(
     set_plain(state, plain, _parameter_values(found, held, group))
 
 
-def _slots(found: Found, held: Held) -> dict[int, Tensor]:
+def _slots(found: FoundSnapshot, held: HeldSnapshot) -> dict[int, Tensor]:
     """The bytes of the slots that are here, by the rank that wrote them."""
     if held.snapshots is None:
         return {}
@@ -175,7 +179,7 @@ def _slots(found: Found, held: Held) -> dict[int, Tensor]:
     }
 
 
-def _check_alike(entry: Entry, target: Described | None) -> None:
+def _check_alike(entry: SnapshotEntry, target: Described | None) -> None:
     dtype = str(entry.dtype).removeprefix("torch.")
     if target is None or (entry.shape, dtype) != (target[1], target[2]):
         now = "lacks it" if target is None else f"has {target[2]} {list(target[1])}"
@@ -186,10 +190,10 @@ def _check_alike(entry: Entry, target: Described | None) -> None:
 
 
 def _fill(
-    entry: Entry,
+    entry: SnapshotEntry,
     target: Tiling,
     tracked: Tracked | None,
-    found: Found,
+    found: FoundSnapshot,
     slots: dict[int, Tensor],
     group: ProcessGroup,
 ) -> None:
@@ -206,7 +210,9 @@ def _fill(
     run_plan(plan(source, target, me), views, group, out=out, dtype=entry.dtype)
 
 
-def _plain_of(found: Found, held: Held, group: ProcessGroup, seats: Sequence[int]) -> bytes:
+def _plain_of(
+    found: FoundSnapshot, held: HeldSnapshot, group: ProcessGroup, seats: Sequence[int]
+) -> bytes:
     """This rank's plain data: the rank's own, the seat's, or the first rank's. Collective."""
     wanted: list[int | None] = agree(lambda: held.place, group)
     sources = [_origin(place, seats[rank], found) for rank, place in enumerate(wanted)]
@@ -225,7 +231,7 @@ def _plain_of(found: Found, held: Held, group: ProcessGroup, seats: Sequence[int
 
 
 def _parameter_values(
-    found: Found, held: Held, group: ProcessGroup
+    found: FoundSnapshot, held: HeldSnapshot, group: ProcessGroup
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """All ranks' :func:`parameter_values`, by optimizer. Collective."""
     me, trusted = group.rank(), group.authenticated
@@ -245,14 +251,14 @@ def _parameter_values(
     return merged_values
 
 
-def _origin(place: int | None, seat: int, found: Found) -> int:
+def _origin(place: int | None, seat: int, found: FoundSnapshot) -> int:
     """The rank of the former group whose plain data a rank gets."""
     if place is not None:
         return place
     return found.seats.index(seat) if seat in found.seats else 0
 
 
-def _plain_here(rank: int, found: Found, held: Held) -> bytes:
+def _plain_here(rank: int, found: FoundSnapshot, held: HeldSnapshot) -> bytes:
     assert held.snapshots is not None
     slots = held.snapshots.slots
     slot = held.stamps()[rank].index(found.steps)

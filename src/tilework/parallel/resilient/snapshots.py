@@ -16,12 +16,12 @@ from tilework.comm.operations.objects import load_plain
 from tilework.parallel.resilient.catalog import (
     Catalog,
     Described,
-    Part,
+    SnapshotPart,
     make_catalog,
     merged,
 )
 from tilework.parallel.resilient.slots import SLOTS, AreaLayout, Slots, make_slots
-from tilework.parallel.resilient.tracked import Contents, Found, State, Tracked, contents_of
+from tilework.parallel.resilient.tracked import Contents, FoundTensor, State, Tracked, contents_of
 
 #: Room for plain data: the minimum in bytes, and the factor of the current size.
 _LEAST_PLAIN, _PLAIN_ROOM = 32 << 10, 2
@@ -33,7 +33,7 @@ class _Share:
 
     tracked: int
     position: int
-    part: Part
+    part: SnapshotPart
     dtype: torch.dtype
 
 
@@ -107,7 +107,7 @@ class Snapshots:
         room = len(self._next_plain) <= self.slots.layout.plain_bytes
         return self._are_alike(contents.tensors) and room
 
-    def _are_alike(self, tensors: Sequence[Found]) -> bool:
+    def _are_alike(self, tensors: Sequence[FoundTensor]) -> bool:
         """True if the layouts are those of the old tensors, which these then replace."""
         if len(tensors) == len(self._tracked) and all(
             found.tensor is tracked.found.tensor and found.tensor.shape == tracked.tiling.shape
@@ -165,13 +165,13 @@ class Snapshots:
         self.slots.close()
 
 
-def part_view(memory: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
+def part_view(memory: Tensor, part: SnapshotPart, dtype: torch.dtype) -> Tensor:
     """The tensor of a part, a view of the bytes in the writer's slot."""
     nbytes = part.box.volume * dtype.itemsize
     return memory[part.offset : part.offset + nbytes].view(dtype).view(part.box.sizes)
 
 
-def _check_built(tracked: Sequence[Tracked], tensors: Sequence[Found]) -> None:
+def _check_built(tracked: Sequence[Tracked], tensors: Sequence[FoundTensor]) -> None:
     """Raise if the state has other tensors than ``build()`` has made."""
     before = {each.name: each.facts[:2] for each in tracked if not each.found.of_optimizer}
     now = {found.name: found.facts[:2] for found in tensors if not found.of_optimizer}

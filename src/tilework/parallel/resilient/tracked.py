@@ -26,7 +26,7 @@ State = Mapping[str, Any]
 _EXTRA_STATE: Final = "_extra_state"
 
 
-class Found(NamedTuple):
+class FoundTensor(NamedTuple):
     """A tensor of a state at this moment: programs may replace it by another tensor."""
 
     name: str
@@ -48,7 +48,7 @@ class Found(NamedTuple):
 class Contents:
     """Everything in a state."""
 
-    tensors: list[Found]
+    tensors: list[FoundTensor]
     #: Values other than tensors, by the name of the module, optimizer or object.
     plain: dict[str, Any]
 
@@ -57,7 +57,7 @@ class Contents:
 class Tracked:
     """A tensor of a state, with the boxes of it that ranks hold."""
 
-    found: Found
+    found: FoundTensor
     tiling: Tiling = field(init=False)
     #: The facts when the tensor was found.
     facts: tuple[object, ...] = field(init=False)
@@ -99,7 +99,7 @@ def contents_of(state: State) -> Contents:
     Raises:
         TypeError: The state has something that cannot be saved and restored.
     """
-    found: dict[int, Found] = {}
+    found: dict[int, FoundTensor] = {}
     plain: dict[str, Any] = {"random": _random_state()}
     modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     for name, module in modules.items():
@@ -109,7 +109,7 @@ def contents_of(state: State) -> Contents:
         if isinstance(value, Optimizer):
             plain[name] = _add_optimizer(name, value, of_modules, found)
         elif isinstance(value, Tensor):
-            found.setdefault(id(value), Found(name, value, None))
+            found.setdefault(id(value), FoundTensor(name, value, None))
         elif name not in modules:
             plain[name] = _state_of(name, value)
     return Contents([*found.values()], plain)
@@ -123,20 +123,20 @@ def tracked_tensors(state: State) -> list[Tracked]:
     ]
 
 
-def _add_module(name: str, module: nn.Module, found: dict[int, Found]) -> dict[str, Any]:
+def _add_module(name: str, module: nn.Module, found: dict[int, FoundTensor]) -> dict[str, Any]:
     """Add a module's tensors to ``found``; returns the rest of the ``state_dict()``."""
     extra = {}
     for key, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and not key.endswith(_EXTRA_STATE):
             owners = None if isinstance(value, nn.Parameter) else (0,)
-            found.setdefault(id(value), Found(f"{name}/{key}", value, owners))
+            found.setdefault(id(value), FoundTensor(f"{name}/{key}", value, owners))
         else:
             extra[key] = value
     return extra
 
 
 def _add_optimizer(
-    name: str, optimizer: Optimizer, of_modules: Mapping[int, str], found: dict[int, Found]
+    name: str, optimizer: Optimizer, of_modules: Mapping[int, str], found: dict[int, FoundTensor]
 ) -> dict[str, Any]:
     """Add an optimizer's tensors to ``found``; returns the settings and other values."""
     names = _parameter_names(optimizer, of_modules)
@@ -155,7 +155,7 @@ def _add_optimizer(
             if isinstance(value, Tensor):
                 number = id(value)
                 if number not in found:
-                    found[number] = Found(f"{name}/{path}/{key}", value, owners, True)
+                    found[number] = FoundTensor(f"{name}/{path}/{key}", value, owners, True)
             else:
                 parameters.setdefault(path, {})[key] = value
     return {"groups": _settings(optimizer), "parameters": parameters, "others": others}

@@ -27,7 +27,7 @@ from tilework.errors import (
     DistError,
     PeerLostError,
 )
-from tilework.parallel.resilient.restore import Held, find, restore
+from tilework.parallel.resilient.restore import HeldSnapshot, find, restore
 from tilework.parallel.resilient.snapshots import Snapshots
 from tilework.parallel.resilient.stopping import REASONS, Stopping
 from tilework.parallel.resilient.tracked import State
@@ -346,7 +346,7 @@ class Resilient(Generic[T]):
         if found is not None:
             own = [each for each in self._kept if each.generation == found.generation]
             seats = current_world().seats or tuple(range(group.size()))
-            restore(found, Held(own[0] if own else None), self.state, group, seats)
+            restore(found, HeldSnapshot(own[0] if own else None), self.state, group, seats)
             self.steps = found.steps
             kind = "joined" if kind == "started" else kind
         else:

@@ -35,7 +35,7 @@ from tilework.tiled.terminal import bytes_text
 
 
 @dataclass(frozen=True)
-class Decision:
+class LayerDecision:
     """The fate of some layers, and the reason.
 
     Attributes:
@@ -59,7 +59,7 @@ class DerivedPlan(dict[str, ParallelStyle]):
         ranks: The number of ranks that the plan is for.
     """
 
-    def __init__(self, decisions: list[Decision], ranks: int) -> None:
+    def __init__(self, decisions: list[LayerDecision], ranks: int) -> None:
         super().__init__({n: style for each in decisions for n, style in each.styles.items()})
         self.decisions, self.ranks = decisions, ranks
 
@@ -213,9 +213,9 @@ class _Deciding:
         self._stacked: set[int] = set()  # parameters of no layer that are cut
         self._of_name = {name: number for number, name in traced.parameters.items()}
 
-    def decisions(self) -> Iterator[Decision]:
+    def decisions(self) -> Iterator[LayerDecision]:
         """All decisions: cuts that layers share, the cheapest first, then single layers."""
-        made: dict[int, Decision] = {}
+        made: dict[int, LayerDecision] = {}
         chains = [each for each in map(self._chain, self._dim_sets()) if each is not None]
         chains.sort(key=lambda each: each[1].moved_bytes / max(1, each[1].saved_bytes))
         for weights, decision in chains:
@@ -231,7 +231,7 @@ class _Deciding:
                 made[stacks[0]] = stacks[1]
         yield from (made[at] for at in sorted(made))
         if rest := self._rest():
-            yield Decision({}, 0, 0, f"whole, as they are of no layer: {rest}")
+            yield LayerDecision({}, 0, 0, f"whole, as they are of no layer: {rest}")
 
     def _dim_sets(self) -> list[DimSet]:
         found: dict[int, DimSet] = {}
@@ -243,7 +243,7 @@ class _Deciding:
 
     # -- layers that share a cut -----------------------------------------------------------------
 
-    def _chain(self, dims: DimSet) -> tuple[set[int], Decision] | None:
+    def _chain(self, dims: DimSet) -> tuple[set[int], LayerDecision] | None:
         """The layers that a cut runs through, and the decision; None if it does not end in sums."""
         if dims.whole_for or any(size % self._ranks for size in dims.sizes):
             return None
@@ -264,7 +264,7 @@ class _Deciding:
             f"{_listed(columns)} by columns, {_listed(rows)} by rows: a rank holds "
             f"{bytes_text(saved)} less, receives {bytes_text(moved)}"
         )
-        return {each.weight for each in both}, Decision(styles, saved, moved, text)
+        return {each.weight for each in both}, LayerDecision(styles, saved, moved, text)
 
     def _held(self, dims: DimSet) -> set[int]:
         """The tensors that have the dims: parameters and activations."""
@@ -285,7 +285,7 @@ class _Deciding:
 
     # -- single layers --------------------------------------------------------------------
 
-    def _alone(self, weight: int, layers: list[Layer]) -> Decision:
+    def _alone(self, weight: int, layers: list[Layer]) -> LayerDecision:
         """The cheaper of the two ways to cut a single weight, if it pays."""
         shape = self._trace.tensors[weight].shape
         saved = self._less(self._trace.nbytes(weight))
@@ -294,12 +294,14 @@ class _Deciding:
         why = self._why(weight, layers)
         if moved >= saved or shape[dim] < self._ranks:
             text = f"{names} whole, as {why}, and a rank would hold {bytes_text(saved)} less, but "
-            return Decision({}, 0, 0, f"{text}receive {bytes_text(moved)}, for a cut by itself")
+            return LayerDecision(
+                {}, 0, 0, f"{text}receive {bytes_text(moved)}, for a cut by itself"
+            )
         styles = {layer.name: self._style(layer, dim) for layer in layers}
         ends = {"gathered" if _out_dim(layer) == dim else "summed" for layer in layers}
         text = f"{names} by itself, as {why}, the output {' or '.join(sorted(ends))}: a rank holds "
         text += f"{bytes_text(saved)} less, receives {bytes_text(moved)}"
-        return Decision(styles, saved, moved, text)
+        return LayerDecision(styles, saved, moved, text)
 
     def _moved(self, layers: list[Layer], dim: int) -> int:
         """The bytes that a rank receives where a dim of the layers' weight is cut."""
@@ -324,7 +326,7 @@ class _Deciding:
 
     # -- stacks of matrices ----------------------------------------------------------------------
 
-    def _stacks(self, name: str, module: nn.Module) -> tuple[int, Decision] | None:
+    def _stacks(self, name: str, module: nn.Module) -> tuple[int, LayerDecision] | None:
         """The cut of parameters of more than two dims, such as experts; None if it does not pay.
 
         Products in the module sum over the dims, and the module's output is whole.
@@ -348,7 +350,7 @@ class _Deciding:
         dims = ", ".join(f"{own} by dim {layout.dim}" for own, layout in layouts.items())
         text = f"{name or 'the model'}: {dims}, products summed: a rank holds "
         text += f"{bytes_text(saved)} less, receives at most {bytes_text(moved)}"
-        return min(numbers), Decision({name: WholeOutput(layouts)}, saved, moved, text)
+        return min(numbers), LayerDecision({name: WholeOutput(layouts)}, saved, moved, text)
 
     def _sums_of(self, number: int, dims: int, name: str) -> list[tuple[int, int, list[int]]]:
         """For each dim that may be cut: the bytes received, the dim, and the sums."""

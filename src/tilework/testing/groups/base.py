@@ -115,7 +115,7 @@ def finish(work: dist.Work | None, async_op: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Failure:
+class OperationFailure:
     """The failure of an operation on a rank, as the parent process receives it."""
 
     kind: type[BaseException]
@@ -124,13 +124,13 @@ class Failure:
     seconds: float
 
 
-def failure_of(fn: Callable[[], object]) -> Failure:
+def failure_of(fn: Callable[[], object]) -> OperationFailure:
     """Call ``fn``, which must raise a DistBackendError; return the error and the time."""
     start = time.monotonic()
     try:
         result = fn()
     except DistBackendError as error:
-        return Failure(type(error), str(error), error.ranks, time.monotonic() - start)
+        return OperationFailure(type(error), str(error), error.ranks, time.monotonic() - start)
     raise AssertionError(f"expected a DistBackendError, got the result {result!r}")
 
 

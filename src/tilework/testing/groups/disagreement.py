@@ -17,8 +17,8 @@ from tilework.errors import CollectiveMismatchError, CollectiveTimeoutError
 from tilework.mesh import init_device_mesh
 from tilework.testing.groups.base import (
     SHORT,
-    Failure,
     GroupSuite,
+    OperationFailure,
     brief_group,
     failure_of,
     inside,
@@ -81,7 +81,7 @@ class MismatchSuite(GroupSuite):
     def assert_mismatch(self, common: _Call, odd: _Call, *words: str) -> None:
         """Rank 1 of three calls ``odd``, the others ``common``; all ranks must raise soon."""
 
-        def body(rank: int) -> Failure:
+        def body(rank: int) -> OperationFailure:
             still_works(3)
             return failure_of(odd if rank == 1 else common)
 
@@ -259,7 +259,7 @@ class MismatchSuite(GroupSuite):
                 assert word in text, f"{word!r} is missing from: {text}"
 
     def test_a_failed_group_fails_from_then_on(self) -> None:
-        def body(rank: int) -> list[Failure]:
+        def body(rank: int) -> list[OperationFailure]:
             first = failure_of(lambda: dist.all_reduce(torch.ones(2 + rank)))
             later = failure_of(lambda: dist.all_reduce(torch.ones(2)))
             message = failure_of(lambda: dist.recv(torch.ones(2), src=1 - rank))
@@ -284,7 +284,7 @@ class ProvenanceSuite(GroupSuite):
     """Ranks whose collectives mean different tensors all raise, though all else is the same."""
 
     def assert_parted(self, call: _Call) -> None:
-        def body(rank: int) -> Failure:
+        def body(rank: int) -> OperationFailure:
             with carrying(3 if rank == 1 else 4, "item"):
                 return failure_of(call)
 
@@ -316,7 +316,7 @@ class ProvenanceSuite(GroupSuite):
         assert self.run(2, body) == [4.0, 4.0]
 
     def test_a_rank_that_calls_nothing_of_the_kind(self) -> None:
-        def body(rank: int) -> Failure:
+        def body(rank: int) -> OperationFailure:
             init_device_mesh("cpu", (2,))
             if rank:
                 return failure_of(dist.barrier)
@@ -332,7 +332,7 @@ class TimeoutSuite(GroupSuite):
     """Operations to which a rank does not come end with CollectiveTimeoutError."""
 
     def test_a_rank_that_does_not_come(self) -> None:
-        def body(rank: int) -> Failure | None:
+        def body(rank: int) -> OperationFailure | None:
             group = dist.new_group(timeout=SHORT)
             error = None
             if rank != 2:
@@ -410,7 +410,7 @@ class TimeoutSuite(GroupSuite):
         self.run(2, body)
 
     def test_latecomers_hear_of_it(self) -> None:
-        def body(rank: int) -> Failure:
+        def body(rank: int) -> OperationFailure:
             group = brief_group(timedelta(milliseconds=100))
             if rank == 1:
                 time.sleep(0.25)
@@ -421,7 +421,7 @@ class TimeoutSuite(GroupSuite):
         assert errors[1].seconds < 0.2
 
     def test_monitored_barrier_names_all_who_are_missing(self) -> None:
-        def body(rank: int) -> Failure | None:
+        def body(rank: int) -> OperationFailure | None:
             error = None
             if rank in (0, 3):
                 error = failure_of(

@@ -18,7 +18,7 @@ from tests.faults.forked_ranks import ForkedRanks, Say
 from tilework.testing.groups.base import brief_group
 from tilework.testing.groups.values import Case
 from tilework.testing.hosts import Host, joined, run_on_hosts, two_hosts, why_no_hosts
-from tilework.testing.strategies import OPERATIONS, Program, Step, run_program
+from tilework.testing.strategies import OPERATIONS, RandomOperation, RandomProgram, run_program
 
 WHY_NOT = why_no_hosts()
 pytestmark = [
@@ -40,7 +40,9 @@ def hosts() -> Iterator[Hosts]:
 def test_every_operation(hosts: Hosts, layout: tuple[int, ...]) -> None:
     n = len(layout)
     steps = tuple(
-        Step(operation, Case(shape, dtype), turn % n, "SUM", async_op=turn % 2 == 0, seed=turn)
+        RandomOperation(
+            operation, Case(shape, dtype), turn % n, "SUM", async_op=turn % 2 == 0, seed=turn
+        )
         for turn, (operation, shape, dtype) in enumerate(
             (operation, shape, dtype)
             for operation in sorted(OPERATIONS)
@@ -49,7 +51,7 @@ def test_every_operation(hosts: Hosts, layout: tuple[int, ...]) -> None:
     )
 
     def body(rank: int) -> str:
-        run_program(Program(n, steps), rank)
+        run_program(RandomProgram(n, steps), rank)
         return dist.get_backend()
 
     assert run_on_hosts(hosts, layout, body, backend=None) == ["hybrid"] * n

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilework.comm.backends.shm.topology import (
-    Plan,
+    TuningPlan,
     flat_round_ns,
     plan_for,
     two_level_round_ns,
@@ -64,13 +64,13 @@ def test_machines_with_a_rank_on_each_core(
     topology = pretend(tmp_path, nodes, cores)
     assert (len(topology.nodes), len(topology.cores)) == (nodes, nodes * cores)
     plan = plan_for(topology, nodes * cores)
-    assert plan == Plan(nodes, cores, rounds, long_all_reduce, 1, MIB // 2)  # type: ignore[arg-type]
+    assert plan == TuningPlan(nodes, cores, rounds, long_all_reduce, 1, MIB // 2)  # type: ignore[arg-type]
 
 
 def test_few_ranks_on_a_large_machine(tmp_path: Path) -> None:
     topology = pretend(tmp_path, 4, 64)
-    assert plan_for(topology, 2) == Plan(2, 1, "flat", "flat", 1, MIB // 2)
-    assert plan_for(topology, 1) == Plan(1, 1, "flat", "flat", 1, MIB // 2)
+    assert plan_for(topology, 2) == TuningPlan(2, 1, "flat", "flat", 1, MIB // 2)
+    assert plan_for(topology, 1) == TuningPlan(1, 1, "flat", "flat", 1, MIB // 2)
 
 
 def test_threads_of_a_core_share_its_cache(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_memory_without_cpus_is_no_node(tmp_path: Path) -> None:
 def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
     topology = read_topology(tmp_path, range(8))
     assert topology == Topology((frozenset(range(8)),), tuple(frozenset({c}) for c in range(8)))
-    assert plan_for(topology, 8) == Plan(1, 8, "flat", "flat", 1, 0)
+    assert plan_for(topology, 8) == TuningPlan(1, 8, "flat", "flat", 1, 0)
 
 
 @pytest.mark.parametrize("garbage", ["x", "3-", "-", "0-99999999999", "\0", "1,,2"])

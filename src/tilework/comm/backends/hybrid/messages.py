@@ -26,7 +26,7 @@ _ANNOUNCEMENT = struct.Struct("=qIQQ")
 _NUMBERS = 1 << 18
 
 
-class Transport(Protocol):
+class MessageTransport(Protocol):
     """Moves data once both sides know of a message, and knows which ranks are lost."""
 
     rank: int
@@ -59,7 +59,7 @@ class _Announcement:
 class PointToPoint:
     """A rank's messages."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: MessageTransport) -> None:
         self._transport = transport
         self._numbers = itertools.count()
         self._matcher: MessageMatcher[_Announcement] = MessageMatcher()

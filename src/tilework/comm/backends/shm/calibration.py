@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tilework.comm.backends.shm.topology import Plan, plan_for
+from tilework.comm.backends.shm.topology import TuningPlan, plan_for
 from tilework.cores import affinity, host_topology, usable_cores
 
 try:
@@ -100,7 +100,7 @@ def below(name: str) -> str:
     return name.removesuffix("_bytes") + "_below_bytes"
 
 
-def chunks_for(plan: Plan, known: Calibration) -> dict[str, int]:
+def chunks_for(plan: TuningPlan, known: Calibration) -> dict[str, int]:
     """The tunables of a calibration, with chunks that fit into the caches of a group's ranks.
 
     Args:

@@ -21,7 +21,7 @@ _CLEARLY: Final = 0.75
 
 
 @dataclass(frozen=True)
-class Plan:
+class TuningPlan:
     """The best sizes and algorithms for a group, by the model.
 
     Args:
@@ -47,7 +47,7 @@ class Plan:
         return f"rounds {self.rounds}, long reductions {self.long_all_reduce}"
 
 
-def plan_for(topology: Topology, ranks: int) -> Plan:
+def plan_for(topology: Topology, ranks: int) -> TuningPlan:
     """The plan for a group.
 
     Args:
@@ -72,7 +72,7 @@ def plan_for(topology: Topology, ranks: int) -> Plan:
     # Two threads of a core share a cache. Ranks that take turns on a core share it, too, but each
     # rank finds there what it wrote in its own turn.
     shared = 1 if crowded else per_core
-    return Plan(
+    return TuningPlan(
         nodes,
         per_node,
         "by node" if by_node else "flat",
