@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tilework.capture.graph import Graph, Value
 from tilework.capture.number import Number
 from tilework.capture.options import Option
-from tilework.capture.places import StatePlace, layout_of
+from tilework.capture.places import StatePlace, memory_layout_of
 from tilework.capture.sizes import SizedSpec, has_size
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
@@ -48,7 +48,7 @@ class _Source:
         self.scope: dict[str, Any] = {
             "DTensor": DTensor,
             "wrap_as": wrap_as,
-            "layout_of": layout_of,
+            "layout_of": memory_layout_of,
         }
         self.lines: list[str] = []
         self._names: dict[int, str] = {}
@@ -136,8 +136,8 @@ def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     0.07 µs a tensor, reads by Python 0.4.
     """
     if _TensorGuards is None:
-        known = list(map(layout_of, tensors))
-        return lambda *now: list(map(layout_of, now)) == known
+        known = list(map(memory_layout_of, tensors))
+        return lambda *now: list(map(memory_layout_of, now)) == known
     sizes = [list(each.shape) for each in tensors]
     strides = [list(each.stride()) for each in tensors]
     guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

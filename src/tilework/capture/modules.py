@@ -24,7 +24,7 @@ from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
 from tilework.capture.record import StepRecord
 from tilework.capture.recorder import BOUNDARY
 from tilework.capture.recording import StepCall, all_have, record_call, unified
-from tilework.capture.same_program import agree_on
+from tilework.capture.same_program import compare_program
 from tilework.capture.sizes import integers_in, spec_at
 from tilework.comm.per_call.call_recorder import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
@@ -265,7 +265,7 @@ class _Passes:
         self.forward = StepRecord(
             f"{joint.name}_forward",
             forward := Graph(inputs, before, values, graph.places),
-            agree_on(forward, f"forward of {joint.name}"),
+            compare_program(forward, f"forward of {joint.name}"),
             None,
             joint.held,
         )
@@ -275,7 +275,7 @@ class _Passes:
         self.backward = StepRecord(
             f"{joint.name}_backward",
             backward := Graph([*saved, *grads], after, self._grads, []),
-            agree_on(backward, f"backward of {joint.name}"),
+            compare_program(backward, f"backward of {joint.name}"),
             None,
             ProgramConditions([], [], [], []),
         )

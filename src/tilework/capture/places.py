@@ -123,7 +123,7 @@ def is_dtensor(thing: Any) -> bool:
     return thing.__class__ is DTensor
 
 
-def layout_of(tensor: Any) -> tuple[Any, ...]:
+def memory_layout_of(tensor: Any) -> tuple[Any, ...]:
     """The layout of a tensor: everything except the elements."""
     shape = tuple(tensor.shape)
     return shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad

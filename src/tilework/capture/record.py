@@ -15,7 +15,7 @@ from tilework.capture.glue import ProgramConditions, layouts_hold, write_enter, 
 from tilework.capture.graph import Graph, Value
 from tilework.capture.inductor import Compiled
 from tilework.capture.number import Number
-from tilework.capture.places import StatePlace, layout_of
+from tilework.capture.places import StatePlace, memory_layout_of
 from tilework.capture.python_code import PythonCode, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
 from tilework.capture.same_program import Digests
@@ -82,7 +82,7 @@ class StepRecord:
         self._purpose = _Purpose(name, digests.collectives)
         self._checked_options: list[Any] = [option.number.value for option in self.options]
         self._layouts = [
-            None if each.is_argument or each.may_change else layout_of(each.tensor)
+            None if each.is_argument or each.may_change else memory_layout_of(each.tensor)
             for each in graph.inputs
         ]
         mark_early(graph)
@@ -166,10 +166,10 @@ class StepRecord:
             is_same = now is each.tensor
             if each.may_change:
                 is_same = now is not None and (
-                    has_size(each.layout) or layout_of(now) == each.layout
+                    has_size(each.layout) or memory_layout_of(now) == each.layout
                 )
             elif is_same:
-                is_same = layout_of(now) == layout
+                is_same = memory_layout_of(now) == layout
             if not is_same:
                 self._changed = f"{path.text} is another tensor, or has another layout"
                 return False
@@ -191,7 +191,9 @@ class StepRecord:
     def size_in(self, key: Any) -> int | None:
         """The size in a call that fits this record of several sizes; None: the call does not."""
         try:
-            layouts = [layout_of(each.path.get()) for each in self.graph.inputs if each.may_change]
+            layouts = [
+                memory_layout_of(each.path.get()) for each in self.graph.inputs if each.may_change
+            ]
         except (LookupError, AttributeError):
             return None
         signature = comparable(key), tuple(layouts)

@@ -22,7 +22,7 @@ from tilework.capture.graph import ITEM, Graph, Input, Instruction, ProgramMemor
 from tilework.capture.group_calls import GroupCall, RecordedGroups
 from tilework.capture.number import Number, NumberBook
 from tilework.capture.number import value_of as plain
-from tilework.capture.places import StatePlaces, layout_of
+from tilework.capture.places import StatePlaces, memory_layout_of
 from tilework.capture.tensor_reads import decides_itself, watched_reads
 from tilework.comm.per_call.call_recorder import set_recorder
 from tilework.comm.per_call.callsite import call_site
@@ -247,7 +247,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found.is_local:
                 found.layout = path.owner._spec
             elif not found.is_argument and not (tensor.is_leaf and tensor.requires_grad):
-                found.layout = layout_of(tensor)
+                found.layout = memory_layout_of(tensor)
             self.graph.inputs.append(found)
             self._input_memories.add(self._memory_of(tensor))
             return value
@@ -335,7 +335,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory = self._memory_of(tensor)
             if memory in self.before or memory not in self._input_memories:
                 continue
-            self.before[memory] = bytes_of(tensor).clone()
+            self.before[memory] = storage_bytes_of(tensor).clone()
 
     # -- instructions ------------------------------------------------------------------------
 
@@ -519,7 +519,7 @@ def _wait(work: Any) -> None:
     work.wait()
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def storage_bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage, sharing the memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 

@@ -15,8 +15,8 @@ from tilework.capture.number import value_of
 from tilework.capture.options import OptimizerOptions
 from tilework.capture.places import Argument, StatePlace, StatePlaces, is_dtensor, plain
 from tilework.capture.record import StepRecord
-from tilework.capture.recorder import StepRecorder, bytes_of
-from tilework.capture.same_program import agree_on
+from tilework.capture.recorder import StepRecorder, storage_bytes_of
+from tilework.capture.same_program import compare_program
 from tilework.capture.sizes import Different, Unifier, first_difference, has_size
 from tilework.capture.unseen import Unseen, told_apart
 from tilework.comm.world import current_world
@@ -135,7 +135,7 @@ def _record_of(
     graph.places = list(_changes(before, after, recorder))
     constants = [*_constants(before, after), *options.constants, *_absent(before, graph)]
     graph.drop_dead()
-    digests = agree_on(graph, call.name)
+    digests = compare_program(graph, call.name)
     way = _way_to(graph, before, after)
     guards = list(dict.fromkeys(recorder.book.guards))
     return StepRecord(
@@ -335,7 +335,7 @@ def run_checked(
         found.append(Input(each.value, each.path, tensor, each.layout))
         memory = each.value.memory
         if memory is not None and memory in written and memory not in kept:
-            kept[memory] = bytes_of(tensor).clone()
+            kept[memory] = storage_bytes_of(tensor).clone()
     generators = [(each, each.get_state()) for each in _generators()]
     result = call.run()
     states = found, _before(found, kept)
@@ -417,7 +417,7 @@ def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
         memory = each.value.memory
         kept = None if memory is None else recorder.before.pop(memory, None)
         if kept is not None:
-            bytes_of(each.tensor).copy_(kept)
+            storage_bytes_of(each.tensor).copy_(kept)
     for place, tensor in places.slots:
         if place.how == "grad":
             place.set(tensor)

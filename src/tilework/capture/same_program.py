@@ -43,7 +43,7 @@ class Digests:
         return [(hash((base, self.calls)) & (_MOST >> 1)) + 1 for base in self.bases]
 
 
-def agree_on(graph: Graph, name: str) -> Digests:
+def compare_program(graph: Graph, name: str) -> Digests:
     """Compare a program with other ranks' programs. Collective over each group of the program.
 
     Raises:

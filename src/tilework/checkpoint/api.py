@@ -18,7 +18,7 @@ from tilework.checkpoint.loading_alone import read_all
 from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks
-from tilework.checkpoint.saving import SaveOptions, prepare, write_and_commit
+from tilework.checkpoint.saving import SaveOptions, prepare_save, write_and_commit
 from tilework.checkpoint.system_errors import checkpoint_errors
 from tilework.checkpoint.torch_order import loading_names, saving_names
 from tilework.comm.world import AnyGroup
@@ -68,7 +68,7 @@ def save(
         {'weight': tensor([1., 1.]), 'step': 3}
     """
     ranks = Ranks(group)
-    prepared = prepare(storage_at(path), state, ranks, options, raise_pending)
+    prepared = prepare_save(storage_at(path), state, ranks, options, raise_pending)
     with _progress(f"saving {path}", prepared.nbytes, ranks, "the disk") as progress:
         write_and_commit(prepared, prepared.elements_of, ranks, progress)
 

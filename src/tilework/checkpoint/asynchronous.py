@@ -24,7 +24,7 @@ from tilework.checkpoint.memory import copy_all, lasting_bytes
 from tilework.checkpoint.progress import Progress
 from tilework.checkpoint.ranks import Ranks, before_end
 from tilework.checkpoint.save_planning import PlacedBox
-from tilework.checkpoint.saving import Save, SaveOptions, prepare, write_and_commit
+from tilework.checkpoint.saving import Save, SaveOptions, prepare_save, write_and_commit
 from tilework.checkpoint.storage import Storage
 from tilework.comm.world import current_world
 from tilework.errors import CheckpointError
@@ -174,7 +174,7 @@ def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> P
     """
     background = current_world().state(_Background)
     background.close_with_rank()
-    save = prepare(storage, state, ranks, options, raise_pending)
+    save = prepare_save(storage, state, ranks, options, raise_pending)
     pending = PendingSave(storage.location, save.nbytes, ranks.is_first)
     begins = Future[bool]()
 

@@ -340,7 +340,7 @@ class Filling:
             self.missing.append(name)
             return lambda: value
         known: dict[Path, Tensor] = {}
-        tensors_in(value.state_dict(), (), known)
+        tensors_by_path(value.state_dict(), (), known)
         fresh = self.fresh(found, known)
 
         def give() -> Any:
@@ -445,16 +445,16 @@ def _replaced(old: Any, new: Any) -> Any:
     return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
 
 
-def tensors_in(state: Any, path: Path, found: dict[Path, Tensor]) -> None:
+def tensors_by_path(state: Any, path: Path, found: dict[Path, Tensor]) -> None:
     """Collect the tensors of a nesting by their paths."""
     if isinstance(state, Tensor):
         found[path] = state
     elif isinstance(state, Mapping):
         for key, value in state.items():
-            tensors_in(value, (*path, key), found)
+            tensors_by_path(value, (*path, key), found)
     elif isinstance(state, list | tuple):
         for number, value in enumerate(state):
-            tensors_in(value, (*path, number), found)
+            tensors_by_path(value, (*path, number), found)
 
 
 def is_in_module(module: nn.Module, contents: Mapping[str, Any]) -> bool:

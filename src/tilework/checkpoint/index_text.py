@@ -233,7 +233,7 @@ def _number(value: Any) -> int:
     return value
 
 
-def whole_numbers(values: Any) -> tuple[int, ...]:
+def number_list(values: Any) -> tuple[int, ...]:
     """A list of numbers in a file, such as a shape.
 
     Raises:
@@ -257,7 +257,7 @@ class _KnownBoxes:
         """A box, and the volume."""
         known = self._boxes.get((tuple(offsets), tuple(sizes)))
         if known is None:
-            box = Box(whole_numbers(offsets), whole_numbers(sizes))
+            box = Box(number_list(offsets), number_list(sizes))
             known = self._boxes[box.offsets, box.sizes] = box, box.volume
         return known
 
@@ -276,7 +276,7 @@ def _tensor_of(
     refused: Refusal,
 ) -> SavedTensor:
     try:
-        dtype, shape = listed["dtype"], whole_numbers(listed["shape"])
+        dtype, shape = listed["dtype"], number_list(listed["shape"])
         if dtype not in ITEM_BYTES:
             raise ValueError(f"dtype {dtype!r} is not known")
         itemsize = ITEM_BYTES[dtype]
@@ -310,7 +310,7 @@ def _part_of(
             f"the part {box} ends at byte {begin + nbytes} of {file}, which has "
             f"{files[file].nbytes}"
         )
-    checksums = whole_numbers(listed["crc32"])
+    checksums = number_list(listed["crc32"])
     if len(checksums) != chunk_count(nbytes, chunk_bytes):
         raise ValueError(
             f"the part {box} has {len(checksums)} checksums instead of "

@@ -48,7 +48,7 @@ from tilework.checkpoint.save_planning import (
     cut_box,
 )
 from tilework.checkpoint.saved import Part, SavedTensor
-from tilework.checkpoint.saving import Save, SaveOptions, prepare
+from tilework.checkpoint.saving import Save, SaveOptions, prepare_save
 from tilework.checkpoint.storage import UNFINISHED, LocalStorage
 from tilework.comm.world import AnyGroup
 from tilework.errors import CheckpointError
@@ -111,7 +111,7 @@ def save_pretrained(
     ranks, module = Ranks(group), unwrapped(model)
     # By names only, so that parts belong to whole tensors, one for each box.
     options = SaveOptions(file_bytes=1 << 62)
-    save = prepare(storage, _named(module), ranks, options, lambda: _check_free(storage))
+    save = prepare_save(storage, _named(module), ranks, options, lambda: _check_free(storage))
     try:
         published = _published(module, save, dtype, map_names)
         _write_all(_Folder(storage, published, file_bytes), save, published, _texts(module, dtype))

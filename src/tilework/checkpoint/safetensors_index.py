@@ -14,7 +14,7 @@ from tilework.checkpoint.composing import UNCHECKED_BYTES
 from tilework.checkpoint.dtype_names import ITEM_BYTES, stored
 from tilework.checkpoint.format import INDEX_NAME, Index, chunk_count
 from tilework.checkpoint.index_file import is_ours
-from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, whole_numbers
+from tilework.checkpoint.index_text import FILE_NAME, RESERVED_KEY, number_list
 from tilework.checkpoint.places import AnyPath, storage_at
 from tilework.checkpoint.save_planning import TensorToSave, safetensors_header
 from tilework.checkpoint.saved import Part, SavedFile, SavedTensor
@@ -155,10 +155,10 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
 
 
 def _part_of(key: str, listed: dict[str, Any], name: str, begin: int, length: int) -> Part:
-    dtype, shape = listed["dtype"], whole_numbers(listed["shape"])
+    dtype, shape = listed["dtype"], number_list(listed["shape"])
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"{key!r} has dtype {dtype!r}, which is not known")
-    start, stop = whole_numbers(listed["data_offsets"])
+    start, stop = number_list(listed["data_offsets"])
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if stop - start != nbytes or not start <= stop <= length - begin:
         raise ValueError(f"{key!r} has data_offsets that do not fit the shape or the file")

@@ -115,7 +115,7 @@ class Save:
         return pieces_in_order(view, CHUNK_BYTES)
 
 
-def prepare(
+def prepare_save(
     storage: Storage,
     state: Any,
     ranks: Ranks,

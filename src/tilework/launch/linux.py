@@ -30,7 +30,7 @@ def adopt_orphans(on: bool = True) -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
-def children() -> list[int]:
+def child_pids() -> list[int]:
     """Process ids of this process's children, zombies included; empty elsewhere."""
     me = str(os.getpid())
     return [int(pid) for pid, parent in _parents() if parent == me]

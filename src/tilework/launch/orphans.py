@@ -18,7 +18,7 @@ _POLL_SECONDS: Final = 0.01
 
 def reap_orphans(but: Collection[int]) -> None:
     """Reap adopted processes that have ended; ``but`` are the process's own children."""
-    for pid in linux.children():
+    for pid in linux.child_pids():
         if pid not in but:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -49,4 +49,4 @@ def end_orphans(seconds: float, but: Collection[int]) -> list[str]:
 
 
 def _others(but: Collection[int]) -> list[int]:
-    return [pid for pid in linux.children() if pid not in but]
+    return [pid for pid in linux.child_pids() if pid not in but]

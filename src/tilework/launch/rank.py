@@ -109,15 +109,15 @@ def frozen_heap() -> Iterator[None]:
 
 
 def run_interruptibly(program: Program, plan: RankPlan) -> int:
-    """:func:`run_program` with signals as the program expects them; Ctrl-C never shows a trace."""
+    """:func:`run_program_of_rank` with the signals that programs expect; Ctrl-C shows no trace."""
     try:
         reset_signals()
-        return run_program(program, plan)
+        return run_program_of_rank(program, plan)
     except KeyboardInterrupt:  # just before the program ran, or after it had failed
         return 128 + signal.SIGINT
 
 
-def run_program(program: Program, plan: RankPlan) -> int:
+def run_program_of_rank(program: Program, plan: RankPlan) -> int:
     """Run ``program``, report how it fails if it does, and return the exit status."""
     me = os.getpid()
     try:

@@ -83,7 +83,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         metadata = sharded_tensor_metadata
         checks.check_metadata(metadata)
         checks.check_listed(local_shards, metadata)
-        spec = checks.spec_of(metadata, sharding_spec)
+        spec = checks.given_or_inferred_spec(metadata, sharding_spec)
         return cls._assemble(spec, metadata, list(local_shards), _map_by_placements(metadata), None)
 
     def metadata(self) -> ShardedTensorMetadata:

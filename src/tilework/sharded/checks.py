@@ -114,7 +114,9 @@ def check_metadata(metadata: ShardedTensorMetadata) -> None:
     check_shards(metadata.size, metadata.shards_metadata)
 
 
-def spec_of(metadata: ShardedTensorMetadata, spec: ShardingSpec | None) -> ShardingSpec:
+def given_or_inferred_spec(
+    metadata: ShardedTensorMetadata, spec: ShardingSpec | None
+) -> ShardingSpec:
     """``spec`` itself, or the inferred one for None; raise if it gives other shards."""
     shards = metadata.shards_metadata
     if spec is None:
@@ -205,7 +207,9 @@ def named(properties: TensorProperties) -> dict[str, Any]:
 # -- between ranks -----------------------------------------------------------------------------
 
 
-def agree_on(make: Callable[[], T], describe: Callable[[T], str], what: str, group: AnyGroup) -> T:
+def make_equal(
+    make: Callable[[], T], describe: Callable[[T], str], what: str, group: AnyGroup
+) -> T:
     """The result of ``make()``, after all ranks have described theirs by the same text.
 
     Collective; blocks. A rank outside the group only calls ``make``.

@@ -66,7 +66,7 @@ def reshard(
             )
         return metadata, placed
 
-    metadata, placed = checks.agree_on(
+    metadata, placed = checks.make_equal(
         prepare, lambda prepared: checks.describe(prepared[0]), "resharding_spec", group
     )
     shard_map = ShardMap(metadata, [owner for owner, _ in placed])

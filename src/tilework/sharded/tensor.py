@@ -110,7 +110,7 @@ class ShardedTensor(ShardedTensorBase):
         if not init_rrefs:
             return make()
         # Either all ranks come to the exchange, or none.
-        tensor = checks.agree_on(
+        tensor = checks.make_equal(
             make, lambda st: checks.describe(st.metadata()), "the tensor", None
         )
         tensor._share_rrefs()
@@ -205,7 +205,7 @@ class ShardedTensor(ShardedTensorBase):
             checks.check_metadata(metadata)
             placed = places(process_group, metadata.shards_metadata)
             shards = checks.own_shards(local_shards, metadata, placed)
-            spec = checks.spec_of(metadata, sharding_spec)
+            spec = checks.given_or_inferred_spec(metadata, sharding_spec)
             return assemble(cls, spec, metadata, placed, shards, process_group)
 
         return cls._with_rrefs(make, init_rrefs)

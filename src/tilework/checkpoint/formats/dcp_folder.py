@@ -23,7 +23,7 @@ from tilework.checkpoint.flattening import flatten
 from tilework.checkpoint.format import Path as StatePath
 from tilework.checkpoint.formats.dcp_metadata import METADATA, DcpMetadata, read_dcp_metadata
 from tilework.checkpoint.formats.source import MappedTensors, Source, mapped_tensors
-from tilework.checkpoint.formats.torch_file import load_weights_only, state_of
+from tilework.checkpoint.formats.torch_file import load_weights_only, state_of_source
 from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.save_planning import TensorToSave
 from tilework.checkpoint.storage import LocalStorage
@@ -192,7 +192,7 @@ def write_dcp(source: Source, folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} is not empty: give another folder", file=str(folder))
     with mapped_tensors(folder) as mapped:
-        state = state_of(source, mapped.filled)
+        state = state_of_source(source, mapped.filled)
         state = state if isinstance(state, dict) else {"state": state}
         writer = FileSystemWriter(folder, single_file_per_rank=True)
         with warnings.catch_warnings():

@@ -96,7 +96,7 @@ def write_torch_file(source: Source, path: Path) -> None:
         CheckpointError: The file cannot be written.
     """
     with mapped_tensors(path) as mapped:
-        state = state_of(source, mapped.filled)
+        state = state_of_source(source, mapped.filled)
         unfinished = path.with_name(f"{path.name}.part")
         try:
             _save(state, unfinished)
@@ -118,7 +118,7 @@ def _save(state: Any, path: Path) -> None:
         ) from None
 
 
-def state_of(source: Source, tensor_of: Any) -> Any:
+def state_of_source(source: Source, tensor_of: Any) -> Any:
     """The state of a source, with tensors made by ``tensor_of(source, number)``.
 
     Arrays of numpy become tensors there, as ``weights_only`` refuses others.

@@ -46,7 +46,7 @@ def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore
     return store
 
 
-def find_store(
+def find_served_store(
     registers: Registers, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
 ) -> UnixStore:
     """The store that another rank serves; waits for it until ``check`` raises."""

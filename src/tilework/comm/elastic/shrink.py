@@ -13,7 +13,7 @@ from tilework.comm.elastic.meeting_store import (
     NEW_STORE,
     OLD_STORE,
     answers_soon,
-    find_store,
+    find_served_store,
     serve_store,
 )
 from tilework.comm.elastic.participant import drive, participant_of
@@ -138,7 +138,9 @@ class _Shrinking:
             if members[0] == self._participant.me:
                 store = serve_store(self._registers, key, self._record.timeout)
             else:
-                store = find_store(self._registers, key, self._record.timeout, seconds, check)
+                store = find_served_store(
+                    self._registers, key, self._record.timeout, seconds, check
+                )
             self._served = store
         is_default = old is self._world.default_group
         ranks = tuple(range(len(members))) if is_default else self._globals(members)

@@ -355,13 +355,13 @@ def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | No
     if len(grads) < len(outs):
         raise RuntimeError(f"got {len(outs)} tensors, and gradients of {len(grads)}: pass one each")
     return [
-        root_of(out, grad) if isinstance(out, DTensorBase) else (out, grad)
+        gradient_root(out, grad) if isinstance(out, DTensorBase) else (out, grad)
         for out, grad in zip(outs, grads, strict=False)  # torch ignores further gradients, too
         if not isinstance(out, DTensorBase) or out._spec.takes_part
     ]
 
 
-def root_of(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
     """A local tensor that gradients start from, and the gradient of the local tensor."""
     spec = tensor._spec
     local = local_of(tensor)

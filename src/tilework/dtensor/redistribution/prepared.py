@@ -86,7 +86,7 @@ def prepared_from(
     return prepared
 
 
-def prepare(
+def prepare_redistribution(
     local: Tensor, source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype
 ) -> PreparedRedistribution:
     """Prepare a redistribution, and keep it. Collective only if groups must be made.

@@ -23,7 +23,7 @@ from tilework.dtensor.redistribution.prepared import (
     PreparedRedistribution,
     check_local,
     plan_steps,
-    prepare,
+    prepare_redistribution,
     prepared_from,
 )
 from tilework.dtensor.spec import DTensorSpec, Ints
@@ -78,7 +78,7 @@ def redistribute_local(
     dtype = local.dtype if dtypes is None else dtypes[0]
     prepared = prepared_from(source).get((target, dtype))
     if prepared is None:
-        prepared = prepare(local, source, target, dtype)
+        prepared = prepare_redistribution(local, source, target, dtype)
     if not prepared.run_steps:
         return local if dtypes is None else local.to(dtype)
     if local.shape != source.local_shape:

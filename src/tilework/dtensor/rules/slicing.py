@@ -17,7 +17,7 @@ from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.views import copied_views
-from tilework.dtensor.views.resize_shards import Resize, resizable, resized, unsharded
+from tilework.dtensor.views.resize_shards import Resize, resizable, resized, with_dims_unsharded
 from tilework.tiled.op_rules import Arg, Decomposition, RuleResult
 from tilework.tiled.op_table import dtensor_rule
 from tilework.tiled.rules.reshaping import dim_at
@@ -53,7 +53,7 @@ def slice_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
         items: The items of all dims, in order, and of new dims.
     """
     # An axis of one rank shards nothing.
-    spec = unsharded(
+    spec = with_dims_unsharded(
         input.spec, [dim for dim, item in _items_by_dim(items) if isinstance(item, int)]
     )
     spans = {
@@ -120,7 +120,9 @@ def _slice_local(
 def unshard_dims(tensor: DTensor, dims: Sequence[int]) -> DTensor:
     """The tensor with these dims unsharded. Collective; differentiable."""
     spec = tensor._spec
-    return tensor.redistribute(placements=unsharded(spec, dims).placements, order=spec.order)
+    return tensor.redistribute(
+        placements=with_dims_unsharded(spec, dims).placements, order=spec.order
+    )
 
 
 def basic_index_call(input: DTensorArg, items: Sequence[Item]) -> RuleResult:
@@ -313,7 +315,8 @@ def _diagonal(
     )
     shift = 0 if along == dim1 else offset
     source, sizes = resizable(
-        unsharded(input.spec, [other]), {along: resize_to_range(start + shift, stop + shift, 1)}
+        with_dims_unsharded(input.spec, [other]),
+        {along: resize_to_range(start + shift, stop + shift, 1)},
     )
     kept = [dim for dim in range(input.ndim) if dim not in (dim1, dim2)]
     dims = {dim: i for i, dim in enumerate(kept)} | {along: len(kept)}

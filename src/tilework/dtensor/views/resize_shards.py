@@ -12,7 +12,7 @@ from tilework.layout.sharding import infer_splits
 Resize = Callable[[Sequence[tuple[int, int]]], Sequence[int]]
 
 
-def unsharded(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
+def with_dims_unsharded(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
     """The same layout with all of these dims on each rank."""
     return spec.with_placements(
         [

@@ -13,7 +13,7 @@ import tilework.distributed as dist
 from tests.tables import each
 from tilework.comm.backends.engine_protocol import Operation
 from tilework.comm.backends.shm import memory_hold
-from tilework.comm.backends.shm.memory_hold import HeldMemory, find_layout, fits_storage
+from tilework.comm.backends.shm.memory_hold import HeldMemory, find_storage_layout, fits_storage
 from tilework.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -29,13 +29,13 @@ def words_at(address: int, count: int) -> list[int]:
 
 def test_this_torch_is_known() -> None:
     assert memory_hold.IS_AVAILABLE
-    assert find_layout() is not None
+    assert find_storage_layout() is not None
 
 
 @pytest.mark.parametrize("words", [[0] * 9, [1, 1, 1, 1, 1, 1, 1, 1, 1]])
 def test_another_torch_is_left_alone(words: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_hold, "_words_of", lambda storage: words)
-    assert find_layout() is None
+    assert find_storage_layout() is None
     monkeypatch.setattr(memory_hold, "IS_AVAILABLE", False)
     assert memory_hold.hold_memory([torch.ones(1)], []) is None
     operation = Operation("all_reduce", [torch.ones(1)], [torch.ones(1)])

@@ -19,7 +19,7 @@ needs_registration = pytest.mark.skipif(
 @needs_registration
 def test_it_is_found_in_this_torch() -> None:
     # Addresses have bits in common by chance, which must not be taken for the flag.
-    found = {tensor_layout.find_layout() for _ in range(20)}
+    found = {tensor_layout.find_tensor_layout() for _ in range(20)}
     assert None not in found
     assert len(found) == 1
     assert tensor_layout.tell_core()

@@ -118,7 +118,7 @@ class StorageLayout(NamedTuple):
     free_memory: int
 
 
-def find_layout() -> StorageLayout | None:
+def find_storage_layout() -> StorageLayout | None:
     """The layout of torch's storages; None if they do not look as expected.
 
     Expected are three words in a row: the memory's address, and in either order the function that
@@ -174,7 +174,7 @@ def _make_available() -> bool:
         return False
     # If this torch lacks a name that is used here, nothing is held.
     with contextlib.suppress(AttributeError, RuntimeError, TypeError):
-        layout = find_layout()
+        layout = find_storage_layout()
         if layout is not None:
             _core.set_storage_layout(*layout)
             if _is_held():

@@ -43,7 +43,7 @@ class TensorLayout(NamedTuple):
     number: int
 
 
-def find_layout() -> TensorLayout | None:
+def find_tensor_layout() -> TensorLayout | None:
     """The layout of torch's tensors; None if they do not look as expected."""
     plain = _samples()
     negative = [torch._neg_view(tensor.detach()) for _ in range(3) for tensor in plain]
@@ -142,7 +142,7 @@ def tell_core() -> bool:
     """Let the core look at tensors; False if it must ask torch. Call after register_torch."""
     # If this torch lacks a name that is used here, the core asks torch.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, TypeError):
-        layout = find_layout()
+        layout = find_tensor_layout()
         if layout is not None:
             _core.set_tensor_layout(*layout)
             if _finds_what_torch_says():
