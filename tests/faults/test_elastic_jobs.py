@@ -96,10 +96,10 @@ from datetime import timedelta
 import torch
 import tilework.distributed as dist
 from tilework.parallel import Resilient
-from tilework.parallel.resilient import resilient
+from tilework.parallel.resilient import training_loop
 
 dist.init_process_group()
-seat, shrink = dist.get_rank(), resilient.shrink_group
+seat, shrink = dist.get_rank(), training_loop.shrink_group
 
 
 def stop_or_shrink(**options):
@@ -114,7 +114,7 @@ def step(state, number):
     dist.all_reduce(state["w"])
 
 
-resilient.shrink_group = stop_or_shrink
+training_loop.shrink_group = stop_or_shrink
 loop = Resilient(lambda: {"w": torch.zeros(4)}, step, patience=timedelta(seconds=0.5))
 print(len(list(loop.run(6))), dist.get_world_size())
 """
