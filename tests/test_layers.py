@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.architecture.drawing import DRAWINGS, drawings, parts_of
+from tests.architecture.drawing import DRAWINGS, DRAWN, parts_of
 from tests.architecture.imports import (
     FILES,
     LAYERS,
@@ -103,10 +103,10 @@ def test_no_folder_imports_one_that_imports_it_back(package: str) -> None:
     assert not import_cycles(contracted(graph, parts_of(package, graph)))
 
 
-@pytest.mark.parametrize("name", drawings())
+@pytest.mark.parametrize("name", DRAWN)
 def test_the_drawing_is_current(name: str) -> None:
     """``python -m tests.architecture.drawing`` draws it anew."""
-    assert (DRAWINGS / name).read_text() == drawings()[name]
+    assert (DRAWINGS / name).read_text() == DRAWN[name]()
 
 
 def test_what_cycles_are() -> None:

@@ -43,14 +43,21 @@ _STYLE = """
 """
 
 
-def drawings() -> dict[str, str]:
-    """The SVG files by name: the layers of the package, and the inside of dtensor."""
+def drawn_layers() -> str:
+    """The SVG of the layers of the package."""
     graph = module_graph()
     layers = {module: layer for module in graph if (layer := layer_of(module))}
-    return {
-        "architecture.svg": picture("tilework", layers, graph),
-        "architecture-dtensor.svg": picture("tilework.dtensor", parts_of("dtensor", graph), graph),
-    }
+    return picture("tilework", layers, graph)
+
+
+def drawn_dtensor() -> str:
+    """The SVG of the parts of dtensor."""
+    graph = module_graph()
+    return picture("tilework.dtensor", parts_of("dtensor", graph), graph)
+
+
+#: What draws each file of ``DRAWINGS``.
+DRAWN = {"architecture.svg": drawn_layers, "architecture-dtensor.svg": drawn_dtensor}
 
 
 def parts_of(package: str, graph: Graph) -> dict[str, str]:
@@ -158,8 +165,8 @@ def _wrapped(text: str) -> list[str]:
 
 def main() -> None:
     """Write the drawings."""
-    for name, svg in drawings().items():
-        (DRAWINGS / name).write_text(svg)
+    for name, draw in DRAWN.items():
+        (DRAWINGS / name).write_text(draw())
 
 
 if __name__ == "__main__":
