@@ -45,7 +45,7 @@ demo: $(VENV)/.installed
 # Four processes for two cores, as many tests wait more than they compute; tests/conftest.py says which
 # tests share a process.
 test: install
-	@$(bin)/python -m pytest -n 4 $(ARGS)
+	@$(writing) -m pytest -n 4 $(ARGS)
 
 check: install
 	@$(bin)/python -m tests.check $(ARGS)
@@ -165,6 +165,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what tests and linters use into $(VENV)" >&2
 	@$(pip) 'tilework[dev]'
 	@$(compile) $(VENV) || true  # of packages with files for other Pythons
+	@$(writing) -m pytest --collect-only -qq >/dev/null || true  # compiles the tests, once for all processes
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.installed
