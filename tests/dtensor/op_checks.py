@@ -397,7 +397,7 @@ def check_op(
     *args: Any,
     meshes: Sequence[tuple[int, ...]] = MESHES,
     partial: Sequence[str] = ("sum",),
-    most: int = 24,
+    most: int = 16,
     grads: bool | None = True,
     gathers: bool | None = None,
     plain: bool = False,
@@ -492,7 +492,7 @@ def combinations(
     tensors: Sequence[Tensor],
     shape: tuple[int, ...],
     partial: Sequence[str] = ("sum",),
-    most: int = 24,
+    most: int = 16,
     plain: bool = False,
     seed: int = 0,
 ) -> list[Layouts]:

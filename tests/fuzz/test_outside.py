@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fuzz import outside
 from tests.tables import each
 
-COUNT = 40
+COUNT = 24
 
 
 @each("mesh", [(2,), (3,), (2, 2)])

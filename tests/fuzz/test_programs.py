@@ -9,7 +9,7 @@ from tests.fuzz.programs import MESHES, Outcome, Program, compare, expect, made,
 from tests.tables import each
 
 #: Programs of each mesh.
-COUNT = 50
+COUNT = 30
 
 
 @each("mesh", MESHES)

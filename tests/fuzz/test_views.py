@@ -7,7 +7,7 @@ from tests.fuzz.programs import MESHES, compare, run_programs
 from tests.tables import each
 
 #: Programs of each mesh and kind.
-COUNT = 40
+COUNT = 24
 
 
 @each("mesh", MESHES)
