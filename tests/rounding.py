@@ -40,6 +40,8 @@ def assert_close(
     Raises:
         AssertionError: They differ by more.
     """
+    if _equal(found, wanted):  # most are, and a comparison with tolerances takes ten operators
+        return
     rounds = isinstance(wanted, Tensor) and (wanted.is_floating_point() or wanted.is_complex())
     if rounds and (rtol, atol) != (0, 0):
         relative, absolute = default_tolerances(found, wanted)
@@ -57,4 +59,17 @@ def assert_close(
         check_dtype=check_dtype,
         equal_nan=equal_nan,
         msg=msg,
+    )
+
+
+def _equal(found: object, wanted: object) -> bool:
+    """True for plain tensors of a usual dtype that have the same elements, none of them NaN."""
+    return (
+        type(found) is Tensor
+        and type(wanted) is Tensor
+        and found.dtype == wanted.dtype
+        and found.dtype in (torch.float32, torch.float64, torch.bfloat16)
+        and found.layout == wanted.layout == torch.strided
+        and found.device == wanted.device
+        and torch.equal(found, wanted)
     )

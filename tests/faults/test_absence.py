@@ -45,7 +45,8 @@ def test_sigstop_at_a_random_moment(seed: int, tmp_path: Path) -> None:
             # A rank that came late to its wait for the stopped one may be named by the third, which
             # waits for it; its own error tells that it waited.
             for named in set(heard.ranks) - {victim}:
-                assert f"the group was aborted by rank {3 - victim - named}" in errors[named].text
+                aborted = f"the group was aborted by rank {3 - victim - named}"
+                assert victim in errors[named].ranks or aborted in errors[named].text
             assert heard.when - stopped < LIMIT.total_seconds() + 1
             assert TOLD.search(heard.text), heard.text
         ranks[victim].kill(signal.SIGCONT)
