@@ -135,7 +135,10 @@ class CompiledFunction:
         return result
 
     def _unify(self, last: _Passes, others: Sequence[_Passes]) -> None:
-        """Make programs of several sizes of these and two earlier ones, if three sizes agree."""
+        """Merge passes of three input sizes into programs of any size, if only the size differs.
+
+        ``last`` was just recorded; two of ``others``, recorded before, are merged with the pass.
+        """
         found = None
         for other, third in combinations(others, 2):
             found = found or _of_three(last, other, third)

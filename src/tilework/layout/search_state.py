@@ -29,7 +29,7 @@ shards_once = lru_cache(maxsize=4096)(shards)
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """A layout for the search for steps: without axes of length 1, which do nothing."""
+    """A node of the search for steps: a layout without axes of length 1, which split nothing."""
 
     splits: tuple[Splits, ...]
     """The splits of each dim, the outermost first."""
@@ -55,7 +55,7 @@ class ShardState:
 
 
 def state_of(shape: Ints, lengths: Ints, layout: Layout) -> ShardState:
-    """The state of a layout.
+    """The layout as a node of the search for steps: axes of length 1 are dropped.
 
     Raises:
         ValueError: The layout does not fit the mesh or the shape.

@@ -392,7 +392,10 @@ def _flat(mesh: Any) -> tuple[Ints, list[int]]:
         return (len(mesh),), list(map(int, mesh))
     lengths, ranks = zip(*map(_flat, mesh), strict=True)
     if len(set(lengths)) != 1:
-        raise ValueError(f"a mesh has parts of one shape along each axis, got {set(lengths)}")
+        raise ValueError(
+            f"a mesh is a nested list of ranks whose rows are equally long, got rows of the "
+            f"shapes {sorted(set(lengths))}: give each row as many ranks"
+        )
     return (len(mesh), *lengths[0]), [rank for part in ranks for rank in part]
 
 

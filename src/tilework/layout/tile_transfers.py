@@ -164,8 +164,9 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
         return terms
     if op not in HAVE_IDENTITY:
         raise NotImplementedError(
-            f"a value cannot become {len(terms)} terms of {op!r}, which has no identity element; "
-            f"reductions that have one: {', '.join(sorted(HAVE_IDENTITY))}, and 'avg' needs none"
+            f"a whole value cannot become Partial({op!r}) on {len(terms)} ranks: {op!r} has no "
+            f"identity element for the ranks that do not hold the value; use one of "
+            f"{', '.join(sorted(HAVE_IDENTITY))}, avg"
         )
     return terms[:1]
 

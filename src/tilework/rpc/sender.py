@@ -70,7 +70,7 @@ class Sender:
         return sent
 
     def _share(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
-        """The memory file for the large ones of ``parts``, and the place of each part in it."""
+        """The memory file that holds the large parts, and each part's offset there: -1 if small."""
         sizes = [part.nbytes for part in parts]
         large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
         if not large or to not in self.readers:

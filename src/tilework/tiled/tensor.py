@@ -80,7 +80,7 @@ class TiledTensor(Tensor):
                 f"plain tensors, from to_local() or full_tensor()"
             )
         raise RuntimeError(
-            f"A {cls.__name__} of tilework's is used from inside torch's C++ by {func}, where only "
-            f"plain tensors can be: take its local tensors, or make it a plain one with "
+            f"A {cls.__name__} of tilework's is used from inside torch's C++ by {func}, which "
+            f"takes plain tensors only: pass the local tensors, or the plain tensor of "
             f"full_tensor(){_instead()}"
         )

@@ -21,12 +21,12 @@ each of the {count} operators of the database that torch has for its own tests w
 arguments, in each of its forms (function, method, in place, `out=`), on meshes of 2 and of 2 x 2
 ranks, sharded along the first dim, the last, and at random.
 
-{never} operators were never gathered (a dim that an operator needs whole is, but not the others),
+{never} operators were never gathered (at most along one dim that an operator needs whole),
 {partly} for some calls, {always} always; {none} have no samples that can be called here.
 
-Strides of results are those of plain tensors, and they share memory where those do, however the
-first tensor lies: as it is, transposed, as images, or in steps (39,180 calls in float64). Others:
-`max_unpool2d`; images of one channel or row, which are images in either format
+Results have the strides of plain results and share memory where these do, whether the first tensor
+is contiguous, transposed, in `channels_last`, or a slice with steps (39,180 calls in float64).
+Exceptions: `max_unpool2d`; images of one channel or row, whose strides fit both memory formats
 (`conv_transpose2d`, `pixel_unshuffle`, `max_pool1d`, reductions that keep dims); circular padding
 of images; and `unsafe_split` and its like, whose results are copies.
 

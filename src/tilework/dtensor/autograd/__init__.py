@@ -1,8 +1,9 @@
 """Gradients of DTensors: the graph is that of their local tensors.
 
-``local_graph.py`` has a tensor's local tensor in the graph; ``partial_grads.py`` the places
-where partial gradients are reduced, and ``grad_reduction.py`` those of parameters, reduced together
-at the end of the backward pass; ``gradients.py`` what DTensor's methods and ``torch.autograd`` do,
-``batched_grads.py`` gradients for each row of a batch, and ``in_place_views.py`` what operators in
-place make of a tensor whose dims they change.
+- ``local_graph.py`` finds a tensor's local tensor in the graph.
+- ``partial_grads.py`` reduces partial gradients within the graph; ``grad_reduction.py`` reduces
+  the gradients of parameters together, at the end of the backward pass.
+- ``gradients.py`` has DTensor's methods and ``torch.autograd.grad``; ``batched_grads.py`` computes
+  gradients for each row of a batch.
+- ``changed_in_place.py`` links tensors whose shape an operator in place changes (``t_``).
 """

@@ -283,7 +283,10 @@ class _Assignment:
         return Shard(having[0], sizes.pop())
 
     def _without(self, number: int | None, factor: Factor) -> Placement:
-        """The placement of an input that lacks a sharded factor, or (``number=None``) an output."""
+        """The placement of a tensor none of whose dims has the sharded factor.
+
+        ``number`` is that of an input; None stands for an output.
+        """
         mapped = self._mapped
         if number is not None and not (number in mapped.addends and mapped.reduces(factor)):
             return Replicate()

@@ -325,8 +325,8 @@ def _check_left(view: DTensorBase) -> None:
         if base is not None and base._places is not None and base._places.refuses:
             raise RuntimeError(
                 f"{view!r} is a view of a tensor that was given other data since (x.data = y): "
-                f"once that is written to, gradients of the view are those of elements which it "
-                f"does not show. Make the view again, or use its detach()"
+                f"gradients of the view would belong to the new data, whose elements the view does "
+                f"not show. Make the view again after x.data = y, or use view.detach()"
             )
 
 

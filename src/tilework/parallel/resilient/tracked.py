@@ -38,7 +38,7 @@ class FoundTensor(NamedTuple):
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """The current facts that decide the layout of a copy: shape and dtype first."""
+        """All that decides how a snapshot of the tensor is laid out: shape and dtype first."""
         tensor = self.tensor
         tiling = tensor.tiling if isinstance(tensor, TiledTensor) else None
         return tuple(tensor.shape), tensor.dtype, self.name, self.owners, tiling

@@ -45,7 +45,7 @@ class _Unchanged(_OfParameters):
 
 
 class WholeOutput(_OfParameters):
-    """The module computes with parameters that are DTensors; outputs are whole and plain."""
+    """The module computes with DTensor parameters, and gives whole plain tensors."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         def whole(value: Any) -> Any:

@@ -379,7 +379,9 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
         if len(fds) < 2 and flags & socket.MSG_CTRUNC:
             raise OSError(errno.EMFILE, "too many open files: none is left for the segment")
         if len(fds) < 2:
-            raise ConnectionError("rank 0 closed the connection without handing over the segment")
+            raise ConnectionError(
+                "rank 0 closed the connection before it sent the shared memory: see rank 0's error"
+            )
         group = _take_end(fds[0], rank, size, nonce)
         try:
             return group, MemoryRegisters(fds.pop())
