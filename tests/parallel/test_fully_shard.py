@@ -551,7 +551,7 @@ def test_full_parameters_are_there_while_they_are_needed(monkeypatch: Any) -> No
         assert min(seen) > 0
         assert max(seen) <= rest + 2 * max(sizes)  # the next one is being gathered
 
-    monkeypatch.setattr(unit, "Gathered", Noted)
+    monkeypatch.setattr(unit, "GatheredParameters", Noted)
     run_ranks(2, program)
 
 

@@ -317,6 +317,7 @@ def test_a_holder_may_be_the_last_and_not_the_one_who_made_it() -> None:
     def act() -> None:
         rref = rpc.remote("w1", Value)
         rpc.rpc_sync("w2", _keep, args=(rref,))
+        until(lambda: len(Value.alive) == 1)  # remote() does not wait for the value
         del rref
         time.sleep(0.05)
         assert len(Value.alive) == 1

@@ -27,7 +27,7 @@ def headline(failure: RankFailure) -> str:
     """A line with the rank and the failure.
 
     Example:
-        >>> headline(Failure(rank=1, time=0.0, code=3))
+        >>> headline(RankFailure(rank=1, time=0.0, code=3))
         'rank 1 failed: exit code 3'
     """
     if failure.lost_node:
@@ -43,7 +43,7 @@ def cause(failure: RankFailure) -> str:
     """The end of a rank in words, without the rank's number.
 
     Example:
-        >>> cause(Failure(rank=1, time=0.0, code=3))
+        >>> cause(RankFailure(rank=1, time=0.0, code=3))
         'exit code 3'
     """
     return _how(failure)

@@ -65,7 +65,7 @@ class Recovery:
 
         Example:
             >>> recovery = Recovery(restarts=1, least=2)
-            >>> killed = Failure(rank=1, time=0.0, code=-9)
+            >>> killed = RankFailure(rank=1, time=0.0, code=-9)
             >>> [recovery.answer(killed, others).name for others in (3, 3, 1)]
             ['RESTART', 'GO_ON', 'END']
         """

@@ -90,7 +90,8 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that caused the others; ``failures`` must not be empty.
 
     Example:
-        >>> root_cause([Failure(rank=1, time=2.0, code=1), Failure(rank=0, time=1.0, code=-9)]).rank
+        >>> last = RankFailure(rank=1, time=2.0, code=1)
+        >>> root_cause([last, RankFailure(rank=0, time=1.0, code=-9)]).rank
         0
     """
     return min(failures, key=lambda f: (f.is_consequence, f.is_echo, f.happened, f.rank))
