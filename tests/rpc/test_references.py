@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilework.errors import PeerLostError
 from tilework.rpc.entries import Entry, Owned
-from tilework.rpc.message import MessageKind, Ref
+from tilework.rpc.message import NEW, MessageKind, Ref
 from tilework.rpc.references import References
 
 RANKS = 3
@@ -86,7 +88,8 @@ class Net:
     def deliver(self, sender: int, to: int) -> None:
         letter, rank = self.lines[sender, to].popleft(), self.ranks[to]
         if letter.kind == MessageKind.CALL:
-            self.arrive(rank.incoming(letter.refs[0], sender), to)
+            (ref,) = letter.refs
+            self.arrive(rank.incoming(ref, sender), to, makes=ref.pin == NEW)
         elif letter.kind == MessageKind.ADD:
             rank.add(letter.refs[0], sender, letter.number)
         elif letter.kind == MessageKind.ADDED:
@@ -97,8 +100,9 @@ class Net:
             assert letter.kind == MessageKind.DROP
             rank.drop(letter.refs[0].id, sender, letter.number)
 
-    def arrive(self, entry: Entry, to: int) -> None:
-        if isinstance(entry, Owned) and entry.pending is not None:
+    def arrive(self, entry: Entry, to: int, makes: bool) -> None:
+        if makes:
+            assert isinstance(entry, Owned)
             value = Value()
             self.values[entry.id] = weakref.ref(value)
             entry.complete(value)
@@ -162,6 +166,44 @@ def test_who_hands_a_reference_on_keeps_it_until_the_owner_knows() -> None:
     net.check()
     assert net.ranks[1].sizes == (0, 0)
     assert net.ranks[0].sizes == (1, 0)
+
+
+def test_a_reference_comes_to_the_owner_before_the_call_that_makes_the_value() -> None:
+    """Messages of two ranks have no order."""
+    net = Net()
+    net.remote(0, 1)
+    (entry,) = net.mine[0]
+    net.hand_over(0, entry, 2)
+    for line in ((0, 2), (2, 1), (1, 2), (2, 0)):
+        net.deliver(*line)  # the owner counts rank 2, which tells rank 0
+    net.drop(0, entry)
+    del entry
+    net.flush(0)
+    while net.lines[0, 1]:
+        net.deliver(0, 1)
+    net.mine[1].clear()  # the call has ended
+    net.settle()
+    net.check()
+    assert net.ranks[1].sizes == (1, 0)
+    net.mine[2].clear()
+    net.settle()
+    assert net.ranks[1].sizes == (0, 0)
+
+
+def test_the_rank_whose_call_would_make_the_value_is_lost() -> None:
+    net = Net()
+    net.remote(0, 1)
+    net.hand_over(0, net.mine[0][0], 2)
+    net.deliver(0, 2)
+    net.deliver(2, 1)
+    net.hand_over(2, net.mine[2][0], 1)
+    while net.lines[2, 1]:
+        net.deliver(2, 1)
+    (entry,) = net.mine[1]
+    assert isinstance(entry, Owned)
+    net.ranks[1].lost(0)
+    with pytest.raises(PeerLostError, match="rank 0 was lost before it made the value"):
+        entry.get()
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 80)), max_size=60)

@@ -64,6 +64,8 @@ class References:
         self._asked: dict[int, tuple[int, int, HeldReference]] = {}
         self._questions = itertools.count()
         self._lost: set[int] = set()
+        #: Values of this rank that others refer to before the call that makes them has come.
+        self._awaited: set[RefId] = set()
         self._dropped: deque[_Watch] = deque()
 
     def own(self, value: Any) -> Owned:
@@ -123,10 +125,10 @@ class References:
             return entry
 
     def _come_home(self, ref: Ref, sender: int) -> Owned:
-        entry = self._owned.get(ref.id)
+        entry = self._owned_or_awaited(ref.id)
         if ref.pin == NEW:
-            entry = self._owned[ref.id] = Owned(ref.id, self._rank)
-            entry.holders[sender] = 1
+            self._awaited.discard(ref.id)
+            entry = entry or self._await(ref.id)
         elif entry is None:
             entry = Owned(ref.id, self._rank)
             entry.fail(PeerLostError(f"the value was let go when rank {sender} was lost"))
@@ -139,7 +141,7 @@ class References:
     def add(self, ref: Ref, sender: int, question: int) -> None:
         """``sender`` has one more reference to a value of this rank."""
         with self._lock:
-            entry = self._owned.get(ref.id)
+            entry = self._owned_or_awaited(ref.id)
             if entry is not None:
                 entry.holders[sender] = entry.holders.get(sender, 0) + 1
             self._send(MessageKind.ADDED, sender, question, ())
@@ -171,6 +173,11 @@ class References:
             asked = [q for q, (_, _, entry) in self._asked.items() if entry.owner == rank]
             for question in asked:
                 self.added(question)
+            for id in [id for id in self._awaited if id.creator == rank]:
+                self._awaited.discard(id)
+                self._owned[id].fail(
+                    PeerLostError(f"rank {rank} was lost before it made the value")
+                )
             held = [entry for entry in self._owned.values() if rank in entry.holders]
             freed = [self._uncount(entry, rank, entry.holders[rank]) for entry in held]
             return [entry for entry in freed if entry is not None]
@@ -209,6 +216,24 @@ class References:
             return len(self._owned), len(self._held)
 
     # -- counting, with the lock ------------------------------------------------------------
+
+    def _owned_or_awaited(self, id: RefId) -> Owned | None:
+        """The entry of a value of this rank; None if the value was let go as a rank was lost.
+
+        A reference may come by way of a third rank before the call that makes the value: messages
+        of two ranks have no order. While no rank is lost, a missing entry means just that.
+        """
+        entry = self._owned.get(id)
+        if entry is None and not self._lost and id.creator != self._rank:
+            self._awaited.add(id)
+            entry = self._await(id)
+        return entry
+
+    def _await(self, id: RefId) -> Owned:
+        """A new entry, which counts the reference of the rank that makes the value."""
+        entry = self._owned[id] = Owned(id, self._rank)
+        entry.holders[id.creator] = 1
+        return entry
 
     def _hold(self, id: RefId, owner: int, more: bool) -> HeldReference:
         self._counts[id] = self._counts.get(id, 0) + more
