@@ -1,9 +1,9 @@
 """The fast loop: linters, types, and the tests of the changed files: ``python -m tests.check``.
 
 Runs everything at once, and prints a line with the seconds of each. The tests are a fixed smoke
-set, then those that mirror the files changed since the upstream branch (``--since``):
-``tests/a/test_b*.py`` for ``src/tilework/a/b.py``, ``tests/csrc/a/test_b*.py`` for
-``csrc/a/b.cpp``.
+set, then those of the files changed since the upstream branch (``--since``): ``tests/a/test_b*.py``
+for ``src/tilework/a/b.py``, else the guards in :mod:`tests.tested_by`, else those of the nearest
+folder; ``tests/csrc/a/test_b*.py`` for ``csrc/a/b.cpp``.
 Tests that have not begun within the budget are skipped, and counted; ``make test`` runs all.
 """
 
@@ -19,12 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.tested_by import TESTED_BY
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 #: In seconds, from the end of collection to the start of the last test.
 BUDGET = 45.0
 #: Test modules of changed files; collecting more of them takes longer than running them.
 MAX_MIRRORED = 24
+#: Folders of rules that both tensors share, and the folders of their tests on each.
+SHARED = {"tiled/rules": ("dtensor/rules", "sharded/ops")}
 SMOKE = (
     "tests/test_layers.py",
     "tests/test_package.py",
@@ -112,7 +116,7 @@ def _git(*args: str) -> str:
 
 
 def tests_of(path: Path) -> list[Path]:
-    """The test modules that mirror a file, nearest folder first."""
+    """The test modules of a file: of its name, its listed guards, or of the nearest folder."""
     if path.suffix not in (".py", ".cpp", ".h"):
         return []
     match path.parts:
@@ -124,18 +128,25 @@ def tests_of(path: Path) -> list[Path]:
             folder = Path("tests") / path.parent
             return _modules(folder, path.stem) or _modules(folder, "")
         case ("src", "tilework", *_):
-            return _mirror(Path("tests", *path.with_suffix("").parts[2:]))
+            guards = TESTED_BY.get("/".join(path.parts[2:]), ())
+            return own_tests(path) or [Path("tests", each) for each in guards] or _nearest(path)
     return []
 
 
-def _mirror(place: Path) -> list[Path]:
-    """Those named after the module, else after the nearest folder above it that has tests."""
+def own_tests(path: Path) -> list[Path]:
+    """The test modules named after a module of the package."""
+    place = Path(*path.parent.parts[2:]) / path.stem
     if place.name == "__init__":
         place = place.parent
-    named = _modules(place.parent, place.name)
-    while not named and place != Path("tests"):
+    folders = SHARED.get(place.parent.as_posix(), (place.parent,))
+    return [test for folder in folders for test in _modules(Path("tests", folder), place.name)]
+
+
+def _nearest(path: Path) -> list[Path]:
+    """The test modules of the nearest folder above a module that has any."""
+    place = Path("tests", *path.parent.parts[2:])
+    while not (named := _modules(place.parent, place.name) or _modules(place, "")):
         place = place.parent
-        named = _modules(place.parent, place.name) or _modules(place, "")
     return named
 
 

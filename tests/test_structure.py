@@ -7,6 +7,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from tests.check import SHARED, own_tests
+from tests.tested_by import TESTED_BY
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PACKAGE = ROOT / "src" / "tilework"
@@ -15,9 +18,11 @@ SOURCES = {
     **{f"csrc/{folder.name}": [folder] for folder in (ROOT / "csrc").iterdir() if folder.is_dir()},
     "examples": [ROOT / "examples"],
     "benchmarks": [ROOT / "benchmarks"],
-    # Rules that both tensors share are tested on each.
-    "dtensor/rules": [PACKAGE / "dtensor" / "rules", PACKAGE / "tiled" / "rules"],
-    "sharded/ops": [PACKAGE / "sharded" / "ops", PACKAGE / "tiled" / "rules"],
+    **{
+        folder: [PACKAGE / folder, PACKAGE / shared]
+        for shared, folders in SHARED.items()
+        for folder in folders
+    },
 }
 
 #: Folders and files about no source alone, and why.
@@ -58,6 +63,9 @@ ABOUT_MORE = {
     "test_style.py": "the style of all sources",
     "test_without_linux.py": "all that a system without Linux's calls can have",
 }
+
+#: Modules of so many lines or more have tests of their own name, or listed guards.
+LONG = 100
 
 SUFFIXES = {".py", ".cpp", ".h"}
 
@@ -122,6 +130,23 @@ def test_paths_of_tests_that_are_written_anywhere_exist() -> None:
 
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_long_modules_have_tests_of_their_own_name_or_listed_guards() -> None:
+    others = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in sources()
+        if path.name != "__init__.py"
+        and len(path.read_text().splitlines()) >= LONG
+        and not own_tests(path.relative_to(ROOT))
+    }
+    assert others == TESTED_BY.keys()
+
+
+def test_listed_guards_exist() -> None:
+    guards = {test for tests in TESTED_BY.values() for test in tests}
+    assert not [test for test in guards if not (TESTS / test).is_file()]
+    assert all(1 <= len(tests) <= 3 for tests in TESTED_BY.values())
 
 
 def test_no_base_name_of_a_module_stands_twice_below_a_package() -> None:
