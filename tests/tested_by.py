@@ -75,7 +75,10 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     ),
     "comm/backends/torch/torch_calls.py": ("comm/test_contract.py",),
     "comm/backends/torch/torch_engines.py": ("comm/test_contract.py",),
-    "comm/flight/deadlocks.py": ("comm/flight/test_diagnosis.py", "comm/waits/test_cycles.py"),
+    "comm/flight/deadlocks.py": (
+        "comm/flight/test_diagnosis.py",
+        "launch/test_diagnosis_report.py",
+    ),
     "comm/flight/document.py": ("comm/flight/test_diagnosis.py", "comm/flight/test_dump.py"),
     "comm/flight/history.py": ("comm/flight/test_diagnosis.py",),
     "comm/flight/watch.py": ("comm/flight/test_dump.py",),
