@@ -155,7 +155,7 @@ class CompiledFunction:
 def _of_three(
     one: _Passes, other: _Passes, third: _Passes
 ) -> tuple[StepRecord, tuple[_Passes, ...]] | None:
-    """The record of several sizes of three records, and these; None: there is none. Local."""
+    """The merged record of three passes, and the passes; None if they cannot merge. Local."""
     made = [unified(one.joint, each.joint) for each in (other, third)]
     if made[0] is None or made[1] is None:
         return None
@@ -286,13 +286,13 @@ class _Passes:
             raise CaptureError(f"{joint.name} returns one of its arguments or parameters")
 
     def of_several_sizes(self, joint: StepRecord) -> _Passes:
-        """These passes, of a record of several sizes. Collective."""
+        """Passes like this, of a merged record for inputs of any size. Collective."""
         made = _Passes(joint, self._count, self._needed, self._tree, self._needs_grad)
         made.backend = self.backend
         return made
 
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any], size: int | None) -> Any:
-        """The result of a call whose inputs hold."""
+        """The result of a call; the inputs fulfil the conditions of the program."""
         if self.backend == "inductor" and not self.forward.was_compiled:
             self.forward.compile(inputs, size)
         needed = [source(leaves) for source in self._needed]

@@ -156,8 +156,8 @@ def _published(
     for path, leaf in save.merged.flat.leaves.items():
         if isinstance(leaf, PerRank):
             raise CheckpointError(
-                f"{dotted(path)!r} differs between ranks, and files have it once: broadcast it, or "
-                f"keep all with checkpoint.save",
+                f"{dotted(path)!r} differs between ranks, and published files hold one value for "
+                f"all ranks: broadcast the value, or save every rank's with checkpoint.save",
                 tensor=dotted(path),
             )
     own = {each.name: _whole(each) for each in save.merged.tensors}

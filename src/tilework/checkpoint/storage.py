@@ -451,7 +451,7 @@ def _locked(path: Path, location: str) -> Callable[[], None]:
 
 
 def _open_locked(path: Path, location: str) -> int:
-    """The descriptor of the locked file; -1 where there are no locks."""
+    """Open and lock the file, and return the descriptor; -1 if the system has no file locks."""
     if sys.platform == "win32":
         return -1
     while True:

@@ -49,7 +49,8 @@ class Division:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
             raise ValueError(
-                f"rank {self.rank} of {self.ranks}: ranks count from 0 to their number less one"
+                f"rank {self.rank} of {self.ranks}: a rank is at least 0, and less than the number "
+                f"of ranks"
             )
         if self.uneven not in get_args(Uneven):
             expected = ", ".join(map(repr, get_args(Uneven)))

@@ -93,8 +93,9 @@ def spec_of_saved(
         )
     if spec.takes_part and local.shape != spec.local_shape:
         raise ValueError(
-            f"a part of {spec} has shape {list(spec.local_shape)} here, the saved one has "
-            f"{list(local.shape)}"
+            f"the saved part has shape {list(local.shape)}, but a part of {spec} has shape "
+            f"{list(spec.local_shape)} on this rank: the saved data do not fit their layout; save "
+            f"the tensor again"
         )
     return spec
 

@@ -56,9 +56,9 @@ class FailureReport:
     exit_code: int
     """The exit code of the process."""
     site: str = ""
-    """``file:line`` of the innermost frame of the program; empty without any."""
+    """``file:line`` of the innermost frame of the program; empty if no frame is the program's."""
     hint: str = ""
-    """Advice for an error that does not come from tilework; empty without any."""
+    """Advice for an error that does not come from tilework; empty if there is no advice."""
 
 
 def describe(error: BaseException, exit_code: int) -> FailureReport:
@@ -82,7 +82,7 @@ def encode(report: FailureReport) -> bytes:
 
 
 def decode(data: bytes) -> tuple[FailureReport | None, str]:
-    """The report in a rank's pipe, and faulthandler's trace; None and empty without."""
+    """The report in a rank's pipe, or None; and faulthandler's trace, or an empty text."""
     report, trace = None, []
     for line in data.split(b"\n"):
         if line.startswith(_MARK):

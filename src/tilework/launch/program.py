@@ -121,7 +121,10 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
         raise ImportError(f"no module named {name!r}", name=name)
     code = getattr(spec.loader, "get_code", lambda _: None)(spec.name)
     if code is None:
-        raise ImportError(f"module {name!r} has no Python code to run", name=name)
+        raise ImportError(
+            f"module {name!r} has no Python code to run: name a module with Python source",
+            name=name,
+        )
     return spec, code
 
 

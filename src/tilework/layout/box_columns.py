@@ -96,7 +96,7 @@ class BoxColumns:
         return self._grow(first_free(self.starts, self.ends, shape), shape)
 
     def _grow(self, first: list[int], shape: Ints) -> Box:
-        """The free box from ``first`` on, made long in the last dim first."""
+        """The free box that starts at ``first``, as long as possible, in the last dim first."""
         ends = [at + 1 for at in first]
         for dim in reversed(range(len(shape))):
             ends[dim] = shape[dim]

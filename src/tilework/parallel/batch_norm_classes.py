@@ -22,7 +22,7 @@ _BEFORE, _SYNCHRONISED = "_class_before", "_synchronised_class"
 
 
 class AnyDimBatchNorm(_BatchNorm):
-    """Batch normalisation of inputs with any number of dims from two on."""
+    """Batch normalisation of inputs with two dims or more."""
 
     def _check_input_dim(self, input: Any) -> None:
         if input.dim() < 2:

@@ -30,8 +30,9 @@ class Settings:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"{self.launcher} gave rank {self.rank} of {self.world_size}: ranks count from 0 "
-                "to one less than their number. Check the launcher's variables in the environment."
+                f"{self.launcher} gave rank {self.rank} of {self.world_size}: a rank is at "
+                "least 0, and less than the world size. Check the launcher's variables in the "
+                "environment."
             )
 
     @property

@@ -60,7 +60,7 @@ class Sender:
     def post(
         self, kind: MessageKind, to: int, number: int, payload: Payload, refs: list[Ref]
     ) -> bool:
-        """Send a message with a body; True if it may arrive."""
+        """Send a message with a body; True if the message may arrive."""
         parts = [payload.data, *payload.buffers]
         file, places = self._share(to, parts)
         sent = self._transport.send(to, encode(kind, self._rank, number, refs, parts, file, places))
@@ -85,7 +85,7 @@ class Sender:
         return File(*shared), places
 
     def notify(self, kind: MessageKind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
-        """Send a message without a body; to a rank that is gone, nothing."""
+        """Send a message without a body; do nothing if the rank is gone."""
         self._transport.send(to, encode(kind, self._rank, number, refs))
 
     def hello(self, to: int) -> bytes:

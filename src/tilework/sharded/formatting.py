@@ -1,4 +1,4 @@
-"""The owners of a sharded tensor's shards in one line, in plain text, and as a picture."""
+"""Owners of a sharded tensor's shards: a line for repr(), a text with a picture for print()."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _by_family(func: Callable[..., Any]) -> Handler | None:
 
 
 def install(handlers: Mapping[Callable[..., Any], Handler], families: Sequence[Family]) -> None:
-    """Add the built-in operators: by function, and by families, asked in this order."""
+    """Add the built-in operators: a handler for each function, and families in this order."""
     _own.update(handlers)
     _families.extend(families)
 

@@ -89,7 +89,7 @@ class Log:
 
     @contextlib.contextmanager
     def writing(self, wait_seconds: float) -> Iterator[Table]:
-        """Exclusive use of the file, all of it read: what happens inside is atomic."""
+        """Lock the file, read all of it, and give the table: until the end nobody else writes."""
         with self.mutex, self._flock(fcntl.LOCK_EX, wait_seconds):
             self._read_or_raise()
             yield self.table
@@ -116,7 +116,7 @@ class Log:
             self._apply(record)
 
     def lost(self) -> list[int]:
-        """Those that opened the file, and whose processes ended before they closed it."""
+        """The numbers of the users whose processes ended before they closed the file."""
         if self.number == 0:  # there are no such locks here
             return []
         others = set(range(1, self.opened + 1)) - self._closed_in_order - {self.number}

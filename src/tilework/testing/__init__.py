@@ -1,4 +1,4 @@
-"""For tests of programs on tilework, and of stores and backends for it."""
+"""Helpers for tests: of programs that use tilework, of stores, and of backends."""
 
 from tilework.testing.ranks import run_ranks
 

@@ -21,12 +21,12 @@ _ASCII = str.maketrans("│─┌┐└┘├┤┬┴┼…↓→█", "|-+++++
 def print_styled(render: Callable[[int], Iterable[StyledLine]], rows: bool = False) -> None:
     """Print the lines that ``render`` gives for the terminal's width.
 
-    Without colours (in a pipe, or with NO_COLOR set) only the text is printed, in ASCII where the
-    output is not in Unicode.
+    In a pipe, or with NO_COLOR set, the text is printed without colours. If the output's encoding
+    is not a Unicode encoding, lines are drawn with ASCII characters.
 
     Args:
         render: Makes the lines for a width.
-        rows: True for rows of a table, which are not wrapped in a pipe.
+        rows: True for rows of a table: in a pipe, rows are not wrapped.
     """
     from rich.console import Console
     from rich.text import Text

@@ -16,7 +16,8 @@ def reachable_address(store: Store) -> str:
 def address_towards(store: Store) -> str | None:
     """This host's address on the network that leads to the store's host; None if unknown.
 
-    If the store is served over TCP, the route to the store's host tells. Nothing is sent.
+    The address is found from the route to the store's host, if the store is served over TCP.
+    Nothing is sent.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -43,7 +44,7 @@ def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def _own_address() -> str:
-    """The address of this host's name, if the address belongs to this host."""
+    """The address that this host's name resolves to, if this host has it; else 127.0.0.1."""
     try:
         address = socket.gethostbyname(socket.gethostname())
         with socket.socket() as probe:

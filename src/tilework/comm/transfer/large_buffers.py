@@ -37,7 +37,7 @@ _free: deque[mmap.mmap] = deque()
 
 @recorded
 def empty_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised, contiguous tensor. A large one's storage cannot be resized.
+    """An uninitialised, contiguous tensor. From LARGE_BYTES on, the storage cannot be resized.
 
     Example:
         >>> empty_tensor((2, 3), torch.float32, torch.device("cpu")).shape

@@ -28,7 +28,7 @@ def notice_late_ranks() -> None:
 
 
 class LateWaits:
-    """The wait of a rank's own thread, and the lines about it."""
+    """Prints lines about the ranks that a rank's own thread waits for."""
 
     def __init__(self) -> None:
         self._next_look = 0.0
@@ -36,7 +36,10 @@ class LateWaits:
         self._notice = LateNotice(0.0)
 
     def look(self, world: World) -> None:
-        """Print a line if one is due, and this rank prints it. Runs on the waiting thread."""
+        """Print a line about late ranks, if it is time for it. Runs on the waiting thread.
+
+        Of the ranks that wait in one collective, only the first prints.
+        """
         now = time.monotonic()
         if now < self._next_look:
             return

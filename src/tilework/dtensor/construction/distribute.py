@@ -192,14 +192,17 @@ def _source(mesh: DeviceMesh, index: int) -> int:
     index = whole_number(index, "src_data_rank is a place along each axis, a whole number, or None")
     if not 0 <= index < min(mesh.shape):
         raise ValueError(
-            f"src_data_rank={index} is to be a place along each axis of a mesh of shape "
+            f"src_data_rank={index} is to be an index along each axis of a mesh of shape "
             f"{mesh.shape}; None: each rank cuts its own copy"
         )
     return mesh.spec.at((index,) * mesh.ndim)
 
 
 def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
-    """This rank's shard of the source rank's tensor; without a source, of this rank's tensor."""
+    """This rank's shard of the tensor that global rank ``source`` has; None: that this rank has.
+
+    With ``meta`` the shard is on the meta device, without values, and nothing is sent.
+    """
     dual, mesh = spec.dual, spec.mesh
     shape = (spec if meta else dual).local_shape
     strides = row_major(shape)

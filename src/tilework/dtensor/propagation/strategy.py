@@ -240,7 +240,7 @@ class _Assignment:
         return Strategy(self._mesh, inputs, outputs, grads, roles, self._order, cost)
 
     def _layout(self, number: int | None, dims: DimFactors, shape: Ints) -> DTensorSpec:
-        """The layout that an input must have, or (``number=None``) that an output then has."""
+        """The layout that input ``number`` must have; None: that an output then has."""
         placements: list[Placement] = []
         for axis, role in enumerate(self._roles):
             if isinstance(role, ShardFactor):

@@ -36,10 +36,10 @@ def content_digest(tensor: Tensor) -> int:
 
 
 def hash_of(tensor: Tensor, full: bool = True) -> int:
-    """A hash of the elements in row-major order, or of a sample of them where there are many.
+    """A hash of the elements in row-major order; if not ``full``, of a sample of many elements.
 
-    Equal for equal elements, whatever the strides; 0 for tensors without memory, and those that are
-    not dense.
+    The hash is equal for equal elements, whatever the strides. It is 0 for tensors without memory,
+    and for tensors that are not dense.
 
     Example:
         >>> x = torch.arange(6.0)

@@ -307,11 +307,11 @@ def refresh(tensor: DTensorBase) -> None:
 
 
 def refresh_in_graph(tensor: DTensorBase) -> None:
-    """The same, of a view that an operator is about to take. Collective in that case.
+    """Compute anew a view that an operator takes, if its base was written to; then collective.
 
     Raises:
-        RuntimeError: Gradients are recorded, and the place of the view in the graph may be another
-            in torch: its base was given other data.
+        RuntimeError: Gradients are recorded, and the base was given other data: in torch the view
+            may have another place in the graph.
     """
     if torch.is_grad_enabled() and tensor._local_tensor.requires_grad:
         _check_left(tensor)
@@ -384,7 +384,7 @@ def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
 
 
 def _note_own_write(view: View) -> None:
-    """Remember that a view and its bases show what they are to: they may share a number of writes.
+    """Note that a view and its bases are up to date; they may share a number of writes.
 
     Args:
         view: The view, which was given what its base holds now.
@@ -395,7 +395,7 @@ def _note_own_write(view: View) -> None:
         its = its.base._view_of
 
 
-#: Nodes of what was given other data, and of what a user's own Function returned.
+#: Nodes of tensors that were given other data, and of results of a user's own Function.
 _OWN_NODES = ("_RelaidBackward", "_LinkBackward")
 
 

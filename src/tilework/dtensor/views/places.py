@@ -122,8 +122,9 @@ def _check_in_place(tensor: DTensorBase, base: DTensorBase) -> None:
     if tensor._local_tensor.requires_grad and base._local_tensor.requires_grad:
         raise RuntimeError(
             f"{tensor!r} is a view of {base!r} in the graph, which was given other data since "
-            f"(x.data = y): a write to the view would have gradients of elements that it does not "
-            f"show. Write to its clone(), or under no_grad() to its detach()"
+            f"(x.data = y): gradients of a write to the view would belong to the new data, whose "
+            f"elements the view does not show. Write to view.clone(), or to view.detach() under "
+            f"no_grad()"
         )
 
 

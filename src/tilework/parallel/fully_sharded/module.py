@@ -66,7 +66,7 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients in backward, or accumulate the full ones on each rank. Local."""
+        """True: reduce gradients in backward. False: add up full gradients on each rank. Local."""
         for unit in units_of(self, recurse):
             unit.reduction.is_due = requires_gradient_sync
 

@@ -59,7 +59,7 @@ class Tracked:
 
     found: FoundTensor
     tiling: Tiling = field(init=False)
-    #: The facts when the tensor was found.
+    #: ``found.facts`` when the tensor was found.
     facts: tuple[object, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ def _state_of(name: str, value: Any) -> Any:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
-    """The optimizer that keeps the states; None where this rank has no part of them."""
+    """The optimizer that keeps the states; None if this rank has no part of the states."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 

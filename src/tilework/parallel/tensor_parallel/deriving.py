@@ -119,8 +119,8 @@ def derive_plan(
     check_is_module(model, "derive_plan")
     if any(isinstance(each, DTensor) for each in (*model.parameters(), *model.buffers())):
         raise TypeError(
-            f"{type(model).__name__} has DTensors already: a plan is derived for a whole model, "
-            f"before parallelize_module and fully_shard"
+            f"{type(model).__name__} has DTensors already: derive_plan takes a model of plain "
+            f"tensors: call it before parallelize_module and fully_shard"
         )
     mesh = _mesh(device_mesh)
     traced = trace(model, _example(model, example), mesh)

@@ -25,7 +25,7 @@ from tilework.tiled.module_plan import matching_names
 
 
 class _OfParameters(ParallelStyle):
-    """Layouts of some parameters of a module, by name."""
+    """The layouts of a module's direct parameters, by name; inputs and outputs stay as they are."""
 
     def __init__(self, layouts: Mapping[str, Placement] | None = None) -> None:
         self.layouts = dict(layouts or {})
@@ -111,8 +111,8 @@ def style_of(word: str) -> ParallelStyle:
     """
     if word not in WORDS:
         raise ValueError(
-            f"{word!r} is not a word of a plan; these are: {', '.join(WORDS)}. Words of plans of "
-            f"expert parallelism have no meaning here: give the model's tp_plan"
+            f"{word!r} is not a word of a tensor-parallel plan; the words are: {', '.join(WORDS)}. "
+            f"tilework does not take plans of expert parallelism: give the model's tp_plan"
         )
     return WORDS[word]
 

@@ -1,4 +1,7 @@
-"""Torch's operators on sharded tensors, by function and by family; everything else raises."""
+"""Torch's operators on sharded tensors: a table of functions, and families of functions.
+
+A function that is neither in the table nor in a family raises.
+"""
 
 from tilework.sharded.ops import (
     basic,

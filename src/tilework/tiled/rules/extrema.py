@@ -1,4 +1,4 @@
-"""The greatest and the least elements of dims that are not sharded, and their places."""
+"""max, min, amax, amin, aminmax, argmax and argmin: the dims that they reduce are unshardable."""
 
 from __future__ import annotations
 

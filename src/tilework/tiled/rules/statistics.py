@@ -1,4 +1,4 @@
-"""Statistics, norms and softmax of dims that are not sharded."""
+"""Statistics, norms and softmax: the dims that they reduce or normalise are unshardable."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def _enter(
 
 
 def _take_end(fd: int, rank: int, size: int, nonce: bytes) -> _core.Group:
-    """A rank's end of a segment; tells the others how many cores this rank may use."""
+    """A rank's end of a segment; tells the other ranks how many cores this rank may use."""
     _core.set_core_limit(math.ceil(cpu_quota() or 0))
     return _core.Group(fd, rank, size, nonce)
 
