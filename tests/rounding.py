@@ -40,7 +40,7 @@ def assert_close(
     Raises:
         AssertionError: They differ by more.
     """
-    if _equal(found, wanted):  # most are, and a comparison with tolerances takes ten operators
+    if _equal(found, wanted):  # one operator, where a comparison with tolerances takes many
         return
     rounds = isinstance(wanted, Tensor) and (wanted.is_floating_point() or wanted.is_complex())
     if rounds and (rtol, atol) != (0, 0):

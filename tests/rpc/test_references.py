@@ -202,7 +202,7 @@ def test_the_rank_whose_call_would_make_the_value_is_lost() -> None:
     (entry,) = net.mine[1]
     assert isinstance(entry, Owned)
     net.ranks[1].lost(0)
-    with pytest.raises(PeerLostError, match="rank 0 was lost before it made the value"):
+    with pytest.raises(PeerLostError, match="rank 0 was lost before the call for the value came"):
         entry.get()
 
 

@@ -48,7 +48,7 @@ class _Source:
         self.scope: dict[str, Any] = {
             "DTensor": DTensor,
             "wrap_as": wrap_as,
-            "layout_of": memory_layout_of,
+            "memory_layout_of": memory_layout_of,
         }
         self.lines: list[str] = []
         self._names: dict[int, str] = {}
@@ -112,7 +112,7 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
             inputs.append(f"v{number}")
             checks.append(f"(v{number} := {source.read(path)}) is not None")
             if not has_size(each.layout):
-                checks.append(f"layout_of(v{number}) == {source.name(each.layout)}")
+                checks.append(f"memory_layout_of(v{number}) == {source.name(each.layout)}")
             continue
         tensor = source.name(each.tensor)
         inputs.append(tensor)

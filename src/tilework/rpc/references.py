@@ -125,11 +125,11 @@ class References:
             return entry
 
     def _come_home(self, ref: Ref, sender: int) -> Owned:
-        entry = self._owned_or_awaited(ref.id)
         if ref.pin == NEW:
             self._awaited.discard(ref.id)
-            entry = entry or self._await(ref.id)
-        elif entry is None:
+            return self._owned.get(ref.id) or self._add_entry(ref.id)
+        entry = self._owned_or_awaited(ref.id)
+        if entry is None:
             entry = Owned(ref.id, self._rank)
             entry.fail(PeerLostError(f"the value was let go when rank {sender} was lost"))
         if ref.pin >= FIRST_PIN:
@@ -175,9 +175,8 @@ class References:
                 self.added(question)
             for id in [id for id in self._awaited if id.creator == rank]:
                 self._awaited.discard(id)
-                self._owned[id].fail(
-                    PeerLostError(f"rank {rank} was lost before it made the value")
-                )
+                error = PeerLostError(f"rank {rank} was lost before the call for the value came")
+                self._owned[id].fail(error)
             held = [entry for entry in self._owned.values() if rank in entry.holders]
             freed = [self._uncount(entry, rank, entry.holders[rank]) for entry in held]
             return [entry for entry in freed if entry is not None]
@@ -207,6 +206,7 @@ class References:
             owned = list(self._owned.values())
             for table in (self._owned, self._held, self._counts, self._pinned, self._asked):
                 table.clear()
+            self._awaited.clear()
             return owned
 
     @property
@@ -220,16 +220,16 @@ class References:
     def _owned_or_awaited(self, id: RefId) -> Owned | None:
         """The entry of a value of this rank; None if the value was let go as a rank was lost.
 
-        A reference may come by way of a third rank before the call that makes the value: messages
-        of two ranks have no order. While no rank is lost, a missing entry means just that.
+        A third rank's reference may come before the call that makes the value: messages of two
+        ranks have no order. While no rank is lost, there is no other reason for a missing entry.
         """
         entry = self._owned.get(id)
         if entry is None and not self._lost and id.creator != self._rank:
             self._awaited.add(id)
-            entry = self._await(id)
+            entry = self._add_entry(id)
         return entry
 
-    def _await(self, id: RefId) -> Owned:
+    def _add_entry(self, id: RefId) -> Owned:
         """A new entry, which counts the reference of the rank that makes the value."""
         entry = self._owned[id] = Owned(id, self._rank)
         entry.holders[id.creator] = 1

@@ -1,4 +1,4 @@
-"""Helpers for tests: of programs that use tilework, of stores, and of backends."""
+"""Helpers for tests of programs that use tilework, of stores, and of backends."""
 
 from tilework.testing.ranks import run_ranks
 

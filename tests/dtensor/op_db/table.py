@@ -21,7 +21,7 @@ each of the {count} operators of the database that torch has for its own tests w
 arguments, in each of its forms (function, method, in place, `out=`), on meshes of 2 and of 2 x 2
 ranks, sharded along the first dim, the last, and at random.
 
-{never} operators were never gathered (at most along one dim that an operator needs whole),
+{never} operators were never gathered (at most along dims that an operator needs whole),
 {partly} for some calls, {always} always; {none} have no samples that can be called here.
 
 Results have the strides of plain results and share memory where these do, whether the first tensor
