@@ -76,7 +76,7 @@ USES: dict[str, Use] = {
     "several results": lambda x, s, i: torch.aminmax(x),
     "lists": lambda x, s, i: (torch.stack(list(x)), torch.cat([row[None] for row in x])),
     "einsum": lambda x, s, i: torch.einsum("ij,kj->ik", [x, x]),
-    "numbers first": lambda x, s, i: (1 - x, 1 / (x + 5), 2**x, 7 // (x + 5), 7 % (x + 5)),
+    "numbers first": lambda x, s, i: (1 - x, 1 / (x + 5), 2**i, 7 // (x + 5), 7 % (x + 5)),
     "bits": lambda x, s, i: (1 & i, 1 ^ i, i << 1, 1 << i, 16 >> i, ~i),
     "nothing is equal to it": lambda x, s, i: (x == None, x == "a"),  # noqa: E711
     "comparisons": lambda x, s, i: (torch.equal(x, x + 0), torch.allclose(x, x + 1e-9)),
