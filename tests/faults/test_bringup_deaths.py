@@ -22,6 +22,7 @@ import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.workload import SeenError, join
 from tests.tables import pairs
+from tests.warm_python import run_warm
 from tilework.comm.making import group_plan
 from tilework.errors import CollectiveMismatchError, DistError, PeerLostError
 
@@ -232,8 +233,8 @@ def test_a_spawned_rank_that_ends_in_order(spawner: str, phase: str, tmp_path: P
     program = tmp_path / "program.py"
     program.write_text(SPAWNED)
     port = str(unused_port()) if spawner == "torch" else ""
-    command = [sys.executable, str(program), spawner, str(tmp_path), port, phase]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    done = run_warm(str(program), spawner, str(tmp_path), port, phase, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "survivor").read_text() == ("(0,)" if phase == "before" else "(1,)")
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tilework.distributed as dist
+from tests.launch import rank_functions
 from tests.launch.conftest import alive, wait_until
 from tilework.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from tilework.errors import RankFailedError
@@ -40,12 +41,6 @@ def wait_long(rank: int, parent: int) -> None:
     if rank == 0:
         os.kill(parent, signal.SIGINT)
     time.sleep(60)
-
-
-def die(rank: int) -> None:
-    if rank == 1:
-        os._exit(3)
-    dist.barrier()
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +101,8 @@ def test_an_interrupt_reaches_the_ranks(pool: RankPool) -> None:
 def test_a_ranks_death_ends_the_pool() -> None:
     pool = ranks(2)
     pids = pool.pids
-    pool.run(begin)
     with pytest.raises(RankFailedError, match="rank 1 failed: exit code 3\nthe pool"):
-        pool.run(die)
+        pool.run(rank_functions.leave_at, 1)
     wait_until(lambda: not any(map(alive, pids)))
     with pytest.raises(ValueError, match="closed"):
-        pool.run(begin)
+        pool.run(max, 1)

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.launch import rank_functions
 from tests.launch.conftest import alive, wait_for_files, wait_until
 from tilework.errors import RankFailedError
 from tilework.launch import spawn, supervise
@@ -39,38 +38,9 @@ def no_threads_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "enumerate", lambda: [t for t in everyone() if t not in before])
 
 
-def write_environment(rank: int, folder: Path) -> None:
-    names = ("RANK", "WORLD_SIZE", "TILEWORK_BACKEND", "TILEWORK_TIMEOUT")
-    text = " ".join([str(rank), *(os.environ[name] for name in names)])
-    (folder / f"rank-{rank}").write_text(text)
-
-
-def fail_at(rank: int, where: int, folder: Path) -> None:
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    if rank == where:
-        raise ValueError(f"at rank {rank}")
-    time.sleep(60)
-
-
-def end_by(rank: int, how: str) -> None:
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "exit":
-        sys.exit(5)
-
-
-def wait(rank: int, folder: Path) -> None:
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
-    time.sleep(60)
-
-
-def check_size(rank: int, data: bytes) -> None:
-    assert len(data) == 1 << 20
-
-
 def test_every_rank_is_called_with_its_environment(tmp_path: Path, method: StartMethod) -> None:
     spawn(
-        write_environment,
+        rank_functions.write_environment,
         (tmp_path,),
         2,
         start=method,
@@ -82,7 +52,7 @@ def test_every_rank_is_called_with_its_environment(tmp_path: Path, method: Start
 
 def test_failure_carries_the_traceback(tmp_path: Path, method: StartMethod) -> None:
     with pytest.raises(RankFailedError, match=r"(?s)^rank 1 failed at .*in fail_at") as caught:
-        spawn(fail_at, (1, tmp_path), 3, start=method)
+        spawn(rank_functions.fail_at, (1, tmp_path), 3, start=method)
     assert (caught.value.rank, caught.value.exitcode) == (1, 1)
     assert not any(alive(int(path.read_text() or 0)) for path in tmp_path.glob("pid-*"))
 
@@ -92,16 +62,16 @@ def test_failure_carries_the_traceback(tmp_path: Path, method: StartMethod) -> N
 )
 def test_death_without_a_traceback(how: str, code: int, text: str) -> None:
     with pytest.raises(RankFailedError, match=f"rank 0 failed: {text}") as caught:
-        spawn(end_by, (how,), 1, start="fork")
+        spawn(rank_functions.end_by, (how,), 1, start="fork")
     assert caught.value.exitcode == code
 
 
 def test_large_arguments() -> None:
-    spawn(check_size, (bytes(1 << 20),), 2)
+    spawn(rank_functions.check_size, (bytes(1 << 20),), 2)
 
 
 def test_without_joining(tmp_path: Path, method: StartMethod) -> None:
-    with spawn(wait, (tmp_path,), 2, start=method, join=False) as ranks:
+    with spawn(rank_functions.wait, (tmp_path,), 2, start=method, join=False) as ranks:
         wait_for_files(tmp_path, "pid-*", 2)
         assert not ranks.join(timedelta(seconds=0.1))
         pids = ranks.pids
@@ -110,7 +80,7 @@ def test_without_joining(tmp_path: Path, method: StartMethod) -> None:
 
 
 def test_joining_later(tmp_path: Path) -> None:
-    ranks = spawn(fail_at, (0, tmp_path), 2, start="fork", join=False)
+    ranks = spawn(rank_functions.fail_at, (0, tmp_path), 2, start="fork", join=False)
     with pytest.raises(RankFailedError, match="at rank 0"):
         ranks.join()
     ranks.close()
@@ -118,7 +88,7 @@ def test_joining_later(tmp_path: Path) -> None:
 
 def test_from_another_thread(tmp_path: Path) -> None:
     thread = threading.Thread(
-        target=spawn, args=(end_by, ("not at all",), 2), kwargs={"start": "spawn"}
+        target=spawn, args=(rank_functions.end_by, ("not at all",), 2), kwargs={"start": "spawn"}
     )
     thread.start()
     thread.join(20)
@@ -141,7 +111,7 @@ def test_forking_a_program_with_threads_is_warned_of() -> None:
     thread.start()
     try:
         with pytest.warns(RuntimeWarning, match="forks a program that has 2 threads .also waiter"):
-            spawn(end_by, ("not at all",), start="fork")
+            spawn(rank_functions.end_by, ("not at all",), start="fork")
     finally:
         done.set()
         thread.join()
@@ -172,11 +142,11 @@ def test_descriptors_and_children_are_given_back(tmp_path: Path, method: StartMe
     def children() -> set[str]:
         return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
-    spawn(end_by, ("not at all",), 1, start=method)
+    spawn(rank_functions.end_by, ("not at all",), 1, start=method)
     gc.collect()
     before = open_now(), children()
     for _ in range(2):
-        spawn(end_by, ("not at all",), 2, start=method)
+        spawn(rank_functions.end_by, ("not at all",), 2, start=method)
     # What other tests left behind may have been collected meanwhile: none may be new.
     assert open_now() <= before[0]
     assert children() <= before[1]
@@ -263,26 +233,17 @@ def test_torchs_arguments_are_taken() -> None:
         assert ranks.join()
 
 
-def stop_on_one(rank: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_rank_that_is_stopped_when_all_others_have_finished_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervise, "_STOPPED_SECONDS", 0.2)
     with pytest.raises(RankFailedError, match=r"rank 1 .*SIGSTOP.*all others have finished"):
-        spawn(stop_on_one, nprocs=2)
-
-
-def return_tensor(rank: int, factor: int) -> torch.Tensor | None:
-    return torch.full((2,), rank * factor) if rank else None
+        spawn(rank_functions.stop_on_one, nprocs=2)
 
 
 def test_results_are_returned(method: StartMethod) -> None:
-    nothing, tensor = spawn(return_tensor, (5,), nprocs=2, start=method)
+    nothing, tensor = spawn(rank_functions.return_tensor, (5,), nprocs=2, start=method)
     assert nothing is None
     assert tensor is not None
     assert tensor.tolist() == [5, 5]
