@@ -54,7 +54,7 @@ ROWS = {
     "faults": r"tests/(chaos|faults)/"
     r"|(fault|liveness|death|timeout|signal|garbage|failure|diagnosis|hosts)\w*\.py",
     "simulation": "tests/csrc/simulation/",
-    "style": "tests/test_style.py",
+    "sources": r"tests/test_(layers|structure|style)\.py",
 }
 
 
