@@ -83,7 +83,7 @@ def test_all_sizes_share_one_compiled_program() -> None:
 
         def make() -> Any:
             model = sharded_rows(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2)))
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
             def step(x: Tensor) -> Any:
                 optimizer.zero_grad()
