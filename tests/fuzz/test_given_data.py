@@ -9,7 +9,7 @@ from tests.fuzz.programs import MESHES, compare, run_programs
 from tests.tables import each
 
 #: Programs of each mesh.
-COUNT = 40
+COUNT = 24
 
 
 @each("mesh", MESHES)

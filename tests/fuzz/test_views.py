@@ -7,7 +7,7 @@ from tests.fuzz.programs import MESHES, compare, run_programs
 from tests.tables import each
 
 #: Programs of each mesh and kind.
-COUNT = 24
+COUNT = 16
 
 
 @each("mesh", MESHES)

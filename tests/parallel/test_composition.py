@@ -304,7 +304,7 @@ def inner_compiled(model: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("way", ["ddp", "ddp-views", "fully_shard"])
+@pytest.mark.parametrize("way", ["ddp", "fully_shard"])
 def test_compiled(way: str, where: str) -> None:
     beside = (
         Beside(prepare=inner_compiled)
