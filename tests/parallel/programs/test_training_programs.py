@@ -17,7 +17,7 @@ from tests.rounding import assert_close
 from tilework.parallel import DistributedDataParallel
 from tilework.testing import run_ranks
 
-STEPS = 5
+STEPS = 4
 #: What does not yet have these losses: ways whose names begin so, of each kind.
 AWAITED: dict[str, tuple[str, ...]] = {
     "convolutions": ("nested",),
