@@ -215,7 +215,7 @@ def _some_grad(out: Any) -> Tensor:
     if not is_dtensor(out):
         return torch.ones_like(out)
     spec = out._spec.grad_spec
-    return wrap_as(DTensor, torch.ones(spec.local_shape, dtype=out.dtype), spec)
+    return wrap_as(DTensor, torch.ones(spec.local_shape, dtype=out.dtype, device=out.device), spec)
 
 
 def _record(

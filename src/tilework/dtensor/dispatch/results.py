@@ -171,7 +171,7 @@ def result_outside(
     return rebuilt(
         meta_result,
         iter([
-            wrap(torch.empty(0, dtype=tensor.dtype), spec)
+            wrap(torch.empty(0, dtype=tensor.dtype, device=mesh.device_type), spec)
             for tensor, spec in zip(tensors, outputs, strict=True)
         ]),
     )  # fmt: skip

@@ -70,7 +70,7 @@ def _first_index_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
 
         def run(x: Tensor, best: Tensor) -> Tensor:
             if size == 0:
-                return torch.full(best.shape, none)
+                return best.new_full(best.shape, none, dtype=torch.int64)
             hit, at = _equals(x, best).max(dim, keepdim=True)
             return torch.where(hit, at + offset, none)
 
@@ -93,10 +93,10 @@ def _first_flat_index_rule(input: Arg, best: Arg, ndim: int) -> RuleResult:
 
         def run(x: Tensor, best: Tensor) -> Tensor:
             hits = _equals(x, best).reshape(-1)
-            flat_index = torch.tensor(_NOWHERE)
+            flat_index = hits.new_full((), _NOWHERE, dtype=torch.int64)
             if hits.any():
                 within = torch.unravel_index(hits.max(0)[1], x.shape)
-                flat_index = torch.zeros((), dtype=torch.int64)
+                flat_index = hits.new_zeros((), dtype=torch.int64)
                 for (offset, _), at, extent in zip(local_ranges, within, input.shape, strict=True):
                     flat_index = flat_index * extent + offset + at
             return flat_index.reshape((1,) * ndim)
@@ -215,9 +215,10 @@ def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tup
     if not (input.requires_grad and torch.is_grad_enabled()):
         return best if keepdim else _drop_dims(best, (dim,)), index
     box = _spec(input).local_box
-    places = torch.arange(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
+    places = torch.arange(box.sizes[dim], device=input.device) + box.offsets[dim]
     mask = places.view(-1, *[1] * (input.ndim - dim - 1)) == _local(at)
-    return _with_gradient(input, best, mask, torch.ones(()), (dim,), keepdim), index
+    count = torch.ones((), device=input.device)
+    return _with_gradient(input, best, mask, count, (dim,), keepdim), index
 
 
 # -- rules -------------------------------------------------------------------------------------

@@ -262,7 +262,8 @@ def _repeat_each(
         input, dim = input.flatten(), 0
     counts = full_value(repeats, "repeat_interleave")
     count = input.shape[dim]
-    places = torch.arange(count).repeat_interleave(counts.expand(count), output_size=output_size)
+    places = torch.arange(count, device=counts.device)
+    places = places.repeat_interleave(counts.expand(count), output_size=output_size)
     return input.index_select(dim, places)
 
 

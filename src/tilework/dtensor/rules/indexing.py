@@ -75,7 +75,7 @@ def _set(input: DTensor, index: Any, value: Any) -> None:
         input.masked_fill_(mask, value)
         return
     if not isinstance(value, Tensor):
-        value = torch.tensor(value, dtype=input.dtype)
+        value = torch.tensor(value, dtype=input.dtype, device=input.device)
     _put(input, index, value.to(input.dtype) if index is True else value)
 
 
@@ -225,7 +225,8 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
         if isinstance(item, Tensor):
             places = _integer_indices(item, input, input.shape[dim : dim + _dims_indexed(item)])
             first += [slice(None)] * len(places)
-            then += places
+            # As in torch, indices may be on the CPU for any tensor, as those of a list are.
+            then += [place.to(input.device) for place in places]
             dim += len(places)
             continue
         _check(item, dim, input.shape[dim])
@@ -286,7 +287,7 @@ def _is_mask(item: Tensor) -> bool:
 
 def _bool_index(value: bool, like: DTensor) -> Tensor:
     """The index of the new dim that True or False stands for."""
-    return as_replicated(torch.zeros(int(value), dtype=torch.long), like)
+    return as_replicated(torch.zeros(int(value), dtype=torch.long, device=like.device), like)
 
 
 def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:

@@ -227,12 +227,13 @@ def _register_full_draw(name: str) -> None:
         full = [arg.full_tensor() if isinstance(arg, DTensor) else arg for arg in args]
         if not mesh.here:  # a rank outside has no elements: 1 is a parameter that torch accepts
             full = [
-                torch.ones(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x for x in args
+                torch.ones(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
+                for x in args
             ]
         own = seeded_generator(key, full[0].device)
         drawn = operator(*full, **kwargs, generator=own)
         if not mesh.here:
-            return wrap(torch.empty(0, dtype=drawn.dtype), replicated_spec(drawn, mesh))
+            return wrap(drawn.new_empty(0), replicated_spec(drawn, mesh))
         return replicated(drawn, mesh)
 
     dtensor_rule(name)(lambda *args, **kwargs: Decomposition(run))

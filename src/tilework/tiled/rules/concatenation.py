@@ -146,8 +146,8 @@ def _cartesian_prod(*tensors: Any) -> Tensor:
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
-    places = torch.combinations(torch.arange(input.shape[0]), r, with_replacement)
-    return input[places]
+    places = torch.arange(input.shape[0], device=input.device)
+    return input[torch.combinations(places, r, with_replacement)]
 
 
 rule("hstack")(composed_rule(_hstack))
