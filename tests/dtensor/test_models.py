@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.dtensor.op_checks import noting_gatherings
 from tests.dtensor.sharded_values import collectives
 from tests.rounding import assert_close
-from tilework.dtensor import DTensor, distribute_tensor, init_device_mesh
+from tilework.dtensor import DTensor, distribute_module, distribute_tensor, init_device_mesh
 from tilework.layout import Placement, Replicate, Shard
 from tilework.testing import run_ranks
 
@@ -180,3 +180,19 @@ def test_a_block_of_cut_weights_reduces_once_between_its_halves() -> None:
 def test_cut_batch_and_cut_weights_reduce_gradients_of_parameters_once() -> None:
     _, backward = check(Block(), [drawn(4, 5, 8)], (2, 2), [Shard(0), R], GPT)
     assert backward == ["all_reduce"] * 3
+
+
+def test_a_model_on_meta_is_given_memory_and_initialised() -> None:
+    def program(rank: int) -> list[list[float]]:
+        with torch.device("meta"):
+            layer: Any = nn.Linear(6, 4)
+        layer = distribute_module(layer, init_device_mesh("cpu", (2,)))
+        for _ in range(4):  # memory of this size that is free has other contents on each rank
+            torch.full((4, 6), rank + 1.0)
+        layer.to_empty(device="cpu")
+        torch.manual_seed(0)
+        layer.reset_parameters()
+        return layer.weight.to_local().tolist()  # type: ignore[no-any-return]
+
+    first, second = run_ranks(2, program)
+    assert first == second

@@ -33,7 +33,11 @@ def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
     """A tensor in the layout of another; replicated where the other is partial."""
     tensor, *others = _first(args, kwargs, "input")
     _check_device(func, tensor, kwargs)
-    return wrap(func(tensor._local_tensor, *others, **kwargs), _like_spec(tensor, kwargs))
+    spec = _like_spec(tensor, kwargs)
+    if func is torch.empty_like and spec.is_replicated:
+        # Replicas are equal on all ranks, which compare them; memory that nobody wrote differs.
+        func = torch.zeros_like
+    return wrap(func(tensor._local_tensor, *others, **kwargs), spec)
 
 
 def _like_spec(tensor: DTensor, kwargs: dict[str, Any]) -> DTensorSpec:
