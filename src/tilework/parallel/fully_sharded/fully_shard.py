@@ -65,7 +65,7 @@ def fully_shard(
     Args:
         module: The module, or several that are gathered together; changed in place.
         mesh: One axis: shard along it. Two: replicate along the first, shard along the second.
-            None: all ranks.
+            None: all ranks. Parameters and buffers move to the mesh's kind of device.
         reshard_after_forward: Free full parameters after forward, and gather them again in
             backward; None: True, but for the outermost module.
         shard_placement_fn: The dim to shard of a parameter; None, or returning None: the first.
@@ -112,10 +112,11 @@ def fully_shard(
         )
     _check(modules, mesh, offload_policy)
     mesh = _mesh_of_all_ranks(modules) if mesh is None else mesh
+    ignored = list(ignored_params or ())
+    if not isinstance(offload_policy, CPUOffloadPolicy):
+        _move(modules, mesh.device_type, ignored)
     policy = mp_policy or MixedPrecisionPolicy()
-    unit = Unit(
-        modules, mesh, policy, reshard_after_forward, shard_placement_fn, ignored_params or ()
-    )
+    unit = Unit(modules, mesh, policy, reshard_after_forward, shard_placement_fn, ignored)
     if src_data_rank is not None:
         _take_values_of(src_data_rank, unit)
     unit.look()
@@ -217,6 +218,16 @@ def _check(
         raise NotImplementedError(
             f"CPUOffloadPolicy is for modules that compute on the CPU, got parameters on {devices}"
         )
+
+
+def _move(modules: Iterable[nn.Module], kind: str, ignored: Iterable[nn.Parameter]) -> None:
+    """Move plain parameters and buffers of other devices to the mesh's kind of device."""
+    stay = set(map(id, ignored))
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            is_elsewhere = tensor.device.type not in (kind, "meta")
+            if is_elsewhere and not isinstance(tensor, DTensor) and id(tensor) not in stay:
+                tensor.data = tensor.data.to(kind)
 
 
 @dataclass
