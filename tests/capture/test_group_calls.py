@@ -34,6 +34,23 @@ def test_sends_and_gathers_are_part_of_the_program() -> None:
     run_ranks(2, program)
 
 
+def test_a_collective_writes_to_a_tensor_of_before_the_step() -> None:
+    def program(rank: int) -> None:
+        def make() -> Any:
+            total = torch.full((3,), rank + 1.0)
+
+            def step(x: Tensor) -> Tensor:
+                dist.all_reduce(total)
+                return total + x
+
+            return step, lambda: {"total": total}
+
+        made = run_twins(make, [(torch.randn(3),) for _ in range(5)])
+        assert len(made.records) == 1
+
+    run_ranks(2, program)
+
+
 def test_a_hook_that_counts_is_refused_and_synchronised_statistics_are_not() -> None:
     def program(rank: int) -> None:
         def stepping(model: Any) -> Any:

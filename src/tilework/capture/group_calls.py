@@ -137,14 +137,17 @@ class RecordedGroups:
     """The groups of this rank, whose operations are recorded until :meth:`leave`.
 
     Args:
+        keep: Called before each operation with the tensors, and with those that it will write.
         note: Called with each operation after it ran: the call, the tensors and the written
             tensors. Returns the function to call when the program waits for the operation.
     """
 
     def __init__(
-        self, note: Callable[[GroupCall, tuple[Any, ...], Sequence[Any]], Callable[[], None]]
+        self,
+        keep: Callable[[tuple[Any, ...], Sequence[Any]], None],
+        note: Callable[[GroupCall, tuple[Any, ...], Sequence[Any]], Callable[[], None]],
     ) -> None:
-        self._note = note
+        self._keep, self._note = keep, note
         self.groups: dict[ProcessGroup, FastPath] = {}
         for group in current_world().records:
             if isinstance(group, ProcessGroup):
@@ -160,21 +163,24 @@ class RecordedGroups:
         run = getattr(type(group), method)
 
         def call(*args: Any) -> Work:
-            recorder = set_recorder(None)
-            try:
-                work: Work = run(group, *args)
-            finally:
-                set_recorder(recorder)
-            if recorder is None:  # a comparison of ranks, not part of the program
-                return work
             rest = args
             opts = None
             if args and isinstance(args[-1], Options):
                 rest, opts = args[:-1], args[-1]
             count = max((i + 1 for i, each in enumerate(rest) if _has_tensor(each)), default=0)
             tensors, others = rest[:count], rest[count:]
+            targets = [tensors[i] for i in written if i < count]
+            recorder = set_recorder(None)
+            try:
+                if recorder is not None:
+                    self._keep(tensors, targets)
+                work: Work = run(group, *args)
+            finally:
+                set_recorder(recorder)
+            if recorder is None:  # a comparison of ranks, not part of the program
+                return work
             made = GroupCall(group, method, opts, others)
-            note = self._note(made, tensors, [tensors[i] for i in written if i < count])
+            note = self._note(made, tensors, targets)
             return RecordedWork(work, note) if made.is_async else work
 
         return call

@@ -68,7 +68,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def recording(self) -> Iterator[None]:
         """A context in which everything that this thread does is recorded."""
-        self._groups = RecordedGroups(self._note_group_call)
+        self._groups = RecordedGroups(self._keep_of_group_call, self._note_group_call)
         before = set_recorder(self)
         try:
             with watched_reads(), self, torch.autograd.set_multithreading_enabled(False):
@@ -408,6 +408,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             set_recorder(self)
         return result
+
+    def _keep_of_group_call(self, tensors: tuple[Any, ...], written: Sequence[Any]) -> None:
+        tree_map(self._input, tensors)
+        self._keep(written)
 
     def _note_group_call(
         self, call: GroupCall, tensors: tuple[Any, ...], written: Sequence[Any]

@@ -168,7 +168,10 @@ def _check(record: StepRecord, begun: Any, compiled: bool = False) -> None:
 
 def _generators() -> list[torch.Generator]:
     own = current_world().generator
-    return [torch.default_generator if own is None else own]
+    found = [torch.default_generator if own is None else own]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
 
 
 def _reduce_deferred(places: StatePlaces) -> None:
