@@ -37,6 +37,8 @@ class Value:
         memory: The memory that the tensor shows; None: not a tensor.
         text: The shape and dtype, for people.
         shape: The shape when the step was recorded.
+        dtype: The dtype; None: not a tensor.
+        device: The device; None: not a tensor.
     """
 
     number: int
@@ -44,6 +46,7 @@ class Value:
     text: str = ""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -378,7 +378,7 @@ class _Writer:
 
     def _empty(self, value: Value) -> Node:
         shape = [self._argument(each) for each in value.shape]
-        return self._op(aten.empty.memory_format, shape, dtype=value.dtype)
+        return self._op(aten.empty.memory_format, shape, dtype=value.dtype, device=value.device)
 
     def _call(self, each: Instruction) -> None:
         """Write an unchanged instruction, by the custom operator."""

@@ -323,7 +323,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _refuse_sparse(leaf)
         shape = tuple(leaf.shape)
         name = str(leaf.dtype).removeprefix("torch.")
-        value = Value(self._count, self._memory_of(leaf), f"{name}{list(shape)}", shape, leaf.dtype)
+        facts = f"{name}{list(shape)}", shape, leaf.dtype, leaf.device
+        value = Value(self._count, self._memory_of(leaf), *facts)
         self._values[leaf] = value
         return value
 
