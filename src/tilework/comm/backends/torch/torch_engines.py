@@ -246,10 +246,6 @@ class GlooGroup(EngineGroup):
 
     lacks: ClassVar[frozenset[Capability]] = EngineGroup.lacks - {Capability.PROVENANCE}
 
-    def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
-        super().__init__(engine, request)
-        self.devices = ("cpu",)  # never tried on a GPU
-
     _DTYPES = frozenset(
         getattr(torch, name)
         for name in [
