@@ -32,6 +32,7 @@ ABOUT_MORE = {
     "mutants": "small faults anywhere, and whether anything notices them",
     "models": "models that nobody here wrote: Hugging Face's, parallel in each way",
     "faults": "ranks that die, stop, or never come: whatever notices it",
+    "gpu": "programs on CUDA tensors, of every package",
     "fuzz": "whole programs at random, on DTensors and on plain tensors",
     "checkpoint/test_any_state.py": "random states: saving, reading, loading, other libraries",
     "specifying": "the test suites in the specifying documents",
