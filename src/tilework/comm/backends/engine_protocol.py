@@ -90,11 +90,21 @@ class Operation:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of all tensors; None for a barrier."""
+        tensor = self._tensor()
+        return None if tensor is None else tensor.dtype
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of all tensors; None for a barrier."""
+        tensor = self._tensor()
+        return None if tensor is None else tensor.device
+
+    def _tensor(self) -> Tensor | None:
         for parts in (self.outputs, self.inputs):
             if isinstance(parts, Tensor):
-                return parts.dtype
+                return parts
             if parts:
-                return parts[0].dtype
+                return parts[0]
         return None
 
     def tensors(self) -> list[Tensor]:

@@ -6,6 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 
@@ -17,7 +18,9 @@ _CLOSE_SECONDS = 5.0
 
 
 class PythonEngine(ABC):
-    """An engine of blocking operations; asynchronous operations run on the engine's thread.
+    """An engine of blocking operations, which run one at a time in the order of the calls.
+
+    Blocking calls run on the calling thread, asynchronous ones on the engine's thread.
 
     A subclass supplies :meth:`perform`, :meth:`announce_abort`, :meth:`interrupt`,
     :meth:`release` and messages.
@@ -43,6 +46,8 @@ class PythonEngine(ABC):
         self._lock = threading.Lock()
         self._entered = 0
         self._queued = 0
+        #: The completion of the operation that was queued last.
+        self._last_queued = PythonCompletion()
         self._queue: SimpleQueue[tuple[Operation, PythonCompletion] | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
 
@@ -69,18 +74,19 @@ class PythonEngine(ABC):
             self._entered += 1
             number = self._entered
             self.check_open()
-            idle = self._queued == 0
-        if idle:
-            self._note_wait(number, operation.title or operation.kind)
-            try:
-                self.perform(operation)
-            except Fault as fault:
-                self._failed = fault.args
-                raise
-            finally:
-                self._note_wait(0)
-        else:
-            self._enqueue(operation, number).wait(-1.0)
+            last = self._last_queued if self._queued else None
+        if last is not None:
+            with suppress(Fault):  # the check raises why this operation cannot start
+                last.wait(-1.0)
+            self.check_open()
+        self._note_wait(number, operation.title or operation.kind)
+        try:
+            self.perform(operation)
+        except Fault as fault:
+            self._failed = fault.args
+            raise
+        finally:
+            self._note_wait(0)
 
     def submit(self, operation: Operation) -> PythonCompletion:
         with self._lock:
@@ -114,6 +120,7 @@ class PythonEngine(ABC):
         )
         with self._lock:
             self._queued += 1
+            self._last_queued = completion
             if self._worker is None:
                 name = f"tilework-engine-{self.rank}"
                 self._worker = threading.Thread(target=self._work, name=name, daemon=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -48,6 +49,8 @@ _NEVER_SENT = 0x7FFF_FFFE
 class TorchEngine(PythonEngine):
     """A rank's end of one of torch's backends."""
 
+    #: True if an operation ends on a thread that waits, False if on a device's streams.
+    blocks = True
     #: True if the engine can exchange headers, which are a few numbers in the host's memory.
     compares = True
 
@@ -180,6 +183,7 @@ def end_connections(backend: Any, rank: int, size: int) -> None:
 class StreamEngine(TorchEngine):
     """An engine whose operations run on a device's streams: no operation blocks a thread."""
 
+    blocks = False
     compares = False  # reading headers would wait for the device
 
     def submit(self, operation: Operation) -> TorchCompletion:
@@ -203,7 +207,11 @@ class StreamEngine(TorchEngine):
 
 
 class EngineGroup(NativeGroup):
-    """A process group on one of torch's backends."""
+    """A process group on one of torch's backends.
+
+    Asynchronous calls for tensors of a device, on an engine that blocks, are done when they return:
+    the streams that are current belong to the calling thread, and the engine's thread has others.
+    """
 
     uneven_sizes = False
     holds_copies = True
@@ -213,6 +221,7 @@ class EngineGroup(NativeGroup):
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)
         self._authenticated = request.store.authenticated
         self.devices = tuple(Backend.backend_capability[engine.name])
+        self._engine_blocks = engine.blocks
 
     @property
     def authenticated(self) -> bool:
@@ -234,7 +243,13 @@ class EngineGroup(NativeGroup):
                 f"threads do)"
             )
         operation.compared = self.of_mesh and not provenance_digest.is_off()
-        return super()._start(operation, opts, outputs)
+        device = operation.device
+        if device is None or device.type == "cpu" or not (self._engine_blocks and opts.asyncOp):
+            return super()._start(operation, opts, outputs)
+        work = super()._start(operation, replace(opts, asyncOp=False), outputs)
+        # Another stream may be current where the caller waits.
+        torch.get_device_module(device).current_stream(device).synchronize()
+        return work
 
 
 def _even(parts: Parts) -> bool:

@@ -1,0 +1,82 @@
+"""torch's engines and tensors of devices, with ``meta`` in the place of a GPU."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tilework.distributed as dist
+from tilework.comm.backends.engine_protocol import Operation
+from tilework.comm.backends.torch.torch_engines import GlooGroup, TorchEngine
+
+
+class RecordingEngine(TorchEngine):
+    """An engine that moves nothing, and whose operations on the CPU last until ``go``."""
+
+    def __init__(self, request: dist.DistributedBackendOptions) -> None:
+        super().__init__(None, request, "gloo")
+        self.go = threading.Event()
+        #: What happened, in order: an event and its thread.
+        self.events: list[tuple[str, threading.Thread]] = []
+
+    def note(self, event: str) -> None:
+        self.events.append((event, threading.current_thread()))
+
+    def call(self, operation: Operation) -> Any:
+        device = str(operation.device)
+        if device == "cpu":
+            assert self.go.wait(10)
+        self.note(device)
+        return SimpleNamespace(wait=lambda: None)
+
+    def interrupt(self) -> None:
+        """Do nothing: there are no connections."""
+
+
+@pytest.fixture
+def request_() -> dist.DistributedBackendOptions:
+    limit = timedelta(seconds=10)
+    return dist.DistributedBackendOptions(dist.HashStore(), 0, 2, limit, "g", (0, 1))
+
+
+@pytest.fixture
+def engine(request_: dist.DistributedBackendOptions) -> RecordingEngine:
+    return RecordingEngine(request_)
+
+
+@pytest.fixture
+def group(
+    request_: dist.DistributedBackendOptions,
+    engine: RecordingEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> GlooGroup:
+    group = GlooGroup(engine, request_)
+    group.devices = ("cpu", "meta")
+    group.global_ranks = (0, 1)
+    stream = SimpleNamespace(synchronize=lambda: engine.note("synchronized"))
+    module = SimpleNamespace(current_stream=lambda device: stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return group
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["blocking", "asynchronous"])
+def test_calls_for_a_device_run_on_the_calling_thread(
+    later: bool, engine: RecordingEngine, group: GlooGroup
+) -> None:
+    """Streams are current on a thread, so a call waits there for what is queued before it."""
+    before = group.allreduce([torch.ones(2)], dist.Options(asyncOp=True))
+    threading.Timer(0.1, engine.go.set).start()
+    x = torch.ones(2, device="meta")
+    work = group.allreduce([x], dist.Options(asyncOp=later))
+    assert work.is_completed()
+    assert work.result()[0] is x
+    assert before.wait()
+    me = threading.current_thread()
+    assert [event for event, _ in engine.events] == ["cpu", "meta", *["synchronized"] * later]
+    assert [thread is me for _, thread in engine.events] == [False, True, *[True] * later]
+    group.close()
