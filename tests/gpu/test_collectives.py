@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,15 @@ def coalesced_gathers(place: Place) -> None:
         same(out, torch.cat(values(place, torch.float32)))
 
 
+def refuse_messages(x: Tensor, peer: int) -> None:
+    """Gloo's messages take CPU tensors only; a refusal leaves the group as it was."""
+    messages: tuple[Callable[..., Any], ...] = (dist.isend, dist.send, dist.irecv, dist.recv)
+    for call in messages:
+        with raising("of cuda tensors", NotImplementedError):
+            call(x, peer)
+    dist.all_reduce(x)
+
+
 @CHECKS(torch.float32, torch.bool)
 def messages(place: Place, dtype: torch.dtype) -> None:
     if place.size == 1:
@@ -293,6 +303,9 @@ def messages(place: Place, dtype: torch.dtype) -> None:
     right, left = (place.rank + 1) % place.size, (place.rank - 1) % place.size
     x = value(place, place.rank, dtype).t()
     out = torch.zeros_like(x)
+    if place.cuda:
+        refuse_messages(x, right)
+        return
     work = dist.isend(x, right)
     dist.recv(out, left)
     done(work)
@@ -312,6 +325,11 @@ def batches_of_messages(place: Place) -> None:
     x = value(place, place.rank, torch.float32)
     out = torch.zeros_like(x)
     ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, out, left)]
+    if place.cuda:
+        with raising("'gloo' has no send of cuda tensors", NotImplementedError):
+            dist.batch_isend_irecv(ops)
+        dist.barrier()
+        return
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     same(out, value(place, left, torch.float32))

@@ -241,24 +241,6 @@ def functional_results_on_another_stream(place: Place) -> None:
 
 
 @CHECKS()
-def messages(place: Place) -> None:
-    if place.size == 1:
-        return
-    for later in (False, True):
-        with side(place):
-            if place.rank == 0:
-                x = full(place, 4.0)
-                work: Any = dist.isend(x, 1) if later else dist.send(x, 1)
-            else:
-                x = torch.zeros(items(place), device=place.device)
-                slow(place)
-                work = dist.irecv(x, 0) if later else dist.recv(x, 0)
-            if later:
-                work.wait()
-            check(x, 4.0)
-
-
-@CHECKS()
 def copies_from_pinned_memory(place: Place) -> None:
     if not place.cuda:
         return

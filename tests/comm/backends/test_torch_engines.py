@@ -80,3 +80,15 @@ def test_calls_for_a_device_run_on_the_calling_thread(
     assert [event for event, _ in engine.events] == ["cpu", "meta", *["synchronized"] * later]
     assert [thread is me for _, thread in engine.events] == [False, True, *[True] * later]
     group.close()
+
+
+def test_messages_of_a_device_are_refused_before_anything_is_sent(group: GlooGroup) -> None:
+    """Gloo's messages read the host's memory alone, and end the process of the peer."""
+    x = torch.ones(2, device="meta")
+    for call in (group.send, group.recv):
+        with pytest.raises(NotImplementedError, match=r"no (send|recv) of meta .* tensor.cpu\(\)"):
+            call([x], 1)
+    with pytest.raises(NotImplementedError, match="no recv of meta"):
+        group.recv_anysource([x])
+    assert group.why_aborted() is None
+    group.close()

@@ -283,6 +283,24 @@ class GlooGroup(EngineGroup):
             return kind in (RedOpType.SUM, RedOpType.AVG)
         return dtype in cls._DTYPES and kind is not RedOpType.PREMUL_SUM
 
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        self._check_message("send", tensors)
+        return super().send(tensors, dst, tag)
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        self._check_message("recv", tensors)
+        return super().recv(tensors, src, tag)
+
+    def _check_message(self, name: str, tensors: list[Tensor]) -> None:
+        """Raise NotImplementedError for devices, whose memory Gloo's messages cannot reach."""
+        device = tensors[0].device
+        if device.type != "cpu":
+            raise NotImplementedError(
+                f"backend {self.name()!r} has no {name} of {device.type} tensors, got one on "
+                f"{device}: messages take CPU tensors. Pass tensor.cpu(), or make the group with "
+                f"an engine that has it, like backend='cpu:shm,{device.type}:nccl'"
+            )
+
 
 # -- making them ----------------------------------------------------------------------------
 
