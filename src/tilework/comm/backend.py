@@ -28,6 +28,8 @@ class DistributedBackendOptions:
     #: The group's name, equal on all ranks.
     group_id: str
     global_ranks_in_group: tuple[int, ...]
+    #: The device types that the backend is named for; empty: all that it serves.
+    devices: tuple[str, ...] = ()
 
 
 class BackendPlugin(NamedTuple):

@@ -97,3 +97,13 @@ def test_the_fast_path_has_the_groups_timeout() -> None:
         return [getattr(group.fast_path, "timeout", 0.06), type(group).__name__]
 
     assert run_ranks(2, body, kind="threads", backend="shm") == [[0.06, "DispatchGroup"]] * 2
+
+
+@pytest.mark.skipif("gloo" not in USABLE, reason="needs an engine that serves several devices")
+def test_an_engine_serves_the_devices_that_it_is_named_for() -> None:
+    def body(rank: int) -> None:
+        group = dist.new_group(backend="cuda:gloo")
+        with pytest.raises(ValueError, match="moves cuda tensors, got one on cpu"):
+            dist.all_reduce(torch.ones(3), group=group)
+
+    run_ranks(1, body, backend="gloo")

@@ -336,8 +336,8 @@ class NativeGroup(ProcessGroup):
             if tensor.device.type not in self.devices:
                 raise ValueError(
                     f"backend {self.name()!r} moves {' and '.join(self.devices)} tensors, got one "
-                    f"on {tensor.device}; make the group with a backend for that too, like "
-                    f"backend='cpu:shm,{tensor.device.type}:nccl'"
+                    f"on {tensor.device}; make the group with a backend for each device type, "
+                    f"like backend='cpu:shm,cuda:nccl'"
                 )
 
     def _all(self, works: Sequence[Work]) -> Work:

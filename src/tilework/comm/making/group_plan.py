@@ -109,13 +109,17 @@ class GroupPlan:
 
     def _make(self, config: BackendConfig, pg_options: Any, watch: Watch) -> ProcessGroup:
         by_device = config.get_device_backend_map()
-        names = dict.fromkeys(by_device.values())
-        by_name = {name: self._end(name, pg_options, watch) for name in names}
+        devices: dict[str, list[str]] = {}
+        for device, name in by_device.items():
+            devices.setdefault(name, []).append(device)
+        by_name = {
+            name: self._end(name, named, pg_options, watch) for name, named in devices.items()
+        }
         if len(by_name) == 1:
             return next(iter(by_name.values()))
         return DispatchGroup({device: by_name[name] for device, name in by_device.items()})
 
-    def _end(self, name: str, pg_options: Any, watch: Watch) -> ProcessGroup:
+    def _end(self, name: str, devices: list[str], pg_options: Any, watch: Watch) -> ProcessGroup:
         request = DistributedBackendOptions(
             PrefixStore(name, self.store),
             self.group_rank,
@@ -123,6 +127,7 @@ class GroupPlan:
             self.timeout,
             self.name,
             self.ranks,
+            tuple(devices),
         )
         limit = min(self.timeout, watch.limit)
         watched = WatchedStore(name, self.store, watch.check)

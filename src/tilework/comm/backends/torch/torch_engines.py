@@ -220,7 +220,7 @@ class EngineGroup(NativeGroup):
     def __init__(self, engine: TorchEngine, request: DistributedBackendOptions) -> None:
         super().__init__(engine, request.group_rank, request.group_size, request.timeout)
         self._authenticated = request.store.authenticated
-        self.devices = tuple(Backend.backend_capability[engine.name])
+        self.devices = request.devices or tuple(Backend.backend_capability[engine.name])
         self._engine_blocks = engine.blocks
 
     @property
