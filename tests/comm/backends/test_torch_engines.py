@@ -12,7 +12,8 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.backends.engine_protocol import Operation
-from tilework.comm.backends.torch.torch_engines import GlooGroup, TorchEngine
+from tilework.comm.backends.torch.torch_calls import CALLS
+from tilework.comm.backends.torch.torch_engines import GlooGroup, NcclGroup, TorchEngine
 
 
 class RecordingEngine(TorchEngine):
@@ -92,3 +93,46 @@ def test_messages_of_a_device_are_refused_before_anything_is_sent(group: GlooGro
         group.recv_anysource([x])
     assert group.why_aborted() is None
     group.close()
+
+
+class OneRank:
+    """torch's NCCL object of a single rank, which copies and ignores the reduction's factor."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        assert options.reduceOp == torch.distributed.ReduceOp.SUM
+
+    reduce = allreduce
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, source: torch.Tensor, options: Any
+    ) -> None:
+        self.allreduce([source], options)
+        output.copy_(source)
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], sources: list[list[torch.Tensor]], options: Any
+    ) -> None:
+        self._reduce_scatter_base(outputs[0], sources[0][0], options)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce", "reduce_scatter", "lists"])
+def test_a_factor_is_applied_before_the_engines_sum(kind: str) -> None:
+    x, out = torch.tensor([2.0, 4.0]), torch.zeros(2)
+    operation = Operation("reduce_scatter", x, [out], dist.make_premul_sum(0.5))
+    if kind != "reduce_scatter":
+        operation.inputs = [x]
+    if kind in ("all_reduce", "reduce"):
+        operation.kind = kind  # type: ignore[assignment]
+    CALLS[operation.kind](OneRank(), operation, 0)
+    assert out.tolist() == [1.0, 2.0]
+    assert x.tolist() == [2.0, 4.0]
+
+
+def test_nccl_tells_what_it_does_not_reduce() -> None:
+    op = dist.ReduceOp
+    lacks = [(op.BAND, torch.int64), (op.BOR, torch.bool), (op.BXOR, torch.uint8)]
+    lacks += [(op.PRODUCT, torch.complex64), (op.SUM, torch.int16)]
+    has = [(op.MAX, torch.int64), (op.AVG, torch.bfloat16), (op.SUM, torch.complex64)]
+    has += [(op.PRODUCT, torch.bool), (op.PREMUL_SUM, torch.float32)]
+    assert [NcclGroup.reduces(*case) for case in lacks] == [False] * len(lacks)
+    assert [NcclGroup.reduces(*case) for case in has] == [True] * len(has)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.comm.backends.engine_protocol import Kind, Operation, Parts
+from tilework.comm.backends.engine_protocol import Kind, Operation, Parts, op_factor
 from tilework.comm.backends.tensor_memory import as_bytes
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
 
@@ -36,6 +36,7 @@ def _broadcast(backend: Any, operation: Operation, rank: int) -> Any:
 
 def _all_reduce(backend: Any, operation: Operation, rank: int) -> Any:
     source, target = operation.inputs[0], operation.outputs[0]
+    source = _scaled(source, operation)
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)
     return backend.allreduce([_number(target)], _options(c10d.AllreduceOptions(), operation))
@@ -43,10 +44,10 @@ def _all_reduce(backend: Any, operation: Operation, rank: int) -> Any:
 
 def _reduce(backend: Any, operation: Operation, rank: int) -> Any:
     # torch's reduce leaves partial sums in the tensors of other ranks than the root.
-    at_root = rank == operation.root
-    tensor = operation.outputs[0] if at_root else operation.inputs[0].clone()
-    if at_root and tensor.data_ptr() != operation.inputs[0].data_ptr():
-        tensor.copy_(operation.inputs[0])
+    source, at_root = _scaled(operation.inputs[0], operation), rank == operation.root
+    tensor = operation.outputs[0] if at_root else source.clone()
+    if at_root and tensor.data_ptr() != source.data_ptr():
+        tensor.copy_(source)
     return backend.reduce([_number(tensor)], _options(c10d.ReduceOptions(), operation))
 
 
@@ -74,8 +75,9 @@ def _reduce_scatter(backend: Any, operation: Operation, rank: int) -> Any:
     target, inputs = _number(operation.outputs[0]), operation.inputs
     options = _options(c10d.ReduceScatterOptions(), operation)
     if isinstance(inputs, Tensor):
-        return backend._reduce_scatter_base(target, _number(inputs), options)
-    return backend.reduce_scatter([target], [[_number(part) for part in inputs]], options)
+        return backend._reduce_scatter_base(target, _scaled(_number(inputs), operation), options)
+    parts = [_scaled(_number(part), operation) for part in inputs]
+    return backend.reduce_scatter([target], [parts], options)
 
 
 def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
@@ -103,8 +105,14 @@ def _split(parts: Parts, size: int) -> list[Tensor]:
 
 
 def _number(tensor: Tensor) -> Tensor:
-    """A contiguous tensor for Gloo's reductions: booleans become bytes."""
+    """A contiguous tensor for the engines' reductions: booleans become bytes."""
     return as_bytes(tensor) if tensor.dtype is torch.bool else tensor.view(-1)
+
+
+def _scaled(tensor: Tensor, operation: Operation) -> Tensor:
+    """This rank's term of the sum: a product for PREMUL_SUM, which NCCL forgets for one rank."""
+    scales = kind_of(operation.reduce_op) is RedOpType.PREMUL_SUM
+    return tensor * op_factor(operation.reduce_op) if scales else tensor
 
 
 CALLS: dict[Kind, Callable[[Any, Operation, int], Any]] = {
@@ -133,8 +141,8 @@ def _torch_reduce_op(op: AnyReduceOp | None, dtype: torch.dtype | None) -> Any:
     kind = kind_of(op)
     if dtype is torch.bool:  # a sum of bytes would count them
         kind = OF_TRUTH.get(kind, kind)
-    if kind is RedOpType.PREMUL_SUM and op is not None and not isinstance(op, RedOpType):
-        return c10d._make_nccl_premul_sum(op.factor)
+    if kind is RedOpType.PREMUL_SUM:  # its terms are scaled already
+        kind = RedOpType.SUM
     return getattr(c10d.ReduceOp, kind.name)
 
 

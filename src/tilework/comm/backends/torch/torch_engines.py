@@ -302,6 +302,20 @@ class GlooGroup(EngineGroup):
             )
 
 
+class NcclGroup(EngineGroup):
+    """torch's NCCL."""
+
+    _BITWISE = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
+    _NOT_REDUCED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+
+    @classmethod
+    def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
+        kind = kind_of(op)
+        if dtype.is_complex:
+            return kind in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM)
+        return dtype not in cls._NOT_REDUCED and kind not in cls._BITWISE
+
+
 # -- making them ----------------------------------------------------------------------------
 
 
@@ -373,7 +387,7 @@ def check_available(name: str) -> None:
 
 ENGINES: dict[str, Callable[[DistributedBackendOptions, Any], ProcessGroup]] = {
     "gloo": _engine("gloo", _make_gloo, TorchEngine, GlooGroup),
-    "nccl": _engine("nccl", _make_nccl, StreamEngine, EngineGroup),
+    "nccl": _engine("nccl", _make_nccl, StreamEngine, NcclGroup),
     "ucc": _engine("ucc", _make_ucc, StreamEngine, EngineGroup),
     "mpi": _engine("mpi", _make_mpi, TorchEngine, EngineGroup),
 }
