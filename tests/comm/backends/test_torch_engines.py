@@ -136,3 +136,27 @@ def test_nccl_tells_what_it_does_not_reduce() -> None:
     has += [(op.PRODUCT, torch.bool), (op.PREMUL_SUM, torch.float32)]
     assert [NcclGroup.reduces(*case) for case in lacks] == [False] * len(lacks)
     assert [NcclGroup.reduces(*case) for case in has] == [True] * len(has)
+
+
+def test_a_timeout_in_which_no_rank_is_missing_says_so(group: GlooGroup) -> None:
+    """All ranks report that they wait, so nobody is late."""
+    error = group.explain(("timeout", (), "gloo: Timed out"), "all_reduce", "here")
+    assert isinstance(error, dist.CollectiveTimeoutError)
+    assert "No rank is missing: perhaps ranks call different operations" in str(error)
+    group.close()
+
+
+_SHARED = """NCCL error in: /pytorch/torch/csrc/NCCLUtils.cpp:93, invalid usage, NCCL version 2.28.9
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"""
+
+
+def test_a_gpu_of_two_ranks_is_named_with_a_remedy(engine: RecordingEngine) -> None:
+    def fail() -> None:
+        raise RuntimeError(_SHARED)
+
+    with pytest.raises(dist.DistBackendError, match="Duplicate GPU detected : rank 0") as caught:
+        engine.blocking(fail)
+    assert "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))" in str(caught.value)
+    assert "NCCL error in" in str(caught.value)

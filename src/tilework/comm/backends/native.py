@@ -389,19 +389,24 @@ class NativeGroup(ProcessGroup):
         self.abort(f"{type(error).__name__} in {title}")
 
     def _failure_text(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
-        whom = ", ".join(map(str, ranks))
+        whom = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
         if kind == "mismatch":
             return self._mismatch_text(detail)
         has_died = kind == "peer_lost" and "left the group" not in detail
         advice = provenance_digest.advice(here, has_died)
         if kind == "peer_lost":
-            return f"{here}: lost rank {whom}: {detail or 'its process ended'}.{advice}"
+            return f"{here}: lost {whom}: {detail or 'its process ended'}.{advice}"
         last = self.engine.last_entered()
         missing = "; ".join(
             f"rank {rank} was last in {last[self.global_ranks.index(rank)]}" for rank in ranks
         )
-        waited = _waited(detail)
-        return f"{here}: {waited}: {detail}. Still missing: rank {whom} ({missing}).{advice}"
+        who = (
+            f"Still missing: {whom} ({missing})"
+            if ranks
+            else "No rank is missing: perhaps ranks call different operations, or with tensors of "
+            "different sizes"
+        )
+        return f"{here}: {_waited(detail)}: {detail}. {who}.{advice}"
 
     def _mismatch_text(self, detail: str) -> str:
         """The different calls, each with the ranks that made it; on one line if few."""

@@ -10,6 +10,7 @@ can do, and why the code around it is as it is.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -97,8 +98,7 @@ class TorchEngine(PythonEngine):
         """The fault behind an engine's error. Asks the other ranks, so it takes a moment."""
         if self.closed:
             return Fault("closed", (self.rank,), "")
-        detail = str(error).strip().partition("\n")[0].rpartition("] ")[2]
-        text = str(error).lower()
+        detail, text = _detail(str(error)), str(error).lower()
         if not any(words in text for words in (*_LATE, *_LOST)):
             return DistBackendError(f"{self.name}: {detail}")
         kind, silent = self._failures.diagnose(late=any(words in text for words in _LATE))
@@ -162,6 +162,21 @@ class TorchEngine(PythonEngine):
 
     def release(self) -> None:
         self._backend = None
+
+
+def _detail(text: str) -> str:
+    """The words of an engine's error for a person: without places in C++, and with a remedy."""
+    said = text.strip().partition("\n")[0].rpartition("] ")[2]
+    cause = re.search(r"Last error:\s*(\S.*)", text)  # NCCL's own words, which end torch's
+    if cause is not None:
+        said = f"{cause[1]} ({said})"
+    if "Duplicate GPU" in text:
+        said += (
+            ". NCCL needs a GPU for each rank: start no more ranks than GPUs on a host, and call "
+            "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first. Ranks can share a GPU "
+            "with backend='cpu:shm,cuda:gloo'"
+        )
+    return said
 
 
 def end_connections(backend: Any, rank: int, size: int) -> None:
