@@ -347,9 +347,8 @@ def _hear_all(job: Job, name: str, seconds: float) -> Outcome:
         except TimeoutError:
             stacks = job.folder / f"stacks{number}"
             text = stacks.read_text() if stacks.exists() else ""
-            outcome.errors[number] = (
-                f"hangs:\n{text[:_CHARACTERS]}" if text else "was not done when time was up"
-            )
+            main = text.rpartition("\n\n")[2][:_CHARACTERS]  # the main thread comes last
+            outcome.errors[number] = f"hangs:\n{main}" if text else "was not done when time was up"
             outcome.seconds = seconds
             outcome.broken = True
         except EOFError:
