@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.gpu.world import (
     TORCH_ONE,
-    TORCH_TWO,
     Checks,
     Place,
     World,
@@ -31,7 +30,7 @@ require_device()
 CHECKS = Checks()
 
 
-@in_worlds(TORCH_ONE, TORCH_TWO)
+@in_worlds(TORCH_ONE)
 def test_torch_backend(world: World, tmp_path: Path) -> None:
     run_checks(__name__, world, tmp_path)
 
