@@ -321,7 +321,7 @@ def test_what_cannot_be_shown(
 
 
 def test_a_tensor_has_its_own_size() -> None:
-    with pytest.raises(ValueError, match="size and dtype are those of the tensor"):
+    with pytest.raises(ValueError, match="takes size and dtype only with a sharding spec"):
         show(tensor(rows(3, 2), 5, 4, ranks=2), size=(5, 4))
 
 

@@ -102,8 +102,8 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
     """A piece of a tensor, in runs of a file.
 
     Raises:
-        CheckpointError: The dim is not a multiple of the pieces; or there are checksums, which
-            belong to the whole.
+        CheckpointError: The dim does not exist, or is not a multiple of the count; or the tensor
+            has checksums, which cover the whole tensor.
 
     Example:
         >>> rows = SavedTensor("x", "F32", (4, 2), (Part(Box((0, 0), (4, 2)), "f", 0, 32, (0,)),))
@@ -113,8 +113,8 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
     dim = of.dim
     if not 0 <= dim < len(tensor.shape) or tensor.shape[dim] % of.count:
         raise CheckpointError(
-            f"{tensor.name!r} of shape {list(tensor.shape)} has no {of.count} equal pieces along "
-            f"dim {dim}",
+            f"{tensor.name!r} of shape {list(tensor.shape)} cannot be cut into {of.count} equal "
+            f"pieces along dim {dim}: correct the count or the dim of the PieceOf in map_names",
             tensor=tensor.name,
         )
     if any(any(part.crc32) for part in tensor.parts):

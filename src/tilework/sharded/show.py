@@ -51,7 +51,7 @@ def _overview(
 ) -> Overview:
     if isinstance(tensor, ShardingSpec):
         if size is None:
-            raise ValueError("a spec alone has no size: say show(spec, size=(...))")
+            raise ValueError("show() needs a size with a sharding spec: show(spec, size=(...))")
         properties = TensorProperties(dtype or torch.get_default_dtype())
         return overview(tensor.build_metadata(tuple(size), properties), tensor)
     if not isinstance(tensor, ShardedTensorBase):
@@ -60,5 +60,8 @@ def _overview(
             f"tensor is not on several ranks"
         )
     if size is not None or dtype is not None:
-        raise ValueError("size and dtype are those of the tensor: give them with a spec only")
+        raise ValueError(
+            "show() takes size and dtype only with a sharding spec, got them with a tensor: call "
+            "show(tensor), or show(spec, size=..., dtype=...)"
+        )
     return tensor._overview()

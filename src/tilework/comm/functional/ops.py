@@ -110,8 +110,9 @@ def _wait(ticket: Tensor) -> Tensor:
     found: tuple[Tensor, Work | None] | None = getattr(ticket, _RESULT, None)
     if found is None:
         raise RuntimeError(
-            "tilework::wait was given a tensor that is not what a collective's operator returned, "
-            "or was waited for already"
+            "tilework::wait needs the tensor that a collective's operator returned, and takes it "
+            "once; got another tensor, or one that was waited for before. Use the result of the "
+            "first wait"
         )
     delattr(ticket, _RESULT)
     out, work = found

@@ -165,7 +165,8 @@ def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         )
     if isinstance(tensor, TiledTensor) and not isinstance(tensor, DTensor):
         raise TypeError(
-            f"a {type(tensor).__name__} is distributed already: use to_dtensor(tensor, mesh)"
+            f"distribute_tensor takes a plain tensor or a DTensor, got a {type(tensor).__name__}, "
+            f"which is sharded already: convert it with tilework.dtensor.to_dtensor(tensor, mesh)"
         )
 
 

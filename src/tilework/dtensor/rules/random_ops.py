@@ -77,12 +77,18 @@ def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Draw:
 def _check_real(name: str, dtype: torch.dtype) -> None:
     """Raise RuntimeError, as torch does, for dtypes that are not of real numbers."""
     if not dtype.is_floating_point:
-        raise RuntimeError(f"{name} draws real numbers, and the tensor has dtype {dtype}")
+        raise RuntimeError(
+            f"{name} needs a tensor of a floating-point dtype (not complex), got {dtype}: fill a "
+            f"tensor of such a dtype, and convert it with to()"
+        )
 
 
 def _check_not_complex(name: str, dtype: torch.dtype) -> None:
     if dtype.is_complex:
-        raise NotImplementedError(f"{name} draws no complex numbers, and the tensor has {dtype}")
+        raise NotImplementedError(
+            f"{name} needs a tensor of a real dtype, got {dtype}: fill a real tensor, and convert "
+            f"it with to()"
+        )
 
 
 def _check_all(what: str, fine: Tensor) -> None:

@@ -16,10 +16,16 @@ BucketFuture = torch.futures.Future[Any]
 
 
 def group_or_default(group: AnyGroup) -> ProcessGroup:
-    """The group of a hook's state; None: the default group."""
+    """The given group; the default group for None.
+
+    Raises:
+        ValueError: This rank is not in the group.
+    """
     if isinstance(group, NonMember):
         raise ValueError(
-            f"a hook's group includes this rank, got one of {list(group.global_ranks)}"
+            f"process_group must include this rank, got a group of the ranks "
+            f"{list(group.global_ranks)}: pass a group that this rank is in, or None for the "
+            f"default group"
         )
     return get_default_group() if group is None else group
 

@@ -184,8 +184,9 @@ def _check_alike(entry: SnapshotEntry, target: Described | None) -> None:
     if target is None or (entry.shape, dtype) != (target[1], target[2]):
         now = "lacks it" if target is None else f"has {target[2]} {list(target[1])}"
         raise ValueError(
-            f"{entry.name} was {dtype} {list(entry.shape)}, and the state that was built now "
-            f"{now}: build() must make the same tensors for any ranks"
+            f"{entry.name} is {dtype} {list(entry.shape)} in the last snapshot, and the state that "
+            f"build() has made for the new group {now}: build() must make the same names, dtypes "
+            f"and global shapes for any number of ranks"
         )
 
 

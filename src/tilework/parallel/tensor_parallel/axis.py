@@ -75,9 +75,10 @@ class MeshAxis:
             tensor = DTensor.from_local(value, self.mesh, placements, shape=shape)
         except CollectiveMismatchError as error:
             raise CollectiveMismatchError(
-                f"{what}, a plain tensor, is this rank's rows along {self._names(others=True)} of "
-                f"the mesh, and its part by {layout} along {self._names()}, the plan's axis: "
-                f"{error}",
+                f"{what} is a plain tensor, and does not fit the module's plan: {error}\n"
+                f"The tensor must be this rank's rows along {self._names(others=True)} of the mesh "
+                f"and {layout} along {self._names()}, the plan's axis. Pass such a tensor on every "
+                f"rank, declare another layout in the plan, or pass a DTensor.",
                 ranks=error.ranks,
             ) from None
         note_input(tensor, was_plain=True)
