@@ -97,6 +97,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "comm/test_contract.py",
     ),
     "comm/transfer/local_transfer.py": ("comm/transfer/test_run.py",),
+    "comm/transfer/reduce_rounds.py": ("comm/transfer/test_run.py",),
     "comm/transfer/round_shares.py": ("comm/transfer/test_run.py",),
     "comm/transfer/rounds.py": ("comm/transfer/test_run.py",),
     "comm/transfer/run_mode.py": ("comm/transfer/test_run.py",),

@@ -56,7 +56,10 @@ class FlatState:
 
 
 def dotted(path: Path) -> str:
-    """A path as text for people, which is also the name of a tensor there.
+    """The dict keys and list positions of a path, joined by dots; ``"state"`` for the empty path.
+
+    Messages show this text, and a tensor at the path is saved under this name. If two paths give
+    the same text, the caller has to make the names unique.
 
     Example:
         >>> dotted(("model", "0.weight")), dotted(())

@@ -14,15 +14,15 @@ from tilework.comm.contract import ProcessGroup
 
 @dataclass(frozen=True)
 class HostLoad:
-    """A load, as one rank of a host sees it.
+    """The inputs of one rank for loading a checkpoint together with the other ranks of a host.
 
     Args:
-        plan: The work of this rank.
-        wanted: The tensors to load, the same on all ranks.
-        reader: Reads parts.
-        targets: The memory of this rank.
-        rank: The global rank.
-        group: The ranks of the host; None if this rank loads alone.
+        plan: The parts of files that this rank reads, and the elements that it gets from them.
+        wanted: The saved tensors that any rank loads: the same list on all ranks of the job.
+        reader: Reads and checks parts of the checkpoint's files.
+        targets: The tensors of this rank to fill.
+        rank: This rank's global number.
+        group: The ranks of this host, which share what they read; None if this rank loads alone.
     """
 
     plan: LoadPlan

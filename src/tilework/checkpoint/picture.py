@@ -90,7 +90,16 @@ def checksum(tensor: SavedTensor) -> str:
 
 
 def _pictures(tensors: Sequence[SavedTensor], most: int, width: int) -> Iterable[StyledLine]:
-    """A picture of each layout, with the names of the tensors that have it."""
+    """Pictures of the ways in which tensors are cut into parts, as lines of text.
+
+    Tensors with the same shape and parts share a picture. The line above it has the first tensor's
+    name and the number of the others. A tensor in one part has no picture.
+
+    Args:
+        tensors: The tensors of a checkpoint.
+        most: The largest number of pictures; a line counts the layouts that are left out.
+        width: The width of a line, in characters.
+    """
     layouts: dict[tuple[object, ...], list[SavedTensor]] = {}
     for tensor in tensors:
         if len(tensor.parts) > 1 and tensor.shape:

@@ -54,7 +54,12 @@ def _placement(placement: Placement) -> _Placement:
 
 
 def compact(local: Tensor) -> Tensor:
-    """The local tensor in a storage that has each of the tensor's elements once, and no others."""
+    """The local tensor, detached, in a storage of exactly the tensor's size.
+
+    Pickling writes the whole storage, also elements that the tensor does not show. A tensor whose
+    elements fill the storage is returned without a copy. Any other tensor is cloned: a slice of a
+    larger storage, or an expanded tensor, whose repeated elements the clone holds one by one.
+    """
     local = local.detach()
     fills = local.untyped_storage().nbytes() == local.nbytes
     fills = fills and is_dense(tuple(local.shape), local.stride())

@@ -55,7 +55,14 @@ def _refuse(tracer: str) -> NoReturn:
 
 
 def refusing(original: Any, tracer: str) -> Any:
-    """A function that starts a trace of ``tracer``'s, in which DTensors raise."""
+    """Wrap a function that starts a trace: DTensors in the trace raise RuntimeError.
+
+    Both DTensors among the arguments and operators on DTensors within the trace raise.
+
+    Args:
+        original: The function of torch that starts the trace.
+        tracer: The name for the error, such as ``"make_fx"``.
+    """
 
     @functools.wraps(original)
     def start(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +95,7 @@ def without_dtensors(original: Any) -> Any:
 
 
 def asking(original: Any) -> Any:
-    """The call of a scripted function, which first tries ``__torch_function__`` of arguments."""
+    """Wrap the call of a scripted function: calls with DTensors go to ``__torch_function__``."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

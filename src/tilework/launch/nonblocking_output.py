@@ -21,7 +21,11 @@ _FILE_PIECE_BYTES: Final = 1 << 20
 
 
 class NonblockingOutput:
-    """Bytes on their way to a descriptor, in order."""
+    """A queue of bytes that are written to a descriptor in order, without blocking.
+
+    Args:
+        fd: The descriptor.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -55,7 +59,11 @@ class NonblockingOutput:
             self._write_piece()
 
     def flush(self, seconds: float | None) -> None:
-        """Block until all is written, for at most ``seconds`` (None: as long as it takes)."""
+        """Block until all queued bytes are written or ``seconds`` have passed.
+
+        After that time the call returns without an error, and the rest stays queued. With None
+        there is no limit of time.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
         while self._pending:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -31,10 +31,13 @@ def late_seconds() -> float:
 
 
 class LateNotice:
-    """The lines of one wait.
+    """The timing of the lines that one wait prints on stderr while it lasts long.
+
+    The first line is due after ``TILEWORK_LATE_SECONDS``; each later line when the wait has lasted
+    three times as long as at the line before. The caller asks :meth:`due`, then calls :meth:`tell`.
 
     Args:
-        begun: When it began (time.monotonic()).
+        begun: The time at which the wait began, from ``time.monotonic()``.
     """
 
     def __init__(self, begun: float) -> None:
@@ -44,7 +47,7 @@ class LateNotice:
         self.number = 0
 
     def due(self, now: float) -> bool:
-        """True if it is time for a line; that one then counts as printed."""
+        """True if a line is to be printed at the time ``now``; the line then counts as printed."""
         if now < self._next:
             return False
         self.number += 1
@@ -56,18 +59,18 @@ class LateNotice:
         return max(0.0, self._next - time.monotonic())
 
     def tell(self, text: str) -> None:
-        """Print a line on stderr."""
+        """Print ``text`` on stderr, after the seconds that the wait has lasted."""
         waited = time.monotonic() - self._begun
         print(f"tilework: after {waited:.0f} s {text}", file=sys.stderr, flush=True)
 
 
 class KeyWait:
-    """The lines of a wait for keys of a store.
+    """The lines on stderr of one wait for keys of a store.
 
     Args:
         store: The store, for messages.
-        keys: Those that may be missing.
-        what: What is awaited, in words, where it is no keys.
+        keys: The keys that are waited for.
+        what: The thing that is waited for, in words, if the wait is not for keys.
     """
 
     def __init__(self, store: object, keys: Sequence[bytes] = (), what: str = "") -> None:
@@ -79,7 +82,11 @@ class KeyWait:
         return min(seconds, self._notice.left() + 0.001)
 
     def look(self, missing: Sequence[bytes] | None = None) -> None:
-        """Print a line if it is time for one; it names ``missing`` if they are known."""
+        """Print a line if one is due.
+
+        Args:
+            missing: The keys that are known to be missing; None: all keys of the wait.
+        """
         if not self._notice.due(time.monotonic()):
             return
         missing = self._keys if missing is None else missing

@@ -96,7 +96,7 @@ class Background:
 
 
 class StoreContract(ABC):
-    """Subclass it in a test module and supply :meth:`open_pair`."""
+    """Tests that a store must pass: subclass it in a test module and define :meth:`open_pair`."""
 
     #: Whether values that are not UTF-8 can be compared and appended.
     binary_updates = True
@@ -111,9 +111,13 @@ class StoreContract(ABC):
 
     @abstractmethod
     def open_pair(self, folder: Path) -> AbstractContextManager[Pair]:
-        """Two stores with the same content, empty; may be the same object twice.
+        """A context manager that opens two handles of one empty store, and closes both on exit.
 
-        ``folder`` is an empty directory for their files. Both are closed at the end.
+        A key set through one handle can be read through the other. A store that cannot be opened
+        twice may give the same object as both handles.
+
+        Args:
+            folder: An empty directory for the store's files.
         """
 
     @pytest.fixture

@@ -124,7 +124,10 @@ def _write(source: Source, target: AnyPath, kind: str, options: ConvertOptions) 
 
 
 def _check_apart(source: AnyPath, target: AnyPath) -> None:
-    """Raise CheckpointError if the target lies in the source folder."""
+    """Raise CheckpointError if the target lies inside of the source folder.
+
+    :func:`_check_target` refuses the source folder itself. URLs are not checked.
+    """
     if is_url(source) or is_url(target):
         return
     inside = Path(target).resolve()

@@ -40,7 +40,14 @@ _BUILTIN = {("torch", "Size"): tuple, ("collections", "OrderedDict"): dict}
 
 @dataclass(frozen=True)
 class DcpPlace:
-    """The bytes of one part in a file of the folder."""
+    """The bytes of one part of a tensor, or of a pickled object, in a file of the folder.
+
+    Attributes:
+        file: The name of the file, without a folder.
+        offset: The position of the first byte in the file.
+        nbytes: The number of bytes.
+        is_transformed: True if DCP compressed or otherwise transformed the bytes.
+    """
 
     file: str
     offset: int
@@ -50,7 +57,13 @@ class DcpPlace:
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor of the metadata."""
+    """A tensor that the metadata describe.
+
+    Attributes:
+        shape: The global shape.
+        dtype: The dtype.
+        boxes: The parts of the tensor that are stored, in the global tensor's coordinates.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -59,13 +72,19 @@ class DcpTensor:
 
 @dataclass(frozen=True)
 class DcpMetadata:
-    """The contents of the metadata.
+    """The contents of a folder's ``.metadata`` file.
+
+    A key is the flat name of an entry of the saved state, such as ``"model.weight"``. An entry is a
+    tensor or another object, which DCP pickles.
 
     Attributes:
-        items: Tensors by key; None for a value, which has a separate file.
-        paths: For some keys, the keys that lead to them in the state.
-        places: By key and offsets, which are empty for a value.
-        first_places: Only by key.
+        items: By key: the shape, dtype and parts of a tensor; None for another object.
+        paths: By key: the dict keys and list positions that lead to the entry in the nested state.
+            Keys that the planner of DCP did not record are missing.
+        places: By key and offsets of a part: the file and the bytes of that part. The offsets of
+            an object that is no tensor are ``()``.
+        first_places: By key: the first place listed for the key. The pickle of an object that is
+            no tensor is found here, whatever offsets DCP gave to it.
     """
 
     items: Mapping[str, DcpTensor | None]
@@ -76,7 +95,7 @@ class DcpMetadata:
 
 @no_collections()
 def read_dcp_metadata(folder: Path) -> DcpMetadata:
-    """The metadata of a folder of DCP.
+    """Read the ``.metadata`` file of a DCP folder.
 
     Raises:
         CheckpointError: The metadata are damaged, or have objects that DCP does not write.

@@ -19,7 +19,10 @@ _WORD_SECONDS, _LIMIT_SECONDS = 3.0, 60.0
 
 
 class _Threads:
-    """A thread for each task that runs; kept a while for later tasks."""
+    """Threads that run the callbacks of futures, one thread per running task.
+
+    An idle thread waits a while for another task, then ends.
+    """
 
     def __init__(self) -> None:
         #: None ends the thread that takes it.
@@ -45,7 +48,10 @@ class _Threads:
         self._tasks.put(task)
 
     def expect_callback(self) -> None:
-        """Count a future whose callbacks will be called, until :meth:`callback_ended`."""
+        """Add a future with callbacks to the count; :meth:`callback_ended` takes it off.
+
+        While the count is not zero, :meth:`are_due` is True.
+        """
         with self._lock:
             self._expected += 1
 
@@ -55,7 +61,7 @@ class _Threads:
             self._expected -= 1
 
     def are_due(self) -> bool:
-        """True if callbacks run, or will run once operations are done."""
+        """True if a callback is running, or a future with callbacks is not done."""
         return self._open > 0 or self._expected > 0
 
     def _work(self) -> None:

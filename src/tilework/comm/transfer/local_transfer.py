@@ -109,7 +109,7 @@ def moved_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def in_rows(view: Tensor) -> bool:
-    """True if a view's elements lie in rows of equal length, at equal distances."""
+    """True if a view's elements lie in contiguous rows of equal length, a constant stride apart."""
     run, row = 1, 0
     for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
         if size == 1:

@@ -18,11 +18,18 @@ from tilework.layout import Box, Piece
 
 
 def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
-    """The number of rounds that keeps this rank's regions, and their reduction, in ``room``.
+    """The number of rounds that this rank needs to keep within the buffers.
+
+    In each round the rank sends terms of some regions, receives all terms of other regions,
+    and reduces these. The memory of a round is what is sent in one direction; in the other
+    direction it is the received terms, and the copies made to reduce them.
 
     Args:
-        local: The rank's pieces.
-        room: The room for each direction, in elements.
+        local: This rank's part of the plan, with the tensors.
+        room: The size of the buffer for each direction, in elements.
+
+    Returns:
+        The number for this rank. All ranks have to use the largest number of any rank.
     """
     source, target = local.plan.source, local.plan.target
     sent = {(piece.dst, piece.dst_tile, piece.term) for piece in local.plan.sends}

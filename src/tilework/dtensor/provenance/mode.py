@@ -59,18 +59,19 @@ def mode() -> Mode:
 
 @contextmanager
 def verifying(mode: Mode) -> Iterator[None]:
-    """Compare so much meanwhile of what ranks are to do alike. Local; open it on all ranks.
+    """Set how thoroughly ranks are compared within the context. Local; open it on all ranks.
 
-    ``"off"`` compares nothing. ``"sampled"``, the default, hashes of large tensors a sample, and
-    compares parameters at every fourth step of an optimizer, later at every 16th, or 64th where
-    steps take less than two milliseconds. ``"full"`` hashes every element, and compares parameters
-    at each step. The environment variable ``TILEWORK_VERIFY`` sets it for all of a program.
+    ``"off"`` compares nothing. ``"sampled"``, the default, hashes a sample of large tensors, and
+    compares parameters at every fourth step of an optimizer up to the 64th, later at every 16th, or
+    at every 64th if steps take less than two milliseconds. ``"full"`` hashes every element, and
+    compares parameters at each step. The environment variable ``TILEWORK_VERIFY`` sets the mode for
+    the whole program.
 
     Args:
-        mode: One of these.
+        mode: ``"off"``, ``"sampled"`` or ``"full"``.
 
     Raises:
-        ValueError: It is another.
+        ValueError: The mode is none of these.
 
     Example:
         >>> with verifying("full"):

@@ -88,7 +88,10 @@ def _mesh_of(distribution: Any) -> DeviceMesh | None:
 
 
 def _drawing_alike(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The sampling method, with plain draws that are the same on all ranks of the parameters."""
+    """Wrap a sampling method of a distribution, for draws that are the same on all ranks.
+
+    The wrapper changes nothing for distributions without DTensors among their parameters.
+    """
 
     @functools.wraps(original)
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +105,11 @@ def _drawing_alike(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_methods(kind: type) -> None:
-    """Make all ranks draw the same in a class of distributions; wraps each method once."""
+    """Wrap the sampling methods that a class of torch.distributions defines itself.
+
+    A wrapped method draws the same numbers on all ranks if the distribution has a DTensor among its
+    parameters. Call this once per class: a second call would wrap the methods again.
+    """
     for name in _METHODS:
         if name in vars(kind):
             setattr(kind, name, _drawing_alike(vars(kind)[name]))

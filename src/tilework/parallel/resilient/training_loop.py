@@ -429,9 +429,9 @@ class Resilient(Generic[T]):
 
 
 def _survives(act: Callable[[], object], on_loss: Callable[[Exception], object]) -> bool:
-    """Run an act; True if it finishes, False after ``on_loss`` if it raises for a lost rank.
+    """Call ``act()``. True if it returns; False if it raises the loss of a rank (:func:`_is_loss`).
 
-    Other errors pass through.
+    After a loss ``on_loss(error)`` has been called. Other errors pass through.
     """
     try:
         act()
@@ -444,7 +444,11 @@ def _survives(act: Callable[[], object], on_loss: Callable[[Exception], object])
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """True if an error says that a rank was lost, so that the others can go on."""
+    """True if the remaining ranks can recover from an error by going on without a rank.
+
+    Such errors are PeerLostError (a rank died or left) and CollectiveTimeoutError (a rank may
+    hang), also as a ``__cause__`` of another error. None gives False.
+    """
     while error is not None:
         if isinstance(error, PeerLostError | CollectiveTimeoutError):
             return True

@@ -342,7 +342,13 @@ def _only(operands: Any) -> Tensor:
 
 
 def _shown(tensor: Tensor, names: Names, result: Names) -> Tensor:
-    """The view of a tensor in an equation that sums nothing: of diagonals, if names repeat."""
+    """Einsum of one operand without a sum: a view with permuted dims, or with diagonals.
+
+    Args:
+        tensor: The operand.
+        names: The letter of each dim. A letter that repeats selects a diagonal.
+        result: The letters of the result's dims: each letter of ``names``, once.
+    """
     for name in result:
         while names.count(name) > 1:
             first = names.index(name)

@@ -22,7 +22,16 @@ NARROW = {torch.bool, torch.uint8, torch.int8, torch.int16}
 
 
 def dims_of(ndim: int, dim: Any) -> Ints | None:
-    """The dims that are reduced, all for None or (); None if they do not exist, or are repeated."""
+    """The dims that a reduction's argument ``dim`` names, counted from 0.
+
+    Args:
+        ndim: The number of dims of the tensor.
+        dim: An int, a sequence of ints, or None. None and an empty sequence mean all dims.
+
+    Returns:
+        The dims; None if a dim is out of range, repeated, or no int. A rule then returns None as
+        well, and torch's own operator raises its error.
+    """
     given = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
     if not given:
         return tuple(range(ndim))

@@ -132,7 +132,12 @@ _LINKS: Final[dict[str, Callable[[DistributedBackendOptions, str], Link]]] = {
 
 
 def _link_name() -> str:
-    """The user's choice of link; raises ValueError or DistBackendError if it is unusable."""
+    """The backend that connects the hosts, from an environment variable; Gloo by default.
+
+    Raises:
+        ValueError: No link has that name.
+        DistBackendError: The link is not available in this build of torch.
+    """
     name = os.environ.get(LINK_VARIABLE, Backend.GLOO).lower()
     if name not in _LINKS:
         raise ValueError(f"{LINK_VARIABLE} must be one of {', '.join(_LINKS)}, got {name!r}")
