@@ -59,7 +59,8 @@ def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
         if each.dtype != first.dtype or _without(each.shape, dim) != _without(first.shape, dim):
             raise CheckpointError(
                 f"{first.name!r} ({first.dtype}, {list(first.shape)}) and {each.name!r} "
-                f"({each.dtype}, {list(each.shape)}) cannot be one tensor along dim {dim}",
+                f"({each.dtype}, {list(each.shape)}) cannot be joined along dim {dim}: joined "
+                f"tensors must have the same dtype and the same sizes of the other dims",
                 tensor=each.name,
             )
     parts: list[Part] = []

@@ -222,8 +222,9 @@ class Filling:
             number = decode_value(leaf.json)
             if value.dim() or not isinstance(number, bool | int | float | complex):
                 raise CheckpointError(
-                    f"{name} is a tensor of shape {list(value.shape)}, the checkpoint has "
-                    f"{number!r} there",
+                    f"{name} is a tensor of shape {list(value.shape)}, and the checkpoint has the "
+                    f"number {number!r} there: only a tensor without dims can take a number. Leave "
+                    f"it out (names), or load into a plain number",
                     tensor=name,
                 )
             return lambda: _filled(value, number)

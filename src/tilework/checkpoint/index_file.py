@@ -56,12 +56,16 @@ def saved_state(
     try:
         state = state_of_json(index.state, check)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the state cannot be read: {error}", file=where) from None
+        raise CheckpointError(
+            f"{where}: the state in the index cannot be read: {error}. Use another checkpoint, or "
+            f"save the state again",
+            file=where,
+        ) from None
     for name in (name for leaf in state.leaves.values() for name in names_of(leaf)):
         if name not in index.tensors:
             raise CheckpointError(
-                f"{where} is damaged: the state in it names the tensor {name!r}, which it does not "
-                f"list",
+                f"{where} is damaged: the state in the index names the tensor {name!r}, and the "
+                f"index lists no such tensor. Use another checkpoint, or save the state again",
                 file=where,
             )
     return state

@@ -19,6 +19,8 @@ from tilework.layout import Box, check_boxes
 #: Plain names: no folders, nothing hidden, nothing special in a shell or another system.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _TAIL = re.compile(rb',\n"crc32": ([0-9]{1,10})\n\}\n')
+#: What to do about an index that cannot be used, for errors.
+_REMEDY = "Use another checkpoint, or save the state again"
 #: The key of a safetensors file that does not name a tensor.
 RESERVED_KEY = "__metadata__"
 #: A tensor has no more dims than torch allows.
@@ -96,7 +98,7 @@ def parse_index(text: bytes, where: str) -> Index:
         return _index_of(body, refused)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise refused(
-            f"the index is not as docs/format.md says ({type(error).__name__}: {error})"
+            f"the index is not as docs/format.md says ({type(error).__name__}: {error}). {_REMEDY}"
         ) from error
 
 
@@ -108,12 +110,13 @@ def _checked_json(text: bytes, refused: Refusal) -> Any:
     if tail is None or tail.end() != len(text):
         body = _loaded(text, refused)
         _check_version(body, refused)
-        raise refused("the index does not end with its checksum: it is truncated or damaged")
+        raise refused(
+            f"the index does not end with a checksum: the file is truncated or damaged. {_REMEDY}"
+        )
     found, expected = zlib.crc32(text[: tail.start()]), int(tail[1])
     if found != expected:
         raise refused(
-            f"the index is damaged: the CRC-32 is {found}, and the index says {expected}. "
-            f"Use another checkpoint"
+            f"the index is damaged: the CRC-32 is {found}, and the index says {expected}. {_REMEDY}"
         )
     body = _loaded(text, refused)
     _check_version(body, refused)
@@ -130,7 +133,10 @@ def _loaded(text: bytes, refused: Refusal) -> Any:
         )
         _check_depth(body)
     except (ValueError, RecursionError) as error:
-        raise refused(f"not the index of a checkpoint ({error or 'nested too deep'})") from None
+        raise refused(
+            f"this is not the index of a checkpoint ({error or 'nested too deep'}): give the path "
+            f"of a folder that checkpoint.save() has written"
+        ) from None
     return body
 
 
@@ -184,12 +190,15 @@ def _check_depth(value: Any) -> None:
 
 def _check_version(body: Any, refused: Refusal) -> None:
     if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
-        raise refused(f"this is not the index of a checkpoint: its format is not {FORMAT_NAME!r}")
+        raise refused(
+            f"this is not the index of a checkpoint: its format is not {FORMAT_NAME!r}. Give the "
+            f"path of a folder that checkpoint.save() has written"
+        )
     version = body.get("version")
     if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise refused(
-            f"the checkpoint has version {version!r} of the format, this tilework reads up to "
-            f"{VERSION}: read it with a later one"
+            f"the checkpoint has version {version!r} of the format, and this version of tilework "
+            f"reads versions up to {VERSION}: read the checkpoint with a later version of tilework"
         )
 
 
@@ -223,7 +232,10 @@ def _index_of(body: Mapping[str, Any], refused: Refusal) -> Index:
 
 def _file_name(name: str, refused: Refusal) -> str:
     if not FILE_NAME.fullmatch(name) or ".." in name:
-        raise refused(f"it names the file {name!r}: only plain names in its own folder are allowed")
+        raise refused(
+            f"the index names the file {name!r}: only plain names in its own folder are allowed. "
+            f"{_REMEDY}"
+        )
     return name
 
 
@@ -288,7 +300,7 @@ def _tensor_of(
         if not isinstance(layout, str):
             raise TypeError("layout is not a string")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise refused(f"the index is wrong about it: {error}", name) from None
+        raise refused(f"the index describes the tensor wrongly: {error}. {_REMEDY}", name) from None
     return SavedTensor(name, dtype, shape, parts, layout)
 
 
@@ -332,15 +344,20 @@ def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
     last = ("", 0, 0, "")
     for span in spans:
         if span[0] == last[0] and span[1] < last[2] and span[1:3] != last[1:3]:
-            raise refused(f"it shares bytes of {span[0]} with tensor {last[3]!r}", span[3])
+            raise refused(
+                f"the tensor shares bytes of {span[0]} with the tensor {last[3]!r}, and begins "
+                f"or ends elsewhere. {_REMEDY}",
+                span[3],
+            )
         last = span
 
 
 def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
-    """The keys of boxes in a safetensors file: the tensor's name, and the box unless it is the
-    whole.
+    """The key of each box in a safetensors file.
 
-    A key that is taken by another box of the file, or by safetensors itself, gets a number.
+    A box that is the whole tensor has the tensor's name as the key, another box the name followed
+    by the box. If a key is used already, by another box of the file or by safetensors itself, a
+    number is appended.
 
     Args:
         pieces: The name and shape of the tensor, and the box, in file order.
@@ -360,7 +377,7 @@ def file_keys(pieces: Iterable[tuple[str, tuple[int, ...], Box]]) -> list[str]:
 
 
 def unique_name(name: str, taken: set[str]) -> str:
-    """The name, if needed with a number to be unique; it is then taken.
+    """The name, with a number appended if ``taken`` has the name; adds the result to ``taken``.
 
     Example:
         >>> unique_name("w", {"w", "w~2"})

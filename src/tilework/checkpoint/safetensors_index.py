@@ -27,6 +27,8 @@ HF_INDEX = "model.safetensors.index.json"
 HF_FILE = "model.safetensors"
 _SHARD = re.compile(r"model-(?:[0-9a-f]{8}-)?[0-9]{5,}-of-([0-9]{5,})\.safetensors")
 _MOST_HEADER = 100 << 20
+#: What to do about a file that cannot be read, for errors.
+_REMEDY = "Download or copy the file again"
 
 
 def is_published(names: Sequence[str]) -> bool:
@@ -63,7 +65,10 @@ def published_index(storage: Storage, names: Iterable[str] | None = None) -> Ind
         files[name] = SavedFile(nbytes, 0)
         for key, part, dtype in entries:
             if key in tensors:
-                raise CheckpointError(f"{storage.where(name)}: {key!r} is in another file, too")
+                raise CheckpointError(
+                    f"{storage.where(name)}: the tensor {key!r} is in another file of the folder, "
+                    f"too: remove the file that does not belong to the model"
+                )
             tensors[key] = SavedTensor(key, dtype, part.box.sizes, (part,))
     return Index(tensors, files, chunk_bytes=UNCHECKED_BYTES)
 
@@ -103,11 +108,16 @@ def _listed_files(storage: Storage) -> list[str]:
         files = sorted({str(name) for name in listed})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{where} is not an index of safetensors: {error}", file=where
+            f"{where} is not an index of safetensors files ({type(error).__name__}: {error}): get "
+            f"the file again from where the model was published",
+            file=where,
         ) from None
     for name in files:
         if not FILE_NAME.fullmatch(name) or ".." in name:
-            raise CheckpointError(f"{where} names the file {name!r}: only plain ones are allowed")
+            raise CheckpointError(
+                f"{where} names the file {name!r}: only plain names of files in the same folder "
+                f"are allowed. Get the files again from where the model was published"
+            )
     return files
 
 
@@ -119,7 +129,7 @@ def _check_complete(storage: Storage, names: list[str]) -> None:
         missing = INDEX_NAME if unfinished else HF_INDEX
         raise CheckpointError(
             f"{storage.location} has files of a checkpoint, but no {missing}: it was not written "
-            f"to the end. Use another one",
+            f"to the end. Use another checkpoint, or get the missing files",
             file=storage.location,
         )
 
@@ -132,12 +142,16 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
         start = bytearray(8)
         if reader.read_into(memoryview(start), 0) < len(start):
             raise CheckpointError(
-                f"{where} is not a safetensors file: it has {reader.nbytes} bytes", file=where
+                f"{where} is not a safetensors file: it has {reader.nbytes} bytes, and the length "
+                f"of the header takes 8. {_REMEDY}",
+                file=where,
             )
         length = int.from_bytes(start, "little")
         if length > min(_MOST_HEADER, reader.nbytes - 8):
             raise CheckpointError(
-                f"{where} is not a safetensors file: its header is too long", file=where
+                f"{where} is not a safetensors file: its header is too long ({length:,} bytes). "
+                f"{_REMEDY}",
+                file=where,
             )
         text = bytearray(length)
         reader.read_into(memoryview(text), 8)
@@ -148,7 +162,10 @@ def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, 
             for key, each in listed.items()
         ]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where} is not a safetensors file: {error}", file=where) from None
+        raise CheckpointError(
+            f"{where} is not a safetensors file ({type(error).__name__}: {error}). {_REMEDY}",
+            file=where,
+        ) from None
     finally:
         reader.close()
     return reader.nbytes, entries

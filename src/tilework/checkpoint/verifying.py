@@ -29,14 +29,17 @@ from tilework.layout.box import whole_box
 
 @checkpoint_errors()
 def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None) -> list[str]:
-    """The problems of a checkpoint; empty if every byte is as it was written. Local.
+    """Read all of a checkpoint, and list the problems. Local; in bounded memory.
 
-    All files are read, in bounded memory. Headers and elements are compared with checksums, and
-    headers with the index.
+    The headers and the elements of all files are compared with the checksums in the index, and the
+    headers with the index itself.
 
     Args:
         path: A folder, or a URL.
-        progress: Called with the number of bytes read.
+        progress: Called after each read with the number of bytes that were read.
+
+    Returns:
+        A line for each problem, which names the file; empty if every byte is as it was written.
 
     Raises:
         CheckpointError: There is no checkpoint, or the index is damaged.
@@ -71,6 +74,8 @@ def verify(path: AnyPath, progress: Callable[[int], None] = lambda nbytes: None)
 
 
 _Header = dict[str, tuple[str, list[int], list[int]]]
+#: What to do about a file that cannot be used, for errors.
+_REMEDY = "Copy the file again if the checkpoint was copied; else use another checkpoint"
 
 
 def _headers(index: Index) -> dict[str, _Header]:
@@ -98,14 +103,19 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
     try:
         if reader.nbytes != saved.nbytes:
             raise CheckpointError(
-                f"{where} has {reader.nbytes:,} bytes, the index says {saved.nbytes:,}", file=where
+                f"{where} has {reader.nbytes:,} bytes, the index says {saved.nbytes:,}: the file "
+                f"is truncated, or of another checkpoint. {_REMEDY}",
+                file=where,
             )
         header = bytearray(begin)
         reader.read_into(memoryview(header), 0)
     finally:
         reader.close()
     if crc32(memoryview(header)) != saved.header_crc32:
-        raise CheckpointError(f"{where}: the header is damaged", file=where)
+        raise CheckpointError(
+            f"{where}: the header is damaged, and does not fit the CRC-32 in the index. {_REMEDY}",
+            file=where,
+        )
     try:
         listed = json.loads(header[8:])
         listed.pop(RESERVED_KEY, None)
@@ -114,9 +124,16 @@ def _check_header(storage: Storage, index: Index, name: str, expected: _Header) 
             for key, each in listed.items()
         }
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise CheckpointError(f"{where}: the header is invalid ({error})", file=where) from None
+        raise CheckpointError(
+            f"{where}: the header is invalid as safetensors ({error}). {_REMEDY}",
+            file=where,
+        ) from None
     if found != expected:
-        raise CheckpointError(f"{where}: the header differs from the index", file=where)
+        raise CheckpointError(
+            f"{where}: the header lists other names, dtypes, shapes or places than the index. "
+            f"{_REMEDY}",
+            file=where,
+        )
 
 
 def _damages(

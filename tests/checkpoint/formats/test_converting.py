@@ -143,7 +143,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is there already"):
         checkpoint.convert(saved, saved)
-    with pytest.raises(CheckpointError, match="is not a checkpoint, a folder of DCP"):
+    with pytest.raises(CheckpointError, match="is in no known format"):
         checkpoint.convert(tmp_path / "nothing", tmp_path / "x")
     with pytest.raises(ValueError, match="formats are tilework, safetensors"):
         checkpoint.convert(saved, tmp_path / "x", "onnx")

@@ -205,7 +205,8 @@ def open_source(path: AnyPath) -> Source:
     if place.is_file():
         return open_torch_file(place)
     raise CheckpointError(
-        f"{path} is not a checkpoint, a folder of DCP, safetensors or a file of torch.save",
+        f"{path} is in no known format: give a checkpoint of tilework, a folder of DCP, "
+        f"safetensors files, or a file of torch.save",
         file=str(path),
     )
 

@@ -106,15 +106,25 @@ class DcpSource(Source):
         place = places.first_places.get(key) if offset is None else places.places.get((key, offset))
         if place is None:
             raise CheckpointError(
-                f"{self._storage.where(METADATA)} does not say where {key!r} lies"
+                f"{self._storage.where(METADATA)} does not say in which file {key!r} lies: the "
+                f"metadata are damaged. Use another checkpoint"
             )
         if place.is_transformed:
-            raise CheckpointError(f"{key!r} is compressed, which cannot be read")
+            raise CheckpointError(
+                f"{key!r} is stored compressed, which cannot be read: save it again without "
+                f"extensions of the DCP writer"
+            )
         where = self._storage.where(place.file)
         reader = self._storage.open(place.file)
         try:
             if place.offset + place.nbytes > reader.nbytes:
-                raise CheckpointError(f"{where} ends before {key!r} does", file=where, tensor=key)
+                raise CheckpointError(
+                    f"{where} has {reader.nbytes:,} bytes, and {key!r} ends at byte "
+                    f"{place.offset + place.nbytes:,}: the file is truncated. Copy it again, or "
+                    f"use another checkpoint",
+                    file=where,
+                    tensor=key,
+                )
             memory = bytearray(place.nbytes)
             reader.read_into(memoryview(memory), place.offset)
         finally:
