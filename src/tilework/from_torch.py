@@ -65,6 +65,7 @@ class LeftOut:
     #: torch's module, and the names in it.
     module: str
     names: tuple[str, ...]
+    #: The reason, as a clause for the error.
     why: str
     #: What to use instead.
     instead: str
@@ -304,6 +305,7 @@ class TorchDifferences:
     package: str
     #: ``name``, ``Class.member`` or ``function(keyword)``; ``*`` stands for anything.
     names: tuple[str, ...]
+    #: The reason, as a clause for the error and the page.
     why: str
 
 

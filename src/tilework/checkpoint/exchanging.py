@@ -31,9 +31,11 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class _Region:
-    """A box of a unit for one rank, in a buffer."""
+    """The elements of a unit that a rank needs, in a buffer."""
 
+    #: The piece of a shared part that a rank reads for the others.
     unit: ReadUnit
+    #: The region of the part that a rank needs.
     need: Need
     #: The first element of the block in the unit, the block, and the need.
     at: int

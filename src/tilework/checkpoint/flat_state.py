@@ -15,14 +15,23 @@ _NUMBERS = ("int", "float")
 
 @dataclass(frozen=True, slots=True)
 class FlatValue:
-    """A value that is not a tensor, as JSON."""
+    """A value of a state that is not a tensor.
+
+    Attributes:
+        json: The value in the form in which the index stores it (docs/format.md).
+    """
 
     json: Any
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """The name of a saved tensor, in the place of the tensor in the state."""
+    """A leaf of a saved state that is a tensor: the state holds the name instead.
+
+    Attributes:
+        name: The name of the tensor in the checkpoint.
+        kind: The kind of the leaf in the index, such as ``"tensor"``.
+    """
 
     name: str
     kind: str = "tensor"
@@ -30,7 +39,11 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A value that differs between ranks, for each group of ranks."""
+    """A leaf of a saved state that differs between ranks.
+
+    Attributes:
+        variants: For each different value, the ranks that have the value, and the value.
+    """
 
     variants: tuple[tuple[tuple[int, ...], FlatValue | NamedTensor], ...]
 

@@ -58,7 +58,13 @@ class Need(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A part that one rank reads alone, in full or in part."""
+    """A part of a file that one rank reads for itself.
+
+    Attributes:
+        tensor: The number of the tensor in the list of wanted tensors.
+        part: The part of the tensor in a file.
+        need: The region of the part that the rank needs.
+    """
 
     tensor: int
     part: Part
@@ -66,7 +72,15 @@ class Read(NamedTuple):
 
 
 class ReadUnit(NamedTuple):
-    """A piece of a shared part: the elements from ``start`` to ``stop``, and the needs for them."""
+    """A piece of a shared part, which one rank reads for all ranks of a host.
+
+    Attributes:
+        tensor: The number of the tensor in the list of wanted tensors.
+        part: The part of the tensor in a file.
+        start: The first element of the piece, counted in the part.
+        stop: The element after the last.
+        needs: The regions of the part that ranks need from the piece.
+    """
 
     tensor: int
     part: Part
@@ -76,7 +90,13 @@ class ReadUnit(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """A part that several ranks need, and therefore read together."""
+    """A part of a file that several ranks of a host need, and read together.
+
+    Attributes:
+        tensor: The number of the tensor in the list of wanted tensors.
+        part: The part of the tensor in a file.
+        needs: The regions of the part that the ranks need.
+    """
 
     tensor: int
     part: Part

@@ -127,10 +127,13 @@ _Seen = tuple[list[str], list[str], tuple[bool, list[_Asked], bool], list[tuple[
 
 @dataclass
 class _Prepared:
-    """A load after all ranks have exchanged requests."""
+    """A load for which all ranks have told each other which tensors they need."""
 
+    #: Reads the files of the checkpoint.
     reader: PartReader
+    #: The tensors of this rank to fill, and the saved tensors for them.
     filling: Filling
+    #: Ends the load on this rank once all tensors are filled; returns the state.
     finish: Callable[[], Any]
     #: For each rank: True if it can share pages of files, the requests, True if some are partial.
     answers: list[tuple[bool, list[_Asked], bool]] = field(default_factory=list)

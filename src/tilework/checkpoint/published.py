@@ -70,7 +70,12 @@ def open_index(storage: Storage, state: Any) -> Opened:
 
 @dataclass
 class _Sources:
-    """The tensors that are converted together, by the pattern that each matches."""
+    """Published tensors that one converter turns into tensors of the model.
+
+    Attributes:
+        converter: The conversion of transformers for these tensors.
+        by_pattern: The published tensors, by the pattern of the converter that the name matches.
+    """
 
     converter: Any
     by_pattern: dict[str, list[SavedTensor]] = field(default_factory=lambda: defaultdict(list))

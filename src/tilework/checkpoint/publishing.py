@@ -357,7 +357,13 @@ def _write_all(
 
 @dataclass(frozen=True)
 class _Use:
-    """A region of a model's tensor, and its place in a published tensor."""
+    """A region of a model's tensor, and its place in a published tensor.
+
+    Attributes:
+        region: The region of the model's tensor.
+        box: The place of the region in the published tensor.
+        target: The name of the published tensor.
+    """
 
     region: Box
     box: Box

@@ -124,7 +124,9 @@ class _OwnGroups:
 
     #: Called before the groups are closed.
     before_close: list[Callable[[], None]] = field(default_factory=list)
+    #: By group of a caller: the group of the same ranks that checkpoints use.
     own_groups: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
+    #: By group of a caller: the group of this host's ranks.
     host_groups: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
 
     def own(self, ranks: Ranks) -> Ranks:

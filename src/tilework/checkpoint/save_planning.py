@@ -224,7 +224,14 @@ def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
 
 
 class PlacedBox(NamedTuple):
-    """A box with the place in a file."""
+    """A region of a tensor, with the place in a file to write it to.
+
+    Attributes:
+        tensor: The number of the tensor in the list of saved tensors.
+        box: The region of the tensor.
+        offset: The position of the first byte in the file.
+        nbytes: The number of bytes.
+    """
 
     tensor: int
     box: Box

@@ -93,7 +93,17 @@ class SaveOptions:
 
 @dataclass
 class Save:
-    """A prepared save: the boxes to write, and their sources."""
+    """A prepared save: the boxes to write, and their sources.
+
+    Attributes:
+        storage: The folder or URL to write to.
+        ranks: The ranks that save together.
+        options: The options of the caller.
+        merged: The state of all ranks, as the index lists it.
+        leaves: The tensors of this rank, by path in the state.
+        files: The files that this rank writes.
+        release: Called at the end of the save, to release the lock of the folder.
+    """
 
     storage: Storage
     ranks: Ranks
@@ -242,8 +252,13 @@ def remove_leftovers(storage: Storage) -> list[str]:
 
 @dataclass
 class _WrittenFile:
+    """The facts about a written file that the index lists."""
+
+    #: The name of the file.
     name: str
+    #: The length of the file.
     nbytes: int
+    #: The CRC-32 of all bytes before the first element.
     header_crc32: int
     #: The checksums of each box, in the order of the file's plan.
     checksums: list[array[int]]

@@ -465,7 +465,13 @@ def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _OfRank0:
-    """The description of a tensor of rank 0, for all ranks."""
+    """A tensor that only rank 0 has, as the other ranks know it.
+
+    Attributes:
+        shape: The shape.
+        dtype: The dtype.
+        tensor: The tensor, on rank 0; None on the other ranks.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype

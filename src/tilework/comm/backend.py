@@ -17,16 +17,19 @@ from tilework.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class DistributedBackendOptions:
-    """A request for one group, as a backend gets it."""
+    """The arguments of a backend's function that makes a group."""
 
     #: An empty store that only this group's ranks use.
     store: Store
+    #: This rank's number in the group.
     group_rank: int
+    #: The number of ranks in the group.
     group_size: int
     #: The time that an operation may wait for other ranks, unless the call gives a timeout.
     timeout: timedelta
     #: The group's name, equal on all ranks.
     group_id: str
+    #: The global ranks of the group, in the order of group ranks.
     global_ranks_in_group: tuple[int, ...]
     #: The device types that the backend is named for; empty: all that it serves.
     devices: tuple[str, ...] = ()
@@ -35,6 +38,7 @@ class DistributedBackendOptions:
 class BackendPlugin(NamedTuple):
     """A registered backend."""
 
+    #: The function that makes a group of this backend, on each rank of the group.
     creator_fn: Callable[..., ProcessGroup]
     #: True if creator_fn takes (DistributedBackendOptions, pg_options) instead of
     #: (store, group_rank, group_size, timeout).

@@ -31,6 +31,7 @@ class MessageWait:
 
     #: The group rank at the other end; -1: any.
     peer: int
+    #: The operation in words, for messages.
     what: str
     #: The caller's ``file:line in function``.
     site: str

@@ -163,7 +163,12 @@ class Alias(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A local tensor at a place in the graph, and the layout at that place."""
+    """A local tensor at a place in the graph, and the layout at that place.
+
+    Attributes:
+        local: The local tensor.
+        spec: The layout.
+    """
 
     local: Tensor
     spec: DTensorSpec

@@ -57,13 +57,17 @@ Named = Sequence[tuple[str, DTensor]]
 
 
 class _Facts(NamedTuple):
-    """The facts about a tensor that ranks exchange."""
+    """The facts about a tensor that ranks exchange and compare."""
 
+    #: The name of the tensor in the model.
     name: str
+    #: The layout as text.
     layout: str
+    #: The provenance digest.
     provenance: int
     #: The place along the axes that shard the tensor: ranks at the same place have equal elements.
     shard: tuple[int, ...]
+    #: A hash of the local elements; 0 for a partial value.
     content: int
 
 
@@ -158,9 +162,11 @@ _COUNT, _COMPARED = "_tilework_steps", "_tilework_compared"
 
 
 class _Compared(NamedTuple):
-    """The last comparison of parameters on a mesh, and the next: the same on all of the ranks."""
+    """The last and the next comparison of an optimizer's parameters; equal steps on all ranks."""
 
+    #: The number of the optimizer step after which parameters were compared last.
     step: int
+    #: The number of the step after which they will be compared next.
     next_step: int
     #: The time of the last comparison, in seconds of this rank's clock.
     at: float

@@ -42,9 +42,10 @@ _COLOURS: Final = {
 
 @dataclass(frozen=True)
 class Reading:
-    """The contents of a folder."""
+    """The flight records in a folder, and the files that are not usable."""
 
     records: dict[int, Record]
+    """The flight records by rank."""
     problems: list[str]
     """Files that could not be used, with the reasons; one line each."""
 

@@ -42,10 +42,12 @@ Kind = Literal["threads", "processes"]
 
 @dataclass(frozen=True)
 class ReportLine:
-    """A line of the report."""
+    """A line of the report of ``tilework doctor``."""
 
     name: str
+    """The thing that was tried."""
     value: str
+    """The result in words."""
     state: State = "yes"
     """``no``: absent, which is not a fault; ``bad``: should work and does not."""
     note: str = ""

@@ -28,6 +28,7 @@ _OLD_SECONDS: Final = 7 * 24 * 3600.0
 class FlightFolder:
     """The folder that the ranks of one job write their records to; the first record makes it."""
 
+    #: The folder.
     path: Path
     #: Whether the folder is only for this job, and was not named by the user.
     temporary: bool

@@ -41,7 +41,14 @@ class NodesError(Exception):
 
 @dataclass(frozen=True)
 class NodePlace:
-    """The part of a job's ranks that one launcher starts."""
+    """The part of a job's ranks that one launcher starts.
+
+    Attributes:
+        node: The number of this node.
+        nodes: The number of nodes.
+        first_rank: The first global rank of this node.
+        world_size: The number of ranks of the job.
+    """
 
     node: int
     nodes: int
@@ -58,6 +65,7 @@ class NodePlace:
 class Nodes:
     """This launcher's place among the others, and the connections, which it owns."""
 
+    #: The part of the job that this launcher starts.
     place: NodePlace
     #: The address of the job's store, as ``TILEWORK_STORE`` has it.
     store_url: str
@@ -65,6 +73,7 @@ class Nodes:
     secret: str
     #: Host and port for programs that read MASTER_ADDR; None if not requested.
     master: tuple[str, int] | None
+    #: The connections to the other launchers.
     link: NodeLink
     _server: StoreServer | None = None
 

@@ -189,7 +189,12 @@ class LogFile:
 
 @dataclass(frozen=True)
 class RankEnds:
-    """A rank's ends of the output; the launcher closes them once the rank has started."""
+    """The write ends of a rank's output; the launcher closes them once the rank has started.
+
+    Attributes:
+        stdout: The descriptor for standard output.
+        stderr: The descriptor for standard error; may be the same.
+    """
 
     stdout: int
     stderr: int

@@ -21,6 +21,7 @@ class Packed:
     """A value that is loaded on demand, so that a failure to load it is reported."""
 
     data: bytes
+    """The pickled value."""
     main: dict[str, Any]
     """The way a fresh process gets the ``__main__`` that functions may have been defined in."""
     sources: dict[str, Any]

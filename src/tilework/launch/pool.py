@@ -39,11 +39,12 @@ _STOP_SECONDS: Final = 6.0
 
 @dataclass(frozen=True)
 class _Answer:
-    """The end of a call on a rank."""
+    """The outcome of a call on a rank of a pool."""
 
     result: Packed | None
     """The function's result; None if it raised."""
     failure: FailureReport | None
+    """The report of the error that the function raised; None if it returned."""
 
 
 class RankPool:

@@ -25,7 +25,12 @@ from tilework.launch.packing import pack
 
 @dataclass(frozen=True)
 class Script:
-    """A Python file, a folder with a ``__main__.py``, or a zip archive with one."""
+    """A Python file, or a folder or zip archive that has a ``__main__.py``.
+
+    Attributes:
+        path: The path, as given.
+        arguments: The arguments after the path, for ``sys.argv``.
+    """
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -48,7 +53,12 @@ class Script:
 
 @dataclass(frozen=True)
 class Module:
-    """An importable module, or a package with a ``__main__`` module."""
+    """An importable module, or a package with a ``__main__`` module.
+
+    Attributes:
+        name: The dotted name.
+        arguments: The arguments after the name, for ``sys.argv``.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -69,7 +79,9 @@ class Function:
     """A function, called with the rank and then ``arguments``."""
 
     function: Callable[..., object]
+    """The function."""
     arguments: tuple[Any, ...]
+    """The arguments after the rank."""
     folder: str
     """The place of results, a file for each rank; no file for a rank that returns None."""
 

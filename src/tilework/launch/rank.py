@@ -40,6 +40,7 @@ class RankPlan:
     """The plan of a rank's process: rank, environment and descriptors."""
 
     rank: int
+    """The global rank."""
     environment: dict[str, str]
     """The whole environment, not only the additions."""
     report_fd: int

@@ -28,11 +28,13 @@ class Answer(enum.Enum):
 
 @dataclass(frozen=True)
 class Happening:
-    """A line of the report."""
+    """A line of the report on lost and new ranks."""
 
     #: Seconds since the ranks were started.
     seconds: float
+    #: The rank that the line is about; None: the whole job.
     rank: int | None
+    #: The line, without the time.
     text: str
 
 

@@ -38,6 +38,7 @@ class RankFailure:
     """The failure of a rank that the launcher did not end."""
 
     rank: int
+    """The global rank."""
     time: float
     """``time.monotonic()`` at the failure, or when it was noticed."""
     code: int

@@ -27,7 +27,13 @@ from tilework.launch.spawned import BOOT, payload
 
 @dataclass(frozen=True)
 class Standard:
-    """The standard descriptors of a rank; None: the launcher's own."""
+    """The descriptors for a rank's standard streams; None: the launcher's own.
+
+    Attributes:
+        stdin: Standard input.
+        stdout: Standard output.
+        stderr: Standard error.
+    """
 
     stdin: int | None = None
     stdout: int | None = None

@@ -18,6 +18,7 @@ class TerminationStep:
     after: float
     """Seconds since the stop began."""
     signal: int
+    """The number of the signal."""
     spare_failed: bool = False
     """True to leave alone ranks that have failed and are cleaning up."""
 

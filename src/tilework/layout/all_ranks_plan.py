@@ -30,7 +30,9 @@ class AllRanksPlan:
     """
 
     plans: tuple[Plan, ...]
+    """The plan of each rank."""
     cost: CostModel = field(default_factory=CostModel)
+    """The cost model for predictions."""
     itemsize: int = 4
     """Bytes per element, for printing."""
 

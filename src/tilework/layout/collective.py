@@ -35,6 +35,7 @@ class Collective:
     """
 
     kind: Kind
+    """The kind of collective, the same on every rank."""
     ranks: Ints
     """The ranks that take part together with this rank, ascending; empty if it takes no part."""
     root: int | None = None

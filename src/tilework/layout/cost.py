@@ -16,7 +16,9 @@ class AxisChange(NamedTuple):
     length: int
     """The number of ranks along the axis."""
     source: Placement
+    """The placement along the axis before."""
     target: Placement
+    """The placement along the axis afterwards."""
 
 
 @dataclass(frozen=True)

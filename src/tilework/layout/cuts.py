@@ -18,7 +18,14 @@ from tilework.layout.signed_corners import Column
 
 
 class _Region(NamedTuple):
-    """A region, the boxes in it, and the dims in which some boxes do not span the region."""
+    """A box-shaped region, and the boxes in it.
+
+    Attributes:
+        members: The numbers of the boxes in the region.
+        lows: The start of the region in each dim.
+        highs: The end of the region in each dim.
+        dims: The dims in which some boxes do not span the region.
+    """
 
     members: Sequence[int]
     lows: list[int]

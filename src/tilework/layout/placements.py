@@ -205,6 +205,7 @@ class Layout:
     """The placement of each axis of a mesh, and the order in which axes shard."""
 
     placements: tuple[Placement, ...]
+    """A placement for each axis of the mesh."""
     order: Ints | None = None
     """The axes, outermost first, for dims that several of them shard; None: from the first axis to
     the last."""

@@ -27,8 +27,11 @@ class Plan:
     """
 
     rank: int
+    """The rank whose part this is."""
     source: Tiling
+    """The tiling before."""
     target: Tiling
+    """The tiling afterwards."""
     sends: tuple[Piece, ...]
     """The pieces to other ranks, by receiver, ascending."""
     receives: tuple[Piece, ...]

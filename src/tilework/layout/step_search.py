@@ -28,12 +28,15 @@ class Edge:
     """An edge of the search: a step, the state after the step, and the price."""
 
     kind: StepKind
+    """The kind of step."""
     axes: Ints
     """The axes of the collective, in the order in which they shard."""
     state: ShardState
+    """The layout after the step."""
     nbytes: int
     """Bytes sent or received by the busiest rank, the larger of both."""
     seconds: float
+    """The predicted duration of the step."""
 
 
 @dataclass(frozen=True)

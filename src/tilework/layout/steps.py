@@ -45,9 +45,13 @@ class Steps:
     """
 
     shape: Ints
+    """The global shape of the tensor."""
     source: Layout
+    """The layout before the first step."""
     target: Layout
+    """The layout after the last step."""
     steps: tuple[Step, ...]
+    """The steps, in order."""
     names: tuple[str, ...]
     """The names of the axes, for printing."""
 

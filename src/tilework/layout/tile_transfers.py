@@ -25,7 +25,9 @@ class Piece(NamedTuple):
     box: Box
     """The box in the coordinates of the full tensor."""
     src: int
+    """The global rank that has the box."""
     dst: int
+    """The global rank that gets the box."""
     src_tile: int
     """The index, in the source tiling's ``tiles``, of the tile that the piece is taken from."""
     dst_tile: int

@@ -17,7 +17,9 @@ class Settings:
     launcher: str
     """Who set it, for messages: "tilework run", "torchrun", "mpirun", "srun", "RANK"."""
     rank: int
+    """The global rank."""
     world_size: int
+    """The number of ranks."""
     local_rank: int | None = None
     """Rank among those of this host; None if unknown."""
     local_world_size: int | None = None

@@ -54,7 +54,12 @@ def has_ended(identity: str) -> bool:
 
 @dataclass(slots=True)
 class _Mark:
-    """The memory file of this program."""
+    """The memory file of this program.
+
+    Attributes:
+        descriptor: The descriptor of the file; -1 before the file is made.
+        lock: Held while the file is made.
+    """
 
     descriptor: int = -1
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -105,6 +110,7 @@ class Status(NamedTuple):
 
     #: The program's, as far as 15 letters go.
     name: str
+    #: The time at which the process started, in the system's clock ticks since boot.
     start_time: int
     #: False where it has ended, and the parent has not asked how.
     is_alive: bool

@@ -11,7 +11,12 @@ UNSET = -1
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank and the number of ranks; -1 where not given."""
+    """A rank and the number of ranks; -1 stands for a number that was not given.
+
+    Attributes:
+        rank: The global rank.
+        world_size: The number of ranks.
+    """
 
     rank: int = UNSET
     world_size: int = UNSET

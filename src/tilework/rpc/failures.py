@@ -25,8 +25,11 @@ class RemoteFailure(NamedTuple):
     pickled: bytes | None
     """The exception; None where it cannot be pickled, or is not for others (an interrupt)."""
     name: str
+    """The name of the exception's class."""
     text: str
+    """The text of the exception."""
     traceback: str
+    """The traceback as text."""
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteFailure:

@@ -30,7 +30,13 @@ _KEPT_SECONDS: Final = 2.0
 
 
 class Probe(NamedTuple):
-    """A memory file by which others find out whether they can open this process's."""
+    """A memory file by which another process tests whether it can open this process's memory files.
+
+    Attributes:
+        pid: The process that has made the file.
+        fd: The number of the file's descriptor in that process.
+        token: The contents of the file.
+    """
 
     pid: int
     fd: int
@@ -49,7 +55,12 @@ class Probe(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A memory file that will be used again."""
+    """A memory file that is kept for later messages.
+
+    Attributes:
+        fd: The descriptor.
+        size: The size in bytes.
+    """
 
     fd: int
     size: int

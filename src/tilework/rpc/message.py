@@ -59,6 +59,7 @@ class File(NamedTuple):
     """The memory file of a message."""
 
     number: int
+    """The number that the sender gave to the file; -1: the message has no file."""
     returning: bool
     """True if the sender wants it back, RETURNED; otherwise it is to be TAKEN."""
 
@@ -67,7 +68,12 @@ NO_FILE: Final = File(-1, False)
 
 
 class RefId(NamedTuple):
-    """The name of a reference, the same on all ranks."""
+    """The name of a reference, the same on all ranks.
+
+    Attributes:
+        creator: The rank that created the reference.
+        number: The number that the creator gave to the reference.
+    """
 
     creator: int
     number: int
@@ -77,7 +83,9 @@ class Ref(NamedTuple):
     """A reference in a message."""
 
     id: RefId
+    """The name of the reference."""
     owner: int
+    """The rank that holds the value."""
     pin: int
     """What holds it at the sender until the receiver HOLDS it; one of these for the rest."""
 

@@ -32,6 +32,7 @@ class Card:
     """A rank's description of itself for the others."""
 
     name: str
+    """The worker name of the rank."""
     proof: str
     """Equal where the job's secret is."""
     host: str
@@ -39,6 +40,7 @@ class Card:
     address: str
     """Where it listens for those."""
     probe: Probe
+    """The memory file by which others test whether they can open this rank's files."""
 
 
 class Meeting:

@@ -20,7 +20,9 @@ class Received:
     """
 
     message: RpcMessage
+    """The message."""
     refs: list[RRef[Any]]
+    """The references in the message."""
     file: Any
     """The contents of the memory file; the error if it cannot be opened."""
 

@@ -47,7 +47,14 @@ _LOSSES: Final = (
 
 @dataclass(eq=False)
 class _Peer:
-    """This rank's way to another one."""
+    """The connection from this rank to another rank.
+
+    Attributes:
+        address: The address of the other rank's socket.
+        lock: Held while the socket is used.
+        socket: The socket; None before the first message.
+        gone: True if the other rank has left.
+    """
 
     address: str
     lock: threading.Lock = field(default_factory=threading.Lock)

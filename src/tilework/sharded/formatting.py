@@ -18,7 +18,15 @@ _PLAIN = PictureSize(width=64, height=9, rows=6, slices=2)
 
 @dataclass(frozen=True)
 class ShardOwner:
-    """A rank or worker, and the shards that it owns."""
+    """A rank or worker, and the shards that it owns.
+
+    Attributes:
+        name: The name that is shown, such as ``rank 0``.
+        rank: The global rank; None for a worker that is known only by name.
+        devices: The devices of the shards.
+        shards: The metadata of the shards.
+        n_bytes: The bytes of all shards.
+    """
 
     name: str
     rank: int | None

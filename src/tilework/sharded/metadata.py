@@ -240,6 +240,10 @@ class ShardMap:
 class Shard:
     """A local tensor of a sharded tensor, with metadata.
 
+    Attributes:
+        tensor: The local tensor.
+        metadata: The offsets and sizes in the full tensor, and the rank and device.
+
     Raises:
         ValueError: The tensor's size or device contradicts the metadata.
 

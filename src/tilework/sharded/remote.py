@@ -15,7 +15,12 @@ from tilework.sharded.metadata import Shard
 
 @dataclass(eq=False)
 class RemoteShards:
-    """The RRefs of one sharded tensor, by the rank that owns the shards."""
+    """The RRefs of one sharded tensor, by the rank that owns the shards.
+
+    Attributes:
+        number: The number of the tensor on this rank.
+        rrefs: By rank, the RRefs of the shards of that rank.
+    """
 
     number: int
     rrefs: dict[int, list[rpc.RRef[Shard]]] = field(default_factory=dict)

@@ -56,7 +56,12 @@ class Address(ABC):
 
 @dataclass(frozen=True)
 class TcpAddress(Address):
-    """A host (name or IPv4 or IPv6 address) and a port."""
+    """The address of a store that listens on a TCP port.
+
+    Attributes:
+        host: A name, an IPv4 or an IPv6 address.
+        port: The number of the port.
+    """
 
     host: str
     port: int

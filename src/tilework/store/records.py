@@ -41,7 +41,13 @@ class RecordKind(IntEnum):
 
 
 class LogRecord(NamedTuple):
-    """A change."""
+    """A change of a store, as the file holds it.
+
+    Attributes:
+        kind: The kind of change.
+        key: The key that changes.
+        value: The new value, or what the kind of change needs.
+    """
 
     kind: RecordKind
     key: bytes = b""

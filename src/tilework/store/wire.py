@@ -104,7 +104,12 @@ class Code(IntEnum):
 
 
 class WireMessage(NamedTuple):
-    """A message, decoded."""
+    """A decoded message between a client and a store server.
+
+    Attributes:
+        code: The number of the request, or of the kind of answer.
+        fields: The arguments or results.
+    """
 
     code: int
     fields: list[bytes]

@@ -56,12 +56,15 @@ def cases() -> st.SearchStrategy[Case]:
 class RandomOperation:
     """An operation of a program."""
 
+    #: The name of the operation.
     operation: str
+    #: The shape, dtype and memory layout of the tensors.
     case: Case
     #: Group rank of the root, for operations that have one.
     root: int
     #: Name of the reduction, for operations that reduce.
     reduction: str
+    #: True to call it with ``async_op=True``.
     async_op: bool
     #: Distinguishes this step's values from other steps'.
     seed: int
@@ -81,7 +84,12 @@ class RandomOperation:
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """The operations of all ``n`` ranks, in order."""
+    """A random program: the same operations on all ranks.
+
+    Attributes:
+        n: The number of ranks.
+        steps: The operations, in order.
+    """
 
     n: int
     steps: tuple[RandomOperation, ...]
@@ -116,7 +124,13 @@ def programs(draw: st.DrawFn, max_ranks: int = 4, max_steps: int = 12) -> Random
 
 @dataclass(frozen=True)
 class Started:
-    """An operation under way: the tensors that it writes, and their expected contents."""
+    """An operation that was started, with the expected results.
+
+    Attributes:
+        work: The handle to wait for; None after a blocking call.
+        outputs: The tensors that the operation writes.
+        expected: The contents that the outputs must have.
+    """
 
     work: dist.Work | None
     outputs: list[Tensor]

@@ -83,7 +83,12 @@ class LocalOp:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The global shape of a tensor, and the shape of a tile."""
+    """The global shape of a tensor, and the shape of a tile.
+
+    Attributes:
+        shape: The global shape of the tensor.
+        local_shape: The shape of the tile.
+    """
 
     shape: Ints
     local_shape: Ints

@@ -142,7 +142,10 @@ _TOKEN = re.compile(r"([A-Za-z_]\w*)([*!]?)$")
 
 @dataclass(frozen=True)
 class _Token:
+    """A name in a pattern, which stands for a dim or for several dims."""
+
     name: str
+    """The letter or word that names the factor."""
     many: bool
     """Whether the name stands for any number of dims, aligned at the last and broadcast."""
     unshardable: bool
@@ -150,6 +153,13 @@ class _Token:
 
 @dataclass(frozen=True)
 class _Slot:
+    """A tensor in a pattern.
+
+    Attributes:
+        tokens: The names of the tensor's dims.
+        optional: True if the tensor may be missing.
+    """
+
     tokens: tuple[_Token, ...]
     optional: bool
 

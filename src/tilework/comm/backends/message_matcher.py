@@ -26,14 +26,18 @@ class MatchedMessage(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Receive:
-    """A posted receive."""
+    """A receive that waits for a message."""
 
+    #: The group rank of the sender, or ANY_SOURCE.
     source: int
+    #: The tag of the message.
     tag: int
+    #: The tensor to write the message to.
     tensor: Tensor
     #: The limit in seconds, and the time when it is over (time.monotonic()).
     timeout: float
     deadline: float
+    #: Completed when the message has come, or the receive has failed.
     completion: PythonCompletion
     #: The label of the given dtype and shape.
     label: int = 0

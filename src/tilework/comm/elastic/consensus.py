@@ -24,9 +24,14 @@ _MADE, _FAILED = "made", "failed"
 
 @dataclass(frozen=True)
 class Participant:
-    """A rank that takes part, with a view of the others. Ranks are ranks of the old group."""
+    """A rank that takes part in an agreement, with a view of the others.
 
+    Ranks are numbered as in the old group.
+    """
+
+    #: This rank.
     me: int
+    #: The write-once registers that all ranks share.
     registers: Registers
     #: The ranks, among the given ranks, that have surely ended or left.
     lost: Callable[[Collection[int]], set[int]]
@@ -40,7 +45,9 @@ class Participant:
 class Decision:
     """The ranks that go on after a round."""
 
+    #: The number of the round.
     round: int
+    #: The ranks of the new group, numbered as in the old group.
     members: tuple[int, ...]
     #: The proposer's remark, the same on all ranks.
     remark: str = ""

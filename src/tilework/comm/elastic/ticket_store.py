@@ -19,7 +19,13 @@ _EVENTS: Final = "events"
 
 @dataclass(frozen=True)
 class Ticket:
-    """A newcomer's request to be let in."""
+    """A newcomer's request to be let in.
+
+    Attributes:
+        token: A random text that names the ticket.
+        seat: The rank that the newcomer was started as.
+        identity: The newcomer's process, as the other ranks can watch it.
+    """
 
     token: str
     seat: int

@@ -14,7 +14,14 @@ IN_A_CIRCLE = "wait for each other in a circle"
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that waits in an operation, or gave up, and the ranks that it waits for."""
+    """A rank that waits in an operation, or gave up, and the ranks that it waits for.
+
+    Attributes:
+        rank: The waiting rank.
+        group: The group of the operation.
+        entry: The operation, as the waiting rank recorded it.
+        awaited: The global ranks that it waits for.
+    """
 
     rank: int
     group: Group

@@ -34,11 +34,13 @@ class Finding:
     """A conclusion from the records, for a person."""
 
     kind: Kind
+    """The kind of the conclusion."""
     text: str
     """One sentence."""
     details: tuple[str, ...] = ()
     """Further lines."""
     group: str = ""
+    """The name of the group; empty if the finding is not about a group."""
     number: int = 0
     """The number of the operation; 0 for messages, and without an operation."""
     ranks: tuple[int, ...] = ()

@@ -40,6 +40,7 @@ class RecordedFault:
 
     #: Unix seconds.
     time: float
+    #: The text of the error.
     text: str
     #: Global ranks at fault, as far as this rank knew.
     ranks: tuple[int, ...] = ()
@@ -49,6 +50,7 @@ class RecordedFault:
 class Stack:
     """The stack of a thread."""
 
+    #: The name of the thread.
     thread: str
     #: ``file:line in function``, innermost first.
     frames: tuple[str, ...]
@@ -62,11 +64,15 @@ class Stack:
 class GroupLog:
     """A group as one rank sees it."""
 
+    #: The name of the group.
     name: str
+    #: The name of the backend.
     backend: str
+    #: The description that the program gave to the group.
     description: str
     #: Global ranks, in the order of group ranks.
     ranks: tuple[int, ...]
+    #: The last operations of this rank in the group, oldest first.
     entries: tuple[Entry, ...]
 
 
@@ -74,18 +80,23 @@ class GroupLog:
 class Record:
     """The flight record of one rank."""
 
+    #: The global rank.
     rank: int
     #: 0 without a default group.
     world_size: int
+    #: The name of the host.
     host: str
+    #: The id of the process.
     pid: int
     #: An id that is equal for ranks that were started together; "" if unknown.
     job: str
     #: The time of writing, in Unix seconds.
     written: float
+    #: The faults that this rank has noticed, oldest first.
     faults: tuple[RecordedFault, ...]
     #: The rank's own thread first.
     stacks: tuple[Stack, ...]
+    #: The groups of this rank.
     groups: tuple[GroupLog, ...]
 
 

@@ -28,6 +28,7 @@ LEAST_OPERATIONS: Final = 5
 class Straggler:
     """A rank that the others wait for."""
 
+    #: The global rank.
     rank: int
     #: The rank's own time between two collectives, in seconds, on average.
     seconds: float

@@ -26,7 +26,12 @@ _OVERWRITE = frozenset({"copy", "fill", "zero"})
 
 
 class OperatorForm(NamedTuple):
-    """The name of an operator, and whether this form writes to the first argument."""
+    """An operator, in place or not.
+
+    Attributes:
+        name: The name of the operator, without the underscore of the in-place form.
+        in_place: True if this form writes to the first argument.
+    """
 
     name: str
     in_place: bool

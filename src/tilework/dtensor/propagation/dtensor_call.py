@@ -32,13 +32,17 @@ _INFRA = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PR
 
 
 class DTensorCall(NamedTuple):
-    """A call of an operator."""
+    """A call of an operator with DTensors."""
 
+    #: The torch function that was called.
     func: Callable[..., Any]
+    #: The positional arguments.
     args: Args
+    #: The keyword arguments.
     kwargs: Kwargs
     #: The tensors among the arguments, in order: DTensors and plain tensors.
     tensors: Sequence[Tensor]
+    #: The mesh of the DTensors among the arguments.
     mesh: DeviceMesh
     #: The provenance digest of the result.
     digest: int = 0

@@ -37,7 +37,13 @@ def replicated_as(tensor: DTensorT, full: Tensor) -> DTensorT:
 
 
 class Window(NamedTuple):
-    """Elements of a memory: a shape, strides, and where they begin."""
+    """A view of a memory: shape, strides and offset, as for ``torch.as_strided``.
+
+    Attributes:
+        size: The size of each dim.
+        strides: The stride of each dim, in elements.
+        offset: The place of the first element in the memory, in elements.
+    """
 
     size: Ints
     strides: Ints

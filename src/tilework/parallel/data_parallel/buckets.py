@@ -34,7 +34,9 @@ class _Open:
     """A bucket under construction for one dtype and device."""
 
     indices: list[int] = field(default_factory=list)
+    """The numbers of the tensors in the bucket."""
     size_bytes: int = 0
+    """The size of these tensors."""
     limit: int = 0
     """The index of the limit that closes the bucket."""
 

@@ -77,7 +77,13 @@ def _numbers(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape, a dtype and a layout to try an operation with."""
+    """A shape, a dtype and a layout to try an operation with.
+
+    Attributes:
+        shape: The shape.
+        dtype: The dtype.
+        layout: The name of a memory layout, such as ``contiguous`` or ``expanded``.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -58,9 +58,11 @@ _COLLECTIVES = 0
 class Connections:
     """A rank's connections to others."""
 
+    #: Carries messages about operations to all ranks, also of other hosts.
     control: ControlChannel
     #: On the first rank of a host: connections to the other hosts' first ranks, by host.
     leaders: dict[int, socket.socket]
+    #: Moves the elements of tensors between hosts.
     link: Link
 
 
@@ -68,6 +70,7 @@ class Connections:
 class Link:
     """The means by which tensors move between hosts."""
 
+    #: The name of the backend, for messages.
     name: str
     #: torch's Gloo object, or an object with the same ``send`` and ``recv``.
     backend: Any
