@@ -57,7 +57,11 @@ def _check_bounds(input: DTensor, window: Window) -> None:
 
 @dtensor_handler("as_strided")
 def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """The view. It is local if each rank has all of the memory, otherwise a copied view."""
+    """``as_strided`` of a DTensor.
+
+    The result shares the memory if each rank has the whole tensor. Otherwise the result is a copy
+    that tilework updates after writes.
+    """
     input, window = _arguments(*args, **kwargs)
     mesh = input.device_mesh
     spec = spec_of(mesh, (Replicate(),) * mesh.ndim, window.size, None, window.strides)
@@ -89,7 +93,11 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 def _local_start(input: DTensor) -> int | None:
-    """The memory's place in the local tensor's storage; None if the storage lacks part of it."""
+    """The offset in the local storage at which the full tensor's memory begins.
+
+    Returns:
+        None if the rank does not have the whole tensor in the full tensor's strides.
+    """
     owner = owner_of(input)
     spec, local = owner._spec, owner._local_tensor
     whole = spec.is_replicated and not spec.partial_axes and input._spec.is_replicated

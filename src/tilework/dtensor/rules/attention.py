@@ -77,7 +77,10 @@ def _attention(
 
 
 def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
-    """True if keys are sharded, and queries, which cost less to move, are not."""
+    """True if an axis shards the sequence of keys or values, and does not shard the query.
+
+    Then keys and values stay in place if the query has no more rows than the keys.
+    """
     sharding = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(
         not isinstance(query.spec.placements[axis], Shard)
@@ -95,7 +98,11 @@ def _batch(tensors: Sequence[Arg]) -> _Leading:
 
 
 def _heads(tensors: Sequence[Arg]) -> _Leading | None:
-    """The leading dims if several heads of the query share a head of key and value."""
+    """The dims before sequence and features in grouped-query attention.
+
+    Returns:
+        None if the number of query heads is not a multiple of the number of key and value heads.
+    """
     out, dims_of_each = broadcast([tensor.shape[:-3] for tensor in tensors])
     queries, keys, values = (tensor.shape[-3] for tensor in tensors)
     if keys != values or keys == 0 or queries % keys:
@@ -121,7 +128,16 @@ def _causal(
     value: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """Causal attention of a range of the queries: each to the keys up to its own place."""
+    """Causal attention of the queries from ``offset`` on: query i attends to the keys 0 to i.
+
+    Args:
+        attend: ``F.scaled_dot_product_attention``, or a function with the same arguments.
+        offset: The place of the first local query in the full sequence.
+        size: The number of local queries.
+        query: The local queries.
+        key: All keys.
+        value: All values.
+    """
     key, value = key[..., : offset + size, :], value[..., : offset + size, :]
     if offset == 0:
         return attend(query, key, value, is_causal=True, **kwargs)

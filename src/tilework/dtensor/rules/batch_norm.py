@@ -145,7 +145,7 @@ def _mesh_of(*tensors: Tensor | None) -> Any:
 
 
 def _by_channels(tensor: Tensor, channels: DTensorSpec) -> Tensor:
-    """The local part of a parameter, whose gradient each rank computes in full."""
+    """The local channels of a weight or bias; each rank computes their full gradient."""
     if not isinstance(tensor, DTensor):
         tensor = replicated(tensor, channels.mesh)
     return redistribute_local(local_graph.local_of(tensor), tensor._spec, channels)
@@ -202,7 +202,7 @@ class _Rows:
 
     @cached_property
     def channels(self) -> DTensorSpec:
-        """The layout of a value for each channel."""
+        """The layout of a 1-d tensor that has one value for each channel of the input."""
         placements: list[Placement] = [
             Shard(0, placement.sizes)
             if isinstance(placement, Shard) and placement.dim == 1
@@ -220,7 +220,7 @@ class _Rows:
         return spec_of(mesh, placements, shape)
 
     def view(self, values: Tensor) -> Tensor:
-        """Values of channels, in a shape that broadcasts with the input."""
+        """Reshape one value per channel to a shape that broadcasts with the input."""
         return values.view(1, -1, *(1,) * (self.spec.ndim - 2))
 
 

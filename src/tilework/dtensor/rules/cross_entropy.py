@@ -30,13 +30,19 @@ def _class_dim(input: Arg | Tensor) -> int:
 
 
 def _has_indices(input: Arg, target: Arg) -> bool:
-    """True if targets are class indices, an index for each element."""
+    """True if the target has class indices; False if the target has class probabilities."""
     at = _class_dim(input)
     return target.shape == (*input.shape[:at], *input.shape[at + 1 :])
 
 
 class _LossFactors:
-    """The factors of a classification loss."""
+    """The factors of a loss of logits against classes.
+
+    Attributes:
+        classes: The factor of the dim of classes.
+        elements: The factors of the other dims of the logits, which are the dims of the target.
+        input: The factors of all dims of the logits.
+    """
 
     def __init__(self, input: Arg) -> None:
         at = _class_dim(input)
@@ -84,7 +90,10 @@ def _quotient(sums: Tensor, dtype: torch.dtype) -> Tensor:
 def _nll_rule(
     input: Any, target: Any, weight: Any, ignore_index: int, reduction: int
 ) -> RuleResult:
-    """The rule of losses as partial sums over shards of classes; a mean needs two such sums."""
+    """The sharding rule of ``nll_loss``: partial sums over the local classes.
+
+    For a mean the result has two sums: the weighted losses, and the weights.
+    """
     loops = _LossFactors(input)
     dims: dict[Arg, Any] = {input: loops.input, target: loops.elements}
     if weight is not None:
@@ -114,7 +123,10 @@ def _nll_rule(
 def _local_classes(
     x: Tensor, target: Tensor, weight: Tensor | None, span: LocalIndexRange, ignored: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The logits, targets and weights with targets as indices of this rank's classes."""
+    """The local logits, target and class weights, for ``F.nll_loss`` on this rank's classes.
+
+    Targets become indices of local classes; targets of other ranks' classes become ``_IGNORED``.
+    """
     numbers, here = span.localize(target, ignored)
     if span.count == 0:  # torch needs at least one class: add a class that no target has
         at = _class_dim(x)
@@ -223,7 +235,7 @@ def _cross_entropy_sums(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """The sum of the losses and the sum of their weights, whose quotient is the mean."""
+    """Two sums whose quotient is the mean loss: the weighted losses, and the weights."""
     loss = F.cross_entropy(
         *(input, target, weight),
         ignore_index=ignore_index,
@@ -247,7 +259,10 @@ def _sharded_cross_entropy(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """Cross entropy in two small reductions over classes: the greatest logit, then all sums."""
+    """Cross entropy of logits whose classes are sharded. Collective.
+
+    Two small reductions over the classes: first the largest logit, then the sums over classes.
+    """
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     top = reduce_partial(x.detach().amax(_class_dim(x), keepdim=True))
     sums = reduce_partial(_class_sums(x, top, target, weight, ignore_index, label_smoothing))
@@ -356,7 +371,10 @@ def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int
 
 @internal_operator(_class_losses_rule)
 def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
-    """The losses, or their sum, or the two sums whose quotient is the mean."""
+    """The losses for ``reduction="none"``, their sum for ``"sum"``.
+
+    For ``"mean"``: the sum of the losses and the sum of the weights, whose quotient is the mean.
+    """
     exps, q, qz, *weights = sums.unbind(0)
     loss = q * exps.log() - qz
     if target is not None:

@@ -89,7 +89,12 @@ def _with_usual_strides(local: Tensor, count: int) -> Tensor:
 
 
 def _lies_well(local: Tensor, count: int) -> bool:
-    """True if torch has such a view of a local tensor."""
+    """True if torch can view the local tensor as elements of another size, without a copy.
+
+    Args:
+        local: The local tensor.
+        count: The number of elements that become one; 0: one element becomes several.
+    """
     *others, last = local.stride() or (1,)
     if count == 1:
         return True

@@ -47,7 +47,7 @@ def _extreme_rule(input: Arg, name: str, dims: Ints, keepdim: bool) -> RuleResul
 
 @internal_operator(_extreme_rule)
 def extreme(input: Tensor, name: str, dims: Ints, keepdim: bool) -> Tensor:
-    """``amax`` or ``amin`` without a gradient: partial over the axes that shard reduced dims."""
+    """``amax`` or ``amin`` without a gradient. Partial along the axes that shard a reduced dim."""
     return getattr(torch, name)(input, dims, keepdim)  # type: ignore[no-any-return]
 
 
@@ -81,7 +81,7 @@ def _first_index_rule(input: Arg, best: Arg, dim: int) -> RuleResult:
 
 @internal_operator(_first_index_rule)
 def _first_index(input: Tensor, best: Tensor, dim: int) -> Tensor:
-    """The first index of ``best`` along a dim, which keeps a size of one."""
+    """The first index along ``dim`` at which the input equals ``best``, with ``dim`` of size 1."""
     return _equals(input, best).max(dim, keepdim=True)[1]
 
 
@@ -111,7 +111,10 @@ _NOWHERE = torch.iinfo(torch.int64).max
 
 @internal_operator(_first_flat_index_rule)
 def _first_flat_index(input: Tensor, best: Tensor, ndim: int) -> Tensor:
-    """The first index of ``best`` in row-major order, in a tensor of ``ndim`` dims of size one."""
+    """The first flat index, in row-major order, at which the input equals ``best``.
+
+    The result has ``ndim`` dims of size 1.
+    """
     return _equals(input, best).reshape(-1).max(0)[1].reshape((1,) * ndim)
 
 
@@ -201,12 +204,15 @@ def _with_gradient(
 
 
 def _drop_dims(tensor: Tensor, dims: Ints) -> Tensor:
-    """The tensor without some dims of size one; a sum of them would make 0.0 of -0.0."""
+    """Remove dims of size 1, without a sum, which would turn -0.0 into 0.0."""
     return tensor.squeeze(dims).clone()
 
 
 def _extreme_and_index(input: Tensor, name: str, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """The extreme along a dim, and the first index of the extreme, which gets the gradient."""
+    """The maximum or minimum along a dim, and the first index at which the input has that value.
+
+    In backward the element at that index gets the gradient.
+    """
     input = reduce_partial(input)
     value = input.detach()
     best = reduce_partial(extreme(value, name, (dim,), True))

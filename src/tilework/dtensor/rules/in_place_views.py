@@ -52,7 +52,12 @@ def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
-    """Raise for a change of dims that torch's graph would not follow. Local."""
+    """Raise if gradients would be wrong after a change of dims in place. Local.
+
+    Raises:
+        RuntimeError: The tensor requires a gradient, and gradients are not recorded; or the tensor
+            retains a gradient, which has the dims from before.
+    """
     if not tensor.requires_grad:
         return
     if not torch.is_grad_enabled():
@@ -70,7 +75,7 @@ def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
 
 @dtensor_handler("resize_")
 def _resize_(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """The tensor itself in another shape: a view of the memory, or of new, larger memory."""
+    """Change the shape of a tensor in place, with new memory if the old memory is too small."""
     tensor: DTensor = args[0]
     sizes: Any = args[1:]
     sizes = sizes[0] if sizes and not isinstance(sizes[0], int) else sizes

@@ -27,7 +27,7 @@ Indices = Sequence[Any]
 
 
 def as_replicated(value: Tensor, like: DTensor) -> DTensor:
-    """A plain tensor that is equal on all ranks, as a DTensor on the mesh of another."""
+    """Make a replicated DTensor on the mesh of ``like`` from a plain tensor, equal on all ranks."""
     return replicated(value, like._spec.mesh)
 
 
@@ -41,13 +41,20 @@ def indexed_factors(input: Arg) -> list[Factor]:
 
 
 def index_dims_start(indices: Indices) -> int:
-    """The place of indexed dims in a result: the same if the dims are adjacent, else the front."""
+    """The first dim of the result that comes from the index tensors.
+
+    As in torch: the first indexed dim if the indexed dims are adjacent, otherwise 0.
+    """
     at = [dim for dim, index in enumerate(indices) if index is not None]
     return at[0] if at[-1] - at[0] + 1 == len(at) else 0
 
 
 def broadcast_indices(indices: Indices) -> tuple[list[Factor], list[DimFactors]]:
-    """The factors that index tensors are broadcast to, and the factors of each tensor's dims."""
+    """The factors of the shape to which index tensors are broadcast, and of each tensor's dims.
+
+    Raises:
+        IndexError: The shapes of the index tensors cannot be broadcast together.
+    """
     shapes = [index.shape for index in indices if index is not None]
     try:
         broadcast_shape(shapes)
@@ -215,7 +222,7 @@ def _gather_among(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool =
 
 
 def narrow_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
-    """The first elements of each dim, as many as ``other`` has there; but all of ``dim``."""
+    """Narrow each dim, except ``dim``, to the size that ``other`` has there."""
     for i in range(tensor.dim()):
         if (dim is None or i != dim % tensor.dim()) and other.shape[i] < tensor.shape[i]:
             tensor = tensor.narrow(i, 0, other.shape[i])

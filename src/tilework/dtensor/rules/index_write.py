@@ -151,11 +151,11 @@ def register_writer(
 
 
 def no_local_rule(*_: Any, **__: Any) -> None:
-    """The local rule of operators that never run on shards as they are."""
+    """Return None: the operator never runs on the shards without communication."""
 
 
 def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> None:
-    """Write elements by their index in the flattened tensor."""
+    """``put_``: write the elements of ``source`` to flat indices of the tensor."""
     if index.numel() != source.numel():
         raise RuntimeError(
             f"put_ takes an index and a source of as many elements, got shapes {list(index.shape)} "

@@ -145,7 +145,11 @@ def _check_apart(input: DTensor, items: list[Item], value: Any) -> None:
 
 
 def _without(value: Tensor, shape: list[int]) -> Tensor:
-    """The value without leading dims of size 1, expanded to a shape."""
+    """Drop leading dims of size 1 that exceed ``shape``, and expand the value to ``shape``.
+
+    Raises:
+        RuntimeError: The value cannot be broadcast to the shape.
+    """
     if any(size != 1 for size in value.shape[: value.dim() - len(shape)]):
         raise RuntimeError(
             f"a value of shape {list(value.shape)} cannot be broadcast to elements of shape {shape}"
@@ -181,7 +185,11 @@ def _shares_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _only_mask(input: DTensor, index: Any) -> Tensor | None:
-    """The mask with the tensor's number of dims, if the index is nothing but a mask."""
+    """The boolean mask that is the whole index, with dims of size 1 added up to the input's ndim.
+
+    Returns:
+        None if the index is something else, or the mask does not fit the leading dims.
+    """
     if isinstance(index, tuple) and len(index) == 1:
         (index,) = index
     if not isinstance(index, Tensor) or index.dtype is not torch.bool or index.dim() == 0:
@@ -275,7 +283,7 @@ def _tensor_of(item: Any) -> Any:
 
 
 def _dims_indexed(item: Any) -> int:
-    """The number of dims that an item indexes."""
+    """The number of dims of the tensor that an item of an index consumes."""
     if item is None or item is Ellipsis or isinstance(item, bool):
         return 0
     return item.dim() if isinstance(item, Tensor) and _is_mask(item) else 1
@@ -286,7 +294,7 @@ def _is_mask(item: Tensor) -> bool:
 
 
 def _bool_index(value: bool, like: DTensor) -> Tensor:
-    """The index of the new dim that True or False stands for."""
+    """The index tensor for True or False in an index, which adds a dim of size 1 or 0."""
     return as_replicated(torch.zeros(int(value), dtype=torch.long, device=like.device), like)
 
 

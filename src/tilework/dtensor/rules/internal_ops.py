@@ -37,7 +37,10 @@ def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
 
 
 def reduce_partial(tensor: Tensor) -> Tensor:
-    """The tensor with partial values reduced, for a tensor that is used more than once."""
+    """Reduce the partial values of a DTensor. Collective if there are any.
+
+    For a tensor that is used more than once: each use would reduce the values again.
+    """
     if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
         dual = tensor._spec.dual
         return tensor.redistribute(placements=dual.placements, order=dual.order)

@@ -118,7 +118,11 @@ def _has_sharded_rows(packed: Tensor) -> bool:
 
 
 def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
-    """The three weights in packed weights with sharded rows; by heads if one axis shards rows."""
+    """Split packed weights with sharded rows into the weights of query, key and value. Collective.
+
+    If one axis shards the rows, each rank gets the rows of whole heads. Otherwise the results have
+    all rows on each rank.
+    """
     assert isinstance(packed, DTensor)
     weights = _thirds(_with_full_rows(packed))
     axis, *others = packed._spec.axes_of(0)
@@ -136,7 +140,7 @@ def _split_by_heads(packed: Tensor, heads: int) -> Sequence[Tensor]:
 
 
 def _with_full_rows(packed: Tensor) -> Tensor:
-    """The packed weights with all rows on each rank."""
+    """Gather the rows of packed weights to all ranks. Collective if the rows are sharded."""
     if not isinstance(packed, DTensor) or not _has_sharded_rows(packed):
         return packed
     sharding = packed._spec.axes_of(0)

@@ -30,7 +30,7 @@ def _check_device(func: Any, tensor: DTensor, kwargs: dict[str, Any]) -> None:
 
 @dtensor_handler("zeros_like", "ones_like", "empty_like", "full_like")
 def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """A tensor in the layout of another; replicated where the other is partial."""
+    """``empty_like`` and so on, in the input's layout with Replicate in place of Partial."""
     tensor, *others = _first(args, kwargs, "input")
     _check_device(func, tensor, kwargs)
     spec = _like_spec(tensor, kwargs)
@@ -50,7 +50,7 @@ def _like_spec(tensor: DTensor, kwargs: dict[str, Any]) -> DTensorSpec:
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Sequence[Any]:
-    """The arguments with the tensor in front, even if it was passed by name."""
+    """The positional arguments, with the tensor first also if it was passed by keyword."""
     return args if args else (kwargs.pop(name),)
 
 
@@ -73,7 +73,7 @@ def _drawn_like(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("new_zeros", "new_ones", "new_empty", "new_full")
 def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """A tensor in the layout of another if the shapes are equal, otherwise replicated."""
+    """``new_zeros`` and so on, in the input's layout if shapes are equal, else replicated."""
     tensor, *others = args
     _check_device(func, tensor, kwargs)
     size = kwargs.pop("size", None)
@@ -97,7 +97,11 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 @dtensor_handler("new")
 def _new_of_any(func: Any, args: Any, kwargs: Any) -> Any:
-    """A tensor of these sizes, like ``new_empty``; of these values; or of another's memory."""
+    """``Tensor.new`` of a DTensor.
+
+    As in torch the arguments are sizes (the result is like ``new_empty``), values, or a tensor,
+    whose memory the result shares.
+    """
     tensor, *others = args
     if len(others) == 1 and isinstance(others[0], DTensor):
         return others[0].detach()
@@ -112,7 +116,7 @@ def _new_of_any(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dtensor_handler("zeros", "ones", "full", "eye", "arange", "linspace", "logspace")
 def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a creation function with DTensors as numbers or as ``out``."""
+    """Run a creation function, such as ``torch.full``, with a DTensor as a number or as ``out``."""
     out = kwargs.pop("out", None)
     if out is not None:
         dtype = kwargs.get("dtype") or out.dtype

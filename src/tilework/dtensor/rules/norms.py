@@ -35,7 +35,7 @@ def _local_response_norm(
 
 
 def unshardable(sizes: Sequence[int]) -> list[Factor]:
-    """An unshardable factor for each size."""
+    """Factors for dims of these sizes, which the operator needs unsharded."""
     return [Factor(size, unshardable=True) for size in sizes]
 
 
@@ -104,7 +104,10 @@ def _over_last(
 
 
 def may_scale(input: Arg, affine: Sequence[Arg]) -> bool:
-    """True if torch normalizes tensors of these dtypes: values of 16 bits may be scaled by 32."""
+    """True if torch's kernel takes these dtypes.
+
+    Weight and bias have the dtype of the input, or float32 with an input of 16 bits.
+    """
     halves = (torch.float16, torch.bfloat16)
     dtypes = {input.dtype, torch.float32} if input.dtype in halves else {input.dtype}
     return input.dtype.is_floating_point and all(arg.dtype in dtypes for arg in affine)
@@ -137,12 +140,12 @@ def _decomposed_rms_norm(
 
 
 def accumulated(x: Tensor) -> Tensor:
-    """The tensor in the precision in which torch accumulates."""
+    """The tensor in the dtype in which torch accumulates: float32 for 16-bit dtypes."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensor scaled to mean 0 and variance 1 over dims, and the old mean and variance."""
+    """The input scaled to mean 0 and variance 1 over ``dims``, the mean, the biased variance."""
     mean = reduce_partial(x.mean(dims, keepdim=True))
     centred = x - mean
     var = reduce_partial(centred.square().mean(dims, keepdim=True))
@@ -160,7 +163,10 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 @dtensor_rule("_weight_norm")
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> RuleResult:
-    """``v``, scaled so that the parts along a dim have the norms ``g``; with -1, the whole has."""
+    """``torch._weight_norm``: scale ``v`` so that each slice along ``dim`` has the norm in ``g``.
+
+    With ``dim=-1`` the whole tensor has the norm ``g``.
+    """
     if not -1 <= dim < v.ndim or v.dtype != g.dtype or not v.dtype.is_floating_point:
         return None
     over = [at for at in range(v.ndim) if at != dim]
@@ -333,7 +339,7 @@ def check_running(mean: Tensor | None, var: Tensor | None) -> None:
 
 @torch.no_grad()
 def update_running(running: Tensor | None, value: Tensor, momentum: float) -> None:
-    """Move running statistics towards those of a batch."""
+    """Set ``running`` to ``(1 - momentum) * running + momentum * value``, in place."""
     if running is None:
         return
     change = reduce_partial(value.detach() * momentum)

@@ -55,7 +55,10 @@ def _constant_pad(input: DTensorArg, pad: Any, value: Any = 0) -> RuleResult:
 def _constant_padding(
     input: DTensorArg, by_dim: dict[int, tuple[int, int]], value: Any
 ) -> RuleResult:
-    """Padding with a constant: the first and the last shard of a sharded dim grow."""
+    """The sharding rule of padding with a constant.
+
+    Along a sharded dim only the first and the last shard grow, and nothing moves.
+    """
     spec = input.spec
     if value != 0:
         spec = spec.dual
@@ -72,7 +75,7 @@ def _constant_padding(
 
 
 def _pad_with_constant(x: Tensor, widths: Sequence[int], value: Any) -> Tensor:
-    """The padded tensor, also without elements, which torch refuses before version 2.8."""
+    """``constant_pad_nd`` that also takes a tensor without elements (torch does from 2.8 on)."""
     if x.numel():
         return torch.constant_pad_nd(x, list(widths), value)
     for dim, (before, after) in enumerate(zip(widths[-2::-2], widths[::-2], strict=True)):
@@ -96,7 +99,7 @@ def _grow_ends(before: int, after: int) -> Resize:
 
 
 def _crop_and_pad(input: Tensor, pad: Sequence[int], value: Any) -> Tensor:
-    """Padding with negative widths: the elements that they crop are dropped first."""
+    """Pad with a constant, with some negative widths: crop the tensor first, then pad the rest."""
     index: list[Any] = [slice(None)] * input.dim()
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         dim = input.dim() - 1 - i

@@ -177,7 +177,7 @@ def _bernoulli_of(p: Tensor, like: Tensor, generator: torch.Generator | None) ->
 
 
 def _with_zero_gradient(drawn: Tensor, input: Tensor) -> Tensor:
-    """The drawn tensor as a function of ``input``, whose gradient is 0, as in torch."""
+    """Connect a drawn tensor to ``input`` in the graph, with a gradient of 0, as in torch."""
     if not (input.requires_grad and torch.is_grad_enabled()):
         return drawn
     return torch.where(torch.ones_like(input, dtype=torch.bool), drawn, input)
@@ -211,7 +211,7 @@ def _normal_of(mean: Any, std: Any = 1.0, *, generator: Any = None) -> RuleResul
 
 
 def _without_checks(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function of torch.nn.init, whose operators run on DTensors."""
+    """Run the body of a function of torch.nn.init, whose operators have rules for DTensors."""
     body = without_override_checks(func)
     assert body is not None
     return body(*args, **kwargs)

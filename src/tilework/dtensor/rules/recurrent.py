@@ -48,7 +48,10 @@ def _layers_rule(kind: str, *args: Any) -> RuleResult:
 
 
 def _layer_by_layer(function: Callable[..., Any], packed: bool, *args: Any) -> tuple[Tensor, ...]:
-    """All layers, one after the other: dropout between them does not depend on the layout."""
+    """Run a recurrent network layer by layer, with dropout between the layers.
+
+    The dropout is that of DTensors, which draws the same numbers in every layout.
+    """
     (x, *sizes), (states, weights, biases, count, dropout, train, both, *first) = (
         args[: 1 + packed],
         args[1 + packed :],
@@ -96,7 +99,7 @@ def _pad(data: Any, batch_sizes: Any, *args: Any) -> RuleResult:
 
 
 def _on_full_tensors(function: Callable[..., Any], first: Tensor, sizes: Tensor, *args: Any) -> Any:
-    """The result for full sequences; torch must read the sizes, which are plain numbers."""
+    """Gather the sequences, and run ``function`` on full tensors: torch must read the lengths."""
     if not isinstance(first, DTensor):
         assert isinstance(sizes, DTensor)
         return function(first, sizes.full_tensor(), *args)

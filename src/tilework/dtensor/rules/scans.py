@@ -80,7 +80,7 @@ def _scan_rule(input: Arg, totals: Arg, name: str, dim: int) -> RuleResult:
 
 @internal_operator(_scan_rule)
 def _scan(input: Tensor, totals: Tensor, name: str, dim: int) -> Tensor:
-    """The cumulative sums or products, from the totals of all shards."""
+    """Cumulative sums or products along a sharded dim, from the totals of the earlier shards."""
     result: Tensor = getattr(torch, name)(input, dim, dtype=input.dtype)
     return result
 

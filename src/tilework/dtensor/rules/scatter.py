@@ -61,7 +61,7 @@ def _scatter_rule(name: str) -> Callable[..., RuleResult]:
 
 
 def _lie_alike(input: Arg, dim: int, index: Any, source: Arg | None) -> bool:
-    """True if all sizes are equal, except the input's size along the dim to scatter along."""
+    """True if input, index and source have equal shapes, but for the input's size along ``dim``."""
     if not input.ndim or not isinstance(index, Arg) or index.ndim != input.ndim:
         return False
     if source is not None and source.shape != index.shape:
@@ -77,7 +77,11 @@ def _write_with_spare_place(
     span: LocalIndexRange,
     write: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Write to a shard with a spare place, where the elements of other ranks go."""
+    """Write at global places along ``dim`` of a local tensor, and return the result.
+
+    For the time of the write the dim has an additional place. Elements that belong to other ranks
+    are written there, and dropped.
+    """
     numbers, mine = span.localize(places)
     sizes = list(x.shape)
     sizes[dim] = 1
@@ -114,7 +118,10 @@ def _scatter_in_place(name: str) -> Callable[..., None]:
 
 
 def _write_nothing(target: Tensor, graded: Sequence[Tensor]) -> None:
-    """A write of no elements. It counts as a write, and its inputs enter the target's graph."""
+    """Write no elements, in a way that torch counts as a write.
+
+    The values in ``graded`` enter the graph of the target, as on ranks that write elements.
+    """
     empty = (target if target.dim() else target.view(1)).narrow(0, 0, 0)
     if not graded:
         empty.zero_()

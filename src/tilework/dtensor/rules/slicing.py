@@ -77,7 +77,7 @@ def _items_by_dim(items: Sequence[Item]) -> list[tuple[int, Item]]:
 def _result_shape(
     items: Sequence[Item], spans: dict[int, tuple[int, int, int]]
 ) -> tuple[Ints, dict[int, int]]:
-    """The shape of the result, and the result's dim for each of the tensor's dims."""
+    """The shape of the result, and for each dim of the tensor that stays the dim of the result."""
     shape: list[int] = []
     dims: dict[int, int] = {}
     dim = 0
@@ -158,7 +158,7 @@ def _elements_of_sharded_dims(input: DTensor, index: Any) -> Tensor:
 
 
 def _dim_places(items: Sequence[Item]) -> list[int]:
-    """The places in an index of the items that stand for a dim."""
+    """The positions in ``items`` of the items that index a dim: all but None."""
     return [place for place, item in enumerate(items) if item is not None]
 
 

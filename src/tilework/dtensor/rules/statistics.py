@@ -69,7 +69,7 @@ def _square(input: Tensor) -> Tensor:
 
 
 def _root(input: Tensor) -> Tensor:
-    """The square root. The gradient at zero is zero, not infinite."""
+    """Square root with a gradient of 0 at 0, where torch's gradient is infinite."""
     input = reduce_partial(input)
     zero = input == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, input).sqrt())

@@ -61,7 +61,7 @@ def guard_empty_shards(
 def _shape_with_row(
     arg: Arg, dims: Sequence[Factor | Dim | None], ranges: LocalRanges
 ) -> list[int]:
-    """The shape of a shard, if this rank had at least one element of each non-empty factor."""
+    """The shape of the local shard, with at least one element of each factor that is not empty."""
     shape = []
     for dim, size in zip(dims, arg.shape, strict=True):
         factors = (dim,) if isinstance(dim, Factor) else dim
@@ -79,7 +79,15 @@ def _is_emptied(local: Tensor, arg: Arg) -> bool:
 
 
 def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
-    """The parameter of each of ``count`` dims; None if they do not fit."""
+    """A parameter such as ``stride`` as one number per spatial dim.
+
+    Args:
+        value: An int, or a sequence of one or ``count`` ints.
+        count: The number of spatial dims.
+
+    Returns:
+        None if the value has another type or length.
+    """
     if isinstance(value, int):
         return (value,) * count
     if not isinstance(value, (tuple, list)) or len(value) not in (1, count):
@@ -90,7 +98,7 @@ def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
 def window_factors(
     sizes: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[tuple[Dim, Dim]]:
-    """The factors of each spatial dim, and of the dim of the windows on it."""
+    """For each spatial dim, the factors of the dim and of the windows in the result."""
     count = len(sizes)
     known = [per_dim(value, count) or (0,) * count for value in (kernel, stride, padding, dilation)]
     return [_window_factors(*dim) for dim in zip(sizes, *known, strict=True)]

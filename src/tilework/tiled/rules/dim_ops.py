@@ -29,7 +29,7 @@ from tilework.tiled.rules.reduction_args import (
 
 
 def _factors_but(shape: Ints, without: Ints = ()) -> list[Factor | Dim | None]:
-    """A factor for each dim, except for some."""
+    """A factor for each dim; None for the dims in ``without``, which must be unsharded."""
     return _all_but(factors_of(shape), without)
 
 

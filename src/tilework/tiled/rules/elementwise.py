@@ -91,7 +91,7 @@ def _may_be_partial(value: Any) -> bool:
     is_elementwise=True,
 )
 def elementwise(*args: Any, **kwargs: Any) -> RuleResult:
-    """The rule of any operator that only broadcasts."""
+    """The sharding rule of an operator whose tensor arguments are broadcast together."""
     return pointwise(tensors(*args, *kwargs.values()))
 
 

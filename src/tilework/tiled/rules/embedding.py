@@ -136,7 +136,16 @@ def _embedding_bag(
 
 @dataclass(frozen=True, eq=False)
 class _Bag:
-    """The arguments of ``embedding_bag``; tensors in the same order, bags as a number."""
+    """The arguments of ``embedding_bag``.
+
+    Attributes:
+        tensors: Indices, table, offsets and per-sample weights; None for a missing tensor.
+        bags: The number of bags.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        scale_grad_by_freq: As in torch.
+        include_last_offset: As in torch.
+        padding_idx: As in torch.
+    """
 
     tensors: tuple[Arg, Arg, Arg | None, Arg | None]
     bags: int
@@ -146,7 +155,12 @@ class _Bag:
     padding_idx: int | None
 
     def look_up(self, rows: LocalIndexRange, *local: Tensor) -> Tensor:
-        """The bags of a shard of the table: partial sums, where rows are sharded."""
+        """The bags from the local rows of the table: partial sums if the rows are sharded.
+
+        Args:
+            rows: The range of local rows.
+            local: The local tensors of the call.
+        """
         indices, table, starts, factors = (
             None if arg is None else local[arg.number] for arg in self.tensors
         )
@@ -182,7 +196,7 @@ class _Bag:
 
 
 def _factors(here: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The factor of each row that is looked up: 0 for rows of other ranks."""
+    """The weight of each looked-up row: per-sample weight or 1; 0 for rows of other ranks."""
     return here.to(dtype) if factors is None else factors.masked_fill(~here, 0)
 
 

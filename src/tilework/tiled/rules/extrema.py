@@ -12,7 +12,7 @@ from tilework.tiled.rules.reduction_args import dims_of, reduce_dims
 
 
 def extreme_dims(input: Arg, dim: Any) -> Ints | None:
-    """The dims that are reduced; None if they have no elements, or torch refuses them."""
+    """The dims to reduce; None if a dim is empty or ``dim`` is invalid, for which torch raises."""
     dims = dims_of(input.ndim, dim)
     return None if dims is None or not all(input.shape[dim] for dim in dims) else dims
 

@@ -22,7 +22,10 @@ def _as_list(given: Any) -> Sequence[int]:
 
 
 def _transform(input: Arg, dims: Sequence[int], function: Callable[[Tensor], Tensor]) -> RuleResult:
-    """The call of a transform, whose results have the same dims, with sizes from torch."""
+    """The sharding rule of a Fourier transform along ``dims``, which the operator needs unsharded.
+
+    The local operator gives the sizes of the result.
+    """
     factors = factors_of(input.shape)
     for dim in dims:
         factors[dim].unshardable = True

@@ -105,7 +105,7 @@ def _solution(
     missing = A.ndim - B.ndim
 
     def run(A: Tensor, B: Tensor) -> Any:
-        """The solution where a matrix for a batch is never taken for a batch of vectors."""
+        """Solve with dims added to B: torch then takes B for a matrix, not for vectors."""
         return function(A, B[(None,) * missing], left=left)
 
     return match_pattern(

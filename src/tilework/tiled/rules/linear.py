@@ -31,7 +31,7 @@ pattern_rule("outer ger(input, vec2)", "i, j -> i j", linear="input, vec2")
 
 
 def product(text: str, a: Arg, b: Arg) -> RuleResult:
-    """The call of a product of two tensors that is linear in each."""
+    """The sharding rule of a product of two tensors, from a pattern of the dims."""
     return match_pattern(text, [a, b], linear=[[a], [b]])
 
 
@@ -56,7 +56,7 @@ def _bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> RuleRe
 
 
 def _bilinear_of_empty(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The bilinear map of empty tensors, for which torch has no result."""
+    """``bilinear`` by einsum, for tensors without elements, which torch's kernel refuses."""
     result = torch.einsum("...i,...j,oij->...o", a, b, weight)
     return result if bias is None else result + bias
 
@@ -103,7 +103,15 @@ def _cross(input: Any, other: Any, dim: int | None = None) -> RuleResult:
 
 
 def _with_addend(text: str, input: Arg, a: Any, b: Any, run: MakeRun | None = None) -> RuleResult:
-    """The call of a product of two tensors, to which ``input`` is broadcast and added."""
+    """The sharding rule of ``addmm`` and so on: ``input`` plus a product of ``a`` and ``b``.
+
+    Args:
+        text: The pattern of the product.
+        input: The tensor that is broadcast to the product, and added.
+        a: The first factor.
+        b: The second factor.
+        run: Makes the function to run on local tensors; None: the operator itself.
+    """
     try:
         mapped = Pattern.parse(text).of([a.shape, b.shape])
     except ValueError:
@@ -336,7 +344,7 @@ def _einsum(equation: str, *operands: Any) -> RuleResult:
 
 
 def _only(operands: Any) -> Tensor:
-    """The tensor that was passed alone or in a sequence."""
+    """The single operand of an einsum, which may be passed alone or in a sequence."""
     tensor: Tensor = operands[0] if isinstance(operands[0], Tensor) else operands[0][0]
     return tensor
 
@@ -364,7 +372,10 @@ def _names(word: str, width: int) -> Names:
 
 
 def _implied(names: Sequence[Names]) -> Names:
-    """The result's dims if an equation gives none: ellipses, then names that occur once."""
+    """The letters of the result of an einsum equation without an arrow.
+
+    As in torch: the dims of the ellipsis, then the letters that occur once, in alphabetical order.
+    """
     occurring = [name for names_of_dims in names for name in names_of_dims]
     dots = sorted({name for name in occurring if isinstance(name, int)})
     return [*dots, *sorted(n for n in occurring if isinstance(n, str) and occurring.count(n) == 1)]

@@ -30,7 +30,7 @@ def _tile(input: Arg, *dims: Any, **named: Any) -> RuleResult:
 
 
 def _repetition(input: Arg, counts: Sequence[int]) -> RuleResult:
-    """The call that repeats a tensor: repeated dims are unshardable."""
+    """The sharding rule of ``repeat``: dims that are repeated must be unsharded."""
     new = len(counts) - input.ndim
     dims = [
         Factor(size, unshardable=count != 1)
@@ -98,7 +98,7 @@ def _roll(input: Arg, shifts: Any, dims: Any = None) -> RuleResult:
 
 
 def _roll_cut(input: Tensor, shifts: Any, dims: Any) -> Tensor:
-    """A roll along sharded dims: elements that pass the end go to the front."""
+    """``roll`` by narrow and cat, which run on sharded dims: last elements go to the front."""
     shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
     for shift, dim in zip(shifts, dims, strict=True):
