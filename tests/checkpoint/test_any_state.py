@@ -180,7 +180,7 @@ def test_meta_that_no_index_has_is_refused(tmp_path: Path, meta: Any) -> None:
 
 def test_sizes_of_files(tmp_path: Path) -> None:
     for wrong in (0, -1, 1.5):
-        with pytest.raises(ValueError, match="file_bytes is a number of bytes from 1 on"):
+        with pytest.raises(ValueError, match="file_bytes must be a number of bytes, 1 or more"):
             SaveOptions(file_bytes=wrong)  # type: ignore[arg-type]
 
     def save(rank: int) -> None:

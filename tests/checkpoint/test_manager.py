@@ -96,7 +96,7 @@ def test_what_is_no_folder_of_a_step_stays_and_disturbs_nobody(tmp_path: Path) -
 def test_steps_are_whole_numbers(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     for wrong in (1.5, "7", None):
-        with pytest.raises(TypeError, match="a step is a whole number"):
+        with pytest.raises(TypeError, match="step must be an int"):
             manager.save(wrong, {"x": 1})  # type: ignore[arg-type]
     manager.save(torch.tensor(4), {"x": 1})  # type: ignore[arg-type]
     assert steps(manager) == [4]
@@ -225,7 +225,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_numbers_that_make_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep is at least 1, or None, got 0"):
+    with pytest.raises(ValueError, match="keep must be at least 1, or None, got 0"):
         CheckpointManager(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="a step is a number from 0 on, got -1"):
+    with pytest.raises(ValueError, match="step must be 0 or more, got -1"):
         CheckpointManager(tmp_path).save(-1, {})

@@ -386,7 +386,7 @@ def test_functions_without_the_module_are_deprecated() -> None:
         assert type(model(torch.randn(5, 20))) is Tensor
         with pytest.raises(ValueError, match="input_fn takes three arguments"):
             distribute_module(model, mesh, input_fn=lambda: None)
-        with pytest.raises(TypeError, match="output_fn is a function of"):
+        with pytest.raises(TypeError, match="output_fn must be a function of"):
             distribute_module(model, mesh, output_fn=torch.ones(1))  # type: ignore[arg-type]
 
     # Which warnings are caught is a process's affair.

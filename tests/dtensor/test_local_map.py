@@ -134,7 +134,7 @@ def test_inputs_are_checked_or_redistributed() -> None:
         with pytest.raises(TypeError, match="by position"):
             local_map(same, [Shard(0)])(x=x)
         other = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2, 1)))
-        with pytest.raises(ValueError, match="lie on one mesh"):
+        with pytest.raises(ValueError, match="must be on one mesh"):
             local_map(same, [Shard(0)])(x, other)
 
     run_ranks(2, program)

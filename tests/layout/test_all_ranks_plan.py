@@ -104,7 +104,7 @@ NEGATIVE: list[dict[str, Any]] = [
 
 @each("costs", NEGATIVE)
 def test_costs_are_not_negative(costs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         CostModel(**costs)
 
 

@@ -138,7 +138,7 @@ def test_what_cannot_be_is_refused() -> None:
         steps((8,), (2,), [Shard(1)], [R])
     with pytest.raises(ValueError, match="does not split an extent of 8 into 2 shards"):
         steps((8,), (2,), [Shard(0, (3, 4))], [R])
-    with pytest.raises(ValueError, match="as many names"):
+    with pytest.raises(ValueError, match="names must have an entry for each"):
         steps((8,), (2,), [R], [R], names=("a", "b"))
     with pytest.raises(ValueError, match="has 2 ranks, got 3"):
         steps((8,), (2,), [R], [R], ranks=(0, 1, 2))

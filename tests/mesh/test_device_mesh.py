@@ -142,7 +142,7 @@ def test_bad_meshes_raise_on_all_ranks() -> None:
             init_device_mesh("cpu", number)
         with pytest.raises(RuntimeError, match=r"as many ranks .* are 2: start the job with 3"):
             init_device_mesh("cpu", (3,))
-        with pytest.raises(RuntimeError, match="is a kind of device"):
+        with pytest.raises(RuntimeError, match="must be a kind of device"):
             init_device_mesh((2,), "cpu")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="backend_override names axis 'a'"):
             init_device_mesh("cpu", (2,), backend_override={"a": "gloo"})

@@ -154,7 +154,7 @@ def test_wrong_urls_and_arguments(url: str, arguments: dict[str, Any], match: st
 @each(
     ("arguments", "match"),
     [
-        ({"url": 1}, "URL is a str, got int"),
+        ({"url": 1}, "URL must be a str, got int"),
         ({"url": "env://", "rank": "0"}, "rank must be an integer, got '0'"),
         ({"url": "env://", "world_size": 1.0}, "world_size must be an integer"),
         ({"url": "env://", "timeout": 5}, "timedelta"),

@@ -195,7 +195,7 @@ def test_other_sizes_are_refused(size: Any) -> None:
         2,
         lambda _: sharded.empty(chunks(0, [0, 1]), *size),
         TypeError,
-        "a size is a sequence of ints",
+        "size must be a sequence of ints",
     )
 
 

@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         [10, 5],
         "ShardedTensor global_size property does not match from different ranks!",
     ),
-    "no size": (lambda r: [quarter(r)], ["ten"], "a size is a sequence of ints"),
+    "no size": (lambda r: [quarter(r)], ["ten"], "size must be a sequence of ints"),
     "dtype": (
         lambda r: [quarter(r, dtype=torch.int32)],
         [10, 10],

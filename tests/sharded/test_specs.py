@@ -99,7 +99,7 @@ def test_a_scalar_has_no_dim_to_cut() -> None:
 
 
 def test_a_size_has_no_negative_extent() -> None:
-    with pytest.raises(ValueError, match="no negative sizes"):
+    with pytest.raises(ValueError, match="sizes must be 0 or more"):
         built(chunks(0, [0]), 4, -1)
 
 

@@ -187,7 +187,10 @@ def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedSt
             by_path.setdefault(path, {}).setdefault(_hashable(facts), []).extend(numbers)
     for path, variants in by_path.items():
         if path in containers:
-            raise ValueError(f"{dotted(path)} is a container on some ranks and a value on others")
+            raise ValueError(
+                f"{dotted(path)} is a container on some ranks and a value on others: all ranks "
+                f"must save states of one structure"
+            )
         alike = sorted(map(sorted, variants.values()))
         found = [(descriptions[each[0]].leaves[path], each) for each in alike]
         found = _copies_as_one(path, found, descriptions, ranks)

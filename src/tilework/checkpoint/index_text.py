@@ -166,16 +166,16 @@ def check_meta(meta: Any) -> None:
         ValueError: It has numbers that JSON lacks, or is nested too deep.
     """
     if not isinstance(meta, Mapping):
-        raise TypeError(f"meta is a dict of plain JSON, got {type(meta).__name__}")
+        raise TypeError(f"meta must be a dict of plain JSON, got {type(meta).__name__}")
     try:
         text = json.dumps(dict(meta), allow_nan=False)
         _check_depth([json.loads(text, object_pairs_hook=_without_duplicates)])
     except RecursionError:
         raise ValueError(f"meta is nested more than {MOST_DEPTH - 1} deep") from None
     except TypeError as error:
-        raise TypeError(f"meta is to be plain JSON: {error}") from None
+        raise TypeError(f"meta must be plain JSON: {error}") from None
     except ValueError as error:
-        raise ValueError(f"meta is to be plain JSON: {error}") from None
+        raise ValueError(f"meta must be plain JSON: {error}") from None
 
 
 def _check_depth(value: Any) -> None:

@@ -67,7 +67,7 @@ class CheckpointManager:
     ) -> None:
         for name, number in (("keep", keep), ("every", every)):
             if number is not None and number < 1:
-                raise ValueError(f"{name} is at least 1, or None, got {number}")
+                raise ValueError(f"{name} must be at least 1, or None, got {number}")
         self.folder, self.keep, self.every, self.best = str(folder), keep, every, best
         self._asynchronous, self._group = asynchronous, group
         self._storage = storage_at(folder)
@@ -236,9 +236,9 @@ def _checked_step(step: int) -> int:
     try:
         number = whole_number(step)  # also for numpy's integers
     except TypeError:
-        raise TypeError(f"a step is a whole number, got {step!r}") from None
+        raise TypeError(f"step must be an int, got {step!r}") from None
     if number < 0:
-        raise ValueError(f"a step is a number from 0 on, got {number}")
+        raise ValueError(f"step must be 0 or more, got {number}")
     return number
 
 

@@ -21,9 +21,9 @@ def storage_at(path: AnyPath) -> Storage:
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
-            f"the path of a checkpoint is a str or a Path, got {type(path).__name__}: it comes "
-            f"second in save(state, path), and first in load(path, into)"
+            f"the path of a checkpoint must be a str or a Path, got {type(path).__name__}: the "
+            f"path comes second in save(state, path), and first in load(path, into)"
         )
     if path == "":
-        raise ValueError("the path is empty: the current folder is '.'")
+        raise ValueError("the path is empty: give a folder; the current folder is '.'")
     return UrlStorage(str(path)) if is_url(path) else LocalStorage(plain_path(path))

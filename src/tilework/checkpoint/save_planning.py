@@ -31,7 +31,7 @@ def check_file_bytes(file_bytes: int) -> None:
         ValueError: It is not an integer of at least 1.
     """
     if not isinstance(file_bytes, int) or file_bytes < 1:
-        raise ValueError(f"file_bytes is a number of bytes from 1 on, got {file_bytes!r}")
+        raise ValueError(f"file_bytes must be a number of bytes, 1 or more, got {file_bytes!r}")
 
 
 @dataclass(frozen=True, slots=True)

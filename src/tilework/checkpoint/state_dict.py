@@ -167,7 +167,7 @@ class _Names:
             if id(each) in inside
         ]
         if inside and not self._inside:
-            raise ValueError("none of the submodules is in the model")
+            raise ValueError("submodules must be modules of the model, and none of those given is")
         self._all = submodules is None or not submodules
         contents = self._module.state_dict()  # fully_shard gives shards for gathered parameters
         self.raw = {self._clean(name): name for name in contents}

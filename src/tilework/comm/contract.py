@@ -91,7 +91,9 @@ class Work(ABC):
 
     def source_rank(self) -> int:
         """The global rank that a received message came from."""
-        raise RuntimeError("only a receive has a source rank")
+        raise RuntimeError(
+            "only a receive has a source rank: call source_rank() on the Work of irecv()"
+        )
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future that completes with :meth:`result`, or fails with :meth:`exception`."""

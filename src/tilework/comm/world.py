@@ -365,7 +365,9 @@ def native_group(group: Any) -> ProcessGroup | NonMember:
             f"tilework's functions take groups of tilework.distributed (new_group), and those of "
             f'torch.distributed after torch.distributed.init_process_group("tilework")'
         )
-    raise TypeError(f"a group is what new_group() returns, or None, got {group!r}")
+    raise TypeError(
+        f"group must be a process group, as new_group() returns, or None; got {group!r}"
+    )
 
 
 def member(group: AnyGroup, operation: str) -> ProcessGroup | None:

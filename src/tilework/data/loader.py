@@ -203,7 +203,9 @@ def _check(
                 "tilework.data.DistributedSampler"
             )
     if streams and shuffle:
-        raise ValueError("an iterable dataset has an order already: shuffle it there")
+        raise ValueError(
+            "shuffle must be False for an iterable dataset: shuffle within the dataset"
+        )
     for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")

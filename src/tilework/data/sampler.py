@@ -187,6 +187,9 @@ def divide(
         return Division(0, 1, uneven)
     pg = resolve(group)
     if isinstance(pg, NonMember):
-        raise ValueError("this rank is not in the group by which the rows are divided")
+        raise ValueError(
+            "this rank is not in the group by which the rows are divided: make the sampler on "
+            "ranks of the group"
+        )
     agree_equal(facts, pg, _DIFFERENT)
     return Division(pg.rank(), pg.size(), uneven)

@@ -44,7 +44,7 @@ def checked_shape(shape: Sequence[int] | None, stride: Sequence[int] | None) -> 
     if shape is not None:
         shape = whole_numbers(shape, "shape has a size for each dim, as (4, 3)")
         if min(shape, default=0) < 0:
-            raise ValueError(f"shape has sizes of 0 or more, got {shape}")
+            raise ValueError(f"shape must have sizes of 0 or more, got {shape}")
     if stride is not None:
         stride = whole_numbers(stride, "stride has a whole number for each dim, as (3, 1)")
         if shape is None or len(stride) != len(shape):
@@ -201,7 +201,10 @@ def _inferred(
     """The layout that gives each rank a local tensor of the shape listed for the rank."""
     ndim = len(next(iter(shapes.values())))
     if any(len(shape) != ndim for shape in shapes.values()):
-        raise ValueError(f"parts of one tensor have as many dims, got shapes {_listed(shapes)}")
+        raise ValueError(
+            f"local tensors must have the same number of dims on all ranks, got shapes "
+            f"{_listed(shapes)}"
+        )
     axes_of: dict[int, list[int]] = {dim: [] for dim in range(ndim)}
     for axis in order or range(mesh.ndim):
         placement = placements[axis]

@@ -158,7 +158,7 @@ def _mesh(values: Sequence[Any], mesh: DeviceMesh | None) -> DeviceMesh:
             mesh = value.device_mesh if mesh is None else mesh
             if value.device_mesh != mesh:
                 raise ValueError(
-                    f"the tensors of a local_map lie on one mesh, got {mesh} and "
+                    f"the tensors of a local_map must be on one mesh, got {mesh} and "
                     f"{value.device_mesh}"
                 )
     assert mesh is not None
@@ -171,7 +171,10 @@ def _for_each(
     if placements is None:
         return [None] * len(values)
     if len(placements) != len(values):
-        raise ValueError(f"{name} are for {len(placements)} arguments, got {len(values)}")
+        raise ValueError(
+            f"{name} must have an entry for each of the {len(values)} arguments, got "
+            f"{len(placements)}"
+        )
     for i, (value, its) in enumerate(zip(values, placements, strict=True)):
         if isinstance(value, DTensor) and its is None:
             raise TypeError(f"argument {i} is a DTensor, so {name} must say how it lies, got None")

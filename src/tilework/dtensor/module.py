@@ -114,7 +114,9 @@ def _hook(name: str, what: str, function: Callable[..., Any] | None) -> Callable
     if function is None:
         return None
     if not callable(function):
-        raise TypeError(f"{name} is a function of (module, {what}, device_mesh), got {function!r}")
+        raise TypeError(
+            f"{name} must be a function of (module, {what}, device_mesh), got {function!r}"
+        )
     count = len(inspect.signature(function).parameters)
     if count == 2:
         warnings.warn(

@@ -277,15 +277,13 @@ def _ranks(text: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"the number of restarts is a whole number from 0 on, got {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"the number of restarts must be 0 or more, got {text!r}")
     return int(text)
 
 
 def _nodes(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"the number of nodes is at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"the number of nodes must be at least 1, got {text!r}")
     return int(text)
 
 
@@ -310,7 +308,7 @@ def _elastic(text: str) -> tuple[int, int]:
 
 def _torchrun_binding(text: str) -> str:
     if text not in _BINDINGS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_BINDINGS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} must be one of {', '.join(_BINDINGS)}")
     return _BINDINGS[text]
 
 
@@ -319,7 +317,7 @@ def _timeout(text: str) -> timedelta:
         timeout = timedelta(seconds=float(text))
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
-            f"the timeout is a number of seconds, such as 30 or 0.5, got {text!r}"
+            f"the timeout must be a number of seconds, such as 30 or 0.5, got {text!r}"
         ) from None
     if timeout <= timedelta(0):
         raise argparse.ArgumentTypeError(f"the timeout must be longer than 0 s, got {text!r}")
@@ -328,7 +326,7 @@ def _timeout(text: str) -> timedelta:
 
 def _port(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a port must be a number from 1 to 65535, got {text!r}")
     return int(text)
 
 

@@ -76,11 +76,11 @@ class LaunchSettings:
             raise ValueError(f'the start method is "fork" or "spawn", got {self.start!r}')
         if self.bind not in get_args(BindMode):
             modes = ", ".join(get_args(BindMode))
-            raise ValueError(f"ranks are bound by one of {modes}, got {self.bind!r}")
+            raise ValueError(f"bind must be one of {modes}, got {self.bind!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"the timeout must be longer than 0 s, got {self.timeout}")
         if self.master_port is not None and not 0 <= self.master_port < 1 << 16:
-            raise ValueError(f"a TCP port is 0 (any) to 65535, got {self.master_port}")
+            raise ValueError(f"a TCP port must be 0 (any) to 65535, got {self.master_port}")
         if self.backend is not None:
             check_backend(self.backend)
 
@@ -92,7 +92,9 @@ class LaunchSettings:
         if self.elastic is not None:
             least, most = self.elastic
             if not 1 <= least <= most:
-                raise ValueError(f"elastic is MIN:MAX with 1 <= MIN <= MAX, got {least}:{most}")
+                raise ValueError(
+                    f"elastic must be MIN:MAX with 1 <= MIN <= MAX, got {least}:{most}"
+                )
             if not least <= self.nprocs <= most:
                 raise ValueError(
                     f"{self.nprocs} ranks are not between the {least} and {most} of elastic"

@@ -40,7 +40,8 @@ class Box:
             )
         if offsets and (min(offsets) < 0 or min(sizes) < 0):
             raise ValueError(
-                f"a box has no negative offsets or sizes, got offsets {offsets} and sizes {sizes}"
+                f"a box must not have negative offsets or sizes, got offsets {offsets} and sizes "
+                f"{sizes}"
             )
         object.__setattr__(self, "offsets", offsets)
         object.__setattr__(self, "sizes", sizes)

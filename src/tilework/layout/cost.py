@@ -56,7 +56,7 @@ class CostModel:
             (self.network_latency, self.network_seconds_per_byte),
         )
         if min(*within, *between) < 0:
-            raise ValueError(f"costs are not negative, got {self}")
+            raise ValueError(f"costs must not be negative, got {self}")
 
     def near(self, src: int, dst: int) -> bool:
         """True if both ranks are on one host."""

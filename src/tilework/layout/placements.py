@@ -232,8 +232,8 @@ def check_placements(
         )
     ops = {placement.reduce_op for placement in placements if isinstance(placement, Partial)}
     if len(ops) > 1:
-        raise ValueError(f"a tensor has one reduction, the Partial placements have {sorted(ops)}")
+        raise ValueError(f"all Partial placements must have one reduction, got {sorted(ops)}")
     if order is not None and sorted(order_in(order)) != list(range(len(lengths))):
         raise ValueError(
-            f"order names each of the mesh's {len(lengths)} axes once, got {list(order)}"
+            f"order must name each of the mesh's {len(lengths)} axes once, got {list(order)}"
         )

@@ -401,4 +401,4 @@ def _flat(mesh: Any) -> tuple[Ints, list[int]]:
 
 def _check_mesh(ranks: list[int]) -> None:
     if not ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(f"a mesh has one or more ranks, none twice, got {ranks}")
+        raise ValueError(f"a mesh must have one or more ranks, none twice, got {ranks}")

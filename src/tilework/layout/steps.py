@@ -178,7 +178,9 @@ def redistribution_steps(
     count = len(lengths)
     names = tuple(map(str, range(count))) if names is None else tuple(names)
     if len(names) != count:
-        raise ValueError(f"{count} axes have as many names, got {list(names)}")
+        raise ValueError(
+            f"names must have an entry for each of the {count} axes, got {list(names)}"
+        )
     total = math.prod(lengths)
     ranks = tuple(range(total)) if ranks is None else tuple(map(int, ranks))
     if len(ranks) != total:

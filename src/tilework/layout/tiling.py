@@ -91,7 +91,8 @@ class Tiling:
         object.__setattr__(self, "terms", tuple(map(tuple, self.terms)))
         if not self.terms or (len(self.terms) > 1) != (self.reduce_op is not None):
             raise ValueError(
-                f"a tiling has one term and no reduce_op, or several terms and a reduce_op, got "
+                f"a tiling must have one term and no reduce_op, or several terms and a reduce_op, "
+                f"got "
                 f"{len(self.terms)} terms and reduce_op={self.reduce_op!r}"
             )
         for term in self.terms:

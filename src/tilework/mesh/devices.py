@@ -15,12 +15,12 @@ def check_device_type(device_type: str) -> None:
         index = torch.device(device_type).index if isinstance(device_type, str) else 0
     except RuntimeError:
         raise RuntimeError(
-            f"device_type is a kind of device that torch has, such as 'cpu' or 'cuda'; got "
+            f"device_type must be a kind of device that torch has, such as 'cpu' or 'cuda'; got "
             f"{device_type!r}"
         ) from None
     if index is not None:
         raise RuntimeError(
-            f"device_type is a kind of device without an index, such as 'cpu' or 'cuda': each "
+            f"device_type must be a kind of device without an index, such as 'cpu' or 'cuda': each "
             f"rank's own is meant; got {device_type!r}"
         )
 

@@ -76,7 +76,7 @@ def mesh_or_current(mesh: Any) -> DeviceMesh:
         return DeviceMesh.from_torch(mesh)
     hint = "; placements come after the mesh" if isinstance(mesh, (list, tuple)) else ""
     raise TypeError(
-        f"a mesh is a DeviceMesh, which init_device_mesh() makes, got {type(mesh).__name__}{hint}"
+        f"mesh must be a DeviceMesh, as init_device_mesh() makes, got {type(mesh).__name__}{hint}"
     )
 
 

@@ -40,14 +40,14 @@ class MeshSpec:
         object.__setattr__(self, "shape", whole_numbers(self.shape, _SHAPE))
         object.__setattr__(self, "ranks", whole_numbers(self.ranks, "a mesh has numbers of ranks"))
         if min(self.shape, default=1) < 1:
-            raise ValueError(f"a mesh has 1 or more ranks along each axis, got {self.shape}")
+            raise ValueError(f"a mesh must have 1 or more ranks along each axis, got {self.shape}")
         if math.prod(self.shape) != len(self.ranks):
             raise ValueError(
                 f"a mesh of shape {self.shape} has {math.prod(self.shape)} ranks, got "
                 f"{len(self.ranks)}: {list(self.ranks)}"
             )
         if min(self.ranks) < 0:
-            raise ValueError(f"ranks are numbers from 0 on, got {list(self.ranks)}")
+            raise ValueError(f"ranks must be numbers from 0 on, got {list(self.ranks)}")
         if len(set(self.ranks)) != len(self.ranks):
             twice = sorted({rank for rank in self.ranks if self.ranks.count(rank) > 1})
             raise ValueError(
@@ -268,7 +268,7 @@ def _checked_names(names: Iterable[str], ndim: int) -> tuple[str, ...]:
     if len(set(names)) != len(names):
         raise ValueError(f"Each mesh_dim_name must be unique, got {list(names)}")
     if not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"mesh_dim_names are strings that are not empty, got {list(names)}")
+        raise ValueError(f"mesh_dim_names must be strings that are not empty, got {list(names)}")
     return names
 
 
@@ -276,10 +276,12 @@ def _flatten(nested: Any) -> tuple[Ints, Ints]:
     if isinstance(nested, int):
         return (), (nested,)
     if not isinstance(nested, Sequence) or isinstance(nested, (str, bytes)):
-        raise TypeError(f"a mesh is ranks in nested sequences or a tensor of them, got {nested!r}")
+        raise TypeError(
+            f"a mesh must be ranks in nested sequences, or a tensor of ranks, got {nested!r}"
+        )
     parts = [_flatten(part) for part in nested]
     shapes = {shape for shape, _ in parts}
     if len(shapes) > 1:
-        raise ValueError(f"a mesh is a full grid, but its rows differ in length: {nested!r}")
+        raise ValueError(f"a mesh must be a full grid, but rows differ in length: {nested!r}")
     inner = shapes.pop() if shapes else ()
     return (len(parts), *inner), tuple(rank for _, ranks in parts for rank in ranks)

@@ -47,7 +47,7 @@ class RankPlace:
 def split_url(url: str) -> SplitResult:
     """The parts of ``url``. Raises TypeError or ValueError."""
     if not isinstance(url, str):
-        raise TypeError(f"a rendezvous URL is a str, got {type(url).__name__}: {url!r}")
+        raise TypeError(f"a rendezvous URL must be a str, got {type(url).__name__}: {url!r}")
     try:
         parts = urlsplit(url)
     except ValueError as error:

@@ -33,7 +33,7 @@ def timeout_seconds(timeout: Timeout, default: float) -> float:
         if seconds == UNSET_RPC_TIMEOUT:
             return default
     else:
-        raise TypeError(f"a timeout is a number of seconds or a timedelta, got {timeout!r}")
+        raise TypeError(f"a timeout must be a number of seconds or a timedelta, got {timeout!r}")
     if not seconds >= 0:
         raise ValueError(f"a timeout must not be negative (0 means no limit), got {timeout!r}")
     return seconds or math.inf

@@ -35,7 +35,7 @@ def flat_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
     """
     extents: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     if isinstance(extents, str) or not all(isinstance(extent, int) for extent in extents):
-        raise TypeError(f"a size is a sequence of ints, got {size!r}")
+        raise TypeError(f"size must be a sequence of ints, got {size!r}")
     return torch.Size(extents)
 
 

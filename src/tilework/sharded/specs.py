@@ -119,7 +119,7 @@ class ChunkShardingSpec(ShardingSpec):
     ) -> ShardedTensorMetadata:
         size = torch.Size(tensor_sizes)
         if min(size, default=0) < 0:
-            raise ValueError(f"a tensor has no negative sizes, got {tuple(size)}")
+            raise ValueError(f"sizes must be 0 or more, got {tuple(size)}")
         dim = self.dim if self.dim >= 0 else self.dim + len(size)
         if not 0 <= dim < len(size):
             raise ValueError(f"Invalid sharding dim: {self.dim} for a tensor of size {tuple(size)}")

@@ -27,7 +27,7 @@ _KEYS_SHOWN: Final = 8
 def key_bytes(key: str) -> bytes:
     """``key`` as UTF-8. Raises TypeError or ValueError where it cannot be a key."""
     if not isinstance(key, str):
-        raise TypeError(f"a store's key is a str, got {type(key).__name__}")
+        raise TypeError(f"a store's key must be a str, got {type(key).__name__}")
     try:
         data = key.encode()
     except UnicodeEncodeError as error:
@@ -51,7 +51,7 @@ def data_bytes(value: str | bytes) -> bytes:
     if isinstance(value, str):
         value = value.encode()
     elif not isinstance(value, bytes):
-        raise TypeError(f"a store's value is str or bytes, got {type(value).__name__}")
+        raise TypeError(f"a store's value must be str or bytes, got {type(value).__name__}")
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f"a store's value takes at most {MAX_VALUE_BYTES} bytes, got {len(value)}")
     return value

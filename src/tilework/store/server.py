@@ -95,7 +95,7 @@ class StoreServer:
 def check_secret(secret: bytes | None) -> None:
     """Raise unless ``secret`` is None or some bytes."""
     if secret is not None and not isinstance(secret, bytes):
-        raise TypeError(f"a store's secret is bytes or None, got {type(secret).__name__}")
+        raise TypeError(f"a store's secret must be bytes or None, got {type(secret).__name__}")
     if secret == b"":
         raise ValueError("a store's secret cannot be empty: use None for no secret")
 

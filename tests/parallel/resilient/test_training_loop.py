@@ -217,7 +217,7 @@ def test_a_state_of_something_else_is_refused() -> None:
         loop: Resilient[None] = Resilient(lambda: {"x": object()}, lambda state, number: None)
         with pytest.raises(TypeError, match=r"state\['x'\] is of type object"):
             list(loop.run(1))
-        with pytest.raises(ValueError, match="replicas is at least 1, got 0"):
+        with pytest.raises(ValueError, match="replicas must be at least 1, got 0"):
             Resilient(dict, lambda state, number: None, replicas=0)
 
     run_ranks(2, program)

@@ -306,7 +306,7 @@ def test_a_wrong_plan_changes_nothing() -> None:
                 mesh,
                 {**fine, "embed": ColwiseParallel(), "head": ColwiseParallel()},
             )
-        with pytest.raises(TypeError, match="a plan is a ParallelStyle, or a dict"):
+        with pytest.raises(TypeError, match="a plan must be a ParallelStyle, or a dict"):
             parallelize_module(model, mesh, [fine])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="'norm': 1"):
             parallelize_module(model, mesh, {**fine, "norm": 1})  # type: ignore[dict-item]

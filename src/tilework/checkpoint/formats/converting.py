@@ -100,7 +100,7 @@ def convert(
     options = options or ConvertOptions()
     kind = to or format_of_name(target)
     if kind not in FORMATS:
-        raise ValueError(f"formats are {', '.join(FORMATS)}, got {kind!r}")
+        raise ValueError(f"the format must be one of {', '.join(FORMATS)}, got {kind!r}")
     source, target = plain_path(source), plain_path(target)
     _check_target(target, kind)
     _check_apart(source, target)

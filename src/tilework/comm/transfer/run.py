@@ -180,7 +180,10 @@ def _dtype_of(tensors: Sequence[Tensor], given: torch.dtype | None) -> torch.dty
             "a rank without tiles and out must be told the dtype of the others' tiles: pass dtype"
         )
     if given not in (None, dtype):
-        raise ValueError(f"tensors are of {dtype}, but dtype={given} was given")
+        raise ValueError(
+            f"tensors are of {dtype}, but dtype={given} was given: leave dtype out, or convert the "
+            f"tensors"
+        )
     return dtype
 
 

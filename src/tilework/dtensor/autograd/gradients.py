@@ -107,7 +107,8 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
         )
     if value.shape != tensor.shape:
         raise RuntimeError(
-            f"a gradient has its tensor's shape, {list(tensor.shape)}, got {list(value.shape)}"
+            f"a gradient must have the tensor's shape, {list(tensor.shape)}, got "
+            f"{list(value.shape)}"
         )
     spec = tensor._spec.grad_spec
     local = local_as(value, spec, "the gradient")
@@ -377,7 +378,7 @@ def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor,
         refuse_torch_dtensor(gradient, "the backward pass")
         if gradient.shape != tensor.shape:
             raise RuntimeError(
-                f"a gradient has its tensor's shape, {list(tensor.shape)}, got "
+                f"a gradient must have the tensor's shape, {list(tensor.shape)}, got "
                 f"{list(gradient.shape)}"
             )
         grad = local_as(gradient, spec.dual, "the gradient")

@@ -204,13 +204,13 @@ def _spec(
     order: Sequence[int] | None,
 ) -> DTensorSpec:
     if layout is not torch.strided:
-        raise ValueError(f"DTensors are dense: layout=torch.strided, got {layout}")
+        raise ValueError(f"layout must be torch.strided, as DTensors are dense, got {layout}")
     mesh = mesh_or_current(device_mesh)
     shape: Any = size
     if len(size) == 1 and not isinstance(size[0], int):
         shape = size[0]
     if min(shape, default=0) < 0:
-        raise ValueError(f"a tensor has no negative sizes, got {list(shape)}")
+        raise ValueError(f"sizes must be 0 or more, got {list(shape)}")
     return spec_of(
         mesh,
         (Replicate(),) * mesh.ndim if placements is None else placements_in(placements),

@@ -40,7 +40,7 @@ def _checked(text: str, what: str) -> Mode:
     for mode in _MODES:
         if mode == text:
             return mode  # type: ignore[no-any-return]
-    raise ValueError(f"{what} is one of {', '.join(_MODES)}, got {text!r}")
+    raise ValueError(f"{what} must be one of {', '.join(_MODES)}, got {text!r}")
 
 
 def mode() -> Mode:

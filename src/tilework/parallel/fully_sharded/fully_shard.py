@@ -188,7 +188,10 @@ def _check(
                 f"gathered: call fully_shard on each module in it"
             )
         if hasattr(module, "_fsdp_state"):
-            raise ValueError(f"{type(module).__name__} was given to fully_shard before")
+            raise ValueError(
+                f"{type(module).__name__} was given to fully_shard before: call fully_shard once "
+                f"on each module"
+            )
         for name, inner in module.named_modules():
             if getattr(inner, "max_norm", None) is not None and isinstance(
                 inner, nn.Embedding | nn.EmbeddingBag

@@ -81,7 +81,7 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide sums of gradients over all ranks by ``factor``, not by their number. Local."""
         if not factor > 0:
-            raise ValueError(f"gradients are divided by a factor above zero, got {factor}")
+            raise ValueError(f"the factor that divides gradients must be above zero, got {factor}")
         self._fsdp_state.reduction.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -262,7 +262,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         torch.Size([1, 3])
     """
     if not isinstance(module, FSDPModule):
-        raise ValueError(f"{type(module).__name__} was not given to fully_shard")
+        raise ValueError(
+            f"{type(module).__name__} was not given to fully_shard: call fully_shard(module) first"
+        )
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")

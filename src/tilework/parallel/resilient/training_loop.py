@@ -151,7 +151,7 @@ class Resilient(Generic[T]):
     ) -> None:
         for name, number in (("replicas", replicas), ("every", every)):
             if number < 1:
-                raise ValueError(f"{name} is at least 1, got {number}")
+                raise ValueError(f"{name} must be at least 1, got {number}")
         self._build, self._step = build, step
         self._replicas, self._every, self._shared = replicas, every, shared
         self._checkpoint, self._patience = checkpoint, patience

@@ -167,7 +167,7 @@ def _checked(
         return {"": plan}
     if not isinstance(plan, Mapping):
         raise TypeError(
-            f"a plan is a ParallelStyle, or a dict of styles by names of modules, got "
+            f"a plan must be a ParallelStyle, or a dict of styles by names of modules, got "
             f"{type(plan).__name__}"
         )
     for name, style in plan.items():
@@ -175,7 +175,7 @@ def _checked(
             style_of(style)
         elif not isinstance(name, str) or not isinstance(style, ParallelStyle):
             raise TypeError(
-                f"a plan has styles by names of modules, such as ColwiseParallel(), got "
+                f"a plan must have styles by names of modules, such as ColwiseParallel(), got "
                 f"{name!r}: {style!r}"
             )
     return plan

@@ -260,7 +260,7 @@ def _sequence(layouts: Layouts | None) -> tuple[Placement | None, ...] | None:
     sequence = tuple(map(native_placement, given))
     for layout in sequence:
         if layout is not None and not isinstance(layout, Placement):
-            raise TypeError(f"layouts are placements or None, got {layout!r}")
+            raise TypeError(f"layouts must be placements or None, got {layout!r}")
     return sequence
 
 
