@@ -673,7 +673,7 @@ def test_urls(tmp_path: Path, url: str) -> None:
 
 def test_a_path_that_stands_in_the_other_place(tmp_path: Path) -> None:
     state: Any = {"step": 1}
-    with pytest.raises(TypeError, match=r"got dict: it comes second in save\(state, path\)"):
+    with pytest.raises(TypeError, match=r"got dict: the path comes second in save\(state, path\)"):
         checkpoint.read(state)
     with pytest.raises(TypeError, match=r"and first in load\(path, into\)"):
         checkpoint.save(tmp_path, state)
