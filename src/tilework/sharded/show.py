@@ -51,7 +51,7 @@ def _overview(
 ) -> Overview:
     if isinstance(tensor, ShardingSpec):
         if size is None:
-            raise ValueError("show() needs a size with a sharding spec: show(spec, size=(...))")
+            raise ValueError("show() needs a size with a sharding spec: say show(spec, size=(...))")
         properties = TensorProperties(dtype or torch.get_default_dtype())
         return overview(tensor.build_metadata(tuple(size), properties), tensor)
     if not isinstance(tensor, ShardedTensorBase):

@@ -111,7 +111,7 @@ def _wait(ticket: Tensor) -> Tensor:
     if found is None:
         raise RuntimeError(
             "tilework::wait needs the tensor that a collective's operator returned, and takes it "
-            "once; got another tensor, or one that was waited for before. Use the result of the "
+            "once; got another tensor, or one that was waited for already. Use the result of the "
             "first wait"
         )
     delattr(ticket, _RESULT)
