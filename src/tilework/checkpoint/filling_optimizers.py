@@ -109,7 +109,7 @@ class _Candidates:
         self._starts = [dotted((*each, "state")) + "." for each in (path, root) if each is not None]
 
     def matching(self, listed: Named) -> dict[Any, Any]:
-        """The checkpoint's name of each parameter for which it is certain."""
+        """The name in the checkpoint of each parameter, unless the name is ambiguous."""
         found, possible = {}, {}
         places = [self._filling.places.get(id(parameter), ()) for _, parameter in listed]
         saved_places = {

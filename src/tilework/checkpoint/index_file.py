@@ -129,7 +129,7 @@ def _read(storage: Storage, name: str) -> Index:
 
 
 def _kept(storage: Storage) -> bytes | None:
-    """The text of the valid index, once it is in a second file; None: there is none."""
+    """Copy the valid index to a second file; return the text, or None without an index."""
     names = storage.names()
     for name in (INDEX_NAME, PREVIOUS_NAME):
         if name not in names:

@@ -99,7 +99,7 @@ class Storage(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the folder if it is missing. It lasts after :meth:`sync`."""
+        """Make the folder if it is missing. After :meth:`sync` the folder survives a crash."""
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:

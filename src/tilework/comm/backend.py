@@ -133,7 +133,7 @@ class Backend(str):
 
 
 def core_error() -> str | None:
-    """The reason why the shared-memory core is not usable here; None if it is."""
+    """The reason why the shared-memory core cannot be used here; None if it can."""
     if importlib.util.find_spec("tilework._core") is not None:
         return None
     if not sys.platform.startswith("linux"):

@@ -84,7 +84,7 @@ def machine() -> list[ReportLine]:
 
 
 def backends() -> list[ReportLine]:
-    """The backends that groups can use here, and the reasons against the others."""
+    """The backends that can be used on this machine; for each other backend the reason why not."""
     findings = [ReportLine("threads", "ranks are threads of one process"), _shm(), _hybrid()]
     for name in ("gloo", "nccl", "ucc", "mpi"):
         if is_backend_available(name) and not torch_has(name):

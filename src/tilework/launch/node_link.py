@@ -100,7 +100,7 @@ class NodeLink:
         return self._beat_at
 
     def beat(self) -> None:
-        """Send a beat if it is due, and drop nodes whose beats are missing."""
+        """Send a heartbeat if the time has come, and drop nodes whose heartbeats are missing."""
         now = time.monotonic()
         if now < self._beat_at:
             return

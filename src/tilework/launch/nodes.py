@@ -95,7 +95,7 @@ def join_nodes(settings: LaunchSettings) -> Nodes:
 
 
 class _Meeting:
-    """A launcher's part in finding the others."""
+    """A launcher's part in the meeting of all launchers of a job."""
 
     def __init__(self, settings: LaunchSettings) -> None:
         assert settings.rdzv is not None

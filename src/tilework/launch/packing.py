@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Packed:
-    """A value that is loaded on demand, so that a failure to load it is reported."""
+    """A pickled value. Code that can report a failure loads it later."""
 
     data: bytes
     """The pickled value."""

@@ -175,7 +175,7 @@ class RankPool:
             )
 
     def _raise_ended(self) -> None:
-        """Raise for the rank that has ended, after ending the others."""
+        """End all other ranks, then raise an error about the rank that has ended."""
         __tracebackhide__ = True
         try:
             self._running.join(timedelta(seconds=_STOP_SECONDS))

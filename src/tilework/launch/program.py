@@ -114,7 +114,7 @@ def _set_first_path(folder: str | None) -> None:
 
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
-    """A module's file and code; for a package those of ``name.__main__``."""
+    """The spec and the code of a module; for a package, of the module ``name.__main__``."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -26,7 +26,7 @@ BOOT: Final = (
 
 @dataclass(frozen=True)
 class PackedProgram:
-    """A program that is loaded only when it runs, so that a failure to load it is reported."""
+    """A pickled program. The rank loads it when it runs, so that the rank can report a failure."""
 
     packed: Packed
 

@@ -237,7 +237,7 @@ class PostLocalSGDOptimizer(Optimizer):
         return repr(self.optim)
 
     def step(self, closure: Any = None) -> Any:
-        """Step, then average if it is due. Collective if it is."""
+        """Step the optimizer, then count the step. Collective if an average is due."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss

@@ -399,7 +399,7 @@ class _BucketStep:
         return [*map(id, parameters)] != [*map(id, self._parameters)]
 
     def step(self, grads: Sequence[Tensor]) -> None:
-        """Step with these gradients, and leave the parameters' ``grad`` as it is. Local."""
+        """Step the optimizer with the given gradients, without changing ``.grad``. Local."""
         if self.optim is None:
             return
         for own, at in zip(self.optim.param_groups, self._filled, strict=True):

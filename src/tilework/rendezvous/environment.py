@@ -80,7 +80,11 @@ def detect_environment(variables: _Variables | None = None) -> Settings | None:
 
 
 def integer(env: _Variables, name: str) -> int | None:
-    """The integer in variable ``name``; None if it is not set. Raises ValueError if it is none."""
+    """The integer in the environment variable ``name``; None if the variable is not set.
+
+    Raises:
+        ValueError: The variable has no integer.
+    """
     text = env.get(name)
     if text is None:
         return None

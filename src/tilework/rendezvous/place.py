@@ -35,7 +35,11 @@ class RankPlace:
             )
 
     def needed(self, url: str) -> RankPlace:
-        """This place if it is complete. Raises ValueError that says how to give what is missing."""
+        """This place, if rank and world size are known.
+
+        Raises:
+            ValueError: A number is missing; the error says how to give it.
+        """
         for name in ("rank", "world_size"):
             if getattr(self, name) == UNSET:
                 raise ValueError(

@@ -42,7 +42,7 @@ class Owned:
             pending.set_result(None)
 
     def get(self) -> Any:
-        """The value. Blocks until it is there; raises what it failed with."""
+        """The value. Blocks until the call that makes it has ended, and raises the call's error."""
         pending = self.pending
         if pending is not None:
             pending.wait()

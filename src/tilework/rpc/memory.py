@@ -131,7 +131,11 @@ class SharedBufferPool:
                 os.close(fd)
 
     def returned(self, fd: int) -> bool:
-        """Keep a file that nobody has any more; True if it is the first unused one."""
+        """Keep a memory file that no other rank uses any more.
+
+        Returns:
+            True if no other file was unused.
+        """
         with self._lock:
             file = self._returning.pop(fd, None)
             if file is None:

@@ -171,7 +171,11 @@ def encode(  # noqa: PLR0913
 
 
 def decode(frames: Sequence[Any]) -> RpcMessage:
-    """The message in ``frames``. Raises struct.error if it is none."""
+    """Decode the message in ``frames``.
+
+    Raises:
+        struct.error: The frames are not a message.
+    """
     first = memoryview(frames[0].bytes)
     kind, sender, number = _HEAD.unpack_from(first)
     at = _HEAD.size

@@ -116,7 +116,7 @@ class Meeting:
         self.gather("here")
 
     def publish(self, what: str, text: str) -> None:
-        """Let the others know, for their ``gather``."""
+        """Publish this rank's value, which the other ranks read in ``gather``."""
         self.store.set(f"{what}/{self._rank}", text)
 
     def gather(self, what: str) -> list[str]:

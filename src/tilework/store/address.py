@@ -176,7 +176,7 @@ class UnixAddress(Address):
 
     @property
     def abstract(self) -> bool:
-        """True if it is a name that leaves nothing on disk."""
+        """True if the socket is in Linux's abstract namespace, and leaves no file on disk."""
         return self.name.startswith("@")
 
     @property

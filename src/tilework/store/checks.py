@@ -47,7 +47,12 @@ def keys_bytes(keys: Sequence[str]) -> list[bytes]:
 
 
 def data_bytes(value: str | bytes) -> bytes:
-    """``value`` as bytes, str as UTF-8. Raises TypeError or ValueError where it is no value."""
+    """The bytes of a store's value; a str becomes UTF-8.
+
+    Raises:
+        TypeError: The value is neither str nor bytes.
+        ValueError: The value is too long.
+    """
     if isinstance(value, str):
         value = value.encode()
     elif not isinstance(value, bytes):
@@ -69,7 +74,12 @@ def compare_set_bytes(expected: str | bytes, desired: str | bytes) -> tuple[byte
 
 
 def amount_int(amount: int) -> int:
-    """``amount`` if it is an integer of 64 signed bits. Raises TypeError or ValueError."""
+    """The amount, checked.
+
+    Raises:
+        TypeError: The amount is not an integer.
+        ValueError: The amount does not fit 64 signed bits.
+    """
     if not isinstance(amount, int):
         raise TypeError(f"add takes an int, got {type(amount).__name__}")
     if not -MAX_INTEGER - 1 <= amount <= MAX_INTEGER:
@@ -86,7 +96,12 @@ def same_length(keys: Sequence[str], values: Sequence[str | bytes]) -> None:
 
 
 def positive(timeout: timedelta) -> timedelta:
-    """``timeout`` if it is a positive timedelta. Raises TypeError or ValueError."""
+    """The timeout, checked.
+
+    Raises:
+        TypeError: The timeout is not a timedelta.
+        ValueError: The timeout is not positive.
+    """
     if not isinstance(timeout, timedelta):
         raise TypeError(
             f"a timeout is a datetime.timedelta, got {type(timeout).__name__} {timeout!r}"

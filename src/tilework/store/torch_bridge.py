@@ -186,7 +186,7 @@ class TorchStoreAdapter(Store):
 
 
 def _text(value: bytes) -> str:
-    """``value`` for those of torch's methods that take str only."""
+    """The value as a str, for methods of torch's stores that take no bytes."""
     try:
         return value.decode()
     except UnicodeDecodeError as error:

@@ -191,7 +191,7 @@ class PythonEngine(ABC):
             self.interrupt()
 
     def note_abort(self, by: int, kind: str, text: str) -> bool:
-        """Record an abort; True if it is the first that this rank knows of."""
+        """Record an abort. True if this rank has not known of another abort."""
         with self._lock:
             if self._abortion is not None:
                 return False

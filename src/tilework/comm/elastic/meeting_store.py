@@ -39,7 +39,7 @@ def answers_soon(store: Store) -> bool:
 
 
 def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore:
-    """Serve a store from this process, and write to the registers where it is. Local."""
+    """Serve a store from this process, and write the store's address to the registers. Local."""
     secret, name = secrets.token_bytes(32), f"@tilework-{secrets.token_hex(16)}"
     store = UnixStore(name, is_master=True, timeout=timeout, secret=secret)
     registers.write(key, f"{name} {secret.hex()}")

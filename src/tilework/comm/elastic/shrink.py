@@ -73,7 +73,7 @@ class _Shrinking:
         self._group: ProcessGroup | None = None
 
     def run(self, excluded: Sequence[int]) -> ProcessGroup:
-        """Agree with the others, and put the new group in the place of the old one. Blocks."""
+        """Agree with the other ranks, and replace the old group by the new group. Blocks."""
         candidates = [rank for rank in range(self._old.size()) if rank not in excluded]
         rounds = len(candidates) + _SPARE_ROUNDS
         try:

@@ -41,7 +41,7 @@ class Straggler:
 
     @property
     def ratio(self) -> float:
-        """The rank's own time as a multiple of the others'."""
+        """The rank's own time, divided by the median of the other ranks' own times."""
         return self.seconds / max(self.others, 1e-9)
 
     @property

@@ -379,7 +379,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _front(x: Tensor, dim: int, async_op: bool) -> Tensor:
-    """``x`` with ``dim`` in front, contiguous; a copy if it is read asynchronously."""
+    """Move ``dim`` of ``x`` to the front, contiguous; a copy if the collective is asynchronous."""
     moved = _rows_first(x, dim).resolve_conj().resolve_neg()
     return _copy(moved) if async_op else moved.contiguous()
 

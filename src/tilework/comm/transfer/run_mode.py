@@ -59,7 +59,7 @@ def agree_on_mode(
 
 
 def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn:
-    """Raise ``error`` on this rank and on the others, which wait to agree. Collective."""
+    """Raise ``error`` on this rank, and on all ranks that wait to agree. Collective."""
 
     def give_up() -> NoReturn:
         raise error

@@ -32,7 +32,7 @@ class GradLeaf:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient as it is now."""
+        """The present ``.grad`` of the parameter."""
         return self.tensor.grad
 
     def on_grad(self, call: Callable[[Tensor], None]) -> Any:

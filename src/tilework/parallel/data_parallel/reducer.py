@@ -559,7 +559,7 @@ _hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def _accumulator(leaf: Tensor) -> Any:
-    """The node that accumulates a leaf's gradient, as it is now."""
+    """The autograd node that accumulates the gradient of a leaf (``AccumulateGrad``)."""
     with torch.enable_grad():
         root: Any = leaf.view_as(leaf).grad_fn
     return root.next_functions[0][0]

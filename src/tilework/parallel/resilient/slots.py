@@ -81,7 +81,7 @@ class Slots(ABC):
         return self._bytes(rank, self.layout.slot(rank, slot), self.layout.tensor_bytes[rank])
 
     def stamp(self, rank: int, slot: int) -> int | None:
-        """The finished steps that a slot holds; None if it is not here, or incomplete."""
+        """The number of finished steps in a slot; None if the slot is elsewhere, or incomplete."""
         area = self.area(rank)
         if area is None:
             return None
@@ -144,7 +144,7 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 class PeerSlots(Slots):
-    """Areas in this rank's memory: the rank's own, and those of ``replicas`` others."""
+    """Slots in this rank's memory: the rank's own, and copies of ``replicas`` other ranks'."""
 
     def __init__(self, layout: AreaLayout, rank: int, replicas: int) -> None:
         super().__init__(layout, rank)

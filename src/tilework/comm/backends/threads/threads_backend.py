@@ -299,7 +299,7 @@ class ThreadsEngine(PythonEngine):
         return meeting.missing()
 
     def _part(self, meeting: _Meeting, deadline: float) -> None:
-        """Wait until every rank has read the others' tensors."""
+        """Wait until every rank has read the tensors of all other ranks."""
         hub = self.hub
         with hub.lock:
             meeting.left += 1
