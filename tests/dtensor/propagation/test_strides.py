@@ -8,6 +8,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +152,7 @@ def test_of_attention_and_quantiles(
     run_ranks(2, program)
 
 
+@pytest.mark.timeout(300)  # many calls, on slow machines too
 @each("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @each("batch_first", [False, True])
 def test_of_recurrent_layers(kind: type[nn.Module], batch_first: bool) -> None:
