@@ -173,7 +173,7 @@ def nested(depth: int) -> dict[str, Any]:
 )
 def test_meta_that_no_index_has_is_refused(tmp_path: Path, meta: Any) -> None:
     checkpoint.save({"x": 1}, tmp_path)
-    with pytest.raises((TypeError, ValueError), match="meta is"):
+    with pytest.raises((TypeError, ValueError), match="meta must be"):
         checkpoint.save({"x": 2}, tmp_path, SaveOptions(meta=meta))
     assert checkpoint.read(tmp_path) == {"x": 1}
 

@@ -123,7 +123,7 @@ def test_inputs_are_checked_or_redistributed() -> None:
         found = local_map(same, [Shard(1)], ([Shard(1)],), redistribute_inputs=True)(x)
         assert found.placements == (Shard(1),)
         assert found.shape == (4, 4)
-        with pytest.raises(ValueError, match="are for 2 arguments, got 1"):
+        with pytest.raises(ValueError, match="an entry for each of the 1 arguments, got 2"):
             local_map(same, [Shard(0)], ([Shard(0)], None))(x)
         with pytest.raises(TypeError, match="argument 0 is a DTensor"):
             local_map(same, [Shard(0)], (None,))(x)
