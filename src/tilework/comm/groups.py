@@ -489,7 +489,7 @@ def _check_ranks(
             f"new_group: ranks {outside} do not exist in a world of {world_size} ranks"
         )
     if len(set(members)) != len(members):
-        raise ValueError(f"new_group: ranks must name each rank once, got {list(ranks)}")
+        raise ValueError(f"new_group: a rank is named twice in {list(ranks)}: name each once")
     return members
 
 

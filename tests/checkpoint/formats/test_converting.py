@@ -145,7 +145,7 @@ def test_what_is_refused(saved: Path, tmp_path: Path) -> None:
         checkpoint.convert(saved, saved)
     with pytest.raises(CheckpointError, match="is in no known format"):
         checkpoint.convert(tmp_path / "nothing", tmp_path / "x")
-    with pytest.raises(ValueError, match="formats are tilework, safetensors"):
+    with pytest.raises(ValueError, match="the format must be one of tilework, safetensors"):
         checkpoint.convert(saved, tmp_path / "x", "onnx")
     (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 100)
     with pytest.raises(CheckpointError, match="its header is too long"):
