@@ -241,7 +241,7 @@ def test_a_state_that_build_makes_differently_later_is_refused() -> None:
                 raise SystemExit
             dist.barrier()
 
-        with pytest.raises(ValueError, match=r"more was float32 \[3\].*lacks it"):
+        with pytest.raises(ValueError, match=r"more is float32 \[3\].*lacks it"):
             list(Resilient(make, step).run(3))
 
     results = run_ranks(3, program, return_exceptions=True)
