@@ -369,6 +369,31 @@ def operators_beside_plain_tensors(place: Place) -> None:
             d @ torch.ones(6, 6)
 
 
+def written_at(x: Any, index: Any, value: Any) -> Any:
+    y = x.clone()
+    y[index] = value
+    return y
+
+
+@CHECKS()
+def indices_on_the_cpu(place: Place) -> None:
+    """As in torch, indices and numbers to write may be on the CPU for a tensor of any device."""
+    x = numbers(place, 7, 6)
+    rows, mask = torch.tensor([3, 1, 0]), torch.arange(7) % 2 == 0
+    indices: list[Any] = [rows, rows.view(3, 1), (slice(None), rows), (rows, rows), mask, [3, 1]]
+    number = torch.tensor(5.0)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        d = sharded(place, x, placement)
+        for index in indices:
+            on_device(place, d[index])
+            same(d[index], x[index])
+            for value in (5.0, number, number.to(place.device)):
+                same(written_at(d, index, value), written_at(x, index, value))
+        for accumulate in (False, True):
+            found, expected = [t.index_put((rows,), number, accumulate) for t in (d, x)]
+            same(found, expected)
+
+
 @CHECKS()
 def nonzero_and_masks(place: Place) -> None:
     x = numbers(place, 7, 6)

@@ -462,3 +462,19 @@ def test_what_no_element_of_is_scattered_is_a_write(target: str, lies: str) -> N
         f"watch(v1, 'v1')\nv3 = torch.cat([v2, v2], 1)\n"
         f"with torch.no_grad(): {target}.scatter_(0, torch.tensor([]), 2.0)"
     )
+
+
+def test_tensors_on_meta_are_indexed_as_in_torch() -> None:
+    """The indices stay on the CPU, where ranks can look up which elements are local."""
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        plain = torch.empty(7, 6, device="meta")
+        columns = distribute_tensor(plain, mesh, [Shard(1)])
+        for index in ([3, 1, 0], torch.tensor([3, 1, 0]), torch.tensor([[3], [1]])):
+            assert columns[index].shape == plain[index].shape
+            rows = distribute_tensor(plain, mesh, [Shard(0)])
+            rows[index] = 1.0
+            assert rows.is_meta
+
+    run_ranks(2, program)

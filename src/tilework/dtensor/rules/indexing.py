@@ -43,7 +43,7 @@ def _get_by_tensors(input: Tensor, index: Any) -> Tensor:
     items = index if isinstance(index, tuple) else (index,)
     if len(items) > input.dim():
         raise IndexError(f"too many indices for tensor of dimension {input.dim()}")
-    indices = [item if isinstance(item, Tensor) else None for item in items]
+    indices = [_beside(input, item) if isinstance(item, Tensor) else None for item in items]
     return take_at(input, indices + [None] * (input.dim() - len(items)))
 
 
@@ -84,6 +84,8 @@ def _put(input: DTensor, index: Any, values: Tensor, accumulate: bool = False) -
     if indices is None:
         basic.copy_(basic + values if accumulate else values)
         return
+    if not values.dim():
+        values = _beside(input, values)
     if values.dtype != input.dtype:  # torch refuses it
         torch.zeros(1, dtype=input.dtype)[torch.tensor([0])] = torch.zeros(1, dtype=values.dtype)
     put_at_(basic, indices, values, accumulate)
@@ -196,7 +198,17 @@ def _only_mask(input: DTensor, index: Any) -> Tensor | None:
         return None
     if index.shape != input.shape[: index.dim()]:
         return None
-    return index.reshape(tuple(index.shape) + (1,) * (input.dim() - index.dim()))
+    mask = _beside(input, index)
+    return mask.reshape(tuple(mask.shape) + (1,) * (input.dim() - mask.dim()))
+
+
+def _beside(input: Tensor, other: Tensor) -> Tensor:
+    """An index, or a number to write, on the input's device: torch takes them from the CPU.
+
+    Beside a meta tensor it stays on the CPU, since indices are read, and meta tensors hold nothing.
+    """
+    stays = not other.is_cpu or input.is_cpu or input.is_meta
+    return other if stays else other.to(input.device)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -233,8 +245,7 @@ def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
         if isinstance(item, Tensor):
             places = _integer_indices(item, input, input.shape[dim : dim + _dims_indexed(item)])
             first += [slice(None)] * len(places)
-            # As in torch, indices may be on the CPU for any tensor, as those of a list are.
-            then += [place.to(input.device) for place in places]
+            then += [_beside(input, place) for place in places]
             dim += len(places)
             continue
         _check(item, dim, input.shape[dim])
