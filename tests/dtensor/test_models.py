@@ -196,3 +196,29 @@ def test_a_model_on_meta_is_given_memory_and_initialised() -> None:
 
     first, second = run_ranks(2, program)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.empty_like(x),
+        lambda x: torch.ops.aten.empty_like(x),
+        lambda x: x.new_empty(4, 6),
+        lambda x: x.new_empty((6, 4)),
+        lambda x: x.new(4, 6),
+        lambda x: x.new_empty_strided((4, 6), (1, 4)),
+    ],
+    ids=["empty_like", "aten", "new_empty", "other shape", "new", "new_empty_strided"],
+)
+def test_replicas_that_nobody_wrote_are_equal(make: Callable[[Any], Any]) -> None:
+    def program(rank: int) -> list[list[float]]:
+        x = distribute_tensor(torch.ones(4, 6), init_device_mesh("cpu", (2,)), [R])
+        for _ in range(4):  # memory of this size that is free has other contents on each rank
+            torch.full((4, 6), rank + 1.0)
+        weight = nn.Parameter(make(x))
+        torch.manual_seed(0)
+        nn.init.uniform_(weight)
+        return weight.tolist()
+
+    first, second = run_ranks(2, program)
+    assert first == second

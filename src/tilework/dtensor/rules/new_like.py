@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.dispatch.results import check_out, replicated, write_out
+from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.random.generator import fill_local, next_key
@@ -34,10 +35,15 @@ def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *others = _first(args, kwargs, "input")
     _check_device(func, tensor, kwargs)
     spec = _like_spec(tensor, kwargs)
-    if func is torch.empty_like and spec.is_replicated:
+    return _wrapped(func, func(tensor._local_tensor, *others, **kwargs), spec)
+
+
+def _wrapped(func: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of the local tensor that a function has made."""
+    if spec.is_replicated and "empty" in func.__name__:
         # Replicas are equal on all ranks, which compare them; memory that nobody wrote differs.
-        func = torch.zeros_like
-    return wrap(func(tensor._local_tensor, *others, **kwargs), spec)
+        local.detach().zero_()
+    return wrap(local, spec)
 
 
 def _like_spec(tensor: DTensor, kwargs: dict[str, Any]) -> DTensorSpec:
@@ -82,9 +88,10 @@ def _new(func: Any, args: Any, kwargs: Any) -> DTensor:
         size, others = (others, []) if given_one_by_one else (others[0], others[1:])
     spec, size = tensor._spec.dual, tuple(map(index, size))
     if size != spec.shape:
-        return replicated(func(tensor._local_tensor, size, *others, **kwargs), spec.mesh)
+        local = func(tensor._local_tensor, size, *others, **kwargs)
+        return _wrapped(func, local, replicated_spec(local, spec.mesh))
     spec = spec.with_strides(row_major(spec.shape))
-    return wrap(func(tensor._local_tensor, spec.local_shape, *others, **kwargs), spec)
+    return _wrapped(func, func(tensor._local_tensor, spec.local_shape, *others, **kwargs), spec)
 
 
 @dtensor_handler("new_tensor", "new_empty_strided")
@@ -92,7 +99,9 @@ def _new_replicated(func: Any, args: Any, kwargs: Any) -> DTensor:
     tensor, *others = args
     _check_device(func, tensor, kwargs)
     result = func(tensor._local_tensor, *others, **kwargs)
-    return result if isinstance(result, DTensor) else replicated(result, tensor._spec.mesh)
+    if isinstance(result, DTensor):
+        return result
+    return _wrapped(func, result, replicated_spec(result, tensor._spec.mesh))
 
 
 @dtensor_handler("new")
