@@ -607,6 +607,18 @@ def test_misuse() -> None:
     run_ranks(1, program)
 
 
+def test_offload_is_refused_where_a_mesh_is_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def program(rank: int) -> None:
+        mesh, model = init_device_mesh("cuda", (1,)), nn.Linear(2, 2)
+        with pytest.raises(NotImplementedError, match=r"mesh on \['cpu', 'cuda'\]: pass a module"):
+            fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        assert type(model.weight) is nn.Parameter
+
+    run_ranks(1, program)
+
+
 def test_copies_are_sharded_modules_of_their_own() -> None:
     """As an average of weights is kept; also within a module that is not sharded."""
 

@@ -113,8 +113,7 @@ def fully_shard(
     _check(modules, mesh, offload_policy)
     mesh = _mesh_of_all_ranks(modules) if mesh is None else mesh
     ignored = list(ignored_params or ())
-    if not isinstance(offload_policy, CPUOffloadPolicy):
-        _move(modules, mesh.device_type, ignored)
+    _move(modules, mesh.device_type, ignored)
     policy = mp_policy or MixedPrecisionPolicy()
     unit = Unit(modules, mesh, policy, reshard_after_forward, shard_placement_fn, ignored)
     if src_data_rank is not None:
@@ -216,10 +215,12 @@ def _check(
         raise ValueError(
             f"fully_shard takes a mesh of one axis (shard) or two (replicate, shard), got {mesh}"
         )
-    devices = {p.device.type for module in modules for p in module.parameters()} - {"cpu", "meta"}
-    if isinstance(offload_policy, CPUOffloadPolicy) and devices:
+    devices = {p.device.type for module in modules for p in module.parameters()}
+    devices |= set() if mesh is None else {mesh.device_type}
+    if isinstance(offload_policy, CPUOffloadPolicy) and not devices <= {"cpu", "meta"}:
         raise NotImplementedError(
-            f"CPUOffloadPolicy is for modules that compute on the CPU, got parameters on {devices}"
+            f"CPUOffloadPolicy is for modules that compute on the CPU, got parameters and a mesh "
+            f"on {sorted(devices)}: pass a module and a mesh on the CPU, or no offload_policy"
         )
 
 
