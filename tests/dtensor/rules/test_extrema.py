@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 from tests.dtensor.op_checks import check_op, count_op
 from tests.fuzz.programs import compare
 from tests.tables import pairs
-from tilework.dtensor import Partial, Replicate
+from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor.rules import extrema
+from tilework.testing import run_ranks
 
 A = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
 B = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
@@ -53,3 +56,30 @@ def test_equal_values_share_the_gradient(call: str, lies: str, mesh: tuple[int, 
     compare(
         f"v0 = leaf('v0', (4, 2), 5, 'PM')\nv1 = leaf('v1', (4, 2), 5, '{lies}')\nv2 = {call}", mesh
     )
+
+
+class _OnAnotherDevice:
+    """torch, whose default device is not that of the DTensors, as the CPU beside a GPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        makes = name in ("arange", "full", "ones", "tensor", "zeros")
+        return partial(found, device="meta") if makes else found
+
+
+def test_indices_are_made_on_the_device_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ranks with and without elements, whose collectives are else of two devices."""
+    monkeypatch.setattr(extrema, "torch", _OnAnotherDevice())
+
+    def program(rank: int) -> None:
+        rows = A[:2]  # the third rank has none
+        x = distribute_tensor(rows, init_device_mesh("cpu", (3,)), [Shard(0)]).requires_grad_()
+        assert int(x.argmax()) == int(rows.argmax())
+        assert x.argmin(0).tolist() == rows.argmin(0).tolist()
+        values, places = x.max(0)
+        assert values.tolist() == rows.max(0)[0].tolist()
+        assert places.tolist() == rows.max(0)[1].tolist()
+        (grad,) = torch.autograd.grad(values.sum(), x)
+        assert not grad.is_meta
+
+    run_ranks(3, program)
