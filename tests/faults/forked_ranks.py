@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -121,6 +122,9 @@ class ForkedRanks:
             writer.close()
             return Rank(pid, reader)
         try:
+            # What earlier tests left is not the rank's to free: a destructor that joins a thread
+            # waits for ever in a process that has no such thread.
+            gc.freeze()
             reader.close()
             _end_with(parent)
             torch.set_num_threads(1)
