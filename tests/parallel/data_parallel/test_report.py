@@ -17,7 +17,7 @@ from tilework.testing import run_ranks
 
 def one_step(rank: int) -> StepReport:
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0003)
-    with pytest.raises(RuntimeError, match="there was none yet"):
+    with pytest.raises(RuntimeError, match="none has run"):
         ddp.report()
     for step in range(2):
         torch.autograd.backward(ddp(batch(1, step)[0]).sum())

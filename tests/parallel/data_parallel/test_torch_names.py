@@ -43,7 +43,7 @@ def test_what_is_to_be_left_alone_is_neither_sent_nor_reduced() -> None:
 
 
 def test_a_name_that_the_module_has_not_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\['owm'\] are to be left alone"):
+    with pytest.raises(ValueError, match=r"ignore has \['owm'\], but"):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(Counted(), ["owm"])
 
 

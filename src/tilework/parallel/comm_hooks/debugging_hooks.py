@@ -13,7 +13,10 @@ from tilework.parallel.comm_hooks.default_hooks import BucketFuture
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> BucketFuture:
-    """Each rank's own gradients, unchanged: what a step without communication costs. Local."""
+    """Reduce nothing: each rank keeps its own gradients. Shows a step's time without communication.
+
+    Local.
+    """
     future: BucketFuture = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
@@ -21,14 +24,14 @@ def noop_hook(_: Any, bucket: GradBucket) -> BucketFuture:
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """A reduction of a bucket.
+    """The record that :func:`recording_hook` makes of a bucket just before the reduction.
 
     Attributes:
         index: The bucket's place in the order of reduction.
         size_bytes: The bytes of the bucket's gradients.
         shapes: The shapes of the bucket's gradients.
         norm: The Euclidean norm of this rank's gradients before reduction.
-        is_finite: False if an element was infinite or not a number.
+        is_finite: False if an element of this rank's gradients was infinite or not a number.
     """
 
     index: int

@@ -51,12 +51,12 @@ def bf16_compress_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFut
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that calls ``hook`` with float16 buckets, and returns the original dtype."""
+    """A hook that casts buckets to float16, calls ``hook``, and casts the result back."""
     return _wrapped(hook, torch.float16)
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """A hook that calls ``hook`` with bfloat16 buckets, and returns the original dtype."""
+    """A hook that casts buckets to bfloat16, calls ``hook``, and casts the result back."""
     return _wrapped(hook, torch.bfloat16)
 
 

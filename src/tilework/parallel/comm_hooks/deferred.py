@@ -22,7 +22,7 @@ class DeferredFuture(torch.futures.Future[Any]):
         self._computed = False
 
     def wait(self) -> Any:
-        """Compute the value if need be; return it. Blocks."""
+        """Compute the value at the first call, and return it. Blocks."""
         if not self._computed:
             self._computed = True
             try:

@@ -50,8 +50,9 @@ class PowerSGDState:
     Args:
         process_group: The group; None: the default group.
         matrix_approximation_rank: The number r of columns of P and Q.
-        start_powerSGD_iter: Steps before it are averaged in full. At least 2 with error feedback
-            or warm start: buckets are rebuilt after the first step.
+        start_powerSGD_iter: The number of steps before compression begins; these average gradients
+            in full. At least 2 with error feedback or warm start: buckets are rebuilt after the
+            first step.
         min_compression_rate: A matrix of n x m is compressed if (n + m) r times this is less than
             n m.
         use_error_feedback: Add the part of a gradient that compression lost to the next gradient.
@@ -158,7 +159,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFut
 
 @dataclass(eq=False)
 class _Matrix:
-    """A matrix under compression: M, P and Q."""
+    """A gradient matrix M under compression, with the thin matrices P and Q that are sent."""
 
     key: tuple[int, int]
     matrix: Tensor
@@ -209,7 +210,7 @@ def _hook(
 
 
 def _prepared(state: PowerSGDState, index: int, number: int, matrix: Tensor) -> _Matrix | None:
-    """A matrix with P and Q; None if compression gains nothing."""
+    """Make P (empty) and Q (orthonormal) for a matrix; None if compression gains too little."""
     rows, columns = matrix.shape
     rank, worth_it = state._is_worth_it(rows, columns)
     if not worth_it and number != -1:
@@ -226,7 +227,7 @@ def _prepared(state: PowerSGDState, index: int, number: int, matrix: Tensor) -> 
 
 
 def _rest(bucket: GradBucket, compressed: Sequence[_Matrix]) -> list[Tensor]:
-    """The gradients of a bucket that are sent as they are."""
+    """The gradients of a bucket that are sent without compression."""
     numbers = {each.key[1] for each in compressed}
     if -1 in numbers:
         return []
@@ -234,7 +235,7 @@ def _rest(bucket: GradBucket, compressed: Sequence[_Matrix]) -> list[Tensor]:
 
 
 def _second_phase(state: PowerSGDState, compressed: Sequence[_Matrix], group: ProcessGroup) -> None:
-    """Q = M' P of the averaged and orthogonalised P, averaged. Collective."""
+    """Orthogonalise the averaged P, compute Q = M' P, and average Q over the group. Collective."""
     for each in compressed:
         orthogonalize(each.p, state.orthogonalization_epsilon)
         torch.mm(each.matrix.t(), each.p, out=each.q)
@@ -245,7 +246,7 @@ def _second_phase(state: PowerSGDState, compressed: Sequence[_Matrix], group: Pr
 
 
 def _unpack(work: Work | None, flat: Tensor | None, tensors: Sequence[Tensor]) -> None:
-    """Wait, and copy the consecutive parts of ``flat`` to the tensors."""
+    """Wait for ``work``, if any, and copy the consecutive parts of ``flat`` to ``tensors``."""
     if work is not None:
         work.wait()
     if flat is not None:
@@ -257,7 +258,14 @@ def _unpack(work: Work | None, flat: Tensor | None, tensors: Sequence[Tensor]) -
 def _left_out(
     bucket: GradBucket, before: Tensor, after: Tensor, compressed: Sequence[_Matrix]
 ) -> Tensor:
-    """This rank's gradients minus what was sent for them: 0 if sent without compression."""
+    """The error of compression: ``before`` minus ``after``, in the memory of ``before``.
+
+    Args:
+        bucket: The bucket.
+        before: This rank's gradients before compression.
+        after: The averages that compression gave.
+        compressed: The matrices that were compressed; all other gradients have the error 0.
+    """
     error = before.sub_(after)
     numbers = {each.key[1] for each in compressed}
     if -1 not in numbers:

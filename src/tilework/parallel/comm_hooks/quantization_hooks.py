@@ -19,9 +19,9 @@ _LEVELS = 255
 
 
 def quantization_pertensor_hook(process_group: AnyGroup, bucket: GradBucket) -> BucketFuture:
-    """The average of a bucket, sent by each rank as 8-bit integers with one scale. Collective.
+    """The average of a bucket that each rank sends as 8-bit integers with a scale. Collective.
 
-    Each rank receives N bytes for each element from N ranks, and 8 bytes of scales.
+    Each of N ranks receives N bytes for each element, and a scale and an offset from each rank.
 
     Args:
         process_group: The hook's state: the group, or None for the default group.
@@ -45,7 +45,10 @@ def quantization_perchannel_hook(
 
 
 def _quantised(buffer: Tensor, rows: Tensor, group: ProcessGroup) -> BucketFuture:
-    """Send rows with a scale and an offset for each, and average what all ranks sent."""
+    """Send ``rows``, a view of a bucket, as 8-bit integers; ``buffer`` becomes the ranks' average.
+
+    Each row is sent with a scale and an offset.
+    """
     low, high = rows.aminmax(dim=1, keepdim=True)
     scale = (high - low).clamp_min(torch.finfo(rows.dtype).tiny) / _LEVELS
     codes = ((rows - low) / scale).round_().clamp_(0, _LEVELS).to(torch.uint8)

@@ -14,7 +14,7 @@ class StepsBuckets(Protocol):
     overlap_with_ddp: bool
 
     def step_bucket(self, bucket: GradBucket) -> None:
-        """Step on the parameters of a bucket that is reduced, and exchange them. Collective."""
+        """Step on this rank's share of a reduced bucket, then exchange all shares. Collective."""
 
 
 def hook_with_zero_step(

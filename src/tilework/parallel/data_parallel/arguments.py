@@ -22,7 +22,13 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def check_module(module: Any, wrapper: type[nn.Module]) -> None:
-    """Raise unless a module can be wrapped; it must not contain a ``wrapper`` already. Local."""
+    """Raise unless a module can be wrapped in DistributedDataParallel. Local.
+
+    Raises:
+        RuntimeError: The module is or has a ``wrapper`` already, has parameters without a shape,
+            or has no parameter that requires a gradient.
+        TypeError: It is not a module, or has DTensors of torch.
+    """
     check_is_module(module, "DistributedDataParallel")
     for name, inner in module.named_modules():
         if isinstance(inner, wrapper):
@@ -35,8 +41,8 @@ def check_module(module: Any, wrapper: type[nn.Module]) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_torch_dtensor(tensor) and name not in ignored:
             raise TypeError(
-                f"{name} is a DTensor of torch.distributed.tensor's: module_from_torch(module) "
-                f"makes all of a module's tilework's, in the same memory"
+                f"{name} is a DTensor of torch.distributed.tensor: call module_from_torch(module) "
+                f"first, which makes all of them DTensors of tilework, in the same memory"
             )
     lazy = [name for name, p in module.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
@@ -55,7 +61,7 @@ def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: Process
     """Raise if a parameter is distributed over ranks of the group. Local.
 
     Raises:
-        ValueError: A parameter is: these ranks hold no replicas of it.
+        ValueError: A parameter is distributed over these ranks, which are to hold replicas.
     """
     for name, parameter in parameters:
         if others := shared_ranks(parameter, group):
@@ -68,7 +74,14 @@ def check_layouts(parameters: Iterable[tuple[str, nn.Parameter]], group: Process
 
 
 def group_of(group: AnyGroup, mesh: DeviceMesh | None) -> ProcessGroup:
-    """The group for a given group, a mesh of one axis, or neither. Local."""
+    """The group that averages gradients: ``group``, the group of ``mesh``, or the default group.
+
+    Local.
+
+    Raises:
+        RuntimeError: Both were given, or the mesh has several axes.
+        ValueError: This rank is not in the group.
+    """
     if group is not None and mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if mesh is not None:
@@ -90,7 +103,13 @@ def devices_of(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
-    """The device that inputs are moved to, as a list, and the device of outputs."""
+    """The device that inputs are moved to, as a list, and the device of outputs.
+
+    Both are None if neither ``device_ids`` nor ``output_device`` is given.
+
+    Raises:
+        ValueError: Several devices were given, or the module is on the CPU or on several devices.
+    """
     if not device_ids and output_device is None:
         return None, None
     devices = {parameter.device for parameter in parameters}

@@ -35,7 +35,7 @@ _grad = attrgetter("grad")
 
 
 class BucketMemory:
-    """The gradients of one bucket, by their places in the bucket.
+    """The memory of one bucket, where each gradient has a place, numbered from 0.
 
     Args:
         tensors: The tensors with gradients, of one device; meta tensors take no memory.
@@ -98,11 +98,17 @@ class BucketMemory:
         self._leases = [None] * len(self.tensors)
 
     def discard(self) -> None:
-        """Leave the memory to the gradients in it, and to a reduction that still runs."""
+        """Let go of the memory; the next use of this object allocates new memory.
+
+        Gradients in the old memory, or a reduction that still runs, keep it alive.
+        """
         self._flat, self._views, self._addresses = None, [], []
 
     def open(self) -> None:
-        """Prepare for a pass: replace memory whose gradients the program still holds."""
+        """Prepare for a backward pass: let go of memory that holds gradients of an earlier pass.
+
+        The program may still use these.
+        """
         if self._keeps_views:
             if self._addresses != list(map(Tensor.data_ptr, self._views)):
                 self.discard()  # a cast of the module gave the gradients, our views, other data
@@ -124,14 +130,17 @@ class BucketMemory:
             self.discard()
 
     def _is_inside(self, place: int, grad: Tensor) -> bool:
-        """True if a gradient already is this bucket's view of the place."""
+        """True if ``grad`` already lies in the bucket's memory, at ``place``."""
         view = self.views[place]
         if grad.layout is not torch.strided:
             return False
         return grad.data_ptr() == view.data_ptr() and grad.stride() == view.stride()
 
     def move(self, place: int) -> None:
-        """Copy a gradient into the bucket, and make the copy the gradient. Local."""
+        """Copy a gradient into the bucket, and make the copy the gradient. Local.
+
+        A gradient stays outside if it is sparse, requires a gradient, or was made before the pass.
+        """
         tensor = self.tensors[place]
         grad = tensor.grad
         if grad is None or place in self._outside or grad.requires_grad or grad.is_sparse:
@@ -163,7 +172,7 @@ class BucketMemory:
                 unchanged.
 
         Returns:
-            The places where there is no gradient.
+            The places of tensors without a gradient.
         """
         views = self.views
         for place in missing:
@@ -183,7 +192,9 @@ class BucketMemory:
         return absent
 
     def hand_out(self, used: Sequence[bool] | None = None) -> None:
-        """Make the averages the gradients, where they do not lie in the bucket. Local.
+        """Make the averages in the bucket the tensors' gradients, after the reduction. Local.
+
+        Gradients that lie in the bucket are averages already; others are overwritten.
 
         Args:
             used: By place, False for gradients that are left as they are; None: all are used.

@@ -198,5 +198,5 @@ def bucket_bytes_of(bucket_cap_mb: float | None) -> int:
 
 
 def element_count(parameter: Tensor) -> int:
-    """The elements that a parameter's gradient takes in a bucket."""
+    """The number of elements of a parameter's gradient in a bucket; 0 on the meta device."""
     return 0 if parameter.device == torch.device("meta") else parameter.numel()

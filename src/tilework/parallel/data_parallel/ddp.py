@@ -234,7 +234,11 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
                 broadcast_tensors(self._buffers_to_send(), active)
 
     def _follow_changes(self) -> None:
-        """Make a new reducer if parameters were frozen, unfrozen, added or replaced. Collective."""
+        """Make a new reducer, as parameters were frozen, unfrozen, added or replaced. Collective.
+
+        Raises:
+            ValueError: Parameters differ between ranks now.
+        """
         known = {id(parameter) for _, parameter in self._structure.parameters}
         now = ModuleStructure(self.module)
         new = [name for name, parameter in now.parameters if id(parameter) not in known]
@@ -245,7 +249,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         self._new_reducer()
 
     def _new_reducer(self) -> None:
-        """Replace the reducer by a new one, which goes on from the old."""
+        """Replace the reducer by a new reducer, which takes over the hook and waiting gradients."""
         before = self.reducer
         before.close()
         if self._delayed is not None:
@@ -356,7 +360,11 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for one join context; takes ``divide_by_initial_world_size``."""
+        """The hook by which this module ends a join context with equal parameters on all ranks.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``, as for :meth:`join`; others are ignored.
+        """
         self.reducer.divide_by_initial_size = kwargs.get("divide_by_initial_world_size", True)
         return _FinalSync(self)
 
@@ -479,7 +487,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
 
 
 class _FinalSync(JoinHook):
-    """Gives all ranks the parameters and buffers of one that ran out of inputs last."""
+    """Gives all ranks the parameters and buffers of a rank that ran out of inputs last."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp

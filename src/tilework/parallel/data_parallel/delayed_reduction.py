@@ -15,7 +15,10 @@ from tilework.parallel.data_parallel.reducer import Reducer
 
 
 class DelayedReduction:
-    """The average of some gradients in one message, when another parameter's gradient is ready."""
+    """Averages the gradients of some parameters in one message, outside of buckets.
+
+    It does this when the gradient of another parameter, the trigger, is ready.
+    """
 
     def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
         self._leaves, self._reducer = list(leaves), reducer

@@ -23,7 +23,7 @@ from tilework.comm.world import current_world
 
 
 class JoinHook:
-    """The part of a joinable on a rank that has run out of inputs."""
+    """The calls that a joinable gets on a rank that has run out of inputs."""
 
     def main_hook(self) -> None:
         """Called once for each iteration that the other ranks still make."""
@@ -37,7 +37,10 @@ class JoinHook:
 
 
 class Joinable(ABC):
-    """An object whose collectives follow uneven inputs, within :class:`Join`."""
+    """A base class of objects that communicate in each iteration, and work within :class:`Join`.
+
+    There ranks may run out of inputs at different times.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +49,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for one join context; ``kwargs`` are the context's."""
+        """The hook that a join context calls on this rank; ``kwargs`` were given to ``Join``."""
 
     @property
     @abstractmethod
@@ -56,13 +59,16 @@ class Joinable(ABC):
 
 @dataclass
 class _ActiveGroups:
-    """The groups of ranks that still have inputs, by the group that they are part of."""
+    """For each group within a :class:`Join`: the group of those ranks that still have inputs."""
 
     of: dict[ProcessGroup, ProcessGroup] = field(default_factory=dict)
 
 
 def active_group(group: ProcessGroup) -> ProcessGroup:
-    """The ranks of a group that still have inputs: the group itself outside of :class:`Join`."""
+    """The group of those ranks of ``group`` that still have inputs.
+
+    Outside of :class:`Join` this is ``group`` itself.
+    """
     return current_world().state(_ActiveGroups).of.get(group, group)
 
 
@@ -163,7 +169,10 @@ class Join:
         self._activate(ranks)
 
     def _exchange(self, has_inputs: bool) -> tuple[int, ...]:
-        """The global ranks that still have inputs. Collective over the whole group."""
+        """Tell all ranks if this rank has inputs; return the global ranks that do.
+
+        Collective over the whole group.
+        """
         flags = torch.empty(self.group.size(), dtype=torch.uint8)
         all_gather_into_tensor(flags, torch.tensor([has_inputs], dtype=torch.uint8), self.group)
         every = zip(self.group.global_ranks, flags.tolist(), strict=True)
@@ -171,7 +180,10 @@ class Join:
         return self.ranks_with_inputs
 
     def _activate(self, ranks: tuple[int, ...]) -> None:
-        """Let collectives of the joinables run among the ranks that still have inputs."""
+        """Let collectives of the joinables run among ``ranks``, which still have inputs.
+
+        Collective over these global ranks when they first occur: it makes their group.
+        """
         active = current_world().state(_ActiveGroups).of
         if len(ranks) == self.group.size():
             active.pop(self.group, None)

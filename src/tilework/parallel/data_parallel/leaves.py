@@ -36,7 +36,9 @@ class GradLeaf:
         return self.tensor.grad
 
     def on_grad(self, call: Callable[[Tensor], None]) -> Any:
-        """Call a function after each accumulation; returns the handle that removes the hook."""
+        """Register a function that runs whenever backward has added to the gradient; returns the
+        handle that removes this hook.
+        """
         leaf: Any = self.tensor
         remover = leaf.register_post_accumulate_grad_hook(call)
         # After swap_tensors the object still has a dict of hooks, but the tensor ignores it.
@@ -44,7 +46,11 @@ class GradLeaf:
         return remover
 
     def place_last(self, remover: Any) -> None:
-        """Call the function of :meth:`on_grad` after hooks that were registered later. Local."""
+        """Move the hook of :meth:`on_grad` behind hooks that were registered later. Local.
+
+        Args:
+            remover: The handle that :meth:`on_grad` returned.
+        """
         hooks: Any = self.tensor._post_accumulate_grad_hooks
         if len(hooks) > 1 and next(reversed(hooks)) != remover.id:
             hooks[remover.id] = hooks.pop(remover.id)
@@ -59,7 +65,10 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def shared_ranks(tensor: Tensor, group: ProcessGroup) -> list[int]:
-    """The other global ranks of a group that a tensor lies on; none for a plain tensor. Local."""
+    """The ranks of a group, besides this rank, that hold parts of a tensor. Local.
+
+    They are global ranks. A plain tensor has none.
+    """
     if not isinstance(tensor, TiledTensor):
         return []
     own = group.global_ranks[group.rank()]
@@ -99,8 +108,9 @@ def _parameters(
 
 
 def grad_view(flat: Tensor, leaf: Tensor) -> Tensor:
-    """A view of a flat range of a bucket in a parameter's shape, and in the strides if dense.
+    """A view of ``flat``, a range of a bucket, with the shape of ``leaf``.
 
+    It has the strides of ``leaf``, too, if the elements of ``leaf`` lie in memory without gaps.
     Thus a gradient in channels-last order is copied without being permuted.
     """
     if leaf.is_contiguous() or not _is_dense(leaf):

@@ -16,8 +16,10 @@ class MixedPrecision:
 
     Attributes:
         param_dtype: The dtype of forward and backward; the parameters themselves keep their own.
+            None: forward and backward use the parameters' dtype.
         reduce_dtype: The dtype of averages of gradients; None: the parameters' own dtype.
-        buffer_dtype: The dtype of floating-point buffers, which are cast once, at construction.
+        buffer_dtype: The dtype of floating-point buffers, which are cast once, at construction;
+            None: buffers are not cast.
         cast_forward_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
     """
 
@@ -42,10 +44,10 @@ _OF_FSDP1 = {"keep_low_precision_grads", "cast_root_forward_inputs", "_module_cl
 
 
 def checked_precision(given: Any) -> MixedPrecision | None:
-    """The dtypes that DistributedDataParallel was given.
+    """Check the type of DistributedDataParallel's argument ``mixed_precision``, and return it.
 
     Raises:
-        TypeError: ``given`` is of another class.
+        TypeError: ``given`` is neither None nor a MixedPrecision.
     """
     if given is None or isinstance(given, MixedPrecision):
         return given

@@ -75,7 +75,10 @@ def leaves_of_graph(outputs: Iterable[Tensor]) -> set[int]:
 
 
 def accumulators(nodes: Iterable[Any]) -> list[Any]:
-    """The nodes, reached from ``nodes``, that accumulate the gradient of a ``variable``."""
+    """All nodes of the graph behind ``nodes`` that accumulate a leaf's gradient.
+
+    Each result's ``variable`` is the leaf.
+    """
     seen: set[Any] = set()
     found = []
     todo = [node for node in nodes if node is not None]
@@ -91,7 +94,7 @@ def accumulators(nodes: Iterable[Any]) -> list[Any]:
 
 
 class BackwardStart(torch.autograd.Function):
-    """The identity, whose backward calls a function before anything else runs."""
+    """An identity whose backward first calls a function, then passes the gradients on."""
 
     @staticmethod
     def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -108,7 +111,10 @@ class BackwardStart(torch.autograd.Function):
 
 
 def call_at_backward(value: Any, call: Callable[[], None]) -> Any:
-    """A copy of a module's output; ``call`` runs when backward reaches one of the tensors."""
+    """A copy of a module's output; ``call`` runs once when backward reaches a tensor of the copy.
+
+    An output without tensors that require a gradient is returned itself.
+    """
     tensors = [
         tensor for tensor in tensors_of(value) if tensor.requires_grad and _has_graph(tensor)
     ]
@@ -129,14 +135,15 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def call_before_backward(value: Any, call: Callable[[], None], inputs: Any) -> Any:
-    """A module's output; ``call`` runs when backward reaches one of the tensors.
+    """Let ``call`` run when backward reaches a tensor of a module's output; return the output.
 
     Unlike :func:`call_at_backward` it puts hooks in the graph instead of new nodes, so that the
-    output is not copied. Tensors that were not computed, or that are inputs, still get a node.
+    output is not copied. If a tensor was not computed, or is an input, it falls back to
+    :func:`call_at_backward`.
 
     Args:
         value: The output.
-        call: Runs once for each tensor that backward reaches.
+        call: Runs for each tensor's node that backward reaches.
         inputs: The arguments that the output was computed from.
     """
     passed = {id(tensor) for tensor in tensors_of(inputs)}

@@ -136,7 +136,10 @@ class Reducer:
         self._reset()
 
     def go_on_from(self, before: Reducer) -> None:
-        """Take over the hook, and the gradients that wait for a reduction. Local."""
+        """Take over from ``before``: the communication hook, and which gradients await reduction.
+
+        These were accumulated in backward passes within ``no_sync()``. Local.
+        """
         self.hook = before.hook
         waiting = {id(before.leaves[index].tensor) for index in before._accumulated}
         self._accumulated = {
@@ -227,7 +230,7 @@ class Reducer:
             bucket.times = BucketTimes()
 
     def expect(self, unused: set[int] | None) -> None:
-        """Expect a backward pass, after a forward pass. Local.
+        """Note that a forward pass was made, whose backward pass is to reduce gradients. Local.
 
         Args:
             unused: The gradients that the backward pass will not produce; None: not known. After
@@ -247,10 +250,10 @@ class Reducer:
             self._reset()
 
     def begin(self) -> None:
-        """Open a backward pass, unless a pass is open. Called within backward.
+        """Prepare for the reductions of the backward pass that runs, unless that is done already.
 
-        The outputs of forward passes with reduction call it, even if a pass without reduction came
-        since.
+        Backward calls it on reaching an output of a forward pass outside of ``no_sync()``, even if
+        a forward pass within ``no_sync()`` came later.
         """
         if self._open or not self._will_accumulate():
             return
@@ -282,7 +285,10 @@ class Reducer:
                     self._count_down(index)
 
     def _will_accumulate(self) -> bool:
-        """False within torch.autograd.grad(), which gives no parameter a gradient."""
+        """True if the backward pass that runs adds to the gradient of at least one parameter.
+
+        False within torch.autograd.grad(), which gives no parameter a gradient.
+        """
         if not self._tensors:
             return False
         will_run = torch._C._will_engine_execute_node
@@ -302,7 +308,7 @@ class Reducer:
         return not nodes or any(map(will_run, nodes))
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
-        """The hook of one parameter, which runs for each parameter in each pass."""
+        """The hook that marks gradient ``index`` as ready when backward has accumulated it."""
         marks, pending, bucket_of, moves = self._marks, self._pending, self._bucket_of, self._moves
 
         def mark(_: Tensor) -> None:
@@ -320,7 +326,11 @@ class Reducer:
         return mark
 
     def _mark_with_care(self, index: int) -> None:
-        """Do what the hook does, in passes that also count marks."""
+        """Mark a gradient as ready in the cases that are too rare for the hook's short code.
+
+        Without a reduction it notes the accumulated gradient instead. A pass that has not begun
+        begins here.
+        """
         if self.accumulating:
             self._accumulated.add(index)
             return
@@ -333,7 +343,12 @@ class Reducer:
         self._mark(index)
 
     def _mark(self, index: int) -> None:
-        """Mark a gradient as ready, and start the buckets that are now complete."""
+        """Mark a gradient as ready, and start the buckets that are now complete.
+
+        Raises:
+            RuntimeError: The gradient came twice in one pass; with ``static_graph`` more often than
+                in the first pass.
+        """
         self._marks[index] += 1
         if not self.options.static_graph:
             if self._marks[index] > 1:
@@ -369,7 +384,10 @@ class Reducer:
         memory.move(self._places[index])
 
     def _on_ready(self, index: int) -> None:
-        """Start every bucket that can start, now that a bucket is complete."""
+        """Note that bucket ``index`` has all gradients; start each bucket whose turn it is.
+
+        A ready bucket's turn comes when all buckets before it have started.
+        """
         self.buckets[index].times.ready = time.perf_counter()
         while self._next < len(self.buckets) and not self._pending[self._next]:
             self._start(self.buckets[self._next])
@@ -381,7 +399,7 @@ class Reducer:
         return self.group if self.active_group is None else self.active_group
 
     def _start(self, bucket: _Bucket) -> None:
-        """Copy the missing gradients into a bucket's memory, and start the reduction."""
+        """Complete a bucket's memory, with zeros for missing gradients, and start the reduction."""
         bucket.times.started = time.perf_counter()
         memory = bucket.memory
         if memory is None:
@@ -461,7 +479,10 @@ class Reducer:
         self.passes += 1
 
     def _compare(self) -> list[bool] | None:
-        """For each gradient True if some rank has it; None if all do. Collective.
+        """Compare with the other ranks: passes, parameters, and which gradients exist. Collective.
+
+        Returns:
+            For each gradient True if at least one rank has it; None: no rank lacks any.
 
         Raises:
             RuntimeError: Gradients are missing where none may be; on every rank.
@@ -535,13 +556,15 @@ class Reducer:
         tensor.grad = grad.div_(self._divisor())
 
     def report(self) -> StepReport:
-        """The last pass on this rank.
+        """The report of the last backward pass on this rank.
 
         Raises:
             RuntimeError: There was none.
         """
         if self.last_pass is None:
-            raise RuntimeError("report() is of the last backward pass, and there was none yet")
+            raise RuntimeError(
+                "report() describes the last backward pass, and none has run: call backward() first"
+            )
         buckets = [
             (
                 tuple(self.leaves[member].name for member in bucket.members),

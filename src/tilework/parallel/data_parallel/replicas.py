@@ -37,7 +37,7 @@ class Replica:
     parameters: Callable[[], list[tuple[str, Tensor]]]
 
     def digest(self, values: bool) -> int:
-        """A number that is equal on all ranks in the same pass. Local.
+        """A number by which ranks compare: equal if counts of passes, and values, are equal. Local.
 
         Args:
             values: True to include the elements of parameters in the passes where that is due;
@@ -50,10 +50,12 @@ class Replica:
         return digest
 
     def find_difference(self, group: ProcessGroup) -> None:
-        """Raise where ranks differ by more than rounding. Collective over the group; blocks.
+        """Raise if ranks' counts of passes differ, or parameters by more than rounding.
+
+        Called when digests differ. Collective over the group; blocks.
 
         Raises:
-            CollectiveMismatchError: They differ; on every rank.
+            CollectiveMismatchError: Counts or parameters differ; on every rank.
         """
         compare_passes(self.passes, group)
         compare_values(self.parameters(), group, _ADVICE)

@@ -92,8 +92,9 @@ class StepReport:
     def hidden(self) -> float:
         """The share of communication that ran beside backward, from 0 to 1.
 
-        It is the share of the time in which any bucket was being reduced. 1 if backward never
-        waited for a reduction; 0 if nothing was overlapped, as where no processor is idle.
+        Of the time in which at least one bucket was being reduced, it is the share in which
+        backward did not wait. 1 if backward never waited for a reduction; 0 if nothing was
+        overlapped, as where no processor is idle.
         """
         total, end = 0.0, 0.0
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.started_ms):
@@ -125,7 +126,10 @@ class StepReport:
         return text.getvalue()
 
     def _where_it_waited(self) -> str:
-        """The text on the waiting between gradients; empty if there was none."""
+        """The time that backward waited between gradients, as text in parentheses.
+
+        Empty below 0.05 ms.
+        """
         return f" ({self.blocked_ms:.1f} ms between gradients)" if self.blocked_ms >= 0.05 else ""
 
     def _repr_svg_(self) -> str:
@@ -146,7 +150,7 @@ class StepReport:
 def step_report(
     times: PassTimes, buckets: Sequence[tuple[tuple[str, ...], int, str]], rebuilt: bool
 ) -> StepReport:
-    """The report of a pass.
+    """The report of a backward pass: times become milliseconds from the start of the pass.
 
     Args:
         times: The times of the pass.

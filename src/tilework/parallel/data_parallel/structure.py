@@ -14,9 +14,9 @@ from tilework.tiled.tensor import TiledTensor
 
 
 class Members:
-    """The submodules and parameters of modules when this object was made.
+    """The submodules and parameters that some modules had when this object was made.
 
-    They are compared in every step: all loops run in C.
+    :meth:`is_current` compares them with the present members in every step: all loops run in C.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -36,7 +36,8 @@ class Members:
 class ModuleStructure:
     """The modules and parameters within a module when this object was made.
 
-    They are compared in every step: all loops over parameters run in C.
+    :meth:`is_current` compares them with the present state in every step: all loops over parameters
+    run in C.
 
     Args:
         module: The module.

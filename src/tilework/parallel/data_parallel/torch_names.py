@@ -15,7 +15,10 @@ _BUILT_IN = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
 
 
 def ignored_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of parameters and buffers that a module says to leave alone."""
+    """The names of parameters and buffers that ``module`` excludes from broadcasts and reductions.
+
+    Empty unless ``_set_params_and_buffers_to_ignore_for_model`` was called with the module.
+    """
     return tuple(getattr(module, _IGNORED, ()))
 
 
@@ -41,14 +44,14 @@ class TorchDDPNames:
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(
-                f"{unknown} are to be left alone, and {type(module).__name__} has no parameters or "
-                f"buffers of these names"
+                f"params_and_buffers_to_ignore has {unknown}, but {type(module).__name__} has no "
+                f"parameters or buffers of these names: see named_parameters() and named_buffers()"
             )
         setattr(module, _IGNORED, names)
 
     @property
     def parameters_to_ignore(self: Any) -> set[str]:
-        """The names of parameters and buffers that are left alone."""
+        """The names of parameters and buffers that are neither broadcast nor reduced."""
         return set(self._ignored)
 
     @property
