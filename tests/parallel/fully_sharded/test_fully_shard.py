@@ -600,7 +600,7 @@ def test_misuse() -> None:
         with pytest.raises(ValueError, match="takes a mesh of one axis"):
             fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1, 1)))
         outer = fully_shard(nn.Sequential(nn.Linear(2, 2)))
-        with pytest.raises(ValueError, match="inner ones are given to fully_shard first"):
+        with pytest.raises(ValueError, match="call fully_shard on inner modules before"):
             fully_shard(outer[0])
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
 

@@ -502,7 +502,7 @@ def test_writes_within_forward_raise() -> None:
             fully_shard(nn.Embedding(4, 4, max_norm=1.0))
         functional: Any = torch.func.functional_call
         plain = fully_shard(layers())
-        with pytest.raises(TypeError, match="functional_call is not for such modules"):
+        with pytest.raises(TypeError, match="functional_call on this module"):
             functional(plain, {"0.weight": torch.zeros(6, 4)}, ROWS)
         plain(ROWS)
 

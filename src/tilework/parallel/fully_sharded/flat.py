@@ -40,7 +40,8 @@ class Row:
 
     Attributes:
         params: The parameters.
-        offsets: By parameter, the first element; last, the number of elements.
+        offsets: By parameter, the index of the first element in the row; at the end, the row's
+            number of elements.
     """
 
     params: tuple[ShardedParam, ...]
@@ -64,7 +65,7 @@ class Gathering:
     """Full parameters, gathered or being gathered.
 
     Attributes:
-        block: The memory of all of them.
+        block: The memory of all full parameters, one after the other.
         fulls: By parameter, the full local tensor.
     """
 
@@ -131,7 +132,7 @@ class Flat:
         return param.is_even and param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
 
     def shards(self) -> list[Tensor]:
-        """By parameter, this rank's shard in the flat buffer. Each counts writes to itself."""
+        """By parameter, this rank's shard in the flat buffer, with a separate count of writes."""
         order = self._in_order
         views = {
             id(param): param.in_row(self.flat, offset, self.rank).data
@@ -261,7 +262,7 @@ class Flat:
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
-    """Zeros, where the group's operations read CPU memory in place."""
+    """Zeros; on the CPU in memory that operations of ``group`` read in place, without a copy."""
     if device.type == "cpu":
         return group.empty(numel, dtype=dtype).zero_()
     return torch.zeros(numel, dtype=dtype, device=device)

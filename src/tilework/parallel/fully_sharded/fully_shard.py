@@ -125,7 +125,10 @@ def fully_shard(
 
 
 def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
-    """The data-parallel axes of a mesh: replicate, if there are replicas, and shard."""
+    """The part of a mesh with the data-parallel axes: replicas, if any, then shards.
+
+    Each of the two is an axis: several axes of ``mesh`` are flattened.
+    """
     axes = []
     for names in filter(None, (dims.replicate, dims.shard)):
         several = (names,) if isinstance(names, str) else tuple(names)
@@ -136,7 +139,11 @@ def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
 
 
 def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
-    """Drop the data-parallel axes from the meshes of DTensors that they replicate."""
+    """Replace DTensor parameters on ``mesh`` by DTensors without the data-parallel axes. Local.
+
+    Raises:
+        ValueError: A parameter is not replicated along these axes, or the mesh lacks them.
+    """
     own = {
         name
         for names in filter(None, (dims.replicate, dims.shard))
@@ -241,7 +248,7 @@ class _MeshOfAllRanks:
     of: dict[tuple[ProcessGroup, str], DeviceMesh] = field(default_factory=dict)
 
     def forget_groups(self) -> None:
-        """Drop the mesh, as the default group has changed."""
+        """Drop the meshes. Called when the default group was replaced."""
         self.of.clear()
 
 

@@ -1,7 +1,7 @@
 """The place of gathered parameters in autograd's graph.
 
 The full tensors of a module are results of one node, :class:`GatherParameters`, whose inputs are
-the shards: leaves of the graph. So autograd knows when all gradients of the module are there,
+the shards: leaves of the graph. Thus autograd knows when all gradients of the module are there,
 which parameters a pass did not use, which were frozen, and which hooks a shard has. The node's
 backward reduces the full gradients to gradients of the shards.
 
@@ -31,7 +31,11 @@ GatherAgain = Callable[[Sequence["ShardedParam"], Sequence[Tensor | None]], list
 
 
 class GatherParameters(torch.autograd.Function):
-    """Full tensors of shards. Backward averages their gradients over the ranks. Collective."""
+    """Puts full tensors into autograd's graph as results of this rank's shards.
+
+    Forward moves nothing: the tensors were gathered before. Backward reduces the gradients of the
+    full tensors to averages over the ranks, as gradients of the shards, and is collective.
+    """
 
     @staticmethod
     def forward(
@@ -110,7 +114,10 @@ class Saved:
 
 
 class _Kept:
-    """Another tensor that an operator has saved, with the number of writes until then."""
+    """A tensor that an operator has saved and that is no full parameter.
+
+    Its ``version`` is the number of writes until then; -1: writes are not counted.
+    """
 
     __slots__ = ("tensor", "version")
 

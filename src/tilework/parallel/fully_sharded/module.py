@@ -21,7 +21,10 @@ class FSDPModule:
     _fsdp_state: Unit
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A module of the plain class, as containers make slices by calling their own class."""
+        """Make a module of the former class, which is not sharded.
+
+        ``nn.Sequential`` makes slices by calling the class of the container, which may be this.
+        """
         plain: Any = cls.__mro__[2]
         module = plain.__new__(plain, *args, **kwargs)
         plain.__init__(module, *args, **kwargs)
@@ -71,15 +74,20 @@ class FSDPModule:
             unit.reduction.is_due = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients over replicas in backward, or let them wait. Local.
+        """True: reduce gradients in backward. False: with replicas, keep full gradients. Local.
 
-        Without replicas this changes nothing. Gradients that wait are full tensors.
+        Full gradients wait on each rank, reduced over neither shards nor replicas. Without replicas
+        this method changes nothing.
         """
         for unit in units_of(self, recurse):
             unit.reduction.reduces_replicas = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide sums of gradients over all ranks by ``factor``, not by their number. Local."""
+        """Divide sums of gradients by ``factor`` instead of the number of ranks. Local.
+
+        Raises:
+            ValueError: ``factor`` is not above zero.
+        """
         if not factor > 0:
             raise ValueError(f"the factor that divides gradients must be above zero, got {factor}")
         self._fsdp_state.reduction.divide_factor = factor
@@ -104,7 +112,10 @@ class FSDPModule:
         self._fsdp_state.reduction.hook = hook
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Gather all when backward reaches the module, or only parameters as needed. Local."""
+        """True: gather parameters when backward reaches the module. False: when needed. Local.
+
+        They are needed when an operator's backward reads a parameter.
+        """
         self._fsdp_state.unshards_in_backward = unshard_in_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -128,14 +139,14 @@ class FSDPModule:
         self.set_custom_all_gather(comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free parameters after forward, or keep them until backward is through. Local."""
+        """True: free full parameters after forward. False: keep them until backward ends. Local."""
         for unit in units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Free parameters after backward, or keep them: for accumulation. Local."""
+        """True: free full parameters after backward. False: keep them for the next pass. Local."""
         for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -223,7 +234,12 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def install(module: nn.Module, unit: Unit) -> None:
-    """Make a module part of a unit, and the module's class a subclass of FSDPModule."""
+    """Give a module the methods of FSDPModule, by a change of class, and the unit for them.
+
+    Args:
+        module: A module that was given to fully_shard; changed in place.
+        unit: The parameters of that call of fully_shard.
+    """
     kind = type(module)
     if kind not in _classes:
         _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
@@ -242,7 +258,11 @@ def units_of(module: Any, recurse: bool) -> list[Unit]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather parameters around another method, as around ``forward``. Local.
+    """Gather the module's parameters for calls of another method, as for ``forward``. Local.
+
+    Args:
+        module: A module that was given to :func:`fully_shard`.
+        method_name: The name of the method, which is replaced on this module.
 
     Raises:
         ValueError: The module was not given to :func:`fully_shard`, or has no such method.

@@ -29,7 +29,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """The place of parameters between their uses: the device of the mesh."""
+    """The policy without offloading: between uses parameters stay on the device of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class DataParallelMeshDims:
     """The axes of a mesh for all kinds of parallelism that are data parallel.
 
     Attributes:
-        shard: The axis that parameters are sharded over; several count as one.
-        replicate: The axis of replicas; several count as one. None: there are none.
+        shard: The axis that parameters are sharded over; a tuple of axes is flattened to an axis.
+        replicate: The axis of replicas; a tuple is flattened likewise. None: no replicas.
     """
 
     shard: str | tuple[str, ...]
@@ -63,7 +63,7 @@ class Reduction:
     Attributes:
         is_due: False: gradients wait until the program asks for them, or until a pass where it is
             True.
-        reduces_replicas: The same for the reduction over replicas.
+        reduces_replicas: False: where there are replicas, gradients wait in the same way.
         divide_factor: The divisor of sums over all ranks; None: the number of ranks.
         sums: True to sum in the collectives, and divide afterwards.
         hook: Called with each tensor of reduced gradients.

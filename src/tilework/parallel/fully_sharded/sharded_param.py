@@ -43,7 +43,7 @@ class ShardedParam:
     sizes: list[int]
     spec: DTensorSpec
     tensor_parallel: DTensorSpec | None
-    #: Each rank's number of elements, and their start in the concatenation of all shards.
+    #: The shape of each rank's shard.
     shard_shapes: list[tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,16 +62,22 @@ class ShardedParam:
         return local
 
     def of_full(self, full: Tensor, rank: int) -> Tensor:
-        """The view of a full tensor that is a rank's shard."""
+        """The part of the full tensor that is the shard of ``rank``, as a view."""
         return full.narrow(self.dim, offsets_of(self.sizes)[rank], self.sizes[rank])
 
     def in_row(self, row: Tensor, offset: int, rank: int) -> Tensor:
-        """The view of a rank's row that is the rank's shard, which begins at ``offset``."""
+        """The shard of ``rank`` as a view of ``row``, the flat memory of several shards of a rank.
+
+        Args:
+            row: The memory.
+            offset: The first element of the shard in the memory.
+            rank: The number within the sharding group.
+        """
         shape = self.shard_shapes[rank]
         return row[offset : offset + math.prod(shape)].view(shape)
 
     def shards_and_parts(self, shards: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of equal elements: views of the ranks' padded shards, and of the full tensor.
+        """Pairs of views of the same elements, for copies: in the ranks' shards, and in the tensor.
 
         Args:
             shards: A row for each rank, padded to the largest shard.
@@ -159,15 +165,19 @@ def _spec(
     mesh: DeviceMesh,
     dim: int,
 ) -> DTensorSpec:
-    """The layout of the sharded parameter."""
+    """The layout of the sharded parameter, on ``mesh`` and the mesh of tensor parallelism, if any.
+
+    Raises:
+        ValueError: The parameter is sharded on ``mesh`` already, or the meshes have no common root.
+    """
     own: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(dim)]
     if tensor_parallel is None:
         return spec_of(mesh, own, shape)
     if tensor_parallel.mesh == mesh:
         raise ValueError(
-            f"parameter {name} of shape {list(shape)} is sharded on {mesh} already: of nested "
-            f"modules the inner ones are given to fully_shard first; tensor parallelism needs "
-            f"another axis of the mesh"
+            f"parameter {name} of shape {list(shape)} is sharded on {mesh} already: call "
+            f"fully_shard on inner modules before outer modules; tensor parallelism needs another "
+            f"axis of the mesh"
         )
     whole = _mesh_of_both(mesh, tensor_parallel.mesh)
     placements: list[Placement] = [Replicate()] * whole.ndim
@@ -199,7 +209,7 @@ def _mesh_of_both(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 
 def _root_axes(root: DeviceMesh, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The root's axes for each name."""
+    """For each name that the root mesh knows, the root's axes: several for flattened axes."""
     axes = {}
     for name in names:
         try:

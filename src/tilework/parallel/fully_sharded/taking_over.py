@@ -40,7 +40,7 @@ from tilework.tiled.stale_parameters import mark_replaced
 
 @dataclass(frozen=True, eq=False)
 class OwningUnit:
-    """A unit as the owner of parameters, with the settings for sharding them.
+    """A call of fully_shard as the owner of parameters, with the settings for sharding them.
 
     Attributes:
         name: The classes of the modules, for errors.
@@ -108,12 +108,12 @@ class ModuleTables:
         return self._members is not None and self._members.is_current()
 
     def note(self) -> None:
-        """Remember the current tables."""
+        """Remember the current submodules and parameters, for :meth:`is_current`."""
         self._scan()
         self._members = Members([module for _, module in self._modules])
 
     def parameters(self) -> list[tuple[str, Places, nn.Parameter]]:
-        """Each parameter once, with the first name and all places."""
+        """Each parameter that is not ignored, once: the first name, all places, the parameter."""
         self._scan()
         found: dict[int, tuple[str, Places, nn.Parameter]] = {}
         for prefix, module in self._modules:
@@ -183,9 +183,9 @@ def _check(name: str, parameter: Any, owner: OwningUnit) -> None:
     """Raise if this unit cannot own a parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(
-            f"{name} of {owner.name} is a {type(parameter).__name__} in the place of a parameter: "
-            f"a module that fully_shard has sharded holds parameters, and "
-            f"torch.func.functional_call is not for such modules"
+            f"{name} of {owner.name} is a {type(parameter).__name__}, and must be an nn.Parameter, "
+            f"as fully_shard has sharded the module. Assign a parameter, and do not use "
+            f"torch.func.functional_call on this module"
         )
     for kind in (type(parameter), type(parameter.data)):
         if hasattr(kind, "fsdp_pre_all_gather") or hasattr(kind, "fsdp_post_all_gather"):
@@ -199,9 +199,9 @@ def _check(name: str, parameter: Any, owner: OwningUnit) -> None:
     if other is not None and other is not owner:
         raise ValueError(
             f"parameter {name} of {owner.name} belongs to {other.name}, which was given to "
-            f"fully_shard in another call: of nested modules the inner ones are given to "
-            f"fully_shard first, and modules that share a weight are given in one call, "
-            f"fully_shard([first, second]), or by the module above them"
+            f"fully_shard in another call: call fully_shard on inner modules before outer modules. "
+            f"Give modules that share a weight in a single call, fully_shard([first, second]), or "
+            f"give only the module that contains both"
         )
 
 
@@ -237,7 +237,7 @@ def _describe(
 
 
 def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
-    """Give a sharded parameter the layout of a unit. Collective if it has another."""
+    """Give a sharded parameter the layout ``spec``, in place. Collective if the layout changes."""
     if parameter._spec != spec:
         with torch.no_grad():
             parameter.data = parameter.detach().redistribute(
@@ -248,7 +248,10 @@ def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
 def _fill(
     owner: OwningUnit, taken: Sequence[_Taken], device: torch.device, keeps_objects: bool
 ) -> Flat:
-    """The flat buffer of parameters of one dtype and device, which then holds their values."""
+    """Make the flat buffer of parameters of one dtype and device, and put this rank's shards in.
+
+    The modules' parameters then lie in the buffer. Sharded parameters replace full parameters.
+    """
     params = [each.param for each in taken]
     flat = Flat(params, owner.shard_group, owner.replicate_group, owner.policy, device)
     with torch.no_grad():
@@ -293,7 +296,11 @@ def _replace(taken: _Taken, local: Tensor, owner: OwningUnit, keeps_object: bool
 
 
 def _mark_gone(at: Mapping[tuple[nn.Module, str], ShardedParam]) -> None:
-    """Make optimizers raise for sharded parameters that the modules no longer hold."""
+    """Make optimizers raise for sharded parameters that the modules no longer hold.
+
+    Args:
+        at: The parameters at the last call, by the places that held them then.
+    """
     for (module, name), param in at.items():
         now = module._parameters.get(name)
         if now is not None and now is not param.sharded and (module, name) == param.places[0]:
@@ -352,4 +359,4 @@ def _differ(one: Sequence[Any], other: Sequence[Any]) -> str:
     for what, mine, theirs in zip(("name", "shape", "dtype"), one, other, strict=False):
         if mine != theirs:
             return f"{what} {mine} and {theirs}"
-    return "other elements"
+    return "different elements"

@@ -99,7 +99,10 @@ class Use:
         return self.gathered
 
     def block(self, which: int) -> Tensor:
-        """The memory of full tensors in backward. Collective if they are not in memory."""
+        """The memory of the full tensors of flat buffer number ``which``, in backward.
+
+        Collective if they are not in memory.
+        """
         return self.full().parts[which].block
 
 
@@ -113,7 +116,10 @@ class Run:
         self.before = before
 
     def next_unit(self) -> Unit | None:
-        """The unit that comes next if this pass has the order of the last."""
+        """The unit that came next in the last pass; None if this pass has another order so far.
+
+        None also at the end of the order.
+        """
         at = len(self.units)
         if at < len(self.before) and self.units == self.before[:at]:
             return self.before[at]
@@ -159,7 +165,9 @@ def is_in_forward() -> bool:
 
 @contextmanager
 def as_program(units: Sequence[Unit]) -> Iterator[None]:
-    """Make units gather and reduce everything in each pass, for recording. Collective.
+    """A context for recording a function, in which each pass gathers and reduces all. Collective.
+
+    At the beginning it reduces the gradients that wait, and frees full parameters.
 
     Args:
         units: The units of the function that is recorded.
@@ -234,7 +242,8 @@ class Unit:
     # -- the modules' parameters ---------------------------------------------------------------
 
     def look(self) -> None:
-        """Take over the modules' current parameters. Local unless some are new.
+        """Put the modules' current parameters into flat buffers, if any has changed since the last
+        look. Local unless some are new.
 
         Raises:
             ValueError: A module holds something that cannot be sharded; the error names it.
@@ -252,7 +261,7 @@ class Unit:
         self._shown = self._shown_now()
 
     def _shown_now(self) -> tuple[list[int], list[torch.dtype], list[DTensorSpec]]:
-        """The memory, dtypes and layouts of the shards."""
+        """The addresses, dtypes and layouts of the shards now, by which changes are noticed."""
         sharded = [param.sharded for param in self.params]
         locals_ = list(map(_local_of, sharded))
         return (
@@ -277,7 +286,7 @@ class Unit:
             self._gathered = self._new_gathered(self.flats, async_op)
 
     def gather(self) -> GatheredParameters:
-        """The full parameters. Collective; blocks."""
+        """Gather the full parameters, unless they are in memory, and return them. Collective."""
         self.start_gather(async_op=False)
         assert self._gathered is not None
         self._gathered.finish()
@@ -303,12 +312,18 @@ class Unit:
             self._install()
 
     def _telling(self, what: str, *numbers: int) -> carrying:
-        """A context whose collectives carry their purpose: ranks that differ in it all raise."""
+        """A context in whose collectives ranks compare ``numbers`` and the unit's parameters.
+
+        If ranks differ, all raise; ``what`` is the beginning of the collective's name in the error.
+        """
         digests = [digest_of(param.sharded) for param in self.params]
         return moving(hash((self._known_as, *numbers, *digests)), f"{what} {self._text}")
 
     def reshard(self) -> None:
-        """Leave only shards to the modules; drop full parameters. Local."""
+        """Leave only shards to the modules; drop full parameters. Local.
+
+        It does nothing while a forward pass of the unit runs.
+        """
         if self._depth:
             return
         self._uninstall()
@@ -342,7 +357,7 @@ class Unit:
         self._show_recurrent()
 
     def _writes(self) -> list[int]:
-        """The numbers of writes to the full parameters."""
+        """For each flat buffer, the number of writes to the full parameters that torch counts."""
         return [] if self._gathered is None else [p.block._version for p in self._gathered.parts]
 
     def _uninstall(self) -> None:
@@ -413,7 +428,10 @@ class Unit:
         return use
 
     def _look_before(self, run: Run) -> None:
-        """Compare the modules' parameters, and the gathered ones, with the shards. Collective."""
+        """Take over changed parameters, and drop gathered full parameters that are out of date.
+
+        Called before a forward pass gathers. Collective.
+        """
         self.look()
         gathered = self._gathered
         if gathered is not None and gathered.seen_by is not run and gathered.parts:
@@ -422,8 +440,8 @@ class Unit:
     def _drop_if_changed(self, gathered: GatheredParameters) -> None:
         """Drop full parameters of a pass before if any rank's shards have changed. Collective.
 
-        Writes to ``.data`` are not counted, and a rank may have no elements that changed. So values
-        are compared, and all ranks do as one of them has to.
+        Writes to ``.data`` are not counted, and a rank may have no elements that changed. Therefore
+        values are compared, and all ranks drop the parameters if at least one rank has to.
         """
         gathered.finish()
         changed = gathered.version != self._version() or any(
@@ -462,7 +480,11 @@ class Unit:
         self._depth -= 1
 
     def _clean(self) -> None:
-        """Free the full parameters after forward; backward frees them later. Local."""
+        """After forward, take the full parameters out of the modules. Local.
+
+        The unit lets go of them, too, unless ``reshard_after_forward`` is False.
+        A forward pass that a checkpoint repeats within backward leaves this to backward.
+        """
         if torch._C._current_graph_task_id() != -1:
             return
         if self.reshard_after_forward is False:
@@ -471,7 +493,12 @@ class Unit:
             self.reshard()
 
     def _end_run(self, again: bool) -> None:
-        """Remember the order of a pass, and drop parameters that were gathered in vain."""
+        """End a forward pass of the outermost unit: drop parameters that were gathered in vain.
+
+        Args:
+            again: True if a checkpoint repeats the pass within backward. Otherwise the order of
+                units is remembered, for the next pass to gather ahead.
+        """
         run, _running.run = _running.run, None
         assert run is not None
         if not again:
@@ -495,7 +522,10 @@ class Unit:
                 local.grad_fn.register_prehook(lambda _: self._begin_backward(of()))
 
     def _join_backward(self) -> None:
-        """Register for release at the end of the backward pass; free the units before."""
+        """Let the backward pass that runs free this unit's parameters at the end.
+
+        Free now what backward has installed for other units, except those around this unit.
+        """
         units = _units_of_pass()
         for unit in [each for each in units if each._installed]:
             if unit is not self and unit not in self._around:
@@ -503,7 +533,13 @@ class Unit:
         units.setdefault(self, [])
 
     def _begin_backward(self, use: Use | None) -> None:
-        """Gather and install before the backward pass of outputs. Collective."""
+        """Gather and install full parameters when backward reaches an output of this unit.
+
+        Collective.
+
+        Args:
+            use: The forward pass that made the output; None: autograd saved nothing of it.
+        """
         self._join_backward()
         if self._installed or not self.unshards_in_backward:
             return
@@ -572,7 +608,7 @@ class Unit:
         params: Sequence[ShardedParam],
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Call :meth:`_reduce`; None for frozen parameters, as autograd drops the gradient."""
+        """Call :meth:`_reduce` for trained parameters; None for frozen parameters."""
         trained = [pair for pair in zip(params, grads, strict=True) if pair[0].local.requires_grad]
         shards = self._reduce(flats, [p for p, _ in trained], [grad for _, grad in trained])
         by_param = dict(zip([id(p) for p, _ in trained], shards, strict=True))
@@ -584,7 +620,10 @@ class Unit:
         params: Sequence[ShardedParam],
         grads: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
-        """Gradients of shards, from all gradients of full parameters. Collective."""
+        """Reduce gradients of full parameters to gradients of this rank's shards. Collective.
+
+        All results are None if the gradients wait for a later reduction.
+        """
         if self._task == torch._C._current_graph_task_id():  # not a pass within a checkpoint's
             self._release()
         grads = [self._with_deferred(p, grad) for p, grad in zip(params, grads, strict=True)]
@@ -615,7 +654,12 @@ class Unit:
     def _gather_again(
         self, params: Sequence[ShardedParam], shards: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Full tensors of shards in the layout of parameters. Collective."""
+        """Gather tensors that are sharded as ``params`` are to full tensors. Collective.
+
+        Args:
+            params: The parameters.
+            shards: By parameter, this rank's shard of the tensor; None counts as zeros.
+        """
         results = []
         for param, shard in zip(params, shards, strict=True):
             value = torch.zeros_like(param.local) if shard is None else shard
@@ -684,7 +728,10 @@ class Unit:
 
 
 def _units_of_pass() -> dict[Unit, list[weakref.ref[Use]]]:
-    """The units that the backward pass under way has gathered, and their uses at that time."""
+    """The units that the backward pass under way has gathered, and their uses at that time.
+
+    Empty, and not kept, if no backward pass runs in this thread.
+    """
     task = torch._C._current_graph_task_id()
     if task == -1:  # a program reads a node's saved tensors
         return {}
