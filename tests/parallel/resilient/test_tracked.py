@@ -251,7 +251,7 @@ def test_a_state_that_build_makes_differently_later_is_refused() -> None:
 def test_plain_data_that_others_could_not_read_are_refused_at_once() -> None:
     plain = {"a": {"value": 1}, "b": {"value": np.float64(1)}}
     assert unpack(pack(plain, trusted=True), trusted=True) == plain
-    with pytest.raises(TypeError, match=r"state\['b'\] has something that another rank could not"):
+    with pytest.raises(TypeError, match=r"state\['b'\] has a value that another rank could not"):
         pack(plain, trusted=False)
     with pytest.raises(TypeError, match=r"state\['c'\]"):
         pack({"a": 1, "c": lambda: 0}, trusted=True)

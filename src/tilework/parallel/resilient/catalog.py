@@ -52,14 +52,15 @@ class Catalog:
 
 
 def described(name: str, dtype: torch.dtype, tiling: Tiling) -> Described:
-    """A tensor of a state as plain data.
+    """Describe a tensor of a training state as plain data, which ranks can exchange.
 
     Raises:
-        ValueError: The tensor is partial: the value is not known yet.
+        ValueError: The tensor is partial: no rank has the value.
     """
     if len(tiling.terms) != 1:
         raise ValueError(
-            f"{name} is partial, and a state holds values: redistribute it, or leave it out"
+            f"{name} is partial: ranks hold terms of a reduction, and a state needs the value. "
+            f"Redistribute {name} to Replicate() or Shard(dim), or leave it out of the state"
         )
     tiles = tuple((t.box.offsets, t.box.sizes, t.owners) for t in tiling.tiles)
     return name, tiling.shape, str(dtype).removeprefix("torch."), tiles
@@ -98,7 +99,13 @@ def make_catalog(tensors: Sequence[Described], ranks: int) -> Catalog:
 
 
 def _shares(box: Box, owners: Ints, used: Sequence[int]) -> list[tuple[Box, int]]:
-    """The parts of a box, and the owner that writes each."""
+    """The parts of a box, and the owner that writes each: the least loaded owners first.
+
+    Args:
+        box: The box of a tile.
+        owners: The ranks that hold the tile.
+        used: By rank, the bytes that the rank writes already.
+    """
     if box.empty:
         return []
     by_load = sorted(owners, key=lambda rank: (used[rank], rank))

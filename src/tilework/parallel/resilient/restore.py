@@ -51,12 +51,12 @@ class HeldSnapshot:
         return None if self.snapshots is None else self.snapshots.rank
 
     def stamps(self) -> Stamps:
-        """The stamps that are here."""
+        """The stamps of all slots that this rank has, by :func:`stamps_of`."""
         return {} if self.snapshots is None else stamps_of(self.snapshots)
 
 
 def stamps_of(snapshots: Snapshots) -> Stamps:
-    """The stamps of the slots that this rank has."""
+    """The stamps of the slots that this rank has, by the rank that wrote them. Local."""
     slots = snapshots.slots
     return {
         rank: tuple(slots.stamp(rank, slot) for slot in range(SLOTS))
@@ -198,7 +198,16 @@ def _fill(
     slots: dict[int, Tensor],
     group: ProcessGroup,
 ) -> None:
-    """Move a tensor from the snapshot into the state."""
+    """Move a tensor from the snapshot into the state. Collective.
+
+    Args:
+        entry: The tensor in the snapshot.
+        target: The ranks that hold it in the state, and the boxes.
+        tracked: The tensor in this rank's state; None: this rank holds no part.
+        found: The snapshot.
+        slots: The bytes of the slots that are here, by the rank that wrote them.
+        group: The default group.
+    """
     me = group.rank()
     tiles = tuple(Tile(part.box, found.holders[part.writer]) for part in entry.parts)
     source = Tiling(entry.shape, (tiles,))
@@ -214,7 +223,11 @@ def _fill(
 def _plain_of(
     found: FoundSnapshot, held: HeldSnapshot, group: ProcessGroup, seats: Sequence[int]
 ) -> bytes:
-    """This rank's plain data: the rank's own, the seat's, or the first rank's. Collective."""
+    """The plain data to restore on this rank. Collective.
+
+    A rank of the former group gets the data that it wrote. A newcomer gets the data of the former
+    rank in the same seat, or else of the former group's first rank.
+    """
     wanted: list[int | None] = agree(lambda: held.place, group)
     sources = [_origin(place, seats[rank], found) for rank, place in enumerate(wanted)]
 
@@ -253,7 +266,13 @@ def _parameter_values(
 
 
 def _origin(place: int | None, seat: int, found: FoundSnapshot) -> int:
-    """The rank of the former group whose plain data a rank gets."""
+    """The rank of the former group whose plain data a rank gets.
+
+    Args:
+        place: The rank's number in the former group; None for a newcomer.
+        seat: The rank's seat.
+        found: The snapshot.
+    """
     if place is not None:
         return place
     return found.seats.index(seat) if seat in found.seats else 0

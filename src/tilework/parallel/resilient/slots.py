@@ -160,7 +160,10 @@ class PeerSlots(Slots):
         return self._areas.get(rank)
 
     def finish(self, slot: int, steps: int, plain: bytes) -> None:
-        """Stamp this rank's slot, and exchange slots with the other ranks. Blocks."""
+        """Stamp this rank's slot, send it to the ranks that keep copies, and receive copies.
+
+        The copies that arrive are of the slots that this rank keeps for others. Blocks.
+        """
         super().finish(slot, steps, plain)
         stamp = _STAMP.pack(steps, len(plain))
         stamps = {rank: torch.empty(_STAMP.size, dtype=torch.uint8) for rank in self._keeps}
@@ -188,7 +191,9 @@ class PeerSlots(Slots):
 
 
 def kept_by(rank: int, size: int, replicas: int) -> tuple[int, ...]:
-    """The ranks whose slots a rank keeps: spread over all, so that few share the host.
+    """The other ranks of which ``rank`` keeps copies of the slots.
+
+    They are spread evenly over all ranks: neighbours in rank order often share a host.
 
     Example:
         >>> kept_by(0, 8, 1), kept_by(0, 8, 3), kept_by(1, 2, 5)

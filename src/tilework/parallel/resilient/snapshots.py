@@ -108,7 +108,10 @@ class Snapshots:
         return self._are_alike(contents.tensors) and room
 
     def _are_alike(self, tensors: Sequence[FoundTensor]) -> bool:
-        """True if the layouts are those of the old tensors, which these then replace."""
+        """True if ``tensors`` have the names, dtypes and layouts of the tensors tracked so far.
+
+        From then on they are tracked instead.
+        """
         if len(tensors) == len(self._tracked) and all(
             found.tensor is tracked.found.tensor and found.tensor.shape == tracked.tiling.shape
             for found, tracked in zip(tensors, self._tracked, strict=True)
@@ -179,7 +182,7 @@ def _check_built(tracked: Sequence[Tracked], tensors: Sequence[FoundTensor]) -> 
         if before.get(name) != now.get(name):
             raise ValueError(
                 f"{name} was {_words(before.get(name))} when the state was built, and is "
-                f"{_words(now.get(name))} after a step, so it could not come back: build() must "
+                f"{_words(now.get(name))} after a step, and could not be restored: build() must "
                 f"make all tensors in their final shapes; state that grows belongs in an "
                 f"object with state_dict() and load_state_dict()"
             )
@@ -208,8 +211,8 @@ def pack(plain: Mapping[str, Any], trusted: bool) -> bytes:
             for name, value in plain.items():
                 pack({name: value}, trusted)  # raises for the culprit
         raise TypeError(
-            f"state[{next(iter(plain))!r}] has something that another rank could not read "
-            f"({error}): let its state_dict() give plain data and tensors"
+            f"state[{next(iter(plain))!r}] has a value that another rank could not read "
+            f"({error}): let state_dict() give only plain data and tensors"
         ) from error
     return data
 

@@ -116,7 +116,10 @@ def contents_of(state: State) -> Contents:
 
 
 def tracked_tensors(state: State) -> list[Tracked]:
-    """Every tensor of the state, to be filled, plain buffers on all ranks. Local."""
+    """The tensors of the state as targets of a restore. Local.
+
+    A restore fills plain buffers on all ranks; a snapshot has them from the first rank.
+    """
     return [
         Tracked(found if found.of_optimizer else found._replace(owners=None))
         for found in contents_of(state).tensors
@@ -189,7 +192,11 @@ def _parameter_names(optimizer: Optimizer, of_modules: Mapping[int, str]) -> dic
 
 
 def _optimizers(state: State) -> Iterator[tuple[str, Optimizer, Optimizer, dict[Any, str]]]:
-    """Optimizers that this rank has a part of: name, optimizer, inner optimizer, parameters."""
+    """The optimizers of which this rank keeps states.
+
+    Yields the name in the state, the optimizer, the inner optimizer that keeps the states, and the
+    parameters that this rank steps on with their names.
+    """
     of_modules: dict[int, str] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):
@@ -249,9 +256,12 @@ def _empty_state(parameter: Tensor, key: str, shape: tuple[int, ...], dtype: tor
 
 
 def parameter_values(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The optimizers' values for parameters that are not tensors, by optimizer.
+    """The values other than tensors that optimizers keep: by optimizer, then by parameter.
 
     The values of a parameter go to the rank that steps on the parameter later.
+
+    Args:
+        plain: The plain data of :func:`contents_of`.
     """
     return {
         name: value["parameters"]

@@ -231,7 +231,10 @@ class Resilient(Generic[T]):
         return _survives(act, self._recover)
 
     def _have_all_ended(self) -> bool:
-        """True once all ranks are here; False if some were lost, and steps may be left."""
+        """Wait for all ranks at the end of the loop. Collective.
+
+        False if ranks were lost meanwhile: then this rank may have gone back to an earlier step.
+        """
         return self._guarded(barrier)
 
     def close(self) -> None:
@@ -317,13 +320,16 @@ class Resilient(Generic[T]):
         self._is_protected = True
 
     def _settle(self) -> None:
-        """Drop older copies: all ranks have come so far, and so have the last copies."""
+        """Drop all copies but the last: by now every rank knows that the last are complete."""
         for old in self._kept[:-1]:
             old.close()
         del self._kept[:-1]
 
     def _is_awaited(self) -> bool:
-        """True on the first rank if ranks wait to be let in; checked every few seconds."""
+        """True on the first rank if ranks wait to be let in.
+
+        It asks the store at most every 0.2 seconds, and is False in between.
+        """
         group = get_default_group()
         now = time.monotonic()
         if group.rank() != 0 or now < self._look_at:
@@ -337,7 +343,14 @@ class Resilient(Generic[T]):
     # -- changes of ranks --------------------------------------------------------------------
 
     def _enter(self, kind: str) -> None:
-        """Build the state for these ranks, and fill it. Collective."""
+        """Build the state for the current ranks, and fill it from a snapshot or a checkpoint.
+
+        Collective.
+
+        Args:
+            kind: The reason, as an :class:`Event` has it. A rank that finds a snapshot when it
+                starts has "joined".
+        """
         begun = time.perf_counter()
         self.state = {}
         self.state = self._build()
@@ -355,7 +368,13 @@ class Resilient(Generic[T]):
         self._note(kind, group, time.perf_counter() - begun)
 
     def _load(self, group: ProcessGroup) -> int:
-        """Load the last checkpoint; the steps, 0 where nothing was trained so far. Collective."""
+        """Fill the state from the last checkpoint; return the finished steps. Collective.
+
+        Without a checkpoint, training starts at step 0.
+
+        Raises:
+            DistBackendError: There is no checkpoint, though ranks have had copies of the state.
+        """
         steps = None if self._checkpoint is None else self._checkpoint.resume(self.state)
         if steps is None and any(agree(lambda: self._is_protected, group)):
             raise DistBackendError(
