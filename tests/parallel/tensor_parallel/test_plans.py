@@ -328,7 +328,7 @@ def test_a_parameter_that_lies_otherwise_already() -> None:
 def test_the_mesh_s_axis_has_to_be_told() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "model"))
-        with pytest.raises(ValueError, match="none named 'tp': pass axis="):
+        with pytest.raises(ValueError, match="none is named 'tp': pass axis="):
             parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
         with pytest.raises(RuntimeError, match="No device mesh is currently active"):
             parallelize_module(nn.Linear(2, 2), None, ColwiseParallel())

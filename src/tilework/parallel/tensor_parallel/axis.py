@@ -91,10 +91,11 @@ class MeshAxis:
         return ", ".join(map(repr, chosen)) or "no other axis"
 
     def to_local(self, tensor: DTensor) -> Tensor:
-        """The local tensor, for use by plain operators.
+        """The local tensor of a DTensor, for use by plain operators. Local.
 
-        While gradients are enabled, plain parameters may meet it in operators: their gradients are
-        summed over the ranks that have other parts (:class:`~tilework.dtensor.rank_part.RankPart`).
+        If it is only a part, and gradients are enabled, the result is a
+        :class:`~tilework.dtensor.rank_part.RankPart`: the gradient of a plain parameter that meets
+        it in an operator is summed over the ranks that hold the other parts.
         """
         local = tensor.to_local()
         note_output(tensor, local)
@@ -108,7 +109,7 @@ class MeshAxis:
     def _global_shape(
         self, local: Tensor, layout: Placement, extent: int | None
     ) -> Sequence[int] | None:
-        """The global shape, where it is known without communication."""
+        """The global shape; None if only communication can tell."""
         if extent is None or self.mesh.ndim > 1 or not isinstance(layout, Shard) or layout.sizes:
             return None
         if not local.ndim or local.shape[layout.dim] * self.mesh.size() != extent:
@@ -128,7 +129,11 @@ class MeshAxis:
         return tensor.redistribute(placements=target.placements, order=target.order)
 
     def move_input(self, tensor: DTensor, layout: Placement) -> DTensor:
-        """:meth:`move`, reducing a partial gradient only to the layout of the input."""
+        """Move an input of a module, as :meth:`move` does.
+
+        In backward, a partial gradient of the result is reduced straight into the layout of
+        ``tensor``, not to a full gradient first.
+        """
         moved = self.move(tensor, layout)
         if moved is not tensor and layout.is_replicate():
             partial_grads.route_partial_grads(moved, tensor, (self.number,))

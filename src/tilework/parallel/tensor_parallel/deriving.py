@@ -36,11 +36,11 @@ from tilework.tiled.terminal import bytes_text
 
 @dataclass(frozen=True)
 class LayerDecision:
-    """The fate of some layers, and the reason.
+    """The decision to cut some layers, or to leave them whole, with the reason.
 
     Attributes:
-        styles: The styles of modules, by name; none if they stay whole.
-        saved_bytes: The bytes that a rank saves in a forward: parameters and activations.
+        styles: The styles of modules, by name; empty if they stay whole.
+        saved_bytes: The bytes of parameters and activations that a rank need not hold.
         moved_bytes: The bytes that a rank receives in a forward.
         text: The decision in words.
     """
@@ -188,14 +188,14 @@ def _example(model: nn.Module, given: Any) -> Any:
         given = getattr(model, "dummy_inputs", None)
     if not isinstance(given, Mapping | tuple):
         raise TypeError(
-            f"example is a dict of arguments by name, or a tuple of arguments, for a forward of "
-            f"{type(model).__name__}, got {type(given).__name__}"
+            f"example must be a dict of arguments by name, or a tuple of arguments, for a forward "
+            f"of {type(model).__name__}, got {type(given).__name__}"
         )
     return given
 
 
 class _Deciding:
-    """Decides for one model.
+    """Decides for each layer of a model if and how the layer is cut.
 
     Args:
         model: The model.
@@ -244,7 +244,10 @@ class _Deciding:
     # -- layers that share a cut -----------------------------------------------------------------
 
     def _chain(self, dims: DimSet) -> tuple[set[int], LayerDecision] | None:
-        """The layers that a cut runs through, and the decision; None if it does not end in sums."""
+        """The weights of the layers that a cut of ``dims`` runs through, and the decision.
+
+        None if ``dims`` cannot be cut evenly, or do not begin in layers and end in sums of layers.
+        """
         if dims.whole_for or any(size % self._ranks for size in dims.sizes):
             return None
         columns, rows = self._ends(dims)
@@ -272,7 +275,7 @@ class _Deciding:
         return numbers - self._trace.made_of_parameters
 
     def _ends(self, dims: DimSet) -> tuple[list[Layer], list[Layer]]:
-        """The layers that give the dims, and those that sum over them."""
+        """The layers whose outputs have the dims, and the layers that sum over the dims."""
         columns, rows = [], []
         for weight, layers in self._layers.items():
             for layer in layers:
@@ -286,7 +289,10 @@ class _Deciding:
     # -- single layers --------------------------------------------------------------------
 
     def _alone(self, weight: int, layers: list[Layer]) -> LayerDecision:
-        """The cheaper of the two ways to cut a single weight, if it pays."""
+        """The decision on a weight that no shared cut has: the cheaper of two cuts, or none.
+
+        The weight stays whole if a cut saves a rank no more bytes than the rank receives.
+        """
         shape = self._trace.tensors[weight].shape
         saved = self._less(self._trace.nbytes(weight))
         moved, dim = min((self._moved(layers, dim), dim) for dim in range(2))
@@ -317,7 +323,7 @@ class _Deciding:
         return RowwiseParallel(input_layouts=Replicate())
 
     def _why(self, weight: int, layers: list[Layer]) -> str:
-        """The reason why the output is not part of a chain."""
+        """The reason, in words, why layers that share a cut do not include these layers."""
         dims = self._trace.set_of(weight, _out_dim(layers[0]))
         uneven = [size for size in sorted(dims.sizes) if size % self._ranks]
         if not dims.whole_for and uneven:
@@ -353,7 +359,13 @@ class _Deciding:
         return min(numbers), LayerDecision({name: WholeOutput(layouts)}, saved, moved, text)
 
     def _sums_of(self, number: int, dims: int, name: str) -> list[tuple[int, int, list[int]]]:
-        """For each dim that may be cut: the bytes received, the dim, and the sums."""
+        """For each dim of a parameter that may be cut: the bytes received, the dim, and the sums.
+
+        Args:
+            number: The parameter's number in the trace.
+            dims: The number of dims that the parameter has.
+            name: The name of the module that owns the parameter and has to compute the sums.
+        """
         found = []
         for dim in range(dims if dims > 2 else 0):
             cut = self._trace.set_of(number, dim)
@@ -363,11 +375,17 @@ class _Deciding:
         return found
 
     def _received(self, sums: Iterable[int]) -> int:
-        """The bytes that a rank receives if partial sums are reduced at once."""
+        """The bytes that a rank receives if each result in ``sums`` is reduced separately.
+
+        Args:
+            sums: The numbers of results that are partial sums.
+        """
         return sum(2 * self._less(self._trace.nbytes(each)) for each in sums)
 
     def _rest(self) -> str:
-        """The parameters outside of layers, the largest first."""
+        """The text on parameters outside of layers and cut stacks: names and bytes, the largest
+        first.
+        """
         inside = {each.name for layers in self._layers.values() for each in layers}
         stacked = {self._trace.parameters[number] for number in self._stacked}
         sizes: dict[str, int] = {}

@@ -10,7 +10,7 @@ from tilework.dtensor import strict
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Compute losses within, and call ``backward()``: operators without a rule raise, not gather.
+    """A context for losses and their ``backward()`` in which operators without a rule raise.
 
     ``cross_entropy`` and ``nll_loss`` of logits that are sharded in the classes do not gather the
     logits, here or elsewhere: they take a few numbers per element from each rank. Within this

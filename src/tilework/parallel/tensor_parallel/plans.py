@@ -108,13 +108,19 @@ def parallelize_module(
 def _applied(
     styled: _StyledModule, root: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> nn.Module:
-    """The root after a style in torch's form was applied to one of the root's modules."""
+    """Apply a style in torch's form to a module within ``root``; return the root.
+
+    If the module is ``root`` itself, and the style returns another module, return that module.
+
+    Raises:
+        TypeError: The style's ``_apply`` returned no module.
+    """
     style: Any = styled.style
     style.src_data_rank = src_data_rank
     made = style._apply(styled.module, mesh)
     if not isinstance(made, nn.Module):
         raise TypeError(
-            f"{type(style).__name__}._apply is to return the module, got {type(made).__name__}"
+            f"{type(style).__name__}._apply must return the module, got {type(made).__name__}"
         )
     if made is styled.module:
         return root
@@ -142,8 +148,8 @@ def _number(mesh: DeviceMesh, axis: str | int) -> int:
         return 0
     if isinstance(axis, str) and axis not in (mesh.mesh_dim_names or ()):
         raise ValueError(
-            f"of {mesh} with axes {mesh.mesh_dim_names or 'without names'}, which is the plan's? "
-            f"There is none named {axis!r}: pass axis=, a name or a number"
+            f"the plan needs an axis of {mesh}, axes {mesh.mesh_dim_names or 'without names'}; "
+            f"none is named {axis!r}: pass axis=, a name or a number"
         )
     return mesh.spec.axis(axis)
 
@@ -152,9 +158,9 @@ def _refuse_torchs(style: object) -> None:
     name, module = type(style).__name__, type(style).__module__
     if module.startswith("torch.distributed"):
         raise TypeError(
-            f"{name} of {module} was given: parallelize_module of tilework's takes "
-            f"tilework.parallel's styles ({name} with the same layouts), and torch's takes "
-            f"mesh.to_torch() with torch's styles"
+            f"{name} of {module} is a style of torch: tilework's parallelize_module takes the "
+            f"styles of tilework.parallel ({name} with the same layouts); torch's "
+            f"parallelize_module takes torch's styles, with mesh.to_torch() as the mesh"
         )
 
 

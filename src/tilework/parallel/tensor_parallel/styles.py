@@ -27,12 +27,12 @@ class ParallelStyle:
         True
     """
 
-    #: The mesh given to parallelize_module, for styles with ``_apply``.
+    #: The ``src_data_rank`` given to parallelize_module, for styles with ``_apply``.
     src_data_rank: int | None = 0
 
     @property
     def applies_itself(self) -> bool:
-        """True if the style has torch's form."""
+        """True if the style has torch's form, a method ``_apply``."""
         return hasattr(self, "_apply")
 
     def parameter_layouts(self, module: nn.Module) -> Mapping[str, Placement]:
@@ -49,8 +49,8 @@ class ParallelStyle:
 
     def _without_methods(self) -> NotImplementedError:
         return NotImplementedError(
-            f"{type(self).__name__} says nothing: a style defines parameter_layouts(module) and "
-            f"attach(module, axis), or _apply(module, device_mesh) as torch's styles do"
+            f"{type(self).__name__} lacks methods: a style must define parameter_layouts(module) "
+            f"and attach(module, axis), or _apply(module, device_mesh) as torch's styles do"
         )
 
 
@@ -182,9 +182,9 @@ class RowwiseParallel(_ShardedLayer):
 
     Args:
         input_layouts: The input's layout along the axis, if it is a plain tensor; None: sharded in
-                in the last dim, as :class:`ColwiseParallel` gives it. For an Embedding pass
-                ``Replicate()`` mostly. With sizes, as in ``Shard(-1, sizes=(2, 1))``, they also
-                give each rank's number of a Linear's columns.
+            the last dim, as :class:`ColwiseParallel` gives it. For an Embedding pass
+            ``Replicate()`` mostly. With sizes, as in ``Shard(-1, sizes=(2, 1))``, they also give
+            each rank's number of a Linear's columns.
         output_layouts: The output's layout; None: replicated.
         use_local_output: Whether the output is the local tensor; else a DTensor.
 

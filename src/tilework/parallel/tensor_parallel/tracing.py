@@ -41,7 +41,8 @@ class DimSet:
     Attributes:
         nodes: The dims.
         sizes: The counts of equal parts that operators need, such as features and heads.
-        sums: The products with parameters that sum over the dims: their numbers, and the modules.
+        sums: The products with parameters that sum over the dims: by the number of the result, the
+            name of the module that computes it.
         whole_for: An operator that needs all of the dims; empty: none does.
     """
 
@@ -65,8 +66,8 @@ class Layer:
     Attributes:
         name: The module's name in the model.
         module: The module.
-        weight: The number of the weight, which modules may share.
-        output: The number of the output.
+        weight: The weight's number in the :class:`Trace`; modules may share the weight.
+        output: The output's number in the :class:`Trace`.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Layer:
 
 
 class Trace:
-    """The dims and layers of a forward."""
+    """The tensors, by number, and the layers of a forward, and the dims that are cut together."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -94,14 +95,14 @@ class Trace:
         return self._numbers[id(tensor)]
 
     def set_of(self, number: int, dim: int) -> DimSet:
-        """The set of a dim."""
+        """The set of dims that are cut together with a dim of the tensor of this number."""
         node = (number, dim)
         if node not in self._sets:
             self._sets[node] = DimSet({node})
         return self._sets[node]
 
     def join(self, nodes: list[Node]) -> DimSet:
-        """Join the sets of dims."""
+        """Merge the sets that contain these dims into a single set, and return it."""
         sets = [self.set_of(*node) for node in nodes]
         first = max(sets, key=lambda each: len(each.nodes))
         for other in sets:
@@ -127,7 +128,7 @@ class Trace:
 def trace(
     model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...], mesh: DeviceMesh
 ) -> Trace:
-    """The dims of a model's tensors in a forward. Local.
+    """Run a forward of a model, and record which dims of tensors have to be cut together. Local.
 
     The forward runs without memory, on ``meta``, if the model can; else with the model's values.
 
@@ -148,7 +149,10 @@ def trace(
 
 
 def _with_tensors(model: nn.Module, tensors: Iterable[Tensor]) -> nn.Module:
-    """A copy of the modules, with these tensors instead; ranks may share the model."""
+    """A copy of a model with ``tensors`` in place of the parameters and buffers, in order.
+
+    The model itself stays unchanged: ranks may share it.
+    """
     theirs = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, dict(zip(map(id, theirs), tensors, strict=True)))
 
@@ -190,7 +194,7 @@ class _Recorder(TorchFunctionMode):
     # -- modules -----------------------------------------------------------------------------
 
     def follow(self, model: nn.Module) -> None:
-        """Note which module computes, and the outputs of layers."""
+        """Register hooks that note which module computes, and the weights and outputs of layers."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda m, _, n=name: self._enter(n, m))
             module.register_forward_hook(self._leave)
@@ -267,7 +271,10 @@ class _Recorder(TorchFunctionMode):
     def _ask(
         self, entry: OpEntry, args: Any, kwargs: Any, tensors: list[Tensor]
     ) -> tuple[Any, RuleResult]:
-        """The rule that answers the call with replicated tensors, and the answer."""
+        """The operator's rule that knows this call, and the rule's answer for replicated tensors.
+
+        Both are None if no rule knows the call.
+        """
         for rule in (entry.dtensor_rule, entry.rule):
             if rule is not None:
                 found = self._answer(rule, args, kwargs, self._arguments(tensors))
@@ -300,7 +307,10 @@ class _Recorder(TorchFunctionMode):
         outputs: list[Tensor],
         where: str,
     ) -> None:
-        """Join the dims of a call without a factor map: by the rule's answer for each cut."""
+        """Join the dims of a call whose rule gives no factor map.
+
+        The rule is asked about a cut of each dim of each input: which dims of outputs follow?
+        """
         for at, tensor in enumerate(tensors):
             for dim in range(tensor.dim()):
                 node = self.trace.number(tensor), dim
@@ -316,7 +326,10 @@ class _Recorder(TorchFunctionMode):
     def _carried(
         self, rule: Any, args: Any, kwargs: Any, tensors: list[Tensor], at: int, dim: int
     ) -> list[int] | None:
-        """The dims of outputs that follow a cut of an input's dim; None if that input moves."""
+        """For each output, the dim that is cut if input number ``at`` is cut in ``dim``.
+
+        None if the rule would move this input, or would not cut every output.
+        """
         asked = self._arguments(tensors)
         spec = asked[at].spec.with_placements([Shard(dim)], None)
         asked[at] = DTensorArg(at, spec, asked[at].dtype)
@@ -330,7 +343,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Factors:
-    """Joins the dims of one call."""
+    """Joins the dims of one operator call, by the factor map of the operator."""
 
     def __init__(self, trace: Trace, where: str) -> None:
         self._trace, self._where = trace, where

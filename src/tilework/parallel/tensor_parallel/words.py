@@ -25,7 +25,7 @@ from tilework.tiled.module_plan import matching_names
 
 
 class _OfParameters(ParallelStyle):
-    """The layouts of a module's direct parameters, by name; inputs and outputs stay as they are."""
+    """A style that lays out a module's direct parameters, by name, and no inputs or outputs."""
 
     def __init__(self, layouts: Mapping[str, Placement] | None = None) -> None:
         self.layouts = dict(layouts or {})
@@ -41,11 +41,11 @@ class _OfParameters(ParallelStyle):
 
 
 class _Unchanged(_OfParameters):
-    """No change: nothing is sharded, and gradients are right already."""
+    """A style that does nothing, for words that only replicate parameters or repair gradients."""
 
 
 class WholeOutput(_OfParameters):
-    """The module computes with DTensor parameters, and gives whole plain tensors."""
+    """A style of modules that compute with DTensor parameters and return full plain tensors."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         def whole(value: Any) -> Any:
@@ -61,7 +61,7 @@ class WholeOutput(_OfParameters):
 
 
 class _LocalParameters(_OfParameters):
-    """The module computes with this rank's part of each direct parameter."""
+    """A style of modules that compute with the local tensors of their direct parameters."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
         def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -120,7 +120,7 @@ def style_of(word: str) -> ParallelStyle:
 def named_parameters(
     root: nn.Module, pattern: str, word: str
 ) -> Iterator[tuple[str, nn.Module, ParallelStyle]]:
-    """The modules that own a parameter of this name, and the parameter's layout.
+    """The parameters that ``pattern`` names: the owning module's name, the module, and a style.
 
     A parameter named directly is a matrix, or a stack of matrices, in the form of a Linear's weight
     (outputs, inputs). Parameters of one dim are sharded like the outputs.
