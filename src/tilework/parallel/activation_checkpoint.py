@@ -17,26 +17,27 @@ from tilework.tiled.module_plan import check_is_module, matching_names
 
 
 class CheckpointImpl(enum.Enum):
-    """The kinds of torch's checkpoints."""
+    """The kinds of ``torch.utils.checkpoint``; each value is the argument ``use_reentrant``."""
 
     NO_REENTRANT = False
     REENTRANT = True
 
 
 class CheckpointWrapper(nn.Module):
-    """The class that a module whose activations are recomputed has besides its own class.
+    """The base class of all modules whose activations are recomputed, for ``isinstance``.
 
-    Made by :func:`checkpoint_wrapper`.
+    :func:`checkpoint_wrapper` changes a module's class to a subclass of this class and of the
+    module's former class.
     """
 
     _checkpoint: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Recompute in the outermost ``__call__``: everything that other classes add lies within.
+        """Give a subclass a ``__call__`` that runs the module's whole call within the checkpoint.
 
-        Hooks, and the gathering of parameters, therefore run again with forward, in whatever order
-        the classes were made.
-        were made.
+        The whole call includes hooks and the gathering of parameters: both run again when backward
+        recomputes. Only the ``__call__`` of the module's own class does this; an inherited
+        ``__call__`` passes the call on.
         """
         super().__init_subclass__(**kwargs)
 
@@ -54,7 +55,7 @@ class CheckpointWrapper(nn.Module):
 
 
 class _Settings:
-    """The settings of a call of torch's checkpoint function, or of another."""
+    """A checkpoint function, torch's or the user's, with the settings that each call passes."""
 
     def __init__(self, function: Callable[..., Any], settings: dict[str, Any]) -> None:
         self._function, self._settings = function, settings
@@ -72,13 +73,14 @@ def checkpoint_wrapper(
     """Make a module recompute activations in backward instead of keeping them. Local.
 
     torch's wrapper of this name puts another module around the module, and a prefix before all
-    names; here the module changes class. Hooks run with the module each time. A module that
-    recomputes already stays as it is. Shard a module by ``fully_shard`` before or after this.
+    names; here the module changes class. The module's hooks run again when backward recomputes. A
+    module that recomputes already stays as it is. Shard a module by ``fully_shard`` before or after
+    this.
 
     Args:
         module: Changed in place.
-        checkpoint_impl: The kind of torch's checkpoint; reentrant ones take no keyword arguments
-            of tensors.
+        checkpoint_impl: The kind of torch's checkpoint. With REENTRANT, forward takes no keyword
+            arguments.
         checkpoint_fn: Called instead of torch's function, with the module's call, the arguments and
             the settings.
         checkpoint_fn_kwargs: Settings, such as ``preserve_rng_state=False`` or ``context_fn``.
@@ -117,14 +119,16 @@ def apply_activation_checkpointing(
 ) -> None:
     """Make modules of a model recompute their activations, by :func:`checkpoint_wrapper`.
 
-    Local. Chosen modules within chosen modules are changed, too.
+    Local. Only modules within the model are chosen, never the model itself. Chosen modules within
+    chosen modules are changed, too.
 
     Args:
         model: Changed in place.
         modules: The classes of modules, such as ``{Block}``, or a pattern of their names, such as
-            ``"layers.*"``; None: as ``check_fn`` says.
+            ``"layers.*"``; None: ``check_fn`` alone chooses.
         checkpoint_wrapper_fn: Called with each module; the result replaces the module.
-        check_fn: Returns True for further modules to choose.
+        check_fn: Returns True for modules to choose besides those of the given classes. Not called
+            if ``modules`` is a pattern.
 
     Raises:
         ValueError: No module is chosen.

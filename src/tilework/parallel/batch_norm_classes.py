@@ -32,14 +32,12 @@ class AnyDimBatchNorm(_BatchNorm):
 def synchronise(layer: Any, synchronised: Any, group: Any) -> None:
     """Give a batch normalisation the synchronised class; leave other modules alone. Local.
 
+    Check before with :func:`check_can_synchronise`, which raises for layers that cannot change.
+
     Args:
         layer: Any module.
         synchronised: ``SyncBatchNorm``.
         group: The ``process_group`` of SyncBatchNorm.
-
-    Raises:
-        TypeError: The layer's class overrides forward and does not call
-            ``super().forward``; nothing has changed then.
     """
     if _is_batch_norm(layer) and not isinstance(layer, synchronised):
         made: Any = _with_base(type(layer), layer, lambda base: _class_of(base, synchronised))
@@ -48,7 +46,11 @@ def synchronise(layer: Any, synchronised: Any, group: Any) -> None:
 
 
 def desynchronise(layer: Any, synchronised: Any) -> None:
-    """Give a synchronised layer back the former class, or :class:`AnyDimBatchNorm`. Local."""
+    """Undo :func:`synchronise`; leave other modules alone. Local.
+
+    A layer of a user's subclass gets the former class back. Every other synchronised layer becomes
+    an :class:`AnyDimBatchNorm`.
+    """
     if isinstance(layer, synchronised):
         made: Any = _with_base(
             type(layer), layer, lambda base: vars(base).get(_BEFORE, AnyDimBatchNorm)
@@ -58,12 +60,21 @@ def desynchronise(layer: Any, synchronised: Any) -> None:
 
 
 def _is_batch_norm(layer: Any) -> bool:
-    """True for batch normalisations of torch's, and subclasses."""
+    """True if the layer's class is, or inherits from, a batch normalisation of torch."""
     return isinstance(layer, _BatchNorm)
 
 
 def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> None:
-    """Raise if :func:`synchronise` would. Local."""
+    """Raise if a layer cannot become synchronised by a change of class. Local.
+
+    Args:
+        name: The layer's name in the model, for the error.
+        layer: Any module; only batch normalisations are checked.
+        synchronised: ``SyncBatchNorm``.
+
+    Raises:
+        TypeError: The layer's class has a forward that does not call ``super().forward``.
+    """
     if not _is_batch_norm(layer) or isinstance(layer, synchronised):
         return
     kind = type(layer).__bases__[0] if is_parametrized(layer) else type(layer)
@@ -82,7 +93,11 @@ def check_can_synchronise(name: str, layer: nn.Module, synchronised: Any) -> Non
 
 
 def _with_base(kind: Any, layer: nn.Module, change: Any) -> Any:
-    """The changed class; a parametrized layer keeps torch's class on top."""
+    """The class that a layer changes to: ``change(kind)``, where ``kind`` is the layer's class.
+
+    torch puts a class of parametrizations on top of the class of a parametrized layer. Then
+    ``change`` gets the class below, and the class on top is made again.
+    """
     if not is_parametrized(layer):
         return change(kind)
     own = {name: value for name, value in vars(kind).items() if name not in _AUTOMATIC}
@@ -94,7 +109,10 @@ _AUTOMATIC = ("__dict__", "__weakref__")
 
 @cache
 def _class_of(kind: Any, synchronised: Any) -> Any:
-    """The class to give to a layer of class ``kind``."""
+    """The class that makes a layer of class ``kind`` synchronised.
+
+    It is ``synchronised`` for torch's own classes, and a subclass of both for all others.
+    """
     if kind in _KNOWN:
         return synchronised
     own: dict[str, Any] = {"__module__": kind.__module__, _BEFORE: kind}
@@ -106,7 +124,10 @@ def _class_of(kind: Any, synchronised: Any) -> Any:
 
 
 def _reduced(layer: Any, protocol: Any) -> Any:
-    """The layer for pickle, with the former class: pickle cannot find made classes by name."""
+    """The ``__reduce_ex__`` of made classes, which pickle cannot find by name.
+
+    pickle stores the former class instead, and makes the synchronised class again on loading.
+    """
     kind = type(layer)
     if is_parametrized(layer):
         return object.__reduce_ex__(layer, protocol)  # torch's refusal

@@ -38,12 +38,12 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise if the norm is infinite or not a number.
 
     Returns:
-        The norm before clipping: a plain tensor, the same on all ranks of the meshes. On ranks
-        outside of all meshes without gradients, 0.
+        The norm before clipping: a plain tensor, the same on all ranks of the meshes. A rank that
+        has no gradients and is outside of all meshes gets 0.
 
     Raises:
         RuntimeError: The norm is infinite or not a number, with ``error_if_nonfinite``; or this
-            rank has gradients to scale, but does not know others that are part of the norm.
+            rank cannot know a part of the norm: gradients on a mesh that it is outside of.
         ValueError: Ranks pass parameters on different meshes.
 
     Example:
@@ -102,7 +102,9 @@ def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
 def _norms_of_ranks(
     by_mesh: Mapping[Any, list[Tensor]], ranks: Sequence[int], norm_type: float
 ) -> list[Tensor]:
-    """The norms of all meshes, even if this rank is outside. Collective over ``ranks``.
+    """A norm for each mesh with gradients, also for meshes that this rank is outside of.
+
+    Collective over ``ranks``, the ranks of all meshes together. Plain gradients count as a mesh.
 
     Raises:
         ValueError: Ranks pass parameters on different meshes; on all ranks.
@@ -125,7 +127,8 @@ def _norms_of_ranks(
         raise ValueError(
             f"clip_grad_norm_ takes the same parameters on all ranks: on rank {ranks[0]} they lie "
             f"on the ranks {lists[0]}, on rank {ranks[other]} on {lists[other]} (None: plain). "
-            f"Clip those that all have, or add up norms of stages with all_reduce"
+            f"Pass only parameters that all ranks have; combine norms of pipeline stages by "
+            f"all_reduce"
         )
     place = dict(zip(ranks, everyone, strict=True))
     found = [
@@ -136,12 +139,12 @@ def _norms_of_ranks(
 
 @dataclass(eq=False)
 class _Groups:
-    """Groups of the ranks of several meshes, by their ranks."""
+    """The groups in which ranks of several meshes exchange norms, by the groups' global ranks."""
 
     known: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def of(self, ranks: Sequence[int]) -> Any:
-        """The group of some ranks. Collective over them the first time; blocks."""
+        """The group of these global ranks, made at the first call: collective over them; blocks."""
         if len(ranks) == get_world_size():
             return get_default_group()
         key = tuple(ranks)
@@ -150,15 +153,15 @@ class _Groups:
         return self.known[key]
 
     def forget_groups(self) -> None:
-        """Forget all groups, as ranks have new numbers."""
+        """Forget all groups. Called when a new default group has renumbered the ranks."""
         self.known.clear()
 
 
 def _check_here(by_mesh: Mapping[Any, list[Tensor]]) -> None:
-    """Raise if this rank has gradients to clip together with a mesh that it is outside of.
+    """Raise if this rank has gradients, but is outside of a mesh whose gradients count as well.
 
     Raises:
-        RuntimeError: This rank has such gradients.
+        RuntimeError: This rank has gradients, and at least one mesh does not include this rank.
     """
     outside = [mesh for mesh in by_mesh if not _is_here(mesh)]
     if outside and any(grads and _is_here(mesh) for mesh, grads in by_mesh.items()):
@@ -174,12 +177,12 @@ def _outside(mesh: Any) -> str:
 
 
 def _mesh_of(tensor: Tensor) -> Any:
-    """The mesh of a DTensor, also of torch's; None for another tensor."""
+    """The mesh of a DTensor of this library or of torch; None for a plain tensor."""
     return cast(Any, tensor).device_mesh if _is_distributed(tensor) else None
 
 
 def _is_here(mesh: Any) -> bool:
-    """True if this rank is in the mesh."""
+    """True if this rank is in the mesh, or if ``mesh`` is None, which stands for plain tensors."""
     return mesh is None or mesh.get_coordinate() is not None
 
 
@@ -190,5 +193,5 @@ def _ranks_of(mesh: Any) -> tuple[int, ...]:
 
 
 def _is_distributed(tensor: Tensor) -> bool:
-    """True for a DTensor, torch's too."""
+    """True for a DTensor of this library or of torch; False for a plain tensor."""
     return isinstance(tensor, DTensor) or is_torch_dtensor(tensor)

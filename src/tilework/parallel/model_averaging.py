@@ -91,11 +91,11 @@ def get_params_to_average(params: Params) -> list[nn.Parameter]:
 
 
 class PeriodicModelAverager:
-    """An average of all parameters every ``period`` steps.
+    """Averages all parameters over a group every ``period`` steps.
 
     Args:
         period: The number of steps from one average to the next.
-        warmup_steps: The number of steps before the first average, in which gradients are averaged.
+        warmup_steps: The number of steps before the first average: average gradients in these.
         process_group: The group; None: the default group.
 
     Raises:
@@ -118,7 +118,7 @@ class PeriodicModelAverager:
         self.step = 0
 
     def average_parameters(self, params: Params) -> None:
-        """Count a step, and average if it is due. Collective if it is.
+        """Average the parameters if an average is due, then count the step. Collective if due.
 
         Args:
             params: As for the function of this name.
@@ -129,7 +129,7 @@ class PeriodicModelAverager:
         self.step += 1
 
     def is_due(self, period: int) -> bool:
-        """True if the current step is the last of a period."""
+        """True at step ``warmup_steps``, counted from 0, and at every ``period``-th step after."""
         return self.step >= self.warmup_steps and (self.step - self.warmup_steps) % period == 0
 
 
@@ -179,7 +179,11 @@ class HierarchicalModelAverager:
             self.groups[period] = made
 
     def average_parameters(self, params: Params) -> None:
-        """Count a step; average in the largest group whose period ends. Collective if one does."""
+        """Average in the largest group that is due, if any, then count the step.
+
+        A group is due at step ``warmup_steps``, counted from 0, and a multiple of the group's
+        period later. Collective over the group that averages.
+        """
         if self.step >= self.warmup_steps:
             past = self.step - self.warmup_steps
             due = [group for period, group in self.groups.items() if past % period == 0]
@@ -203,7 +207,7 @@ def _check_levels(levels: Mapping[int, int], ranks: int) -> None:
 
 
 class PostLocalSGDOptimizer(Optimizer):
-    """An optimizer with an averager after each step.
+    """A wrapper of an optimizer that calls an averager of parameters after each step.
 
     Args:
         optim: Steps on this rank's parameters.
@@ -225,19 +229,19 @@ class PostLocalSGDOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
-        """The parameter groups of the optimizer within."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer within."""
+        """The state of the wrapped optimizer."""
         return self.optim.state
 
     def __repr__(self) -> str:
         return repr(self.optim)
 
     def step(self, closure: Any = None) -> Any:
-        """Step the optimizer, then count the step. Collective if an average is due."""
+        """Step the wrapped optimizer, then call the averager. Collective if an average is due."""
         loss = self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
@@ -249,11 +253,11 @@ class PostLocalSGDOptimizer(Optimizer):
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, with the number of steps."""
+        """The wrapped optimizer's state dict, with the averager's number of steps as "step"."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` has saved; a state without a number of steps starts at 0."""
+        """Load a result of :meth:`state_dict`. Without "step" the averager counts from 0."""
         state_dict = dict(state_dict)
         self.averager.step = int(state_dict.pop("step", 0))
         self.optim.load_state_dict(state_dict)

@@ -3,8 +3,8 @@
 Data parallelism averages the gradients that each rank computed in *the same* step. A rank that
 skips a backward pass, or does two, would pair gradients of different steps from then on. Therefore
 a wrapped module counts its forward passes, its backward passes, and how often parameters have
-changed between these. The digest of the counts goes into the header of each collective, as shapes
-do. Ranks that differ all raise, each with the counts::
+changed between these. The digest of the counts goes into the header of each collective, which ranks
+compare, as they compare shapes. Ranks that differ all raise, each with the counts::
 
     passes = Passes("DistributedDataParallel", names)
     passes.begin_forward()            # a forward pass whose collectives, or backward, will meet
@@ -87,10 +87,10 @@ class Passes:
         """Count a backward pass that communicates. Local; 0.1 µs for each tensor.
 
         Args:
-            tensors: The module's trained parameters, or the tensors that optimizers step. Writes
-                since the last pass count as one change. So does another sequence object than in the
-                last
-                pass: pass the same object while the tensors are the same.
+            tensors: The module's trained parameters, or the tensors that optimizers step. All
+                writes since the last pass count as one change. Another sequence object than in the
+                last pass counts as a change, too: pass the same object while the tensors are the
+                same.
             kept: True if this pass adds to gradients of earlier synchronised passes.
         """
         versions = sum(map(_version, tensors))
@@ -102,7 +102,7 @@ class Passes:
 
     @property
     def digest(self) -> int:
-        """The digest of the counts: at most 62 bits, the same in all processes; 0 if off."""
+        """The digest of the counts, the same in all processes; 0 if the comparison is off."""
         if mode() == "off":
             return 0
         digest = self._digest
@@ -112,15 +112,16 @@ class Passes:
         return digest
 
     def carried(self) -> carrying:
-        """A context in which this thread's collectives carry the digest and errors name counts.
+        """A context in which headers of this thread's collectives carry the digest of the counts.
 
         Raises:
-            CollectiveMismatchError: A collective within met other counts on other ranks.
+            CollectiveMismatchError: A collective within met other counts on other ranks; the error
+                names the counts.
         """
         return carrying(self.digest, self)
 
     def is_due(self) -> bool:
-        """True if this backward pass compares parameters."""
+        """True if ranks are to compare the values of parameters in the current backward pass."""
         return is_due(self.backwards)
 
     def __str__(self) -> str:
@@ -132,10 +133,10 @@ class Passes:
 
 
 def is_due(number: int) -> bool:
-    """True if the pass or step of this number compares parameters.
+    """True if ranks are to compare parameters in the pass or step of this number, from 1.
 
-    In the sampled mode of comparison, the default: the first four, every fourth up to the 64th,
-    and every 16th later. In the full mode all.
+    In the sampled mode of comparison, the default, these are the first four, every fourth up to the
+    64th, and every 16th later. In the full mode these are all; in other modes none.
     """
     how = mode()
     if how != "sampled":

@@ -127,7 +127,10 @@ class SyncBatchNorm(_BatchNorm):
         return mean, var, int(total)
 
     def _group(self) -> ProcessGroup | None:
-        """The ranks that have inputs; None for this rank alone, or outside of training."""
+        """The group whose rows make the statistics; None: only this rank's rows do.
+
+        Within ``Join`` it has only the ranks that still have inputs. None outside of training.
+        """
         if not self.training:
             return None
         given = self.process_group
@@ -203,7 +206,10 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _dense_as_torch(out: Tensor) -> Tensor:
-    """A result in torch's memory format: channels last where torch's is, else contiguous."""
+    """The tensor in the memory format of torch's batch normalisation.
+
+    A tensor in channels-last order stays as it is; every other tensor becomes contiguous.
+    """
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(out.dim())
     if last is not None and out.is_contiguous(memory_format=last):
         return out

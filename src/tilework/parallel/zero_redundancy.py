@@ -117,7 +117,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
 
     def _deal(self) -> None:
-        """Give parameters without an owner to the least loaded rank; make the local optimizer."""
+        """Give each new parameter to the rank that owns the fewest elements. Local.
+
+        Then make the optimizer of this rank's parameters again, with the states so far.
+        """
         new = [p for group in self.param_groups for p in group["params"] if p not in self._owner]
         for parameter in sorted(new, key=lambda p: -p.numel()):  # stable: the same on every rank
             rank = min(range(len(self._loads)), key=self._loads.__getitem__)
@@ -187,9 +190,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._exchange()
 
     def _copy_settings(self, back: bool = False) -> None:
-        """Copy settings that schedulers have changed to the local optimizer; or ``back``.
+        """Copy the settings of parameter groups, such as learning rates, to this rank's optimizer.
 
-        A rank that owns nothing of a group keeps that group's settings as they are.
+        With ``back``, copy from this rank's optimizer to ``param_groups``. Groups of which this
+        rank owns no parameter are left out.
         """
         assert self.optim is not None
         filled = [self.param_groups[at] for at in self._filled()]
@@ -198,11 +202,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             target.update(_settings(source))
 
     def _filled(self) -> list[int]:
-        """The numbers of the groups of which this rank owns a parameter."""
+        """The numbers of the parameter groups of which this rank owns a parameter."""
         return [at for at, g in enumerate(self.param_groups) if self._own_part(g)["params"]]
 
     def _compare(self) -> None:
-        """Raise if ranks hold different parameters: they would mix different models."""
+        """Raise if ranks hold different parameters: a step would mix different models. Collective.
+
+        Raises:
+            CollectiveMismatchError: Parameters differ; on every rank.
+        """
         every = (p for group in self.param_groups for p in group["params"])
         named = [
             (f"parameter {number}", local)
@@ -224,11 +232,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- uneven inputs -----------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for one join context."""
+        """The hook by which this rank, without inputs, takes part in steps of the other ranks.
+
+        Raises:
+            RuntimeError: The optimizer steps within backward (``overlap_with_ddp``).
+        """
         if self.overlap_with_ddp:
             raise RuntimeError(
-                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps within backward, which a "
-                "rank without inputs has none of: use overlap_with_ddp=False within Join"
+                "ZeroRedundancyOptimizer(overlap_with_ddp=True) steps within backward, and a rank "
+                "without inputs runs no backward: use overlap_with_ddp=False within Join"
             )
         return _StepWithoutInputs(self)
 
@@ -238,7 +250,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def _hand_over(self, active: Sequence[int]) -> None:
-        """Send gradients and settings to owners that have no inputs any more. Collective."""
+        """Give owners that have run out of inputs the averaged gradients, and the settings.
+
+        The first rank of ``active``, the global ranks that still have inputs, sends to the whole
+        group. Collective over the whole group.
+        """
         group = self.process_group
         source = group.global_ranks.index(active[0])
         away = {at for at, rank in enumerate(group.global_ranks) if rank not in active}
@@ -258,7 +274,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         broadcast_tensors(grads, group, source)
 
     def _follow(self) -> None:
-        """Take part in a step of the ranks that still have inputs. Collective."""
+        """On a rank without inputs: take part in a step of the other ranks. Collective."""
         assert self.join_context is not None
         self._hand_over(self.join_context.ranks_with_inputs)
         self._step_and_exchange()
@@ -267,10 +283,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @torch.no_grad()
     def step_bucket(self, bucket: GradBucket) -> None:
-        """Step on the parameters of a bucket that is reduced, and exchange them. Collective.
+        """Step on this rank's share of a bucket, then send it to all ranks. Collective.
 
         Args:
-            bucket: The bucket, whose buffer holds the averages. The same on all ranks.
+            bucket: A bucket after the reduction: the buffer holds the averages. The same on all
+                ranks.
         """
         known = self._by_bucket.get(bucket.index())
         parameters = bucket.parameters()
@@ -300,7 +317,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._saved = gathered
 
     def _by_index(self) -> dict[int, Any]:
-        """The states of this rank's parameters, by the parameters' numbers."""
+        """The optimizer states that this rank keeps, by the parameter's number among all."""
         assert self.optim is not None
         every = [p for group in self.param_groups for p in group["params"]]
         return {at: self.optim.state[p] for at, p in enumerate(every) if p in self.optim.state}
@@ -309,7 +326,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """The states of all parameters, in the form of the plain optimizer's. Local.
 
         Raises:
-            RuntimeError: :meth:`consolidate_state_dict` was not called with this rank.
+            RuntimeError: No :meth:`consolidate_state_dict` has sent the states to this rank.
         """
         if self._saved is None:
             raise RuntimeError(
@@ -395,11 +412,15 @@ class _BucketStep:
             self.optim.state = whole.optim.state  # one state for all buckets
 
     def is_of_others(self, parameters: Sequence[Tensor]) -> bool:
-        """True if the bucket has other parameters than before."""
+        """True if ``parameters`` differ from the parameters that this object was made for."""
         return [*map(id, parameters)] != [*map(id, self._parameters)]
 
     def step(self, grads: Sequence[Tensor]) -> None:
-        """Step the optimizer with the given gradients, without changing ``.grad``. Local."""
+        """Step on this rank's share of the bucket, and leave every ``.grad`` unchanged. Local.
+
+        Args:
+            grads: The averaged gradients of all parameters of the bucket, in order.
+        """
         if self.optim is None:
             return
         for own, at in zip(self.optim.param_groups, self._filled, strict=True):
