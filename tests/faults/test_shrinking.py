@@ -151,7 +151,7 @@ def test_ranks_that_agree_through_a_store_say_that_it_is_gone() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(dist.PeerLostError):
             dist.barrier()
-        with pytest.raises(dist.DistNetworkError, match=r"cannot shrink.*one that outlives ranks"):
+        with pytest.raises(dist.DistNetworkError, match=r"cannot shrink.*store that outlives"):
             dist.shrink_group()
 
     results = run_ranks(3, program, kind="processes", init=False, return_exceptions=True)

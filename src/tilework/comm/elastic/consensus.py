@@ -43,7 +43,7 @@ class Participant:
 
 @dataclass(frozen=True)
 class Decision:
-    """The ranks that go on after a round."""
+    """The decision of a round of the agreement: the ranks that go on, and make the new group."""
 
     #: The number of the round.
     round: int
@@ -54,31 +54,35 @@ class Decision:
 
 
 class Builder(Protocol):
-    """The maker of a decision's group."""
+    """An object that makes the group of a decision, and drops it if another member fails."""
 
     def build(self, decision: Decision) -> Steps[str | None]:
-        """Make the group, together with the other members; return the reason of a failure."""
+        """Make the group, together with the other members; return the reason of a failure, or None
+        on success.
+        """
         ...
 
     def discard(self) -> None:
-        """Drop the group that was made: another member could not make it."""
+        """Drop the group, if this rank has made it: some member could not make it."""
         ...
 
     def remark(self) -> str:
-        """This rank's view, which the other members must know if this rank decides."""
+        """The text that the decision carries to all members if this rank's proposal is decided."""
         ...
 
 
 def survive(
     participant: Participant, candidates: Collection[int], builder: Builder, rounds: int
 ) -> Steps[Decision]:
-    """Rounds until the ranks that are left have made a group, or have gone on without this one.
+    """Run rounds until the ranks that are left have made a group, or have gone on without this
+    rank.
 
     Returns:
-        The last round's decision: this rank is a member and has the group, or is out.
+        The last round's decision. If this rank is a member, it has made the group; otherwise the
+        other ranks have gone on without it.
 
     Raises:
-        NoGroupError: The rounds are used up.
+        NoGroupError: No group was made in ``rounds`` rounds.
     """
     for round_ in range(1, rounds + 1):
         decision = yield from decide(participant, round_, candidates, builder.remark)
@@ -133,12 +137,14 @@ def decide(
 
 
 def failed(participant: Participant, round_: int) -> bool:
-    """True if the group of a round will certainly not be made."""
+    """True if the ranks have decided that the group of round ``round_`` is not made."""
     return participant.registers.read(f"{round_}/outcome") == _FAILED
 
 
 def confirm(participant: Participant, decision: Decision, error: str | None) -> Steps[bool]:
-    """Agree that all members have made the group, or that nobody uses it.
+    """Agree on whether all members have made the group: True on all ranks, or False on all ranks.
+
+    If the result is False, no rank uses the group.
 
     Args:
         participant: This rank.

@@ -55,12 +55,18 @@ class Admission:
 
 
 def tickets_waiting(group: ProcessGroup) -> bool:
-    """True if ranks wait to be let in. Local; asks the job's store once."""
+    """True if ranks that were started again wait to be let into the group. Local; asks the job's
+    store once.
+    """
     return bool(TicketStore(current_world().record(group).store).tickets())
 
 
 def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
-    """The successor of ``group``; see ``tilework.distributed.grow_group``."""
+    """Make the group that follows ``group``, with the waiting newcomers let in, and return it.
+
+    Returns ``group`` itself if no newcomer waits, or if the new group could not be made. See
+    ``tilework.distributed.grow_group``.
+    """
     world = current_world()
     record = world.record(group)
     if group is not world.default_group:
@@ -89,7 +95,9 @@ def grow(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
 
 
 def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> ProcessGroup:
-    """The default group that lets this newcomer in; blocks until the members call grow.
+    """Ask to be let into the default group; return the new group that has this process in ``seat``.
+
+    Blocks until the members call grow.
 
     Raises:
         StoreTimeoutError: The members did not call grow within ``timeout``.
@@ -112,11 +120,16 @@ def rejoin(world: World, store: Store, seat: int, timeout: timedelta) -> Process
             if group.rank() == 0:
                 note_event(store, "grown", seats=admission.seats)
             return group
-    raise DistBackendError(f"seat {seat} was not let in: {_MOST_TICKETS} attempts failed")
+    raise DistBackendError(
+        f"the process started as rank {seat} was not let into the group: {_MOST_TICKETS} attempts "
+        f"to make the group with it failed"
+    )
 
 
 def _offer(world: World, group: ProcessGroup, ticket_store: TicketStore) -> dict[str, Any] | None:
-    """Make the admission of live newcomers; None if there are none. Runs on rank 0."""
+    """The plan (:class:`Admission`, as a dict) of a group with all newcomers that wait and live;
+    None if there are none. Runs on rank 0.
+    """
     registers = group.registers
     assert registers is not None
     seats = world.seats or tuple(range(group.size()))
@@ -178,7 +191,7 @@ def _make(
 
     def check() -> None:
         if failed(participant, 1):
-            raise DistBackendError("another rank gave this attempt up")
+            raise DistBackendError("another rank gave up making this group")
         lost = participant.lost(range(size))
         if lost:
             raise PeerLostError(f"lost ranks {sorted(lost)} while the group was made")

@@ -22,7 +22,9 @@ _PAUSE_SECONDS = 0.005
 
 
 def answers_soon(store: Store) -> bool:
-    """True if the store's server answers. The server's process may have ended or been stopped."""
+    """True if the store's server answers within a second; False if its process has ended or was
+    stopped.
+    """
     answered = threading.Event()
 
     def ask() -> None:
@@ -39,7 +41,9 @@ def answers_soon(store: Store) -> bool:
 
 
 def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore:
-    """Serve a store from this process, and write the store's address to the registers. Local."""
+    """Serve a new store from this process, and write the address to register ``key``, where the
+    other ranks read it. Local.
+    """
     secret, name = secrets.token_bytes(32), f"@tilework-{secrets.token_hex(16)}"
     store = UnixStore(name, is_master=True, timeout=timeout, secret=secret)
     registers.write(key, f"{name} {secret.hex()}")
@@ -49,12 +53,16 @@ def serve_store(registers: Registers, key: str, timeout: timedelta) -> UnixStore
 def find_served_store(
     registers: Registers, key: str, timeout: timedelta, limit: float, check: Callable[[], None]
 ) -> UnixStore:
-    """The store that another rank serves; waits for it until ``check`` raises."""
+    """Connect to the store whose address another rank writes to register ``key``; wait for the
+    address up to ``limit`` seconds, or until ``check`` raises.
+    """
     deadline = time.monotonic() + limit
     while (text := registers.read(key)) is None:
         check()
         if time.monotonic() > deadline:
-            raise DistBackendError(f"no rank served a store within {limit:g} s")
+            raise DistBackendError(
+                f"no rank announced the address of a new store within {limit:g} s"
+            )
         time.sleep(_PAUSE_SECONDS)
     name, secret = text.split(" ")
     return UnixStore(name, timeout=timeout, secret=bytes.fromhex(secret))

@@ -17,7 +17,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
 
 
 class GroupLosses:
-    """The ranks that a group has lost, as one rank sees it. A lost rank stays lost."""
+    """A function that returns the members of a set of ranks that have ended or left a group. A lost
+    rank stays lost.
+    """
 
     def __init__(self, group: ProcessGroup, registers: Registers) -> None:
         self._group, self._registers = group, registers
@@ -40,7 +42,9 @@ def participant_of(group: ProcessGroup, registers: Registers, patience: float) -
 
 
 def drive(steps: Steps[T]) -> T:
-    """The result of a protocol's steps, taken one after the other. Blocks."""
+    """Run the steps of a protocol to the end, sleep where they ask for a pause, and return the
+    result. Blocks.
+    """
     pause = _FIRST_PAUSE
     while True:
         try:

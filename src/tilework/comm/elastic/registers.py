@@ -28,7 +28,9 @@ _MOST_BYTES: Final = RECORD_BYTES - _HEADER.size
 
 
 class Registers(ABC):
-    """Keys to first values. Safe in any thread and process; nothing ever waits for a rank."""
+    """Write-once registers: each key keeps the first value written. Safe in any thread and process;
+    no call waits for a rank.
+    """
 
     @abstractmethod
     def write(self, key: str, value: str) -> str:
@@ -40,11 +42,13 @@ class Registers(ABC):
 
     @abstractmethod
     def leave(self, rank: int) -> None:
-        """Write that a rank has left the group, if that does not wait; release the registers."""
+        """Write that ``rank`` has left the group, if that is possible without waiting, and release
+        the registers.
+        """
 
 
 class StoreRegisters(Registers):
-    """Registers in a store, which must be served by no rank that may be lost."""
+    """Registers in a store. They end with the store: a rank that may be lost must not serve it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -91,7 +95,10 @@ class MemoryRegisters(Registers):
         record = _packed(key, value)
         written = os.write(self._fd, record)
         if written != len(record):
-            raise DistStoreError(f"there is no memory for a record of {len(record)} bytes")
+            raise DistStoreError(
+                f"there is no memory for a record of {len(record)} bytes, by which the ranks of a "
+                f"host agree"
+            )
         known = self.read(key)
         assert known is not None
         return known
@@ -119,12 +126,14 @@ class MemoryRegisters(Registers):
 
 
 def left_key(rank: int) -> str:
-    """The key for the note that a rank has left the group."""
+    """The key of the register that is written when ``rank`` leaves the group."""
     return f"left/{rank}"
 
 
 def identity_key(rank: int) -> str:
-    """The key of a rank's identity, by which others see that it has ended."""
+    """The key of the register with the identity of ``rank``, by which other ranks see that it has
+    ended.
+    """
     return f"who/{rank}"
 
 
@@ -139,7 +148,7 @@ def _packed(key: str, value: str) -> bytes:
 
 
 def _unpacked(record: bytes) -> tuple[str, str] | None:
-    """The key and value; None for bytes of another writer."""
+    """The key and value in a record of the file; None if the bytes are no valid record."""
     if len(record) < RECORD_BYTES:
         return None
     magic, name, data = _HEADER.unpack_from(record)

@@ -35,7 +35,9 @@ _SPARE_ROUNDS = 3
 
 
 def shrink(group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None) -> ProcessGroup:
-    """The successor of ``group``; see ``tilework.distributed.shrink_group``."""
+    """Make and return the group of the ranks of ``group`` that are left, without ranks ``exclude``;
+    see ``tilework.distributed.shrink_group``.
+    """
     world = current_world()
     record = world.record(group)
     _check_excluded(group, exclude)
@@ -61,7 +63,7 @@ def _check_excluded(group: ProcessGroup, exclude: Sequence[int]) -> None:
 
 
 class _Shrinking:
-    """A rank's part in finding a group's successor."""
+    """A rank's part in replacing a group by a new group of the ranks that are left."""
 
     def __init__(self, world: World, record: GroupRecord, patience: timedelta) -> None:
         self._world, self._record, self._patience = world, record, patience
@@ -73,7 +75,9 @@ class _Shrinking:
         self._group: ProcessGroup | None = None
 
     def run(self, excluded: Sequence[int]) -> ProcessGroup:
-        """Agree with the other ranks, and replace the old group by the new group. Blocks."""
+        """Agree with the other ranks, and replace the old group by the new group. Blocks.
+        ``excluded``: group ranks to leave out.
+        """
         candidates = [rank for rank in range(self._old.size()) if rank not in excluded]
         rounds = len(candidates) + _SPARE_ROUNDS
         try:
@@ -89,7 +93,7 @@ class _Shrinking:
         except DistNetworkError as error:
             raise DistNetworkError(
                 f"group {self._old.group_name!r} cannot shrink: its ranks agree through the store, "
-                f"which is gone ({error}). Use one that outlives ranks, such as that of tilework "
+                f"which is gone ({error}). Use a store that outlives ranks, as that of tilework "
                 f"run or init_method='file://...', or the backend 'shm' or 'hybrid', whose ranks "
                 f"agree without it"
             ) from error
@@ -99,7 +103,9 @@ class _Shrinking:
         return self._adopt(self._group, decision)
 
     def build(self, decision: Decision) -> Steps[str | None]:
-        """Make the group of a decision; blocks for a limited time, see :meth:`_make`."""
+        """Make the group of ``decision`` within a limited time; return the reason of a failure, or
+        None on success.
+        """
         try:
             self._group = self._make(decision)
         except (DistError, OSError) as error:
@@ -109,7 +115,7 @@ class _Shrinking:
         yield False  # a yield makes this a generator, as builders in the model check are
 
     def discard(self) -> None:
-        """Drop the new group and the group's store."""
+        """Drop the new group, if this rank has made it, and the store that was opened for it."""
         if self._group is not None:
             self._world.forget(self._group)
         if self._served is not None:
@@ -117,7 +123,9 @@ class _Shrinking:
         self._group = self._served = None
 
     def remark(self) -> str:
-        """The store to meet at, as the proposer sees it."""
+        """The store that the new group should use: the old store if it answers to this rank, else a
+        new store.
+        """
         return OLD_STORE if answers_soon(self._record.store) else NEW_STORE
 
     def _make(self, decision: Decision) -> ProcessGroup:
@@ -125,7 +133,7 @@ class _Shrinking:
 
         def check() -> None:
             if failed(self._participant, decision.round):
-                raise DistBackendError("another rank gave this attempt up")
+                raise DistBackendError("another rank gave up making this group")
             lost = self._participant.lost(members)
             if lost:
                 ranks = sorted(old.global_ranks[rank] for rank in lost)
@@ -160,7 +168,7 @@ class _Shrinking:
         return tuple(self._old.global_ranks[rank] for rank in members)
 
     def _adopt(self, group: ProcessGroup, decision: Decision) -> ProcessGroup:
-        """Put the new group in the place of the old one."""
+        """Replace the old group by ``group`` in this process; return ``group``."""
         world, old = self._world, self._old
         group.origins, group.successors = decision.members, old.successors
         if old is not world.default_group:

@@ -41,7 +41,7 @@ class TicketStore(PrefixStore):
         super().__init__("tilework/tickets", store)
 
     def leave_ticket(self, ticket: Ticket) -> None:
-        """Ask to be let in."""
+        """Ask the members to let a newcomer in: add the newcomer's ticket to the list."""
         self.append(_TICKETS, f"{ticket.token};{ticket.seat};{ticket.identity}\n")
 
     def tickets(self) -> list[Ticket]:
@@ -52,7 +52,7 @@ class TicketStore(PrefixStore):
         return [Ticket(p[0], int(p[1]), p[2]) for p in parts if p[0] not in handled]
 
     def handle(self, ticket: Ticket) -> None:
-        """Remove a ticket from the list."""
+        """Note that a ticket was handled: :meth:`tickets` no longer returns it."""
         self.append(_HANDLED, f"{ticket.token}\n")
 
     def note(self, event: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class TicketStore(PrefixStore):
         self.append(_EVENTS, f"{json.dumps(event)}\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """The events, in order."""
+        """All events that :meth:`note` has been called with, oldest first."""
         return [json.loads(line) for line in self._lines(_EVENTS)]
 
     def _lines(self, key: str) -> list[str]:

@@ -22,7 +22,9 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.05, 0.3
 
 
 class WatchedStore(PrefixStore):
-    """``store`` under a prefix; waits for keys call ``check``, which may raise."""
+    """``store`` under a prefix. While a call waits for keys, it calls ``check`` repeatedly, which
+    may raise to end the wait.
+    """
 
     def __init__(self, prefix: str, store: Store, check: Callable[[], None]) -> None:
         super().__init__(prefix, store)
@@ -38,7 +40,7 @@ class WatchedStore(PrefixStore):
         return self._retry(partial(super().multi_get, keys), timeout)
 
     def look(self) -> None:
-        """Call ``check``."""
+        """Call ``check``, which raises if waiting for other ranks is futile."""
         self._check()
 
     def _retry(self, ask: Callable[[timedelta], T], timeout: timedelta | None) -> T:
@@ -56,9 +58,10 @@ class WatchedStore(PrefixStore):
 
 
 def while_looking(act: Callable[[], T], store: Store) -> T:
-    """The result of ``act()``, which may wait long for ranks, and does not check by itself.
+    """Run ``act()``, which may wait long for other ranks, on another thread, and return the result.
 
-    ``act`` runs on another thread, which is abandoned if waiting has become futile.
+    Meanwhile the calling thread calls :func:`look` repeatedly. If that raises, because waiting is
+    futile, the other thread is abandoned.
     """
     future: Future[T] = Future()
 
@@ -81,7 +84,9 @@ def while_looking(act: Callable[[], T], store: Store) -> T:
 
 
 def look(store: Store) -> None:
-    """Raise if waiting is futile, for a store with watched waits."""
+    """Raise if waiting for other ranks is futile, by the check of the :class:`WatchedStore` that
+    ``store`` is or wraps; do nothing for other stores.
+    """
     if isinstance(store, WatchedStore):
         store.look()
     elif isinstance(store, PrefixStore):

@@ -37,7 +37,9 @@ from tilework.store.answer_limit import answers_within
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The watch over the ranks that a group is made with."""
+    """The way to wait for other ranks while a group is made: a check for lost ranks, and a time
+    limit.
+    """
 
     #: Called repeatedly while this rank waits for others; an exception ends the wait.
     check: Callable[[], None]
@@ -47,7 +49,7 @@ class Watch:
 
 @dataclass(slots=True)
 class GroupPlan:
-    """A group about to be made on this rank."""
+    """The plan of a group that this rank is about to make: name, ranks, store and timeout."""
 
     world: World
     store: Store
@@ -61,7 +63,9 @@ class GroupPlan:
     wait: GroupWait | None = None
 
     def make(self, config: BackendConfig, pg_options: Any, fall_back: bool) -> ProcessGroup:
-        """Make and register the group; with ``fall_back``, on hybrid if ranks share no memory.
+        """Make the group and register it in the world. Collective over the group's ranks.
+
+        With ``fall_back``, use ``hybrid`` (or ``gloo``) if the ranks cannot share memory.
 
         Raises:
             DistError: The group cannot be made. Raised on every rank, whichever rank it failed on.
@@ -82,7 +86,12 @@ class GroupPlan:
     def _make_on(
         self, config: BackendConfig, pg_options: Any, fall_back: bool, watch: Watch
     ) -> tuple[ProcessGroup, BackendConfig, str]:
-        """The group, with the config that it was made on; the group's registers know this rank."""
+        """Make the group, and write this rank's identity into the group's registers.
+
+        Returns:
+            The group, the config that it was made on (another than ``config`` after falling back),
+            and the name of the backend for CPU tensors, or of the first backend if there is none.
+        """
         try:
             group = self._make(config, pg_options, watch)
         except Exception as error:
@@ -102,7 +111,9 @@ class GroupPlan:
         return group, config, backend
 
     def _introduce(self, group: ProcessGroup, backend: str) -> None:
-        """Write this rank's identity into the group's registers."""
+        """Write this rank's identity into the group's registers, where other ranks look whether
+        this rank has ended.
+        """
         if group.registers is None:
             group.registers = StoreRegisters(PrefixStore(f"{self.name}/registers", self.store))
         group.registers.write(identity_key(self.group_rank), identity_on(BackendConfig(backend)))
@@ -140,17 +151,19 @@ class GroupPlan:
 
 
 def identity_on(config: BackendConfig) -> str:
-    """This rank's identity: a thread where ranks are threads, else the process."""
+    """A text that identifies this rank's thread (on backend ``threads``) or process, by which other
+    ranks see whether it has ended.
+    """
     threads = Backend.THREADS in config.get_device_backend_map().values()
     return thread_identity() if threads else process_identity()
 
 
 @contextlib.contextmanager
 def told_to_all(wait: GroupWait) -> Iterator[None]:
-    """Tell every rank that makes the group of a failure within the block.
+    """If the block raises, tell the failure to all ranks that make the group.
 
     Raises:
-        DistError: In the place of an error of the system, or of torch.
+        DistError: In the place of an OSError, MemoryError or RuntimeError of the block.
     """
     try:
         yield

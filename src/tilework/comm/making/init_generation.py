@@ -1,4 +1,4 @@
-"""Generations of the default group at one store, and processes that claim the same rank."""
+"""Numbered attempts to make the default group at a store, where no two processes may be a rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from tilework.store import PrefixStore, Store
 
 
 class InitGeneration:
-    """The generation of the default group that ``rank`` is about to make at ``store``.
+    """A numbered attempt of ``rank`` to make the default group with the other ranks at ``store``.
 
-    Each rank counts its arrivals, so that ranks that come for the same group meet.
+    Each rank counts in the store how often it came. Ranks with equal counts make a group together.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -22,7 +22,7 @@ class InitGeneration:
 
     @staticmethod
     def has_come(store: Store, rank: int) -> bool:
-        """True if a process has come as a rank to make a group."""
+        """True if a process has come to ``store`` as ``rank`` to make the default group."""
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         return store.check([_count_key(rank)])

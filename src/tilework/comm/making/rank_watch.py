@@ -99,11 +99,15 @@ class RankWatch:
         return {rank for rank in ranks if rank in known and has_ended(known[rank])}
 
     def roll(self) -> str:
-        """The identities of ranks that came, for :meth:`learn`."""
+        """The identities of all ranks that have come, as a text for :meth:`learn` on this or
+        another rank.
+        """
         return self._store.get(_WHO).decode()
 
     def learn(self, roll: str) -> None:
-        """Learn the other ranks' identities, as another rank has read them."""
+        """Learn the ranks' identities from ``roll``, the text that :meth:`roll` has returned on
+        this or another rank.
+        """
         for line in roll.splitlines():
             rank, name, identity = line.split(" ", 2)
             self._identities.setdefault(int(rank), identity)
@@ -118,7 +122,7 @@ class RankWatch:
         return set(self._identities)
 
     def server_is_unknown(self) -> bool:
-        """True if rank 0, which may serve the store, is unknown."""
+        """True if rank 0, which may serve the store, has not told this rank an identity."""
         return self._rank != 0 and 0 not in self._identities
 
     def everyone(self) -> Collection[int]:
@@ -126,14 +130,18 @@ class RankWatch:
         return [rank for rank in range(self._size) if rank != self._rank]
 
     def close(self) -> None:
-        """Leave in order, so that ranks that still watch do not count this end. Idempotent."""
+        """Stop taking part: ranks that still watch will not take the end of this rank for a loss.
+        Idempotent.
+        """
         revoke, self._revoke = self._revoke, None
         if revoke is not None:
             with contextlib.suppress(DistError, OSError):
                 revoke()
 
     def _neighbours(self) -> Collection[int]:
-        """The next present ranks, in cyclic order."""
+        """The ranks that this rank asks the system about: up to 16 ranks that have come, following
+        this rank in cyclic order.
+        """
         others = sorted(self._identities, key=lambda rank: (rank - self._rank) % self._size)
         return [rank for rank in others if rank != self._rank][:_NEIGHBOURS]
 
@@ -145,7 +153,11 @@ class RankWatch:
     # -- what the store, the launcher and the environment tell --------------------------------
 
     def _missed(self) -> set[int]:
-        """Ended ranks, as known to sources other than the system and the server of wills."""
+        """Ranks that have ended, as known from the store's connections, the launcher, sibling
+        processes and multiprocessing.
+
+        Empty if the last call looked a moment ago.
+        """
         now = time.monotonic()
         if now < self._next_look:
             return set()
@@ -165,7 +177,12 @@ class RankWatch:
         return ended
 
     def _missed_by_store(self, silent: set[int], now: float) -> set[int]:
-        """Ranks that ended without closing their store; finds silent ranks by elimination."""
+        """Ranks that ended without closing their connection to the store.
+
+        A lost connection without a known rank belongs to one of the ``silent`` ranks, which have
+        not identified themselves. If as many connections were lost as ranks are silent, all of
+        those ended.
+        """
         arrivals = self._store.arrivals()
         if arrivals is None:
             return set()
@@ -183,5 +200,7 @@ class RankWatch:
         return ended
 
     def _are_all_at(self, arrivals: Arrivals) -> bool:
-        """True if each rank has made one store there."""
+        """True if each rank of the job has made exactly one store, by the count ``arrivals`` of the
+        store's server.
+        """
         return {arrivals.expected, arrivals.came} == {self._size}
