@@ -29,7 +29,9 @@ _functions: list[Callable[[], None]] = []
 
 
 def add_function(function: Callable[[], None]) -> None:
-    """Add a function to call; it must be quick, and may raise to end the wait. Idempotent."""
+    """Have ``function`` called repeatedly by every thread that waits long for other ranks. It must
+    be quick, and may raise to end the wait. Idempotent.
+    """
     if function in _functions:
         return
     _functions.append(function)
@@ -43,21 +45,29 @@ def _call() -> None:
 
 
 def look_if_long(begun: float) -> None:
-    """Call the functions if the wait that began at ``begun`` (time.monotonic()) is long."""
+    """Call the functions of :func:`add_function` if the wait that began at ``begun``
+    (time.monotonic()) is long.
+    """
     if time.monotonic() - begun > AFTER_SECONDS:
         _call()
 
 
 class Looker(Protocol):
-    """A rank's object that looks at the rank's waits; made without arguments."""
+    """An object of each rank that looks at the long waits of the rank's threads. The class is
+    called without arguments.
+    """
 
     def look(self, world: World) -> None:
-        """Look at the calling thread's wait. Quick; called often."""
+        """Look at the calling thread's wait, and perhaps report or end it. Must be quick, because
+        it is called often.
+        """
         ...
 
 
 def look_while_waiting(kind: type[Looker]) -> None:
-    """Have threads that wait long call ``look`` on the rank's ``kind``. Idempotent."""
+    """Have every thread that waits long call ``look`` of the rank's object of class ``kind``, which
+    is made when needed. Idempotent.
+    """
     add_function(_look_of(kind))
 
 
@@ -74,7 +84,11 @@ def _look_of(kind: type[Looker]) -> Callable[[], None]:
 def collective_wait(
     groups: Iterable[ProcessGroup],
 ) -> tuple[ProcessGroup, int, Sequence[int]] | None:
-    """The calling thread's wait in a collective: group, number, and the ranks to come."""
+    """The collective that the calling thread waits in: the group, the operation's number there, and
+    the group ranks that it waits for.
+
+    None if the thread waits in no collective of ``groups``.
+    """
     for group in groups:
         wait = group.waiting()
         if wait is not None:
@@ -83,7 +97,9 @@ def collective_wait(
 
 
 def message_wait(groups: Iterable[ProcessGroup]) -> tuple[ProcessGroup, MessageWait] | None:
-    """The message that the calling thread waits for, and the group."""
+    """The send or receive that the calling thread waits for, with the group; None if it waits for
+    none in ``groups``.
+    """
     for group in groups:
         wait = group.message_wait()
         if wait is not None:
@@ -92,7 +108,10 @@ def message_wait(groups: Iterable[ProcessGroup]) -> tuple[ProcessGroup, MessageW
 
 
 def operation_name(group: ProcessGroup, number: int, entry: Entry | None = None) -> str:
-    """The operation that the calling thread waits in, for a person; ``entry``: if known."""
+    """A text for a person about the operation ``number`` of ``group`` that the calling thread waits
+    in: name, place in the program, group. ``entry``: the operation's entry in the flight record, if
+    known.
+    """
     if entry is None:
         running = [e for e in group.flight_entries() if e.outcome == RUNNING and e.peer is None]
         last = running[-1] if running else None

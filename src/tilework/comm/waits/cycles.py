@@ -74,7 +74,9 @@ def notice_cycles() -> None:
 
 @dataclass(frozen=True)
 class _Task:
-    """The next task of the asking thread."""
+    """A task for the thread that talks to the store: publish a wait, and look whether it is in a
+    cycle.
+    """
 
     record: WaitRecord
     #: The groups of the rank, by name.
@@ -89,7 +91,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Wait:
-    """The wait of the calling thread."""
+    """The wait of the calling thread: the operation or message, and the ranks that it waits for."""
 
     group: ProcessGroup
     #: The number of a collective, or the time of a message.
@@ -108,7 +110,9 @@ class _Wait:
 
 
 class CyclicWaits:
-    """A rank's waits, and their publication."""
+    """A rank's object that publishes the rank's long waits to the other ranks, and ends waits that
+    are in a cycle.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -129,18 +133,22 @@ class CyclicWaits:
         self._over = False
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stop publishing waits, and end the thread that talks to the store."""
         with self._changed:
             self._over, self._task = True, None
             self._changed.notify_all()
 
     def _follow(self, default: ProcessGroup) -> None:
-        """Reset if the default group has changed, and with it the store."""
+        """Forget what was read from the store if the default group is no longer the same: then the
+        store may be another, too.
+        """
         if self._default is None or self._default() is not default:
             self._default, self._graph, self._over = weakref.ref(default), WaitGraph(), False
 
     def look(self, world: World) -> None:
-        """Publish this rank's wait, if any rank waits for it. Runs on the waiting thread."""
+        """Have the calling thread's wait published if other ranks may be waiting for this rank, or
+        if it is a long wait for a message. Runs on the waiting thread.
+        """
         now = time.monotonic()
         if now < self._next:
             return
@@ -171,7 +179,17 @@ class CyclicWaits:
         held_up: tuple[tuple[int, str, int], ...],
         asked: float | None,
     ) -> None:
-        """Give the asking thread a task. ``asked``: the time, if another rank has to ask for it."""
+        """Give the thread that talks to the store the task to publish ``wait``.
+
+        Args:
+            world: This rank's groups.
+            groups: The groups in ``world``.
+            wait: The calling thread's wait.
+            held_up: The ranks that wait for this rank: (global rank, group, number of the
+                operation).
+            asked: None to publish the wait in any case; the present time to publish it only if
+                another rank has asked for it.
+        """
         default = world.default()
         with self._changed:
             self._follow(default)
@@ -222,7 +240,7 @@ class CyclicWaits:
         self._thread.start()
 
     def _serve(self) -> None:
-        """The main function of the asking thread."""
+        """Run the tasks: the main function of the thread that talks to the store."""
         last: _Task | None = None
         idle_at = 0.0
         while True:
@@ -250,7 +268,9 @@ class CyclicWaits:
 
 
 def _wait_of(groups: Sequence[ProcessGroup]) -> _Wait | None:
-    """The wait of the calling thread; None if unknown."""
+    """The calling thread's wait in one of ``groups``; None if there is none, or if it is unknown
+    for which message the thread waits.
+    """
     by_group = [(group, group.messages_under_way()) for group in groups]
     is_known = all(under_way is not None for _, under_way in by_group)
     entries = [(group, entry) for group, its in by_group for entry in its or ()]
@@ -281,10 +301,11 @@ def _held_up(groups: Sequence[ProcessGroup]) -> tuple[tuple[int, str, int], ...]
 
 
 def _obey(task: _Task) -> bool:
-    """End this rank's wait, and waits for it, if another rank has found it in a cycle.
+    """End this rank's wait if another rank has written to the store that it is in a cycle, or held
+    up by a cycle.
 
     Returns:
-        True if another rank has.
+        True if another rank has written that.
     """
     verdict = _read(task.store, f"verdict/{task.record.rank}")
     if verdict is None:
@@ -297,10 +318,11 @@ def _obey(task: _Task) -> bool:
 
 
 def _ask(task: _Task) -> bool:
-    """Publish this rank's wait, and end it if it is part of a cycle.
+    """Publish this rank's wait, and look for a cycle in the published waits; end all waits of a
+    cycle.
 
     Returns:
-        True if the wait was part of a cycle.
+        True if this rank's wait was ended.
     """
     if _obey(task):
         return True
@@ -326,7 +348,9 @@ def _ask(task: _Task) -> bool:
 
 
 def _abort(task: _Task, ranks: Sequence[int], text: str) -> None:
-    """End this rank's wait, and the waits of ranks that it holds up."""
+    """End this rank's wait, and other ranks' waits for this rank, by aborting the groups that they
+    wait in. ``ranks`` and ``text`` go into the errors.
+    """
     record = task.record
     for name in dict.fromkeys([*(name for _, name, _ in record.held_up), record.group]):
         task.context.run(task.groups[name].abort_for, "mismatch", ranks, text)
@@ -353,7 +377,9 @@ class SeenMessage(NamedTuple):
     tag: int
 
     def fits(self, other: SeenMessage, rank: int, other_rank: int) -> bool:
-        """True if another rank's message is the other end, so that the message may arrive."""
+        """True if this message of ``rank`` and the message ``other`` of ``other_rank`` may be the
+        two ends of the same transfer.
+        """
         return (
             (self.group, self.tag, not self.is_send) == (other.group, other.tag, other.is_send)
             and self.peer in (other_rank, -1)
@@ -363,7 +389,9 @@ class SeenMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """A rank's wait, as of the time of publication."""
+    """A rank's wait as it publishes it: the operation, the ranks that it waits for, and the ranks
+    that it holds up.
+    """
 
     rank: int
     #: The number of the wait; each wait of a rank has another.
@@ -420,7 +448,9 @@ class WaitRecord:
 
 @dataclass
 class _Seen:
-    """The looks at a rank's present wait."""
+    """The looks (counted readings of the store) at which this rank has seen the present wait of a
+    rank.
+    """
 
     serial: int
     #: The first look that saw the wait.

@@ -1,4 +1,4 @@
-"""A rank's wait for others while a group is made: early ends, and the line on stderr."""
+"""A rank's wait for others while a group is made: reasons to give up, and a line on stderr."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ MEANS_ERRORS = (OSError, MemoryError, RuntimeError)
 
 
 def lack_of_means(rank: int, what: str, error: Exception) -> DistBackendError:
-    """The error for a resource that the system, or torch, refused to ``rank`` (-1: unknown)."""
+    """The error that says that ``rank`` (-1: unknown) could not make ``what``, because the system
+    or torch raised ``error``.
+    """
     text = f"{type(error).__name__}: {text_of(error)}"
     who, ranks = (f"rank {rank}", [rank]) if rank >= 0 else ("this rank", [])
     return DistBackendError(f"{who} could not make {what}: {text}", ranks=ranks)
@@ -49,7 +51,7 @@ def lack_of_means(rank: int, what: str, error: Exception) -> DistBackendError:
 
 @dataclass
 class GroupWait:
-    """A group that is being made, as one rank waits for the others.
+    """The wait of a rank for the other ranks while a group is made.
 
     Any rank's failure ends the wait of all ranks, who read it in the group's store.
     """
@@ -78,11 +80,15 @@ class GroupWait:
         self.barrier: Barrier | None = None
 
     def meanwhile(self, missing: Collection[int]) -> None:
-        """Check, while ranks with these positions are missing from the group's barrier."""
+        """Call :meth:`check`. ``missing``: the ranks that have not come to the group's barrier, as
+        positions in ``ranks``.
+        """
         self.check([self.ranks[position] for position in missing])
 
     def roll(self) -> str:
-        """The identities of all ranks. The last rank to come reads them: the store may end soon."""
+        """The identities of all ranks, as a text. The last rank to come reads them for the others,
+        because the store may end soon.
+        """
         return "" if self.watch is None else self.watch.roll()
 
     def check(self, missing: Collection[int] | None = None) -> None:
@@ -153,14 +159,18 @@ class GroupWait:
         return here
 
     def without_means(self, error: Exception) -> DistBackendError:
-        """Tell all ranks of a resource that the system, or torch, refused; return the error."""
+        """Tell all ranks that this rank cannot make the group, because the system or torch raised
+        ``error``; return the error to raise.
+        """
         failed = lack_of_means(self.me, f"its end of group {self.name!r}", error)
         self.fail(failed)
         self.part()
         return failed
 
     def explain(self, error: DistNetworkError) -> DistError:
-        """The error for a lost store, with the reason if the rank that served it left."""
+        """The error to raise when the store is lost: names the ranks that have ended, or gives the
+        reason of an abort, if that is known; else ``error`` itself.
+        """
         aborted = self.groups[0].why_aborted() if self.groups else None
         if aborted is not None:  # perhaps the abort has ended that rank
             return aborted
@@ -207,8 +217,8 @@ class GroupWait:
             raise self._told(
                 PeerLostError(
                     f"rank {self.me}: lost one of {ranks_in_words(sorted(doubted))} while group "
-                    f"{self.name!r} was made: one's process has ended, and these have not said yet "
-                    f"who they are",
+                    f"{self.name!r} was made: the process of one of them has ended, and none of "
+                    f"them has said yet which rank it is",
                     ranks=sorted(doubted),
                 )
             )
@@ -231,7 +241,9 @@ class GroupWait:
         )
 
     def _check_stuck(self, missing: Collection[int], now: float) -> None:
-        """Raise if an awaited rank waits for this rank in an operation."""
+        """Raise if an awaited rank waits for this rank in another operation, and has done so for
+        some time: neither can go on.
+        """
         before, self._stuck = self._stuck, {}
         for group in self.groups:
             for position, _, operation in group.blocked():
@@ -258,7 +270,8 @@ class GroupWait:
         raise error
 
     def _told(self, error: DistBackendError) -> DistError:
-        """The error that all ranks raise: this error, or the error that another rank told before.
+        """Tell all ranks that this rank cannot make the group. Returns the error that all ranks
+        raise: ``error``, or the error that another rank told before.
 
         The rank that told first may have ended since, and must not count as the lost rank.
         """
