@@ -29,17 +29,19 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class Transfers(Protocol):
-    """Contiguous tensors in flight between hosts, each with the group rank at the other end."""
+    """Sends and receives of contiguous tensors between hosts. Each tensor comes with the group rank
+    at the other end.
+    """
 
     def receive(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
     def send(self, tensors: Iterable[tuple[int, Tensor]]) -> None: ...
     def wait(self) -> None:
-        """Block until all have arrived."""
+        """Block until all sends and receives that were begun are done."""
         ...
 
 
 class StepContext(Protocol):
-    """The part of an engine that steps use."""
+    """The part of the hybrid engine that the collectives of this module use."""
 
     hosts: Hosts
     size: int
@@ -52,11 +54,13 @@ class StepContext(Protocol):
         reduce_op: AnyReduceOp | None = None,
         root: int = 0,
     ) -> None:
-        """Run a collective among the ranks of this host; ``root`` counts within it."""
+        """Run a collective among the ranks of this host; ``root`` is a number on this host, no
+        group rank.
+        """
         ...
 
     def transfers(self) -> Transfers:
-        """A new set of transfers."""
+        """A new object to send tensors to other hosts, and to receive from them."""
         ...
 
 
@@ -65,7 +69,9 @@ Step = Iterator[None]
 
 
 def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
-    """A flat tensor cut for this host's ranks: a share for a rank with a lane, else empty."""
+    """``flat`` cut into a part for each rank of this host: near-equal parts for ranks with a lane
+    (see :class:`Hosts`), empty parts for the others.
+    """
     shares = list(torch.tensor_split(flat, hosts.lanes))
     return shares + [flat[:0]] * (len(hosts.local) - hosts.lanes)
 
@@ -74,7 +80,9 @@ def _shares(flat: Tensor, hosts: Hosts) -> list[Tensor]:
 
 
 def _within(op: AnyReduceOp | None, dtype: torch.dtype, size: int) -> AnyReduceOp | None:
-    """The reduction within a host, as the first part of a reduction over all ranks."""
+    """The reduction to use within a host, as the first half of the reduction ``op`` over all
+    ``size`` ranks: a sum, perhaps scaled, for an average, else ``op``.
+    """
     if op_type(op) != "avg":
         return op
     # A sum of short floats might overflow where their mean does not.
@@ -82,7 +90,9 @@ def _within(op: AnyReduceOp | None, dtype: torch.dtype, size: int) -> AnyReduceO
 
 
 def _across(partials: Sequence[Tensor], op: AnyReduceOp | None, size: int) -> Tensor:
-    """The hosts' partial results combined, in the order of hosts."""
+    """The second half of a reduction ``op``: combine the hosts' partial results, one tensor per
+    host, in the order of hosts.
+    """
     kind = op_type(op)
     summed = kind in ("avg", "premul_sum")
     total = combine(partials, "sum" if summed else kind, ())
@@ -92,13 +102,17 @@ def _across(partials: Sequence[Tensor], op: AnyReduceOp | None, size: int) -> Te
 
 
 def _partial(context: StepContext, operation: Operation, shares: list[Tensor], own: Tensor) -> None:
-    """Reduce this host's shares; each lane's rank gets a partial result in ``own``."""
+    """Reduce the inputs of this host's ranks, cut into ``shares``; ``own`` gets the result for this
+    rank's share.
+    """
     op = _within(operation.reduce_op, own.dtype, context.size)
     context.local("reduce_scatter", shares, [own], op)
 
 
 def _blanks(hosts: Hosts, own: Tensor) -> list[Tensor]:
-    """Memory for every host's partial result; ``own`` serves for this host."""
+    """A tensor for each host's partial result, in the order of hosts: ``own`` for this host, new
+    memory for the others.
+    """
     return [own if h == hosts.index else torch.empty_like(own) for h in _all(hosts)]
 
 
@@ -107,14 +121,18 @@ def _all(hosts: Hosts) -> range:
 
 
 def _beside(hosts: Hosts, by_host: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """The tensors of the other hosts, each with the rank of this lane on that host."""
+    """The items of ``by_host`` for the other hosts, each with the rank there that has the same lane
+    as this rank. Empty if this rank has no lane.
+    """
     if hosts.lane is None:
         return []
     return [(hosts.peer(h), by_host[h]) for h in hosts.others]
 
 
 def all_reduce(context: StepContext, operation: Operation) -> Step:
-    """Reduce-scatter on each host, all-reduce in each lane, all-gather on each host."""
+    """Reduce-scatter on each host, all-reduce between hosts along each lane, all-gather on each
+    host.
+    """
     hosts, op = context.hosts, operation.reduce_op
     shares = _shares(operation.inputs[0].view(-1), hosts)
     own = torch.empty_like(shares[hosts.local_rank])
@@ -134,7 +152,9 @@ def all_reduce(context: StepContext, operation: Operation) -> Step:
 
 
 def _collected(context: StepContext, pieces: list[Tensor], own: Tensor, whole: Tensor) -> Tensor:
-    """Exchange the combined pieces of all hosts, into ``whole``: the second, cheaper step."""
+    """Send this host's combined piece ``own`` to the other hosts, and receive theirs into
+    ``pieces``, which together are ``whole``; return ``whole``.
+    """
     hosts, transfers = context.hosts, context.transfers()
     transfers.receive(_beside(hosts, pieces))
     transfers.send(_beside(hosts, [own] * len(hosts.ranks)))
@@ -144,7 +164,9 @@ def _collected(context: StepContext, pieces: list[Tensor], own: Tensor, whole: T
 
 
 def reduce(context: StepContext, operation: Operation) -> Step:
-    """Reduce-scatter on each host, each lane to the root's host, gather there."""
+    """Reduce-scatter on each host, send the results to the root's host along each lane, gather
+    there.
+    """
     hosts, home = context.hosts, context.hosts.host_of(operation.root)
     shares = _shares(operation.inputs[0].view(-1), hosts)
     own = torch.empty_like(shares[hosts.local_rank])
@@ -165,7 +187,9 @@ def reduce(context: StepContext, operation: Operation) -> Step:
 
 
 def reduce_scatter(context: StepContext, operation: Operation) -> Step:
-    """Reduce each host's parts locally, send partial results by lane, combine on arrival."""
+    """Reduce on each host, send partial results to the hosts of the ranks that want them, combine
+    there.
+    """
     hosts, op = context.hosts, operation.reduce_op
     parts, output = split_parts(operation.inputs, context.size), operation.outputs[0].view(-1)
     carried = hosts.local[hosts.lane :: hosts.lanes] if hosts.lane is not None else ()
@@ -190,7 +214,12 @@ def reduce_scatter(context: StepContext, operation: Operation) -> Step:
 def _partials_for(
     context: StepContext, parts: Sequence[Tensor], host: int, op: AnyReduceOp | None
 ) -> list[Tensor]:
-    """This host's partial results for ranks of ``host``; each of L lanes has every L-th."""
+    """Reduce this host's inputs for the ranks of ``host``; return the partial results that fall to
+    this rank.
+
+    With L lanes, the rank with a lane gets the results for every L-th rank of ``host``; a rank
+    without a lane gets none.
+    """
     hosts, partials = context.hosts, []
     nothing = parts[0][:0]
     for turn in _turns(hosts, host):
@@ -203,7 +232,9 @@ def _partials_for(
 
 
 def _turns(hosts: Hosts, host: int) -> Iterator[list[int | None]]:
-    """The ranks of ``host``, one per lane at a time, listed per rank of this host."""
+    """Deal out the ranks of ``host`` to this host's ranks. Each item lists, by rank of this host,
+    the rank of ``host`` that is served in this turn, or None.
+    """
     ranks = hosts.ranks[host]
     for first in range(0, len(ranks), hosts.lanes):
         turn: list[int | None] = list(ranks[first : first + hosts.lanes])
@@ -211,7 +242,9 @@ def _turns(hosts: Hosts, host: int) -> Iterator[list[int | None]]:
 
 
 def _hand_out(context: StepContext, totals: Sequence[Tensor], output: Tensor) -> None:
-    """Scatter each lane's results to the ranks of this host whose parts it combined."""
+    """Give the combined results to the ranks of this host: a rank with a lane keeps the first of
+    ``totals`` in ``output``, and passes the rest to ranks without a lane.
+    """
     hosts = context.hosts
     if hosts.lane is not None:
         output.copy_(totals[0])
@@ -235,7 +268,9 @@ def _hand_out(context: StepContext, totals: Sequence[Tensor], output: Tensor) ->
 
 
 def broadcast(context: StepContext, operation: Operation) -> Step:
-    """Broadcast on the root's host, then each lane its share along a tree of hosts."""
+    """Broadcast on the root's host, pass a share in each lane along a tree of hosts, all-gather on
+    each other host.
+    """
     hosts, flat = context.hosts, operation.outputs[0].view(-1)
     home = hosts.host_of(operation.root)
     shares = _shares(flat, hosts)
@@ -255,9 +290,10 @@ def broadcast(context: StepContext, operation: Operation) -> Step:
 
 
 def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
-    """The hosts that this host receives from (none, at ``home``), and the hosts that it sends to.
+    """The hosts that this host receives from and sends to, in a broadcast from host ``home``.
 
-    In each round every host with the data sends it to a host without.
+    In each round every host with the data sends it to a host without. The first list is empty at
+    ``home``, and has one host elsewhere.
     """
     count = len(hosts.ranks)
     me = (hosts.index - home) % count
@@ -273,7 +309,9 @@ def _tree(hosts: Hosts, home: int) -> tuple[list[int], list[int]]:
 
 
 def all_gather(context: StepContext, operation: Operation) -> Step:
-    """All-gather on each host; exchange along each lane; all-gather again."""
+    """All-gather on each host, exchange between hosts along each lane, all-gather the received
+    parts on each host.
+    """
     hosts, source = context.hosts, operation.inputs[0].view(-1)
     outputs = split_parts(operation.outputs, context.size)
     transfers = context.transfers()
@@ -325,7 +363,7 @@ def scatter(context: StepContext, operation: Operation) -> Step:
 
 
 def all_to_all(context: StepContext, operation: Operation) -> Step:
-    """All-to-all on each host; between hosts every rank sends to every other."""
+    """All-to-all on each host; every rank exchanges with each rank of the other hosts directly."""
     hosts = context.hosts
     inputs, outputs = (
         split_parts(operation.inputs, context.size),
@@ -346,12 +384,12 @@ def all_to_all(context: StepContext, operation: Operation) -> Step:
 
 
 def _remote(hosts: Hosts) -> list[int]:
-    """The ranks of other hosts, in an order that differs between ranks to spread load."""
+    """The ranks of other hosts, in an order that differs between hosts to spread load."""
     return [rank for host in hosts.others for rank in hosts.ranks[host]]
 
 
 def barrier(context: StepContext, operation: Operation) -> Step:
-    """Do nothing more: all ranks have met before the first step, which is the barrier."""
+    """Do nothing: all ranks meet at the ``yield``, and that is the barrier."""
     yield
 
 

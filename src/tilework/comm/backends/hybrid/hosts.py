@@ -38,7 +38,7 @@ class Hosts:
 
     @cached_property
     def index(self) -> int:
-        """This rank's host."""
+        """The number of this rank's host."""
         return self.host_of(self.me)
 
     @cached_property
@@ -58,29 +58,32 @@ class Hosts:
 
     @property
     def lane(self) -> int | None:
-        """This rank's lane; None if it has none."""
+        """The number of this rank's lane; None if this rank carries no data between hosts."""
         return self.local_rank if self.local_rank < self.lanes else None
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """The other hosts, starting after this host, so that hosts begin with different hosts."""
+        """The numbers of the other hosts, in cyclic order from the host after this host. Each host
+        thus serves a different host first.
+        """
         count = len(self.ranks)
         return tuple((self.index + step) % count for step in range(1, count))
 
     def peer(self, host: int) -> int:
-        """The rank of this rank's lane on ``host``."""
+        """The group rank on ``host`` that has the same lane as this rank."""
         return self.ranks[host][self.local_rank]
 
     def host_of(self, rank: int) -> int:
-        """The host of ``rank``."""
+        """The number of the host that has group rank ``rank``."""
         return next(h for h, ranks in enumerate(self.ranks) if rank in ranks)
 
 
 def share_memory(request: DistributedBackendOptions) -> tuple[Hosts, NativeGroup]:
-    """Find the ranks that share a host, by sharing memory. Collective; blocks until all ranks came.
+    """Find out which ranks share a host, by sharing memory; return the hosts, and a shm group of
+    this host's ranks.
 
-    Ranks of the same kernel, network namespace and user try to share memory. If that fails, each
-    of them counts as a separate host.
+    Collective; blocks until all ranks came. Ranks of the same kernel, network namespace and user
+    try to share memory. If that fails, each of them counts as a separate host.
     """
     store, me, size = request.store, request.group_rank, request.group_size
     everyone = range(size)
@@ -115,6 +118,8 @@ def _part(
 
 
 def host_identity(request: DistributedBackendOptions) -> str:
-    """A string that is equal on ranks which may share memory. It only selects who tries."""
+    """A string that is equal on ranks that may be able to share memory. Only ranks with equal
+    strings try to.
+    """
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.geteuid()}"

@@ -42,7 +42,7 @@ LINK_VARIABLE: Final = "TILEWORK_LINK"
 
 
 class HybridGroup(NativeGroup):
-    """A group of ranks on several hosts."""
+    """A process group of the backend ``hybrid``, with ranks on several hosts."""
 
     lacks: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.RANK_ORDER, Capability.WIDE_SUMS}
@@ -132,11 +132,12 @@ _LINKS: Final[dict[str, Callable[[DistributedBackendOptions, str], Link]]] = {
 
 
 def _link_name() -> str:
-    """The backend that connects the hosts, from an environment variable; Gloo by default.
+    """The name of the backend that moves tensors between hosts: the value of ``TILEWORK_LINK``, or
+    Gloo.
 
     Raises:
-        ValueError: No link has that name.
-        DistBackendError: The link is not available in this build of torch.
+        ValueError: The variable has another value than "gloo" and "mpi".
+        DistBackendError: That backend is not available here.
     """
     name = os.environ.get(LINK_VARIABLE, Backend.GLOO).lower()
     if name not in _LINKS:

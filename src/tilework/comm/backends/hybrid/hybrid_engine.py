@@ -56,7 +56,7 @@ _COLLECTIVES = 0
 
 @dataclass(frozen=True)
 class Connections:
-    """A rank's connections to others."""
+    """The connections of a rank of a hybrid group to the other ranks."""
 
     #: Carries messages about operations to all ranks, also of other hosts.
     control: ControlChannel
@@ -79,7 +79,9 @@ class Link:
 
 
 class HybridEngine(PythonEngine):
-    """A rank's end: shared memory on its host, a control channel to all, a link to other hosts."""
+    """A rank's end of a hybrid group: shared memory on the host, a control channel to all ranks,
+    and a link to other hosts.
+    """
 
     name = "hybrid"
 
@@ -140,7 +142,9 @@ class HybridEngine(PythonEngine):
                 self._in_flight.clear()
 
     def _meet(self, operation: Operation) -> None:
-        """Exchange headers with every rank; raise Fault unless all agree."""
+        """Compare headers (descriptions of the operation) with all other ranks; raise Fault unless
+        all agree.
+        """
         hosts, length = self.hosts, header_length(self.size)
         memory = bytearray(8 * length * len(hosts.local))
         gathered = torch.frombuffer(memory, dtype=torch.int64).view(-1, length)
@@ -165,7 +169,9 @@ class HybridEngine(PythonEngine):
         self._last = f"#{self._performed} {operation.title or operation.kind}"
 
     def _exchange(self, own: bytearray, headers: Tensor) -> None:
-        """Exchange headers with the other hosts' leaders, into ``headers``. Runs on leaders."""
+        """Send this host's headers ``own`` to the leaders (first ranks) of the other hosts, and
+        receive theirs into ``headers``. Runs on leaders only.
+        """
         hosts = self.hosts
         for host in hosts.others:
             with contextlib.suppress(OSError):  # the wait below notices a lost rank
@@ -177,7 +183,9 @@ class HybridEngine(PythonEngine):
             headers[ranks] = torch.frombuffer(theirs, dtype=torch.int64).view(len(ranks), -1)
 
     def _await_headers(self, host: int, memory: memoryview) -> None:
-        """Read headers from the leader of ``host``, on this thread, which is the fastest way."""
+        """Read the headers of ``host`` from the leader there until ``memory`` is full. Raise Fault
+        if the time is up, or if a needed rank is lost.
+        """
         line, begun = self._leaders[host], time.monotonic()
         lost_at: float | None = None
         while memory:
@@ -200,7 +208,9 @@ class HybridEngine(PythonEngine):
                 raise Fault("timeout", self._absent(()), f"waited {now - begun:.1f} s")
 
     def _lost(self, leader: int) -> list[int]:
-        """The ranks that are gone, if one of them is needed."""
+        """The ranks whose loss ends the wait for ``leader``: ``leader`` itself if it is gone, else
+        ranks that died a while ago.
+        """
         if leader in self._left or leader in self._died:
             return [leader]
         now = time.monotonic()
@@ -208,7 +218,9 @@ class HybridEngine(PythonEngine):
         return [rank for rank, when in [*self._died.items()] if now - when > _ASK_SECONDS]
 
     def _absent(self, here: Sequence[int]) -> tuple[int, ...]:
-        """All missing ranks: ``here`` on this host, and those in other hosts' reports."""
+        """All missing ranks: ``here``, which are missing on this host, and those that other hosts
+        report. All ranks of a host that reports nothing count as missing.
+        """
         others = self.hosts.others
         self._control.send_all(FrameKind.MISSING, json.dumps(list(here)).encode())
         poll(
@@ -237,7 +249,9 @@ class HybridEngine(PythonEngine):
             raise Fault(*self._from_local(fault.args)) from None
 
     def _from_local(self, fault: tuple[Any, ...]) -> FaultArgs:
-        """A fault in shared memory as one of the group."""
+        """Translate a fault of this host's shm group into a fault of the hybrid group, with the
+        ranks of the hybrid group.
+        """
         kind, ranks, detail = fault
         if self.closed or kind == "closed":
             return ("closed", (self.rank,), "")
@@ -255,18 +269,28 @@ class HybridEngine(PythonEngine):
         return self._in_flight[-1]
 
     def start_transfer(self, way: str, memory: Tensor, rank: int, tag: int) -> Any:
-        """Hand memory to the link's ``send`` or ``recv``; return torch's Work."""
+        """Begin to move ``memory`` between this rank and ``rank`` over the link; return torch's
+        Work.
+
+        Args:
+            way: "send" or "recv".
+            memory: A tensor of bytes.
+            rank: The group rank at the other end.
+            tag: The tag of the transfer.
+        """
         self._sent_bytes += memory.nbytes if way == "send" else 0
         if self._link is None:
             raise RuntimeError("closed")
         return getattr(self._link.backend, way)([memory], rank, tag)
 
     def left_seconds(self) -> float:
-        """The remaining seconds of the running operation."""
+        """The seconds until the running operation times out, at least 0.1."""
         return max(self._deadline - time.monotonic(), 0.1)
 
     def attempt(self, act: Callable[[], object], peer: int) -> FaultArgs | None:
-        """The fault of a call into the link; None if it succeeded."""
+        """Run ``act``, a call into the link about a transfer with ``peer``; return the fault if it
+        fails, else None.
+        """
         try:
             act()
         except RuntimeError as error:
@@ -274,12 +298,16 @@ class HybridEngine(PythonEngine):
         return None
 
     def await_transfer(self, wait: Callable[[], object], peer: int) -> FaultArgs | None:
-        """The fault of a wait for the link's transfer to or from ``peer``; None if it succeeded."""
+        """Run ``wait``, which waits for a transfer with ``peer``; return the fault if it fails,
+        else None.
+        """
         error = self._waits.run(wait, partial(self._is_gone, peer))
         return None if error is None else self._why(error, peer)
 
     def _is_gone(self, peer: int) -> bool:
-        """True if this rank's connection with another ended a while ago."""
+        """True if ``peer`` died, or this rank ended the link's connections, longer ago than a wait
+        may need to end by itself.
+        """
         now, died = time.monotonic(), self._died.get(peer)
         if died is not None and now - died > 2 * _ASK_SECONDS:
             return True
@@ -406,7 +434,9 @@ class HybridEngine(PythonEngine):
             self._changed.notify_all()
 
     def _give_up(self, number: int) -> None:
-        """End an operation that waits for a lost rank in Gloo, which does not notice a cut link."""
+        """End the link's connections if operation ``number`` is still waiting some time after a
+        rank was lost: Gloo does not notice a cut link.
+        """
         if self._performed == number and self._in_flight and not self.closed:
             self.interrupt()
 
@@ -466,7 +496,9 @@ class HybridEngine(PythonEngine):
 
 
 def _read(line: socket.socket, memory: memoryview) -> int | None:
-    """The number of bytes read, after a short wait; None at the end of the connection."""
+    """Read bytes from ``line`` into ``memory``; return their number. 0: none came within a short
+    wait; None: the connection has ended.
+    """
     try:
         count = line.recv_into(memory)
     except TimeoutError:
@@ -479,7 +511,7 @@ def _read(line: socket.socket, memory: memoryview) -> int | None:
 
 
 def _wait(work: Any, memory: Tensor, limit: timedelta) -> None:
-    """Wait in Gloo; keep the memory alive, since Gloo may use it."""
+    """Wait for Gloo's ``work``. ``memory`` is passed to keep it alive: Gloo may use it."""
     work.wait(limit)
 
 
@@ -505,11 +537,13 @@ class _Transfers:
         self._raise(next(filter(None, (self._begin(way, *pair) for pair in tensors)), None))
 
     def wait(self) -> None:
-        """Block until all have arrived, or the operation's time is up."""
+        """Block until all sends and receives are done. Raise Fault if a transfer fails, or at the
+        operation's time limit.
+        """
         self._raise(next(filter(None, map(self._end, self._works)), None))
 
     def forget(self) -> None:
-        """Drop torch's objects, done or not."""
+        """Drop torch's Works, also those of transfers that are still in flight."""
         self._works.clear()
 
     def _begin(self, way: str, rank: int, tensor: Tensor) -> FaultArgs | None:

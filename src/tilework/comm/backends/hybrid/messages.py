@@ -27,7 +27,7 @@ _NUMBERS = 1 << 18
 
 
 class MessageTransport(Protocol):
-    """Moves data once both sides know of a message, and knows which ranks are lost."""
+    """The means by which messages are announced and moved. It also knows which ranks are lost."""
 
     rank: int
 
@@ -35,12 +35,16 @@ class MessageTransport(Protocol):
     def offer(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
     def fetch(self, tensor: Tensor, rank: int, number: int, timeout: float) -> Completion: ...
     def group_fault(self, completion: Completion) -> FaultArgs | None:
-        """The fault of an offer or a fetch, in terms of the group."""
+        """The fault of a completion from ``offer`` or ``fetch``, with ranks of the whole group;
+        None if there is none.
+        """
         ...
 
     def check_open(self) -> None: ...
     def unreachable(self, source: int) -> list[int]:
-        """The lost ranks without which a receive from ``source`` (-1: any) cannot end."""
+        """The lost ranks because of which a receive from ``source`` (-1: any) cannot succeed; empty
+        if it still may.
+        """
         ...
 
     def wake(self) -> None: ...
@@ -68,7 +72,7 @@ class _Announcement:
 
 
 class PointToPoint:
-    """A rank's messages."""
+    """Sends and receives the messages of a rank."""
 
     def __init__(self, transport: MessageTransport) -> None:
         self._transport = transport
@@ -78,7 +82,9 @@ class PointToPoint:
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
     ) -> PythonCompletion:
-        """Announce ``tensor``; when the completion is done, ``tensor`` may be reused."""
+        """Announce ``tensor`` to ``dst``, and offer the data; ``tensor`` may be reused once the
+        completion is done.
+        """
         self._transport.check_open()
         number = next(self._numbers) % _NUMBERS
         completion = PythonCompletion()
@@ -93,7 +99,7 @@ class PointToPoint:
     def receive(
         self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
     ) -> PythonCompletion:
-        """Receive from ``src``, or from any rank for -1."""
+        """Begin to receive a message from ``src`` (-1: any rank) into ``tensor``."""
         self._transport.check_open()
         completion = PythonCompletion()
         deadline = time.monotonic() + timeout
@@ -104,7 +110,9 @@ class PointToPoint:
         return completion
 
     def on_announcement(self, source: int, announcement: bytes) -> None:
-        """Note a message that ``source`` announces."""
+        """Note a message that ``source`` has announced to this rank, and fetch it if a receive
+        waits for it.
+        """
         tag, number, nbytes, label = _ANNOUNCEMENT.unpack_from(announcement)
         dtype = announcement[_ANNOUNCEMENT.size :].decode()
         message = _Announcement(source, tag, number, nbytes, label, dtype)

@@ -20,7 +20,7 @@ _Tasks = SimpleQueue[tuple[Callable[[], object], _Outcome] | None]
 
 
 class TransferWaits:
-    """Threads that wait in Gloo, for one or several others at a time."""
+    """A pool of threads that run the waits in Gloo, so that a calling thread can give up."""
 
     def __init__(self) -> None:
         self._idle = [_started()]
@@ -69,7 +69,7 @@ class TransferWaits:
 
 
 def _started() -> _Tasks:
-    """The tasks of a new thread."""
+    """Start a thread that runs waits; return the queue from which it takes them."""
     tasks: _Tasks = SimpleQueue()
     thread = threading.Thread(target=_serve, args=(tasks,), name="tilework-transfer", daemon=True)
     thread.start()

@@ -53,7 +53,8 @@ Measurement = tuple[str, int, str, float]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Values for all tunables of the core.
+    """Values for all tunables of the core: the sizes at which it changes algorithms, and sizes of
+    chunks.
 
     Args:
         tunables: Sizes in bytes, by name; see csrc/transport/tunables.h.
@@ -96,17 +97,19 @@ def group_tunables(
 
 
 def below(name: str) -> str:
-    """The tunable for the upper end of a range of sizes, from that for the lower end."""
+    """The name of the tunable for the upper end of a range of sizes; ``name`` is the tunable for
+    the lower end.
+    """
     return name.removesuffix("_bytes") + "_below_bytes"
 
 
 def chunks_for(plan: TuningPlan, known: Calibration) -> dict[str, int]:
-    """The tunables of a calibration, with chunks that fit into the caches of a group's ranks.
+    """The tunables of ``known``, with sizes of chunks made smaller where ranks share a cache.
 
     Args:
-        plan: The plan of the group.
-        known: A calibration, measured with a cache for each rank; if not measured, only caches
-            count.
+        plan: The plan of the group, which says how many ranks share a cache.
+        known: The calibration. Measurements are made with a cache for each rank; without
+            measurements, chunks have at most ``plan.chunk_bytes``, too.
     """
     tunables = dict(known.tunables)
     for name in _CHUNKS:
@@ -127,11 +130,13 @@ def host_calibration(
     remake: bool = False,
     before_measuring: Callable[[], object] | None = None,
 ) -> Calibration:
-    """This host's calibration: known, kept in the cache folder, or measured now.
+    """This host's calibration: from this process's memory, from a file in the cache folder, or
+    measured now.
 
-    cpus: The CPUs to calibrate for; None: the CPUs of this process.
-    remake: Measure in any case, and keep the result.
-    before_measuring: Called before a measurement.
+    Args:
+        cpus: The CPUs to calibrate for; None: the CPUs of this process.
+        remake: Measure in any case, and keep the result.
+        before_measuring: Called before a measurement.
     """
     if os.environ.get(CALIBRATION_VARIABLE, "").lower() in _OFF and not remake:
         return _defaults("turned off, by TILEWORK_CALIBRATION=0")
@@ -155,7 +160,9 @@ def host_calibration(
 def _measured(
     path: Path, facts: Mapping[str, object], cpus: frozenset[int], *, patient: bool
 ) -> Calibration:
-    """Measure and keep the result; the defaults if that fails, or (``patient``) on a busy host."""
+    """Measure, and keep the result in file ``path``. Return default values if measuring fails or,
+    with ``patient``, if the host is busy.
+    """
     if usable_cores(cpus=cpus) < 2:
         return _defaults("not measured: that takes two cores")
     with _alone(path) as alone:
@@ -175,7 +182,9 @@ def _defaults(why: str) -> Calibration:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """True unless another process measures at the same time, which would disturb both."""
+    """Yield True while this process may measure, or False if another process is measuring, which
+    would disturb both.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -193,7 +202,7 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def cache_folder() -> Path:
-    """The folder of files per user and host; may not exist."""
+    """The folder where tilework keeps files for this user; it may not exist."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(given):  # the specification says to ignore relative paths
         return Path(given) / "tilework"
@@ -274,12 +283,14 @@ def load(path: Path, facts: Mapping[str, object]) -> Calibration | None:
 
 
 def _checked_tunables(found: Any) -> dict[str, int]:
-    """The values of exactly all tunables; raises ValueError or TypeError."""
+    """The tunables of a file, after a check that they are all the core's tunables, and sizes.
+    Raises ValueError or TypeError if not.
+    """
     if set(found) != set(_core.DEFAULT_TUNABLES):
-        raise ValueError("other tunables")
+        raise ValueError("the file has other tunables than the core")
     for value in found.values():
         if type(value) is not int or not 0 <= value <= _core.NEVER_BYTES:
-            raise ValueError("no size")
+            raise ValueError(f"the value of a tunable is not a size in bytes: {value!r}")
     return dict(found)
 
 
@@ -289,7 +300,9 @@ def save(
     tunables: Mapping[str, int],
     measurements: list[Measurement],
 ) -> str:
-    """Write a file, whole or not at all; return "kept in …", or the failure."""
+    """Write a calibration to file ``path``, whole or not at all; return "kept in …", or "not kept:
+    …" with the reason.
+    """
     content = {"facts": facts, "tunables": tunables, "measurements": measurements}
     new = ""
     try:

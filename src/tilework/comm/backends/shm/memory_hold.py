@@ -48,29 +48,35 @@ class HeldMemory:
         self._hold = _core.MemoryHold(storages, spans)
 
     def copy_to_moved(self) -> None:
-        """Copy results to the storages' present memory, as far as that is large enough."""
+        """Copy results from held memory to the new memory of storages that have moved, as far as
+        the new memory is large enough.
+        """
         self._hold.copy_to_moved()
 
     def release(self) -> None:
-        """Free memory that storages have left; idempotent."""
+        """End the hold, which frees memory that no storage uses any more. Idempotent."""
         self._hold.release()
 
 
 def hold_memory(tensors: Iterable[Tensor], written: Sequence[Tensor]) -> HeldMemory | None:
-    """A hold on the memory of CPU tensors; None without CPU tensors."""
+    """Hold the memory of the CPU tensors among ``tensors``; None if memory cannot be held, with
+    this torch or without the core.
+    """
     return HeldMemory(tensors, written) if IS_AVAILABLE else None
 
 
 def hold_operation(
     operation: Operation, only_read: bool, takes_addresses: bool
 ) -> HeldMemory | None:
-    """A hold on all memory of an operation.
+    """Hold the memory of all CPU tensors of an operation; None if memory cannot be held, with this
+    torch or without the core.
 
     Args:
-        operation: If the engine reads addresses later, the operation's tensors are replaced by
+        operation: The operation. Unless ``takes_addresses``, the tensors in it are replaced by
             tensors at the held memory.
         only_read: True if the operation does not write outputs.
-        takes_addresses: The engine's flag of that name.
+        takes_addresses: True if the engine reads tensors' addresses at the call; False if it may
+            read them later.
     """
     if not IS_AVAILABLE:
         return None
@@ -99,9 +105,10 @@ def fits_storage(tensor: Tensor) -> bool:
 
 
 def at_held_address(tensor: Tensor) -> Tensor:
-    """A contiguous tensor at the present memory, for a later reader; it shares the values.
+    """A tensor that stays at the present memory of ``tensor``, which must be contiguous; both share
+    values.
 
-    The given tensor would lead the reader to other memory if the storage got other memory.
+    ``tensor`` itself would lead a later reader to other memory if the storage got other memory.
     """
     if not tensor.is_cpu or tensor.nbytes == 0:
         return tensor
@@ -110,7 +117,9 @@ def at_held_address(tensor: Tensor) -> Tensor:
 
 
 class StorageLayout(NamedTuple):
-    """Offsets in torch's storage objects, and the function there that frees memory."""
+    """Offsets in bytes of three words in torch's storage objects, and the address of the function
+    that frees memory.
+    """
 
     data: int
     context: int
@@ -153,7 +162,7 @@ def _words_of(storage: torch.UntypedStorage) -> list[int]:
 
 
 def _is_held() -> bool:
-    """True if a hold works: memory keeps its values after the storage left it."""
+    """Try a hold: True if memory keeps the values after the storage got other memory."""
     tensor = torch.arange(1000)
     bytes_before, address = as_bytes(tensor).tolist(), tensor.data_ptr()
     held = HeldMemory([tensor], [tensor])

@@ -88,7 +88,9 @@ _Ends = tuple["_core.Group", MemoryRegisters]
 
 
 def _host(request: DistributedBackendOptions) -> _Ends:
-    """Rank 0's side: create the segment, hand it to everyone, announce the verdict."""
+    """Make rank 0's end of a group: create the segment (the shared memory), hand it to the other
+    ranks, and tell all whether that succeeded.
+    """
     nonce = secrets.token_bytes(16)
     # Every user can read socket names, so the nonce must not be part of the name.
     name = f"tilework-shm-{secrets.token_hex(16)}"
@@ -126,7 +128,9 @@ def _host(request: DistributedBackendOptions) -> _Ends:
 
 
 def _await_others(request: DistributedBackendOptions) -> None:
-    """Wait a while for the other ranks, which use the cores while they load modules."""
+    """Wait a few seconds for the other ranks to come. Until then they use the cores to load
+    modules.
+    """
     others = [f"shm/here/{rank}" for rank in range(1, request.group_size)]
     with contextlib.suppress(StoreTimeoutError):
         request.store.wait(others, min(_LOADING_TIMEOUT, request.timeout / 2))
@@ -149,7 +153,9 @@ def _cpus_of_all(request: DistributedBackendOptions) -> frozenset[int]:
 
 
 def _error_of(verdict: str) -> DistBackendError:
-    """The error for a verdict, the same on every rank."""
+    """The error that every rank raises for rank 0's ``verdict`` (whether the group is made, or why
+    not).
+    """
     kind, _, reason = verdict.partition(":")
     if kind in (_LOST, _BROKEN):
         rank, _, reason = reason.partition(":")
@@ -159,7 +165,9 @@ def _error_of(verdict: str) -> DistBackendError:
 
 
 class _Reception:
-    """Rank 0 waiting for the others at its socket."""
+    """Rank 0's side of making a group: accepts the other ranks at a socket, and hands them the
+    segment.
+    """
 
     def __init__(
         self,
@@ -203,12 +211,16 @@ class _Reception:
         return _FINE
 
     def _refusal(self) -> str:
-        """The verdict on a rank's refusal; "" if no rank refused."""
+        """The verdict that a rank has left in the store because it could not join; "" if there is
+        none.
+        """
         store = self._request.store
         return store.get("shm/refused").decode() if store.check(["shm/refused"]) else ""
 
     def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> int | None:
-        """Serve ready connections; return a rank that turned out to be lost."""
+        """Handle the connection of ``key``, which is ready; return the rank that has ended there,
+        if any.
+        """
         connection, rank = key.fileobj, key.data
         assert isinstance(connection, socket.socket)
         if connection is self._listener:
@@ -225,7 +237,8 @@ class _Reception:
         return None
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
-        """Accept all connections at once. Any user may have made them, so do not wait for one.
+        """Accept all waiting connections, and do not wait for data from any: any user may have made
+        them.
 
         If some stayed in the queue, strangers could fill the queue and keep ranks out.
         """
@@ -244,7 +257,9 @@ class _Reception:
                 connection.close()
 
     def _note_starvation(self, error: OSError) -> None:
-        """Raise if no descriptors have been left for connections for a long time."""
+        """Handle an ``error`` of accepting a connection: raise it if file descriptors have been
+        lacking for a while.
+        """
         if error.errno not in _OUT_OF_DESCRIPTORS:
             return  # nobody is there
         now = time.monotonic()
@@ -254,7 +269,9 @@ class _Reception:
         time.sleep(0.01)  # the listener stays ready, so this loop would spin
 
     def _greet(self, selector: selectors.BaseSelector, connection: socket.socket) -> None:
-        """Hand the segment to a client that proves to be a rank; close other connections."""
+        """Read a connection's greeting: hand the segment to a rank, close connections of others,
+        wait for those that have sent nothing.
+        """
         try:
             rank = self._rank_of(connection.recv(_HELLO.size))
             if rank is None:
@@ -271,7 +288,9 @@ class _Reception:
             selector.register(connection, selectors.EVENT_READ, rank)
 
     def _drop_silent(self, selector: selectors.BaseSelector) -> None:
-        """Make room for newcomers, if there is none, by closing connections that send nothing."""
+        """If there are too many connections without a greeting, close those that have been silent
+        for a second.
+        """
         if len(self._newcomers) < _MAX_NEWCOMERS:
             return
         latest = time.monotonic() - _HELLO_SECONDS
@@ -281,7 +300,9 @@ class _Reception:
             connection.close()
 
     def _rank_of(self, hello: bytes) -> int | None:
-        """The rank of a greeting; None if it is not an awaited rank."""
+        """The rank that has sent the greeting ``hello``; None if the nonce in it is wrong, or if
+        that rank is not awaited.
+        """
         nonce, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
         awaited = 0 < rank < self._request.group_size and rank not in self._joined
         return int(rank) if awaited and secrets.compare_digest(nonce, self._nonce) else None
@@ -295,7 +316,9 @@ class _Reception:
         )
 
     def dismiss(self, go: bool) -> None:
-        """Let joined ranks go on (or read the verdict), and disconnect the others."""
+        """Close all connections. With ``go``, first tell the ranks that have joined to go on;
+        without, they read the verdict in the store.
+        """
         for connection in self._newcomers:
             connection.close()
         for connection in self._joined.values():
@@ -308,7 +331,9 @@ class _Reception:
 
 
 def _is_ready(connection: socket.socket) -> bool:
-    """True if a rank has mapped the segment; False if the rank has ended."""
+    """Read from a rank's connection: True if the rank says that it has mapped the segment; False if
+    the rank has ended.
+    """
     try:
         return connection.recv(1) == _READY
     except OSError:
@@ -316,7 +341,9 @@ def _is_ready(connection: socket.socket) -> bool:
 
 
 def _join(request: DistributedBackendOptions) -> _Ends:
-    """Any other rank's side."""
+    """Make this rank's end of a group, on ranks other than 0: get the segment from rank 0, and wait
+    for the verdict.
+    """
     store = request.store
     store.set(f"shm/here/{request.group_rank}", " ".join(map(str, sorted(affinity()))))
     name, nonce_hex, identity = store.get("shm/host").decode().split(" ", 2)
@@ -342,7 +369,9 @@ def _join(request: DistributedBackendOptions) -> _Ends:
 
 
 def _verdict(request: DistributedBackendOptions) -> str:
-    """Rank 0's verdict on the group."""
+    """Rank 0's verdict on whether the group is made, from the store; the verdict of a failure if
+    none comes in time.
+    """
     try:
         request.store.wait(["shm/verdict"], _VERDICT_TIMEOUT)
         return request.store.get("shm/verdict").decode()
@@ -361,14 +390,16 @@ def _enter(
     """Connect to rank 0, prove to be a rank of the job, and map the segment."""
     connection.connect(f"\0{name}")
     if _peer_uid(connection) != os.geteuid():
-        raise PermissionError("the other side runs as another user")
+        raise PermissionError("the first rank of the group runs as another user")
     connection.send(_HELLO.pack(nonce, request.group_rank))
     connection.settimeout(request.timeout.total_seconds())
     return _map(connection, request.group_rank, request.group_size, nonce)
 
 
 def _take_end(fd: int, rank: int, size: int, nonce: bytes) -> _core.Group:
-    """A rank's end of a segment; tells the other ranks how many cores this rank may use."""
+    """Make the core's object for ``rank`` in the segment at ``fd``; it tells the other ranks how
+    many cores this rank may use.
+    """
     _core.set_core_limit(math.ceil(cpu_quota() or 0))
     return _core.Group(fd, rank, size, nonce)
 
@@ -377,7 +408,9 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
     _, fds, flags, _ = socket.recv_fds(connection, 1, 2)
     try:
         if len(fds) < 2 and flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "too many open files: none is left for the segment")
+            raise OSError(
+                errno.EMFILE, "too many open files: no descriptor is left for the shared memory"
+            )
         if len(fds) < 2:
             raise ConnectionError(
                 "rank 0 closed the connection before it sent the shared memory: see rank 0's error"
@@ -394,7 +427,9 @@ def _map(connection: socket.socket, rank: int, size: int, nonce: bytes) -> _Ends
 
 
 def _refuse(request: DistributedBackendOptions, identity: str, error: Exception) -> None:
-    """Tell rank 0, and so everyone, that this rank cannot share memory with it."""
+    """Tell rank 0, and through it all ranks, that this rank cannot join the group because of
+    ``error``.
+    """
     ranks = request.global_ranks_in_group
     me, own = ranks[request.group_rank], _host_identity()
     where = "on one host" if own == identity else f"on different hosts ({identity} and {own})"
@@ -411,7 +446,9 @@ def _refuse(request: DistributedBackendOptions, identity: str, error: Exception)
     try:
         request.store.set("shm/refused", verdict)
     except DistStoreError as gone:
-        raise DistBackendError(f"cannot reach rank 0: {error}; {gone}") from error
+        raise DistBackendError(
+            f"cannot join the first rank of the group: {error}; nor tell the others: {gone}"
+        ) from error
 
 
 def _host_identity() -> str:

@@ -50,7 +50,7 @@ _FIRST_SWEEP = 64
 
 
 class ShmEngine:
-    """A rank's end of the core's group, fed with tensors instead of addresses."""
+    """The engine of the backend ``shm``: hands the addresses of tensors to the core's group."""
 
     name = "shm"
     refusals: tuple[type[Exception], ...] = (ValueError, TypeError)
@@ -109,7 +109,7 @@ class ShmEngine:
         """Start an asynchronous operation; hold the buffers until it is done.
 
         The buffers are held before the start: if a signal handler raises in between, nobody knows
-        whether the core has them. Such an entry has no completion, and stays until the end.
+        whether the core has them. The buffers of such a start are held until the group is closed.
         """
         entry: list[Any] = [None, buffers]
         with self._lock:
@@ -128,7 +128,9 @@ class ShmEngine:
         return completion
 
     def _sweep(self) -> None:
-        """Drop finished entries. Runs when entries have doubled, for a constant cost per entry."""
+        """Release the buffers of all operations that are done. Runs when the number of entries has
+        doubled, for a constant cost per entry.
+        """
         kept = {k: e for k, e in self._in_flight.items() if e[0] is None or not e[0].done()}
         self._in_flight = kept
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(kept))
@@ -212,7 +214,8 @@ def place_of(site: tuple[CodeType, int] | None) -> str:
 
 
 class CoreRing(Ring):
-    """The flight record of a shm group: the core's ring, which the fast path writes, too.
+    """The flight record (of recent operations) of a shm group. The core keeps it, because the fast
+    path writes it, too.
 
     Args:
         ranks: Returns the global rank of each group rank.
@@ -244,7 +247,9 @@ class CoreRing(Ring):
 
 
 class ShmGroup(NativeGroup):
-    """A native group with the core's fast path for blocking operations."""
+    """A process group of the backend ``shm``. Calls with plain tensors take the core's fast path,
+    which skips most of the Python code.
+    """
 
     engine: ShmEngine
     flight: CoreRing
@@ -312,7 +317,9 @@ class ShmGroup(NativeGroup):
     def _fast_path_failed(  # noqa: PLR0913
         self, why: Any, slot: int, name: str, inputs: Any, outputs: Any, reduce_op: Any, root: int
     ) -> None:
-        """Raise the error that a failure of the fast path means to the program."""
+        """Raise the error for a failed operation of the fast path. ``why`` is the core's fault, or
+        an exception that interrupted the operation, which is only recorded.
+        """
         title = _title(name, inputs, outputs, reduce_op, root, self.global_ranks)
         title = provenance_digest.named(title)
         if isinstance(why, BaseException):
@@ -324,7 +331,7 @@ class ShmGroup(NativeGroup):
 
 
 class PostedWork(NativeWork):
-    """An operation that the fast path has started."""
+    """The Work of an asynchronous operation that the fast path has started."""
 
     _begun = 0.0
 
@@ -408,7 +415,9 @@ def _title(
 
 
 def _of_message(name: str, peer: int, tag: int, ranks: Sequence[int]) -> str:
-    """The other side of a message, and its tag."""
+    """The end of a message's title: the rank at the other end, and the tag. ``name`` begins with
+    "send" or "recv".
+    """
     direction = "to" if name.startswith("send") else "from"
     return f" {direction} {'any rank' if peer < 0 else f'rank {ranks[peer]}'} tag {tag}"
 

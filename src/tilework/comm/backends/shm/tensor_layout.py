@@ -30,7 +30,9 @@ _COUNTER_OFFSETS = (8, 12, 16, 20, 24)
 
 
 class TensorLayout(NamedTuple):
-    """Offsets in bytes, and a bit as a mask."""
+    """The places of the negation bit and the version number in torch's tensors: offsets in bytes,
+    and the bit as a mask.
+    """
 
     #: In a tensor's Python object: the address of the object behind it.
     impl: int
@@ -91,7 +93,9 @@ def _places_of_impl(tensor: Tensor) -> set[_Place]:
 
 
 def _differences(plain: list[Tensor], negative: list[Tensor]) -> set[_Place]:
-    """The bits that all ``negative`` and no ``plain`` tensors have: offset of the word, mask."""
+    """The places of the bits that are set in all ``negative`` tensors and in no ``plain`` tensor:
+    (offset of the word, mask).
+    """
     without, having = (
         list(zip(*(_words(tensor._cdata, _LOOKED_AT_WORDS) for tensor in tensors), strict=True))
         for tensors in (plain, negative)
@@ -105,7 +109,9 @@ def _differences(plain: list[Tensor], negative: list[Tensor]) -> set[_Place]:
 
 
 def _places_of_version(tensor: Tensor) -> set[_Place]:
-    """The offset of an address, and the offset there of a number equal to the version."""
+    """The places that may hold the tensor's version: (offset of a pointer in the tensor's object,
+    offset of the version from there).
+    """
     return {
         (at * _WORD_BYTES, offset)
         for at, address in enumerate(_words(tensor._cdata, _LOOKED_AT_WORDS))
@@ -127,7 +133,9 @@ def _number_at(address: int, offset: int) -> int | None:
 
 
 def _finds_what_torch_says() -> bool:
-    """True if the core and torch agree on further tensors, besides the samples."""
+    """True if the core, with the layout it was given, agrees with torch on the negation and version
+    of further tensors.
+    """
     imaginary = torch.zeros(3, dtype=torch.complex64).conj().imag
     tensors = [torch.ones(5), torch.ones(2, 3)[:, 1:], imaginary, torch._neg_view(torch.ones(1))]
     for tensor in tensors:
@@ -139,7 +147,9 @@ def _finds_what_torch_says() -> bool:
 
 
 def tell_core() -> bool:
-    """Let the core look at tensors; False if it must ask torch. Call after register_torch."""
+    """Give the core the layout of torch's tensors. False if that cannot work: the core then asks
+    torch. Call after register_torch.
+    """
     # If this torch lacks a name that is used here, the core asks torch.
     with contextlib.suppress(AttributeError, OSError, RuntimeError, TypeError):
         layout = find_tensor_layout()
