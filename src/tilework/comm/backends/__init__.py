@@ -12,7 +12,9 @@ _Create = Callable[[DistributedBackendOptions, Any], ProcessGroup]
 
 
 def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any) -> ProcessGroup:
-    """This rank's end of one group with the backend ``name``. Collective over its ranks."""
+    """Make a group on the backend ``name``, and return this rank's end. Collective over the group's
+    ranks.
+    """
     plugin = Backend.plugins.get(name.upper())
     if plugin is None:
         return _built_in(name)(request, pg_options)

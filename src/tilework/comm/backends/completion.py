@@ -14,10 +14,11 @@ _LOOK_SECONDS = 0.1
 
 
 class PythonCompletion:
-    """A Completion that ends once, with or without a fault.
+    """The completion of an operation that Python code runs. It ends once, with or without a fault.
 
     Args:
-        look_seconds: Between looks of a thread that waits without a limit.
+        look_seconds: The seconds between checks on the other ranks, in a thread that waits without
+            a limit.
     """
 
     def __init__(self, look_seconds: float = _LOOK_SECONDS) -> None:
@@ -30,7 +31,9 @@ class PythonCompletion:
         self.source_rank = -1
 
     def complete(self, fault: FaultArgs | None = None) -> None:
-        """End the operation; only the first call counts."""
+        """End the operation, with success if ``fault`` is None, and call the callbacks. Only the
+        first call has an effect.
+        """
         with self._changed:
             if self._done:
                 return

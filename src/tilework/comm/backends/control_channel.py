@@ -36,7 +36,7 @@ _LOOK_SECONDS, _CALL_SECONDS = 0.2, 2.0
 
 
 class FrameKind(enum.IntEnum):
-    """The kinds of frames."""
+    """The kinds of frames, the short messages that ranks send each other about operations."""
 
     ANNOUNCEMENT = 1
     ABORT = 2
@@ -49,17 +49,19 @@ class FrameKind(enum.IntEnum):
 
 
 class Listener(Protocol):
-    """The receiver of frames. Called on the reading thread."""
+    """An object that handles what a control channel reads. Called on the channel's thread."""
 
     def on_frame(self, source: int, kind: FrameKind, payload: bytes) -> None: ...
     def on_disconnect(self, source: int) -> None: ...
     def on_tick(self) -> bool:
-        """Check operations that wait; called again and again while the result is True."""
+        """Check operations that wait. Called after every frame and :meth:`ControlChannel.wake`, and
+        every 0.05 s while the result is True.
+        """
         ...
 
 
 class ControlChannel:
-    """A rank's connections to all others."""
+    """A rank's TCP connections to all other ranks of the group, which carry frames."""
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
         self._sockets = sockets
@@ -69,12 +71,14 @@ class ControlChannel:
         self._ended = False
 
     def start(self, listener: Listener, name: str) -> None:
-        """Begin to read."""
+        """Start the thread that reads all connections and calls ``listener``; ``name`` is the
+        thread's name.
+        """
         self._thread = threading.Thread(target=self._read, args=(listener,), name=name, daemon=True)
         self._thread.start()
 
     def send(self, rank: int, kind: FrameKind, payload: bytes = b"") -> None:
-        """Send a frame, unless the rank is gone."""
+        """Send a frame to ``rank``; do nothing if that rank is gone."""
         sock = self._sockets.get(rank)
         if sock is None:
             return
@@ -116,7 +120,9 @@ class ControlChannel:
                 busy = listener.on_tick()
 
     def _serve(self, sock: object, rank: int, pending: bytearray, listener: Listener) -> bool:
-        """Read the data from ``rank``; True if more may come."""
+        """Read data that ``rank`` has sent, and hand complete frames to ``listener``. False if the
+        connection has ended.
+        """
         assert isinstance(sock, socket.socket)
         try:
             data = sock.recv(_CHUNK)
@@ -134,9 +140,10 @@ class ControlChannel:
 
 
 def connect_all(request: DistributedBackendOptions, address: str) -> dict[int, socket.socket]:
-    """Connections to all other ranks, by rank. Collective; blocks until all ranks came.
+    """Connect this rank to all other ranks; return the connections by group rank.
 
-    Only a process that read the group's token in the store is let in.
+    Collective; blocks until all ranks came. Only a process that read the group's token in the store
+    is let in.
 
     Raises:
         DistBackendError: Some ranks did not come in time, or cannot be reached.
@@ -211,7 +218,9 @@ def _accept(
     deadline: float,
     store: Store,
 ) -> None:
-    """Accept ``count`` ranks; refuse all other processes."""
+    """Accept connections until ``count`` more ranks are in ``sockets``; close connections that do
+    not begin with ``token``.
+    """
     expected = len(sockets) + count
     while len(sockets) < expected:
         listener.settimeout(min(_LOOK_SECONDS, _left(deadline)))
@@ -235,5 +244,5 @@ def _accept(
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("they did not come in time")
+        raise TimeoutError("no connection came about in time")
     return left

@@ -134,14 +134,16 @@ class Operation:
 
 
 def split_parts(parts: Parts, size: int) -> list[Tensor]:
-    """A flat tensor for each of ``size`` ranks."""
+    """A flat tensor for each of ``size`` ranks: the tensors of ``parts``, or equal parts of a
+    single tensor.
+    """
     if not isinstance(parts, Tensor):
         return [part.view(-1) for part in parts]
     return list(torch.tensor_split(parts.view(-1), size)) if size else []
 
 
 def shapes_of(parts: Parts) -> Sequence[Sequence[int]]:
-    """The shape of each tensor."""
+    """The shape of each tensor of ``parts``, which may be a single tensor."""
     return (parts.shape,) if isinstance(parts, Tensor) else [part.shape for part in parts]
 
 
@@ -158,7 +160,9 @@ def op_factor(op: AnyReduceOp | None) -> float:
 
 
 class Completion(Protocol):
-    """The end of an operation that was handed to an engine."""
+    """A handle on an operation that was handed to an engine: tells whether it is done, and waits
+    for it.
+    """
 
     def done(self) -> bool: ...
     def poll(self) -> bool:
@@ -166,7 +170,9 @@ class Completion(Protocol):
         ...
 
     def wait(self, timeout: float) -> bool:
-        """Block until done; False after ``timeout`` seconds (negative: no limit). Raise Fault."""
+        """Block until the operation is done; False if it is not after ``timeout`` seconds
+        (negative: no limit). Raise Fault if it failed.
+        """
         ...
 
     def fault(self) -> FaultArgs | None: ...
@@ -177,7 +183,9 @@ class Completion(Protocol):
 
 
 class Engine(Protocol):
-    """A rank's end of a native group. See ``tilework/_core.pyi``, which this generalises."""
+    """A rank's end of a native group: the interface of all engines. It generalises that of
+    ``tilework/_core.pyi``.
+    """
 
     #: The exception class of failed operations.
     fault_type: type[Exception]
@@ -203,15 +211,19 @@ class Engine(Protocol):
 
     def sequence(self) -> int: ...
     def last_entered(self) -> list[str]:
-        """The operation that each rank entered last, for a person."""
+        """A text for each rank of the group about the operation that it entered last, for error
+        messages.
+        """
         ...
 
     def report_failure(self, text: str) -> None:
-        """Publish why this rank fails."""
+        """Publish ``text``, the reason of this rank's failure, to the other ranks."""
         ...
 
     def failure_reports(self, timeout: float) -> list[str | None]:
-        """Every rank's report, after waiting up to ``timeout`` seconds for all of them."""
+        """The text that each rank has passed to :meth:`report_failure`; None for ranks that have
+        passed none within ``timeout`` seconds.
+        """
         ...
 
     def abort(self, kind: str, text: str) -> None: ...
@@ -219,12 +231,14 @@ class Engine(Protocol):
     def blocked(self) -> Sequence[tuple[int, int, str]]:
         """The ranks whose own threads wait in an operation that this rank has not called.
 
-        Each comes with the number of the operation, and words for it.
+        Each comes as (group rank, number of the operation, text that names the operation).
         """
         ...
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
-        """As ``waiting`` of a process group."""
+        """The operation that the calling thread waits in, and the awaited ranks, as from
+        ``waiting`` of a process group.
+        """
         ...
 
     def is_owner(self) -> bool:

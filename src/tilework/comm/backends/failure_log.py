@@ -14,7 +14,9 @@ _LOST_SECONDS = 0.7
 
 
 class FailureLog:
-    """Reports of a rank. Without a store nothing is reported, and nothing fails."""
+    """Writes a rank's failures to the group's store, and reads those of other ranks. If the store
+    fails, methods write and find nothing, and do not raise.
+    """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
@@ -22,24 +24,28 @@ class FailureLog:
         self._size = size
 
     def report_failure(self, text: str) -> None:
-        """Publish why this rank fails."""
+        """Publish ``text``, the reason of this rank's failure, to the other ranks."""
         self._set(f"failures/{self._rank}", text)
 
     def failure_reports(self, timeout: float) -> list[str | None]:
-        """Every rank's report, after waiting up to ``timeout`` seconds for all of them."""
+        """The text that each rank has passed to :meth:`report_failure`; None for ranks that have
+        passed none within ``timeout`` seconds.
+        """
         keys = [f"failures/{rank}" for rank in range(self._size)]
         poll(lambda: self._check(*keys), timeout)
         return [self._get(key) for key in keys]
 
     def record_abort(self, kind: str, text: str) -> None:
-        """Record that this rank aborts the group, unless another did before."""
+        """Write that this rank aborts the group, and why; do nothing if another rank has written so
+        before.
+        """
         try:
             self._store.compare_set("abort", "", f"{self._rank} {kind} {text}")
         except DistError:
             return
 
     def aborted(self) -> Abort | None:
-        """The group's abort; None if there was none."""
+        """The first abort of the group that a rank has recorded; None if there was none."""
         record = self._get("abort") if self._check("abort") else None
         if record is None:
             return None
@@ -47,10 +53,14 @@ class FailureLog:
         return int(rank), kind, text
 
     def diagnose(self, late: bool) -> tuple[FaultKind, tuple[int, ...]]:
-        """This rank's kind of fault, and the ranks that report nothing.
+        """Tell the other ranks that this rank failed, wait briefly for them, and find the kind of
+        fault and the ranks at fault.
+
+        If a rank has aborted the group, the kind is "aborted". Otherwise the ranks at fault are
+        those that have not told that they failed, too.
 
         Args:
-            late: Whether this rank waited too long, rather than lost its connections.
+            late: True if this rank waited too long; False if it lost connections.
         """
         self._set(f"failed/{self._rank}", "1")
         keys = {f"failed/{rank}": rank for rank in range(self._size)}

@@ -32,7 +32,7 @@ _KNOWN: Final = frozenset(
 
 
 def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The label of a shape, and of a dtype that engines may confuse with another.
+    """A number for a shape, and for the dtype if engines may confuse it with another.
 
     Example:
         >>> shape_label((2, 3), torch.float32) == shape_label((6,), torch.float32)
@@ -47,17 +47,22 @@ def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def message_label(tensor: Tensor) -> int:
-    """The label of a message."""
+    """The label (a number for dtype and shape) by which a sent tensor is compared with the
+    receiver's.
+    """
     return shape_label(tuple(tensor.shape), tensor.dtype)
 
 
 def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
-    """The label of an operation; equal labels, or ANY, are required on all ranks.
+    """The label (a number for dtype and shape) by which ranks compare their tensors in an
+    operation.
+
+    :func:`labels_agree` compares the labels of all ranks; the label ANY agrees with all.
 
     Args:
         kind: The operation.
-        tensor: This rank's tensor with the shape that all ranks share: the input, or the output
-            if ranks receive parts. None if there is none.
+        tensor: This rank's tensor with the shape that all ranks share: the input, or the output if
+            ranks receive parts. None if there is none.
         alike: Whether all parts that this rank knows of have the shape of ``tensor``.
     """
     if tensor is None:
@@ -72,7 +77,9 @@ def call_label(kind: Kind, tensor: Tensor | None, alike: bool = True) -> int:
 
 
 def labels_agree(labels: Sequence[int], even: bool) -> bool:
-    """True if the labels of ranks agree. ``even``: all parts have the same size."""
+    """True if the labels of all ranks agree in dtype and number of dims and, if ``even`` (all parts
+    have the same size), in shape. ANY agrees with all.
+    """
     known = [label for label in labels if label != ANY]
     shapes = even and all(label & ~_DIMS for label in known)
     return len({label if shapes else label & _DIMS for label in known}) <= 1

@@ -18,7 +18,7 @@ ANY_SOURCE = -1
 
 
 class MatchedMessage(Protocol):
-    """A message, or an announced message."""
+    """A message for this rank that has arrived, or was announced."""
 
     source: int
     tag: int
@@ -64,13 +64,13 @@ class MessageMatcher(Generic[_Message]):
         self._receives: list[Receive] = []
 
     def add_message(self, message: _Message) -> list[tuple[Receive, _Message]]:
-        """Add a message; return the pairs that this completes."""
+        """Add a message; return the pairs of receive and message that now match."""
         with self._lock:
             self._messages.append(message)
             return self._match()
 
     def add_receive(self, receive: Receive) -> list[tuple[Receive, _Message]]:
-        """Add a receive; return the pairs that this completes."""
+        """Add a receive; return the pairs of receive and message that now match."""
         with self._lock:
             self._receives.append(receive)
             return self._match()
@@ -90,10 +90,10 @@ class MessageMatcher(Generic[_Message]):
         return bool(self._receives)
 
     def end_receives(self, fault_of: Callable[[Receive], FaultArgs | None]) -> bool:
-        """Complete the receives that cannot succeed; True if other receives are left.
+        """End the waiting receives that have a fault; True if other receives still wait.
 
         Args:
-            fault_of: The fault to end a receive with; None while a message may still come.
+            fault_of: Returns the fault to end a receive with; None while a message may still come.
         """
         with self._lock:
             waiting = list(self._receives)
@@ -109,7 +109,9 @@ class MessageMatcher(Generic[_Message]):
 
 
 def labels_fit(label: int, receive: Receive) -> bool:
-    """True if the label of a message fits a receive."""
+    """True if a message with ``label`` has the dtype and shape that ``receive`` expects. Labels
+    ANY, and receives without elements, fit all.
+    """
     known = ANY not in (label, receive.label) and receive.tensor.numel() > 0
     return label == receive.label or not known
 

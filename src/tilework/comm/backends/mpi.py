@@ -77,13 +77,15 @@ def _started() -> Any:
 
 
 def _finalize(mpi: Any) -> None:
-    """End MPI, which waits for every rank; not if a rank is known to be missing."""
+    """End MPI at the end of the process, which waits for every rank. Skipped if an operation was
+    given up and is still in flight: perhaps a rank is missing.
+    """
     if not _pending() and not mpi.Is_finalized():
         mpi.Finalize()
 
 
 def _pending() -> bool:
-    """True if an abandoned Work is still in flight."""
+    """True if an operation that was given up is still in flight."""
     _abandoned[:] = [work for work in _abandoned if not work.ended()]
     return bool(_abandoned)
 
@@ -94,7 +96,9 @@ def _mpi() -> Any:
 
 
 def connect(request: DistributedBackendOptions) -> Any:
-    """A group's communicator. Collective over its ranks; blocks until all ranks came."""
+    """Make the MPI communicator of a group. Collective over the group's ranks; blocks until all
+    ranks came.
+    """
     mpi = _mpi()
     world, store = mpi.COMM_WORLD, request.store
     store.set(f"mpi/{request.group_rank}", str(world.Get_rank()))
@@ -102,9 +106,9 @@ def connect(request: DistributedBackendOptions) -> Any:
     ranks = [int(text) for text in while_looking(lambda: store.multi_get(keys), store)]
     if len(set(ranks)) < len(ranks):
         raise DistBackendError(
-            f"the ranks of group {request.group_id!r} do not belong to one job of MPI: "
-            f"{len(set(ranks))} ranks of MPI for {len(ranks)}; start them with the mpirun of the "
-            f"MPI that mpi4py uses, or with srun --mpi=pmix (or pmi2)"
+            f"the {len(ranks)} ranks of group {request.group_id!r} are not in one job of MPI: "
+            f"MPI has only {len(set(ranks))} different ranks for them; start them with the mpirun "
+            f"of the MPI that mpi4py uses, or with srun --mpi=pmix (or pmi2)"
         )
     tag = zlib.crc32(request.group_id.encode()) % 32768  # for groups made at once
     try:
@@ -140,7 +144,9 @@ class MpiWork:
         self._status = link.mpi.Status()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Poll until all ended; raise RuntimeError at the time limit, or if the group ended."""
+        """Poll until all requests have ended. Raise RuntimeError at the time limit, or if the group
+        was aborted or closed.
+        """
         seconds = self._limit if limit is None else limit.total_seconds()
         begun = time.monotonic()
         while not self.ended():
@@ -150,7 +156,7 @@ class MpiWork:
             if (self._link.closed or self._link.is_told()) and not self.ended():
                 _abandoned.append(self)
                 why = f"timed out after {took:.2f} s" if took > seconds else "aborted"
-                raise RuntimeError(f"{why} while it waited for other ranks")
+                raise RuntimeError(f"{why} while waiting for other ranks")
             if took < _BUSY_SECONDS:
                 time.sleep(0)
             else:
@@ -192,12 +198,13 @@ class _FromAny(MpiWork):
 
 
 class MpiLink:
-    """Messages between the ranks of a group, with the names of torch's backends.
+    """Sends and receives tensors between the ranks of a group over MPI, by methods with the names
+    of torch's backends.
 
     Args:
         comm: A communicator that nothing else uses.
-        limit: The limit of a wait that names none.
-        notes: The communicator by which ranks tell each other that the group has ended; None if
+        limit: The time limit of waits that are given none.
+        notes: The communicator by which ranks tell each other that the group was aborted; None if
             they have other ways.
     """
 
@@ -211,22 +218,24 @@ class MpiLink:
         self._tags = int(self.mpi.COMM_WORLD.Get_attr(self.mpi.TAG_UB))
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> MpiWork:
-        """Begin to send the memory of a tensor of bytes."""
+        """Begin to send ``tensors[0]``, a tensor of bytes, to ``rank``."""
         request = self.comm.Isend(self.buffer(tensors[0]), rank, self._checked(tag))
         return self.work([request], tensors)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> MpiWork:
-        """Begin to receive into the memory of a tensor of bytes."""
+        """Begin to receive into ``tensors[0]``, a tensor of bytes, from ``rank``."""
         request = self.comm.Irecv(self.buffer(tensors[0]), rank, self._checked(tag))
         return self.work([request], tensors)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> MpiWork:
-        """As recv, from any rank."""
+        """Begin to receive into ``tensors[0]`` from the rank that sends first."""
         return _FromAny(self, tensors[0], self._checked(tag), self._limit)
 
     def _checked(self, tag: int) -> int:
         if tag >= self._tags:
-            raise ValueError(f"this MPI has tags below {self._tags}, got {tag}; use a smaller one")
+            raise ValueError(
+                f"tags of this MPI are below {self._tags}, got {tag}; use a smaller tag"
+            )
         return tag
 
     def work(
@@ -236,7 +245,9 @@ class MpiLink:
         limit: float | None = None,
         after: Callable[[], object] | None = None,
     ) -> MpiWork:
-        """The Work of requests; see MpiWork."""
+        """Wrap requests of MPI in an :class:`MpiWork`. Without ``limit`` (seconds), waits have the
+        link's limit.
+        """
         return MpiWork(self, requests, memory, self._limit if limit is None else limit, after)
 
     def buffer(self, tensor: Tensor) -> list[Any]:
@@ -259,22 +270,25 @@ class MpiLink:
         return getattr(self.mpi, known.get(name, f"{name.upper()}_T"))
 
     def abort(self) -> None:
-        """Make the waits of all ranks fail."""
+        """Make this rank's waits fail, and tell the other ranks to do likewise, if there is a
+        communicator for notes.
+        """
         self.closed = True
         if self._notes is not None and not self._told:
             others = set(range(self._notes.Get_size())) - {self._notes.Get_rank()}
             self._told = [self._notes.Isend(b"", rank, self._tags) for rank in others]
 
     def is_told(self) -> bool:
-        """True if another rank has told that the group ended."""
+        """True if a note has arrived that another rank has aborted the group."""
         return bool(self._notes and self._notes.Iprobe(self.mpi.ANY_SOURCE, self._tags))
 
     def close(self, is_unused: bool) -> None:
-        """Fail what this rank waits for.
+        """Make this rank's waits fail.
 
         Args:
-            is_unused: Whether to free the communicator, unless a wait was given up. Must be False
-                if another rank may have sent a message that nobody received.
+            is_unused: True to free the communicator, too, unless the group was aborted or a wait
+                was given up. Must be False if another rank may have sent a message that nobody
+                received.
         """
         if is_unused and not self.closed and not _pending():
             self.comm.Free()
@@ -286,7 +300,9 @@ class MpiLink:
 
 @cache
 def _own_op(dtype: torch.dtype, kind: str) -> Any:
-    """A reduction of 16-bit floats, which MPI lacks."""
+    """An MPI operator for the reduction ``kind`` of the 16-bit float ``dtype``: MPI has no such
+    operators.
+    """
 
     def add(source: Any, target: Any, _: object) -> None:
         parts = [torch.frombuffer(memory, dtype=dtype) for memory in (source, target)]
@@ -296,14 +312,14 @@ def _own_op(dtype: torch.dtype, kind: str) -> Any:
 
 
 class _Requests:
-    """An operation on one rank, as requests of MPI."""
+    """A rank's part of a collective, to be started as requests of MPI."""
 
     def __init__(self, link: MpiLink, operation: Operation, rank: int) -> None:
         self._link, self._comm, self._operation, self._rank = link, link.comm, operation, rank
         self._kept: list[object] = [operation]
 
     def start(self) -> MpiWork:
-        """Begin the operation."""
+        """Start the collective; return the Work to wait for."""
         requests = _STARTS[self._operation.kind](self)
         averaged = op_type(self._operation.reduce_op) == "avg"
         after = self._divide if averaged and self._operation.outputs else None
@@ -406,7 +422,9 @@ class _Requests:
     def _exchange(
         self, leaving: Iterable[tuple[int, Tensor]], coming: Iterable[tuple[int, Tensor]]
     ) -> list[Any]:
-        """Send and receive tensors, each paired with the rank at the other end."""
+        """Begin to send tensors ``leaving`` and to receive tensors ``coming``, each paired with the
+        rank at the other end; return the requests.
+        """
         sources, targets = dict(leaving), dict(coming)
         own, mine = sources.pop(self._rank, None), targets.pop(self._rank, None)
         if own is not None and mine is not None and own.data_ptr() != mine.data_ptr():
@@ -435,7 +453,7 @@ _STARTS: dict[Kind, Callable[[_Requests], list[Any]]] = {
 
 
 class MpiEngine(TorchEngine):
-    """A rank's end: one communicator for collectives, and one for messages."""
+    """A rank's end of a group on MPI: a communicator for collectives, and another for messages."""
 
     def __init__(self, request: DistributedBackendOptions) -> None:
         comm = connect(request)

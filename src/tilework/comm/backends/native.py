@@ -69,7 +69,7 @@ _ERROR_OF: dict[str, type[DistBackendError]] = {
 
 
 class NativeGroup(ProcessGroup):
-    """A group whose engine runs every operation natively."""
+    """A process group that runs every operation on an :class:`Engine`."""
 
     #: The types of devices whose tensors the engine takes.
     devices: tuple[str, ...] = ("cpu",)
@@ -352,7 +352,9 @@ class NativeGroup(ProcessGroup):
     def explain(
         self, fault: tuple[str, tuple[int, ...], str], title: str, site: str
     ) -> DistBackendError:
-        """The error for this rank's caller; the first time, also aborts the group."""
+        """Turn a fault of the engine into the error to raise on this rank. Unless the group is
+        aborted or closed already, also abort it.
+        """
         kind, at_fault, detail = fault
         here = f"{title} at {site}" if site else title
         ranks = [self.global_ranks[r] for r in at_fault if 0 <= r < self._size]
@@ -379,12 +381,16 @@ class NativeGroup(ProcessGroup):
         return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
 
     def note_failure(self, slot: Slot, error: DistBackendError) -> None:
-        """Record the failure of an operation, and have the flight record written."""
+        """Enter the failure of an operation into the flight record (of recent operations), and
+        write the record to a file if that is turned on.
+        """
         self.flight.end(slot, f"{type(error).__name__}: {error}")
         note_fault(error)
 
     def note_interruption(self, slot: Slot, error: BaseException, title: str) -> None:
-        """Record an interrupted operation, and abort: the others cannot finish it."""
+        """Enter into the flight record that ``error`` interrupted an operation, and abort the
+        group: the other ranks cannot finish the operation.
+        """
         self.flight.end(slot, f"{type(error).__name__}: the caller was interrupted")
         self.abort(f"{type(error).__name__} in {title}")
 
@@ -409,7 +415,9 @@ class NativeGroup(ProcessGroup):
         return f"{here}: {_waited(detail)}: {detail}. {who}.{advice}"
 
     def _mismatch_text(self, detail: str) -> str:
-        """The different calls, each with the ranks that made it; on one line if few."""
+        """The error text for a mismatch: the different calls, each with the ranks that made it.
+        Asks the other ranks for their calls.
+        """
         reports = self.engine.failure_reports(_REPORT_SECONDS)
         last = self.engine.last_entered()
         ranks: dict[str, list[int]] = {}
@@ -510,7 +518,9 @@ class NativeGroup(ProcessGroup):
 
 
 def _waited(detail: str) -> str:
-    """The words of torch's own groups, which programs and tests for torch look for."""
+    """The words "Timed out waiting …ms" of torch's own groups, which programs look for; the time is
+    taken from ``detail``.
+    """
     seconds = re.search(r"within ([0-9.e+-]+) s", detail)
     return "Timed out waiting" + (f" {float(seconds[1]) * 1000:g}ms" if seconds else "")
 

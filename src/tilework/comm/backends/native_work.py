@@ -36,15 +36,21 @@ class CallGroup(Protocol):
     @property
     def global_ranks(self) -> tuple[int, ...]: ...
     def explain(self, fault: FaultArgs, title: str, site: str) -> DistBackendError:
-        """The error for this rank's caller; the first time, also aborts the group."""
+        """Turn a fault of the engine into the error to raise on this rank. Unless the group is
+        aborted or closed already, also abort it.
+        """
         ...
 
     def note_failure(self, slot: Slot, error: DistBackendError) -> None:
-        """Record the failure of an operation, and have the flight record written."""
+        """Enter the failure of an operation into the flight record (of recent operations), and
+        write the record to a file if that is turned on.
+        """
         ...
 
     def note_interruption(self, slot: Slot, error: BaseException, title: str) -> None:
-        """Record an interrupted operation, and abort: the others cannot finish it."""
+        """Enter into the flight record that ``error`` interrupted an operation, and abort the
+        group: the other ranks cannot finish the operation.
+        """
         ...
 
 
@@ -60,7 +66,9 @@ class Effects:
     copy_back: list[tuple[Tensor, Tensor]]
 
     def settle(self) -> None:
-        """Mark tensors as written: copy stand-ins back, raise versions."""
+        """Copy the stand-ins to the user's tensors, and raise the versions of the tensors that were
+        written.
+        """
         for tensor, memory in self.copy_back:
             if not fits_storage(tensor):  # the tensor was resized during the operation
                 continue
@@ -111,14 +119,16 @@ class NativeWork(Work):
 
     @abstractmethod
     def settle(self) -> None:
-        """Mark written tensors as written, and record the end. Once, after a success."""
+        """Copy results to the user's tensors where needed, mark these as written, and record the
+        end. Called once, after a success.
+        """
 
     @abstractmethod
     def let_go(self) -> None:
-        """Release the tensors. Once, after the end."""
+        """Release the tensors of the operation. Called once, after the end."""
 
     def message_wait(self) -> MessageWait | None:
-        """The calling thread's wait for a message; None if it does not wait for one."""
+        """This Work as a wait for a message (a send or receive); None if it is a collective."""
         return None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -138,8 +148,8 @@ class NativeWork(Work):
             raise
         if not done:
             raise CollectiveTimeoutError(
-                f"{self.title()}: Timed out waiting {seconds * 1000:g}ms: it was not done, and "
-                f"goes on; wait again or abort the group"
+                f"{self.title()}: Timed out waiting {seconds * 1000:g}ms: the operation is "
+                f"still running; wait again or abort the group"
             )
         self._finish()
         if self._error is not None:
@@ -192,7 +202,9 @@ class NativeWork(Work):
             callback_ended()
 
     def _finish(self) -> None:
-        """Settle the operation, or explain the failure. Once, on the first thread that asks."""
+        """Settle an operation that has succeeded, or keep the error of an operation that has
+        failed. Only the first call has an effect.
+        """
         with self._lock:
             if self._finished:
                 return
@@ -238,7 +250,9 @@ class EngineWork(NativeWork):
     def start(
         self, submit: Callable[[], Completion], event: profiling.ProfilerEvent | None = None
     ) -> EngineWork:
-        """Submit the operation; raises at once if that fails."""
+        """Call ``submit``, which starts the operation; raise at once if that fails. Returns this
+        Work.
+        """
         self._event = event
         try:
             if event is None:
@@ -290,7 +304,7 @@ class EngineWork(NativeWork):
 
 
 class _ThisThread(threading.local):
-    """The message that a thread waits for."""
+    """Of each thread: the send or receive that the thread waits for; None if there is none."""
 
     message: NativeWork | None = None
 
@@ -299,13 +313,13 @@ _this_thread = _ThisThread()
 
 
 def awaited_message() -> NativeWork | None:
-    """The message that the calling thread waits for."""
+    """The send or receive that the calling thread waits for; None if there is none."""
     return _this_thread.message
 
 
 @contextlib.contextmanager
 def waiting_for(message: NativeWork) -> Iterator[None]:
-    """Let the calling thread be known to wait for a message."""
+    """Within the block, :func:`awaited_message` returns ``message`` on the calling thread."""
     _this_thread.message = message
     try:
         yield
@@ -314,7 +328,7 @@ def waiting_for(message: NativeWork) -> Iterator[None]:
 
 
 class MessageWork(EngineWork):
-    """A message handed to an engine."""
+    """A send or receive that was handed to an engine."""
 
     #: The group rank at the other end; -1: any.
     peer = -1

@@ -54,12 +54,14 @@ _NOTHING = -1
 
 
 def header_length(size: int) -> int:
-    """The number of ints in a header of a group of ``size``."""
+    """The number of ints in the header of an operation, in a group of ``size`` ranks."""
     return len(_FIELDS) + 2 * size
 
 
 def header_of(operation: Operation, rank: int, size: int) -> Header:
-    """The header of this rank's operation."""
+    """The header of this rank's operation: the numbers by which ranks compare calls, such as codes
+    of kind and dtype, the root, and sizes.
+    """
     return [
         _KINDS[operation.kind],
         _dtype_code(operation.dtype),
@@ -73,7 +75,7 @@ def header_of(operation: Operation, rank: int, size: int) -> Header:
 
 
 def _dtype_code(dtype: torch.dtype | None) -> int:
-    """A code for a dtype, also for dtypes that are not numeric."""
+    """The number of a dtype in a header; None, the dtype of a barrier, has a number, too."""
     code = _DTYPES.get(dtype)
     return zlib.crc32(str(dtype).encode()) if code is None else code
 
@@ -111,7 +113,11 @@ def _counts_expected(op: Operation, rank: int, size: int) -> list[int]:
 
 
 def disagreement(headers: Sequence[Header]) -> tuple[tuple[int, ...], str]:
-    """The ranks that disagree, with rank 0 or in sizes, and the difference; () if none.
+    """Compare the headers of all ranks; return the ranks that disagree, and the difference as a
+    text.
+
+    A rank disagrees with rank 0, or two ranks disagree about the size of what they exchange. If all
+    agree, the ranks are () and the text is empty.
 
     Args:
         headers: One per rank, as from :func:`header_of`.

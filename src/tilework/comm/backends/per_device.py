@@ -33,7 +33,9 @@ _BY_TENSORS = (
 
 
 def backend_for(group: ProcessGroup, device_type: str) -> ProcessGroup:
-    """The backend for tensors of a device type; a group of a single backend itself."""
+    """The backend of ``group`` for tensors of ``device_type``; ``group`` itself if it has a single
+    backend, or none for that type.
+    """
     return group.by_device.get(device_type, group) if isinstance(group, DispatchGroup) else group
 
 
@@ -41,7 +43,7 @@ class DispatchGroup(ProcessGroup):
     """A group that hands each operation to the backend of the tensors' device.
 
     Args:
-        by_device: This rank's end of the group, by device type ("cpu", "cuda").
+        by_device: This rank's group on each backend, by device type ("cpu", "cuda").
     """
 
     def __init__(self, by_device: dict[str, ProcessGroup]) -> None:
@@ -77,7 +79,9 @@ class DispatchGroup(ProcessGroup):
         return None
 
     def _numbered(self, number: int, end: ProcessGroup) -> int:
-        """A number that differs from the operations' numbers of other backends."""
+        """Turn the number of an operation of the backend ``end`` into a number that no other
+        backend's operation has.
+        """
         return number * len(self.ends) + self.ends.index(end)
 
     def why_aborted(self) -> DistBackendError | None:
@@ -107,7 +111,7 @@ class DispatchGroup(ProcessGroup):
         if end is None:
             raise ValueError(
                 f"group {self.group_name!r} has no backend for {device} tensors, only "
-                f"{self.name()!r}; name one: backend='{self.name()},{device}:…'"
+                f"{self.name()!r}; make the group with backend='{self.name()},{device}:…'"
             )
         return end
 

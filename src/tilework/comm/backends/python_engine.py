@@ -53,7 +53,7 @@ class PythonEngine(ABC):
 
     @abstractmethod
     def perform(self, operation: Operation) -> None:
-        """Run ``operation`` and block until this rank is done; raise Fault."""
+        """Run ``operation``, and block until this rank's part is done. Raise Fault if it fails."""
 
     @abstractmethod
     def announce_abort(self, kind: str, text: str) -> None:
@@ -65,7 +65,7 @@ class PythonEngine(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's connections and memory. Called once, by :meth:`close`."""
 
     # -- operations ----------------------------------------------------------------------
 
@@ -99,7 +99,9 @@ class PythonEngine(ABC):
         return threading.current_thread() is self.owner
 
     def _note_wait(self, number: int, name: str = "") -> None:
-        """Note the operation that the calling thread waits in, if it is the rank's own; 0: none."""
+        """Note and publish that the rank's own thread waits in operation ``number``; 0: that it no
+        longer waits. Does nothing on other threads.
+        """
         if self.is_owner():
             self._waits_in = number
             if number:
@@ -144,7 +146,9 @@ class PythonEngine(ABC):
             del operation, completion  # not kept until the next one comes
 
     def _fail(self, operation: Operation, fault: FaultArgs) -> None:
-        """Abort at once: perhaps nobody waits for the operation, and learns of the failure."""
+        """Keep the fault of an asynchronous operation. If a rank was lost or late, abort the group
+        at once: perhaps no thread waits for the operation.
+        """
         self._failed = self._failed or fault
         kind, ranks, detail = fault
         if kind in ("peer_lost", "timeout"):  # every rank finds a mismatch by itself
@@ -152,7 +156,9 @@ class PythonEngine(ABC):
             self.abort(kind, f"{at_fault};{operation.describe()}: {detail}")
 
     def fault_of(self, act: Callable[[], object]) -> FaultArgs | None:
-        """Run ``act``; return a fault. Any other exception aborts the group."""
+        """Run ``act`` if the group is open; return the fault, or None. An exception other than
+        Fault aborts the group.
+        """
         try:
             self.check_open()
             act()
@@ -191,7 +197,9 @@ class PythonEngine(ABC):
             self.interrupt()
 
     def note_abort(self, by: int, kind: str, text: str) -> bool:
-        """Record an abort. True if this rank has not known of another abort."""
+        """Record that rank ``by`` has aborted the group. False, with nothing recorded, if this rank
+        knew of an abort before.
+        """
         with self._lock:
             if self._abortion is not None:
                 return False
@@ -218,7 +226,7 @@ class PythonEngine(ABC):
 
 
 class _OwnCompletion(PythonCompletion):
-    """The end of a collective, which publishes the wait of the rank's own thread.
+    """The completion of a collective, which tells the engine when a thread waits for it.
 
     Args:
         begin: Called when a thread begins to wait without a limit.
@@ -240,7 +248,9 @@ class _OwnCompletion(PythonCompletion):
 
 
 def poll(ready: Callable[[], bool], seconds: float) -> bool:
-    """True once ``ready()``, by polling; False after ``seconds``. For error paths."""
+    """Call ``ready`` until it returns True, and return True; return False after ``seconds``. Sleeps
+    in between: for error paths only.
+    """
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:

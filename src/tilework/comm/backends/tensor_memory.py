@@ -20,7 +20,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
-    """``tensor``'s values in contiguous memory, with conjugation and negation resolved."""
+    """The values of ``tensor`` in contiguous memory, with conjugation and negation resolved;
+    complex numbers as pairs of reals if ``as_real``.
+    """
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if as_real and tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -28,7 +30,9 @@ def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
 
 
 def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
-    """Contiguous memory for ``tensor``'s new values; noted for copying back if not ``tensor``."""
+    """A contiguous tensor for ``operation`` to write the new values of ``tensor`` to: ``tensor``
+    itself if possible, else new memory that is copied back after the operation.
+    """
     memory = tensor.detach()
     if not memory.is_contiguous() or memory.is_conj() or memory.is_neg():
         if _overlaps(tensor):
@@ -62,7 +66,9 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def rows(tensor: Tensor, splits: list[int]) -> Parts:
-    """``tensor``'s rows per rank; without splits ``tensor`` itself, for equal parts."""
+    """``tensor`` split into ``splits[r]`` rows for each rank r; without splits ``tensor`` itself,
+    which stands for equal parts.
+    """
     return torch.split(tensor, splits) if splits else tensor
 
 
@@ -99,7 +105,9 @@ def check_overlaps(operation: Operation, rank: int, size: int) -> None:
 
 
 def _belong_together(i: int, o: int, inputs: list[Span], outputs: list[Span], rank: int) -> bool:
-    """True if input ``i`` and output ``o`` belong to the same rank."""
+    """True if input ``i`` and output ``o`` belong to the same rank. A single input or output
+    belongs to this rank, ``rank``.
+    """
     return (i if len(inputs) > 1 else rank) == (o if len(outputs) > 1 else rank) or (
         len(inputs) == len(outputs) == 1
     )

@@ -57,7 +57,9 @@ _GONE = "its thread ended or left the group"
 
 
 class _Meeting:
-    """A collective: each rank's share, and how many ranks have read the other shares."""
+    """A collective in progress: each rank's share (operation and tensors), and how many ranks have
+    read the shares of the others.
+    """
 
     def __init__(self, size: int, lock: threading.Lock) -> None:
         self.shares: list[tuple[Share, Header] | None] = [None] * size
@@ -78,7 +80,9 @@ class _Meeting:
         return [rank for rank, arrived in enumerate(self.shares) if arrived is None]
 
     def prepare(self) -> None:
-        """Compare the shares, and reduce. The last rank to come does this for all."""
+        """Compare the ranks' operations, and compute the result of a reduction. The last rank to
+        come does this for all.
+        """
         arrived = [each for each in self.shares if each is not None]
         try:
             at_fault, why = disagreement([header for _, header in arrived])
@@ -136,7 +140,9 @@ class _Hub:
         return [r for r in ranks if self.closed[r] or _is_dead(self.owners[r])]
 
     def _lost_at_last_look(self) -> list[int]:
-        """All ranks that ended or left. One look serves all ranks that wait."""
+        """All ranks that had ended or left at the last look at the ranks' threads. A look that is
+        older than 0.1 s is repeated, once for all waiting ranks.
+        """
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
@@ -150,7 +156,9 @@ class _Hub:
         missing: Callable[[], list[int]],
         deadline: float,
     ) -> None:
-        """Wait with ``lock`` held until ``ready``; raise Fault if that cannot happen."""
+        """Wait until ``ready()`` is True; the caller holds ``lock``. Raise Fault if the group is
+        aborted, if a rank of ``missing()`` is lost, or at ``deadline``.
+        """
         start = time.monotonic()
         while not ready():
             if self.abortion is not None:
@@ -171,7 +179,7 @@ class _Hub:
                 self.lock.acquire()
 
     def wake(self) -> None:
-        """Wake every waiting rank for another look."""
+        """Wake every waiting rank, to check at once for lost ranks and aborts."""
         with self.lock:
             self._next_look = 0.0
             for meeting in self.meetings.values():
@@ -181,7 +189,7 @@ class _Hub:
                 self.end_receives(rank)
 
     def end_receives(self, rank: int) -> None:
-        """End the receives of ``rank`` that cannot succeed."""
+        """End, with a fault, the receives of ``rank`` that cannot succeed."""
         self.messages[rank].end_receives(partial(self._receive_fault, rank))
 
     def _receive_fault(self, rank: int, receive: Receive) -> FaultArgs | None:
@@ -205,7 +213,9 @@ def _is_dead(owner: threading.Thread | None) -> bool:
 
 
 class _ReceiveCompletion(PythonCompletion):
-    """The end of a receive; the waiting rank checks the sender's thread."""
+    """The completion of a receive. A thread that waits for it calls ``look`` every ``seconds``,
+    which ends receives that cannot succeed.
+    """
 
     def __init__(self, look: Callable[[], None], seconds: float, deadline: float) -> None:
         super().__init__(seconds)
@@ -226,7 +236,7 @@ class _ReceiveCompletion(PythonCompletion):
 
 
 class ThreadsEngine(PythonEngine):
-    """A rank's end of a hub."""
+    """A rank's end of a group of threads. All ranks of the group share a hub."""
 
     name = "threads"
     sees_messages = True
@@ -264,7 +274,9 @@ class ThreadsEngine(PythonEngine):
             copy_parts(outputs, values)
 
     def _meet(self, own: Share, deadline: float) -> _Meeting:
-        """The meeting of an operation, once all ranks have come and the last has prepared it."""
+        """Bring this rank's share to the meeting of the operation; return the meeting once all
+        ranks have come and the last has prepared it.
+        """
         hub, number, operation = self.hub, self._performed, own.operation
         header = header_of(operation, self.rank, self.size)
         with hub.lock:
@@ -384,7 +396,7 @@ class ThreadsEngine(PythonEngine):
         return True
 
     def announce_abort(self, kind: str, text: str) -> None:
-        """Do nothing: the hub has the abort."""
+        """Do nothing: the hub, which all ranks share, has recorded the abort."""
 
     def interrupt(self) -> None:
         self.hub.wake()

@@ -59,7 +59,7 @@ def copy_flat(target: Tensor, value: Tensor) -> None:
 
 
 def copy_parts(outputs: Parts, values: Sequence[Tensor]) -> None:
-    """Copy the flat tensor of each rank to the rank's part of the outputs."""
+    """Copy ``values``, a flat tensor from each rank, to the ranks' parts of ``outputs``."""
     with torch.inference_mode():
         if isinstance(outputs, Tensor) and not _are_parts(values, outputs):
             torch.cat(list(values), out=outputs.view(-1))
@@ -68,7 +68,9 @@ def copy_parts(outputs: Parts, values: Sequence[Tensor]) -> None:
 
 
 def reduced(shares: Sequence[Share]) -> Tensor | None:
-    """The result of the reduction in rank order; None for other operations."""
+    """The result of reducing all ranks' inputs, in rank order; None if the operation is no
+    reduction.
+    """
     first = shares[0].operation
     if first.kind in ("all_reduce", "reduce"):
         contributions = [share.tensors[0] for share in shares]
@@ -87,7 +89,9 @@ def _in_a_row(share: Share) -> Tensor:
 
 
 def fill(rank: int, own: Share, value: Tensor | None) -> None:
-    """Copy a rank's part of a value to the rank's output, if there is one."""
+    """Copy the result ``value`` of a reduction to the output of ``rank``, if it has an output. For
+    reduce_scatter, copy only the part for ``rank``.
+    """
     if value is None or not len(own.operation.outputs):
         return
     if own.operation.kind == "reduce_scatter":
@@ -123,7 +127,9 @@ def _all_to_all(rank: int, own: Operation, shares: Sequence[Share]) -> Writes:
 
 
 def _are_parts(tensors: Sequence[Tensor], outputs: Parts) -> bool:
-    """True if some of the tensors are the rank's outputs; no other tensors overlap outputs."""
+    """True if some of ``tensors`` are in the memory of ``outputs``. No tensor overlaps an output
+    without being a part.
+    """
     begins = {tensor.data_ptr() for tensor in tensors if tensor.numel()}
     if isinstance(outputs, Tensor):
         first, end = outputs.data_ptr(), outputs.data_ptr() + outputs.nbytes

@@ -105,12 +105,14 @@ def _split(parts: Parts, size: int) -> list[Tensor]:
 
 
 def _number(tensor: Tensor) -> Tensor:
-    """A contiguous tensor for the engines' reductions: booleans become bytes."""
+    """``tensor`` as a flat tensor that torch's engines can reduce: booleans become bytes."""
     return as_bytes(tensor) if tensor.dtype is torch.bool else tensor.view(-1)
 
 
 def _scaled(tensor: Tensor, operation: Operation) -> Tensor:
-    """This rank's term of the sum: a product for PREMUL_SUM, which NCCL forgets for one rank."""
+    """``tensor``, multiplied by the factor if the reduction is a PREMUL_SUM. NCCL would forget the
+    factor in a group of one rank.
+    """
     scales = kind_of(operation.reduce_op) is RedOpType.PREMUL_SUM
     return tensor * op_factor(operation.reduce_op) if scales else tensor
 
@@ -151,5 +153,5 @@ OF_TRUTH = {RedOpType.SUM: RedOpType.MAX, RedOpType.PRODUCT: RedOpType.MIN}
 
 
 def kind_of(op: AnyReduceOp | None) -> RedOpType:
-    """The reduction without a factor; SUM for None."""
+    """The type of a reduction, without the factor of a PREMUL_SUM; SUM for None."""
     return op if isinstance(op, RedOpType) else RedOpType.SUM if op is None else op.type

@@ -15,11 +15,11 @@ Run = Callable[[Callable[[], object]], FaultArgs | None]
 
 
 class TorchCompletion(PythonCompletion):
-    """The end of a message or an operation in flight.
+    """The completion of a message or collective that a backend of torch runs.
 
-    torch cannot wait for a message for a moment only: a wait that times out closes all
-    connections. So the wait is one call. It runs on the thread of a caller that waits without a
-    limit, or on a separate thread if callers only poll.
+    torch cannot wait for a message for a moment only: a wait that times out closes all connections.
+    So the wait is one call. It runs on the thread of a caller that waits without a limit, or on a
+    separate thread if callers only poll.
 
     Args:
         work: torch's Work.

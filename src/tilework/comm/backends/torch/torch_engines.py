@@ -48,7 +48,7 @@ _NEVER_SENT = 0x7FFF_FFFE
 
 
 class TorchEngine(PythonEngine):
-    """A rank's end of one of torch's backends."""
+    """A rank's end of a group on a backend of torch."""
 
     #: True if an operation ends on a thread that waits, False if on a device's streams.
     blocks = True
@@ -71,7 +71,8 @@ class TorchEngine(PythonEngine):
         return CALLS[operation.kind](self._backend, operation, self.rank)
 
     def _meet(self, operation: Operation) -> None:
-        """Exchange headers with every rank; raise Fault unless all agree.
+        """Compare headers (descriptions of the operation) with all other ranks; raise Fault unless
+        all agree.
 
         Runs only in groups of meshes: torch's engines compare nothing, and an exchange takes as
         long as a collective of a few bytes.
@@ -88,14 +89,16 @@ class TorchEngine(PythonEngine):
         return self.fault_of(lambda: self.blocking(act))
 
     def blocking(self, act: Callable[[], object]) -> None:
-        """Call into torch's backend; raise failures as faults."""
+        """Run ``act``, a call into torch's backend; raise a fault if it fails."""
         try:
             act()
         except RuntimeError as error:
             raise self._fault(error) from error
 
     def _fault(self, error: RuntimeError) -> Exception:
-        """The fault behind an engine's error. Asks the other ranks, so it takes a moment."""
+        """Turn an error of torch's backend into the exception to raise. Asks the other ranks what
+        happened, which takes a moment.
+        """
         if self.closed:
             return Fault("closed", (self.rank,), "")
         detail, text = _detail(str(error)), str(error).lower()
@@ -165,7 +168,9 @@ class TorchEngine(PythonEngine):
 
 
 def _detail(text: str) -> str:
-    """The words of an engine's error for a person: without places in C++, and with a remedy."""
+    """The words of an engine's error that help a person: without places in C++. Adds a remedy to a
+    known error.
+    """
     said = text.strip().partition("\n")[0].rpartition("] ")[2]
     cause = re.search(r"Last error:\s*(\S.*)", text)  # NCCL's own words, which end torch's
     if cause is not None:
@@ -272,7 +277,7 @@ def _even(parts: Parts) -> bool:
 
 
 class GlooGroup(EngineGroup):
-    """torch's Gloo."""
+    """A process group on torch's Gloo."""
 
     lacks: ClassVar[frozenset[Capability]] = EngineGroup.lacks - {Capability.PROVENANCE}
 
@@ -307,7 +312,9 @@ class GlooGroup(EngineGroup):
         return super().recv(tensors, src, tag)
 
     def _check_message(self, name: str, tensors: list[Tensor]) -> None:
-        """Raise NotImplementedError for devices, whose memory Gloo's messages cannot reach."""
+        """Raise NotImplementedError unless the tensor is a CPU tensor: Gloo sends no messages from
+        other devices.
+        """
         device = tensors[0].device
         if device.type != "cpu":
             raise NotImplementedError(
@@ -318,7 +325,7 @@ class GlooGroup(EngineGroup):
 
 
 class NcclGroup(EngineGroup):
-    """torch's NCCL."""
+    """A process group on torch's NCCL."""
 
     _BITWISE = frozenset({RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR})
     _NOT_REDUCED = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
