@@ -218,7 +218,7 @@ def test_item_of_a_partial_value_is_the_value() -> None:
         assert f"{x:.1f} {x}" == "3.5 3.5"
         assert f"{x!r}" == str(x) != "3.5"
         assert "partial" in f"{nn.Parameter(x)}"
-        with pytest.raises(TypeError, match="a format for one number"):
+        with pytest.raises(TypeError, match="is for one number"):
             f"{x.expand(2):.1f}"
         assert round(float(x), 1) == 3.5
         assert cut(GRID, mesh, [Shard(0), Shard(1)]).sum().item() == pytest.approx(GRID.sum())

@@ -565,7 +565,7 @@ def test_batches_of_gradients_for_what_is_not_used() -> None:
         )
         assert got[0].shape == (4, 4)
         assert torch.equal(got[1].full_tensor(), torch.zeros(3))  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=r"as many rows, got \[4, 2\]"):
+        with pytest.raises(ValueError, match=r"the same number of rows, got \[4, 2\]"):
             torch.autograd.grad(
                 [x * 2, z * 2], [x, z], [torch.eye(4), torch.ones(2, 3)], is_grads_batched=True
             )

@@ -270,7 +270,7 @@ def test_a_function_that_writes_to_what_was_computed_is_told_what_to_do() -> Non
         mesh = init_device_mesh("cpu", (2,))
         x: Any = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
         doubled: Callable[[Any], Any] = _Doubled.apply
-        with pytest.raises(RuntimeError, match=r"_Doubled marks a DTensor .* return a new tensor"):
+        with pytest.raises(RuntimeError, match=r"_Doubled calls mark_dirty.* return a new tensor"):
             doubled(x * 1)
         with pytest.raises(RuntimeError, match=r"^a leaf Variable that requires grad"):
             doubled(x)  # as in torch

@@ -1,4 +1,4 @@
-"""Gradients for each row of a batch of them: ``torch.autograd.grad(…, is_grads_batched=True)``."""
+"""``torch.autograd.grad(…, is_grads_batched=True)``: a backward pass for each row of a batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def batched_grads(
     retain_graph: bool | None,
     named: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients for each row of a batch of gradients of the outputs, stacked. Collective.
+    """The gradients of the inputs for each row of a batch of output gradients, stacked. Collective.
 
     torch maps over the batch; here there is a backward pass for each row.
 
     Args:
-        autograd_grad: Gives the gradients for one row.
+        autograd_grad: Computes the gradients of the inputs for one row.
         outs: The outputs.
         ins: The inputs.
-        grad_outputs: A batch for each output.
+        grad_outputs: For each output, a batch of gradients, which a new first dim counts.
         retain_graph: As for ``torch.autograd.grad``.
         named: The other arguments of ``torch.autograd.grad``.
     """
@@ -36,7 +36,7 @@ def batched_grads(
         if named["allow_unused"] is False:
             raise ValueError(
                 "materialize_grads=True gives zeros for unused inputs, which allow_unused=False "
-                "refuses: leave it out, or pass True"
+                "refuses: pass allow_unused=True, or leave allow_unused out"
             )
         named |= {"materialize_grads": False, "allow_unused": True}
     create_graph = bool(named["create_graph"])
@@ -62,11 +62,12 @@ def batched_grads(
 
 
 def _rows_of(batches: list[Any], outs: list[Tensor]) -> int:
-    """The number of rows that all batches have.
+    """The number of rows, which is the same in the batches of all outputs.
 
     Raises:
-        RuntimeError: An output has none, or of another shape.
-        ValueError: They have unlike numbers of rows.
+        RuntimeError: An output has no batch of gradients, or an empty batch, or the rows do not
+            have the shape of the output.
+        ValueError: The batches have different numbers of rows.
     """
     if len(batches) < len(outs) or any(batch is None for batch in batches):
         raise RuntimeError(
@@ -75,13 +76,14 @@ def _rows_of(batches: list[Any], outs: list[Tensor]) -> int:
     for out, batch in zip(outs, batches, strict=False):
         if batch.dim() == 0 or batch.shape[1:] != out.shape or not len(batch):
             raise RuntimeError(
-                f"with is_grads_batched=True a gradient has the shape of its output after a first "
-                f"dim that counts them: expected {['n', *out.shape]}, got {list(batch.shape)}"
+                f"with is_grads_batched=True each tensor of grad_outputs has a first dim for the "
+                f"rows of the batch (n, at least 1), then the dims of the output: expected "
+                f"{['n', *out.shape]}, got {list(batch.shape)}"
             )
     count, *others = {len(batch): None for _, batch in zip(outs, batches, strict=False)}
     if others:
         raise ValueError(
-            f"with is_grads_batched=True all gradients have as many rows, got "
+            f"with is_grads_batched=True all grad_outputs must have the same number of rows, got "
             f"{[len(batch) for batch in batches]}"
         )
     return count

@@ -26,21 +26,24 @@ from tilework.dtensor.views import copied_views
 
 
 def check_gradient_is_whole(tensor: DTensorBase) -> None:
-    """Raise if views that were made before a change of dims in place have shares of a gradient."""
+    """Raise if a tensor's gradient would miss views made before an in-place change of the dims."""
     if tensor._viewed.__class__ is not ViewedInPlace:
         return
     before = tensor._viewed[0]._local_tensor
     is_copy = tensor._view_of is not None and tensor._view_of is not copied_views.WATCHED
     if before.requires_grad and (is_copy or tensor._local_tensor._base is before):
         raise RuntimeError(
-            f"the dims of {tensor!r} were changed in place, for which elements were moved, or of "
-            f"which some rank has none: gradients with respect to it would lack those of views "
-            f"that were made before. Write x = x.t() instead of x.t_()"
+            f"the dims of {tensor!r} were changed in place: gradients with respect to this tensor "
+            f"would lack the gradients of views that were made before the change. Write "
+            f"x = x.t() instead of x.t_()"
         )
 
 
 def check_no_leaf(tensor: DTensorBase) -> None:
-    """Raise if a tensor is a leaf of a graph, or a view of a leaf: it may not change in place."""
+    """Raise if a tensor may not change in place: a leaf that requires a gradient, or a view of it.
+
+    Without gradients (``no_grad``) nothing is refused, as in torch.
+    """
     if not torch.is_grad_enabled():
         return
     graded = tensor.requires_grad
@@ -55,7 +58,7 @@ def check_no_leaf(tensor: DTensorBase) -> None:
 
 
 def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
-    """Make ``tensor`` the value of an operator in place, of whatever shape and layout."""
+    """Give ``tensor`` the local tensor, shape and layout of ``value``, an in-place result."""
     check_no_leaf(tensor)
     tensor._local_tensor, tensor._spec = value._local_tensor, value._spec.copy()
     tensor._grad, tensor._stand_ins = None, without_anchor(tensor)
@@ -66,14 +69,14 @@ def become(tensor: DTensorT, value: DTensorBase) -> DTensorT:
 
 
 def refuse_views_of_before(tensor: DTensorBase) -> None:
-    """Refuse gradients of views of what a tensor was before it was given other data. Local."""
+    """Have views that were made before a tensor was given other data refuse gradients. Local."""
     for before in tensor._stand_ins:
         if has_left(before):
             places_of(before).refuses = True
 
 
 def show_shape(tensor: DTensorBase) -> None:
-    """Have C++ see the shape that a tensor has by now."""
+    """Give the wrapper that torch's C++ code sees the shape that the tensor has now."""
     with torch.inference_mode(False):
         show_as(tensor, wrap_as(type(tensor), tensor._local_tensor.detach(), tensor._spec))
 
@@ -83,12 +86,13 @@ def become_view(
     anchor: DTensorT,
     result: DTensorT,
 ) -> DTensorT:
-    """Make ``tensor`` a view of an anchor, which takes over the tensor's memory.
+    """Make ``tensor`` a view of ``anchor``, which takes over the tensor's memory.
 
     Args:
         tensor: The tensor.
-        anchor: The anchor; see :func:`~tilework.dtensor.views.copied_views.anchor_of`.
-        result: The view.
+        anchor: Stands for the tensor as it was, as the base of copied views; see
+            :func:`~tilework.dtensor.views.copied_views.anchor_of`.
+        result: A view of the anchor, whose shape and layout the tensor gets.
     """
     view, shown = result._view_of, result._viewed
     copied_views.take_over(anchor, tensor)
@@ -99,7 +103,7 @@ def become_view(
 
 
 def may_change_local(tensor: DTensorBase, result: DTensorBase) -> bool:
-    """True if a change of the local tensor's dims may turn a tensor into a view of itself."""
+    """True if an in-place change of the local tensor's dims may turn ``tensor`` into ``result``."""
     local, shown = tensor._local_tensor, result._local_tensor
     return (
         (tensor._view_of is None or tensor._view_of is copied_views.WATCHED)
@@ -118,16 +122,16 @@ def change_local(
     in_place: Callable[[Tensor], Any],
     change: Callable[[Tensor], Any],
 ) -> None:
-    """Change the dims of an anchor's local tensor to the result's, whose local tensor it becomes.
+    """Change the dims of the anchor's local tensor in place, and give that tensor to ``result``.
 
-    torch then derives local views of the memory again, as for plain tensors. The anchor gets a view
-    with the dims from before.
+    torch then derives local views of the memory again, as for plain tensors. The anchor gets a new
+    local tensor: a view of the same memory with the dims from before.
 
     Args:
-        anchor: The anchor.
-        result: The view that the tensor becomes.
-        in_place: Changes a plain tensor so in place.
-        change: Makes such a view of a plain tensor.
+        anchor: Stands for the changed tensor as it was before.
+        result: The view of the anchor that the changed tensor becomes.
+        in_place: Makes the change of dims in a plain tensor, in place.
+        change: Makes the same change of dims as a view of a plain tensor.
     """
     local, window = anchor._local_tensor, _window_of(result._local_tensor)
     before = _window_of(local)

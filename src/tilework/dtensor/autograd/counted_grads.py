@@ -1,8 +1,8 @@
-"""Gradients of partial sums, as a program sees them, to be differentiated further.
+"""Second derivatives through gradients of partial sums: the gradient counts once, not per rank.
 
-In the graph each rank's value has a separate gradient, though all are the same: what depends on
-them adds up over the ranks. A program sees one gradient, which is replicated: what depends on it is
-counted once. First-order gradients are the same tensors for both.
+In the graph each rank's term of a partial sum has a gradient of its own, and all these gradients
+are equal. Results that depend on them add up over the ranks. A program sees a single gradient,
+which is replicated: results that depend on it count once. First derivatives need no difference.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from tilework.dtensor.spec import DTensorSpec
 
 
 def as_seen(grad: Tensor, spec: DTensorSpec, before: Tensor | None = None) -> Tensor:
-    """The local gradient from the graph, as the program sees it; in the same memory. Local.
+    """The local gradient from the graph, in the same memory, to be counted once. Local.
 
-    It may be seen already, as long as only passes have added to it since.
+    The gradient is returned as it is if the tensor is no partial sum, or if the gradient is not
+    differentiated further.
 
     Args:
         grad: The local gradient.
         spec: The layout of the tensor.
-        before: A term of the gradient that the program has seen, and may have changed.
+        before: The gradient that the program saw earlier, if backward passes have only added to
+            that since: this term of ``grad`` is counted already. None: there was none.
     """
     if not grad.requires_grad or spec.reduce_op != "sum":
         return grad
@@ -37,7 +39,10 @@ def as_seen(grad: Tensor, spec: DTensorSpec, before: Tensor | None = None) -> Te
 
 
 class _Seen(LocalFunction):
-    """A sum again: one term keeps the gradient, and the gradient of others is counted once."""
+    """The identity on a sum, of which the term ``before`` is counted once already.
+
+    The backward pass leaves the gradient of that term alone, and counts that of the others once.
+    """
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, before: Tensor, spec: DTensorSpec) -> Tensor:

@@ -37,7 +37,7 @@ class WatchedGrads:
 
     @contextmanager
     def watching(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let gradients of these be their own, row by row."""
+        """In this context, compute the gradients of ``tensors`` exactly, without the shortcut."""
         before = len(self.tensors)
         self.tensors += tensors
         try:
@@ -47,12 +47,15 @@ class WatchedGrads:
 
 
 def watching(tensors: Sequence[Tensor]) -> Any:
-    """A context in which the gradients of local tensors are asked for."""
+    """A context for a backward pass that returns the gradients of these local tensors: exact."""
     return current_world().state(WatchedGrads).watching(tensors)
 
 
 def expanded_dims(local: Tensor, source: DTensorSpec, target: DTensorSpec) -> Ints:
-    """The dims that ``expand`` has made, and that ``target`` shards; none if it does more."""
+    """The dims that ``expand`` has made, and that ``target`` newly shards.
+
+    Empty if ``local`` is not a result of ``expand``, or ``target`` also changes something else.
+    """
     node: Any = local.grad_fn
     if node is None or node.name() != "ExpandBackward0" or source.order != target.order:
         return ()
@@ -80,8 +83,8 @@ def shard_expanded(
         tensor: The tensor.
         target: The layout of the shard.
         axes: The axes along which the shard's gradient comes in partial.
-        dims: What :func:`expanded_dims` gave.
-        operator: The operator that takes it.
+        dims: The dims from :func:`expanded_dims`.
+        operator: The name of the operator that takes the shard.
     """
     of = Moved(digest_of(tensor), operator)
     result: Tensor = _ShardExpanded.apply(  # type: ignore[no-untyped-call]
@@ -130,7 +133,7 @@ class _ShardExpanded(LocalFunction):
 
 
 def _is_watched(local: Any, watched: WatchedGrads) -> bool:
-    """True if somebody looks at the gradient of a local tensor."""
+    """True if the program may see the gradient of a local tensor: kept, hooked or asked for."""
     if local is None:
         return False
     if local.retains_grad or local._backward_hooks:

@@ -1,9 +1,10 @@
-"""Results of a user's own autograd.Function, linked where it is called.
+"""Links from the results of a user's own autograd.Function to the graph of local tensors.
 
-C++ asks no class about ``Function.apply``, and would join both Functions in the graph of the
-wrappers. An operator that takes the same result joins the graph of local tensors: the first
-Function's backward would run once for each, and what the second saved would leave its graph. So a
-result is linked where ``apply`` is called: every Function takes leaves of the wrappers' graph.
+torch calls ``Function.apply`` without ``__torch_function__``: the Function enters the graph of the
+wrappers. If a second Function and an operator take the result, the second Function would join the
+graph of the wrappers, and the operator that of local tensors. The first Function's backward would
+run twice, and tensors that the second saved would leave the graph. Results are therefore linked as
+soon as ``apply`` returns: every Function takes leaves of the wrappers' graph.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _LEAF_WRITTEN = "a leaf Variable that requires grad has been used in an in-place
 
 
 def linking(original: Any) -> Any:
-    """The class method ``torch.autograd.Function.apply``, linking results that it takes."""
+    """A replacement of ``torch.autograd.Function.apply`` that links DTensors among the results."""
 
     @functools.wraps(original)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,9 +41,9 @@ def linking(original: Any) -> Any:
             if _LEAF_WRITTEN not in str(error) or not any(map(_is_computed, args)):
                 raise
             raise RuntimeError(
-                f"{cls.__name__} marks a DTensor that operators have computed as written to "
-                f"(mark_dirty), which torch takes for a leaf: return a new tensor instead, or "
-                f"apply it to to_local()"
+                f"{cls.__name__} calls mark_dirty() on a DTensor that was computed by operators. "
+                f"torch takes that DTensor for a leaf, and refuses the write: return a new tensor "
+                f"instead, or apply {cls.__name__} to to_local()"
             ) from error
         link_results(results if results.__class__ is tuple else (results,))
         return results
@@ -69,7 +70,10 @@ _function.apply = linking(_function.apply.__func__)
 
 
 def noting_saved(original: Any) -> Any:
-    """``save_inputs`` of a checkpoint, of whose tensors C++ compares the versions afterwards."""
+    """A replacement of a checkpoint's ``save_inputs`` that notes which DTensors C++ saves.
+
+    torch compares the versions of saved tensors later: writes to them must be counted.
+    """
 
     @functools.wraps(original)
     def save_inputs(frame: Any, *args: Any) -> Any:

@@ -29,7 +29,7 @@ _MOST_PASSES = 16
 
 @dataclass(eq=False)
 class PendingGrad:
-    """A partial gradient of a leaf."""
+    """A partial gradient of a leaf that waits to be reduced at the end of the backward pass."""
 
     leaf: Tensor
     grad: Tensor
@@ -51,7 +51,7 @@ class PendingGrads:
     by_pass: dict[int, dict[tuple[int, Ints], PendingGrad]] = field(default_factory=dict)
 
     def add(self, grad: PendingGrad) -> None:
-        """Reduce a gradient at the end of this backward pass, and accumulate it into the leaf."""
+        """Keep a gradient until the end of this backward pass: then reduce and accumulate it."""
         task = torch._C._current_graph_task_id()
         pending = self.by_pass.get(task)
         if pending is None:
@@ -69,7 +69,7 @@ class PendingGrads:
 
     @torch.no_grad()
     def _reduce(self, pending: dict[tuple[int, Ints], PendingGrad]) -> None:
-        """Sum all gradients over the ranks. Collective."""
+        """Sum the pending gradients over the ranks, and add them to the leaves. Collective."""
         together: dict[Any, list[PendingGrad]] = {}
         # Digests change with each step; records of two steps are to have one order.
         is_recorded = current_recorder() is not None
@@ -85,7 +85,7 @@ class PendingGrads:
 
 
 def _buckets(grads: list[PendingGrad]) -> list[list[PendingGrad]]:
-    """Neighbours together, up to the size of a bucket."""
+    """Split the list, in order, into buckets of up to ``_BUCKET_BYTES``, or a single gradient."""
     buckets: list[list[PendingGrad]] = [[]]
     size = 0
     for grad in grads:

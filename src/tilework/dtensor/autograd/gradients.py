@@ -70,7 +70,7 @@ def entering(local: Tensor, spec: DTensorSpec, placements: Sequence[Placement] |
     Args:
         local: The local tensor.
         spec: The DTensor's layout.
-        placements: What the gradient of ``local`` is redistributed to; None: nothing.
+        placements: The gradient of ``local`` is redistributed to these; None: it is not.
     """
     incoming = spec.dual
     outgoing = incoming
@@ -123,7 +123,7 @@ def set_grad(tensor: DTensorBase, value: Tensor) -> None:
 
 
 def _placed_as(spec: DTensorSpec) -> Callable[[Any], Any]:
-    """Makes of a tensor one of the same value that is laid out so."""
+    """A function that copies a tensor, redistributed to the placements and order of ``spec``."""
     return lambda x: x.redistribute(placements=spec.placements, order=spec.order).clone()
 
 
@@ -132,7 +132,10 @@ def _write_placed(base: DTensorBase, value: DTensorBase) -> None:
 
 
 def refresh_grad(tensor: DTensorBase) -> None:
-    """Have a tensor's gradient show what it is a copied view of. Collective if that has changed."""
+    """Update a tensor's gradient, if it is a copied view and the base has changed.
+
+    Collective if the base has changed.
+    """
     grad = tensor._grad
     assert grad is not None
     local, view = grad._local_tensor, grad._view_of
@@ -186,11 +189,11 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
 
 
 def _note_left(tensor: DTensorBase, anchor: DTensorBase, stays: bool) -> None:
-    """Note for views of what a tensor was that it has other data now. Local.
+    """Tell the views that were made before a tensor got other data that it has. Local.
 
     Args:
         tensor: The tensor.
-        anchor: What stands for it as it was.
+        anchor: Stands for the tensor as it was, as the base of those views.
         stays: True if the tensor is a leaf, and the layout is the same.
     """
     if stays:
@@ -202,12 +205,12 @@ def _note_left(tensor: DTensorBase, anchor: DTensorBase, stays: bool) -> None:
 
 
 def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> None:
-    """Raise where torch's graph would go on with gradients of other elements. Local.
+    """Raise if ``tensor.data = value`` would mix gradients of the old and new elements. Local.
 
     Args:
         tensor: The tensor.
-        value: What it is to show.
-        used: What ``origins.is_in_graph`` said.
+        value: The tensor whose data it is to get.
+        used: True if results of ``tensor`` wait for gradients: see ``origins.is_in_graph``.
     """
     if copied_views.is_view(tensor):
         raise RuntimeError(
@@ -217,15 +220,16 @@ def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> 
         )
     if tensor._spec != value._spec and tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
-            f"{tensor!r} was computed from what requires a gradient, and cannot be given data of "
-            f"another layout, {value!r}: redistribute them as it lies, or write x = y"
+            f"{tensor!r} was computed from tensors that require a gradient, and cannot be given "
+            f"data of another layout, {value!r}: redistribute the new data to the tensor's layout "
+            f"first, or write x = y"
         )
     if tensor.requires_grad and tensor.shape != value.shape:
         if used:
             raise RuntimeError(
                 f"{tensor!r} was used, and cannot be given data of shape {list(value.shape)}: "
-                f"gradients of both cannot be added up. Drop what was computed from it, or call "
-                f"detach_().requires_grad_() on it first"
+                f"gradients of both shapes cannot be added up. Drop what was computed from it, or "
+                f"call detach_().requires_grad_() on it first"
             )
         if origins.grad_of(tensor)[0] is not None:
             raise RuntimeError(
@@ -235,7 +239,7 @@ def _check_may_get_data(tensor: DTensorBase, value: DTensorBase, used: bool) -> 
 
 
 def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
-    """True if a tensor is all of another, as ``data`` and ``detach()`` show it."""
+    """True if ``value`` is ``tensor``, or shows all of it, as ``data`` and ``detach()`` do."""
     while value is not tensor:
         viewed = value._viewed
         if viewed is None or viewed[0]._spec is not viewed[1]:
@@ -247,10 +251,10 @@ def _is_all_of(value: DTensorBase, tensor: DTensorBase) -> bool:
 
 
 def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTensorBase | None:
-    """Let views of a tensor that is given a value show the memory that they were made of. Local.
+    """Keep a tensor's views on the old memory, when the tensor gets that of ``value``. Local.
 
     Returns:
-        What stands for the tensor as it was; None: it has no views.
+        The anchor, which stands for the tensor as it was; None: it has no views.
     """
     local = tensor._local_tensor
     if anchor_in(tensor) is None and not is_shown_elsewhere(local):
@@ -321,12 +325,14 @@ def autograd_backward(
 
 
 class _Pass:
-    """A backward pass. The digest tells where the pass begins, and goes into gradients' digests.
+    """A context for a backward pass, with a digest of the tensors and gradients where it begins.
+
+    The digest goes into the digests of the gradients that the pass computes.
 
     Args:
-        outs: The tensors that it begins at.
+        outs: The tensors at which the pass begins.
         grads: Their gradients.
-        accumulates: True if it changes gradients of leaves.
+        accumulates: True if the pass adds to the ``grad`` of leaves.
     """
 
     __slots__ = ("accumulates", "before", "counts", "digest")
@@ -351,10 +357,13 @@ class _Pass:
 
 
 def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Local tensors that gradients start from, with theirs; none on a rank outside the mesh."""
+    """The local tensors at which a backward pass starts, each with the gradient given for it.
+
+    DTensors whose mesh does not contain this rank are left out.
+    """
     grads = [grads] if isinstance(grads, Tensor) else grads or [None] * len(outs)
     if len(grads) < len(outs):
-        raise RuntimeError(f"got {len(outs)} tensors, and gradients of {len(grads)}: pass one each")
+        raise RuntimeError(f"got {len(outs)} tensors and {len(grads)} gradients: pass one for each")
     return [
         gradient_root(out, grad) if isinstance(out, DTensorBase) else (out, grad)
         for out, grad in zip(outs, grads, strict=False)  # torch ignores further gradients, too
@@ -363,7 +372,10 @@ def _roots(outs: Sequence[Tensor], grads: Any) -> list[tuple[Tensor, Tensor | No
 
 
 def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A local tensor that gradients start from, and the gradient of the local tensor."""
+    """The local tensor at which a backward pass from ``tensor`` starts, and the gradient there.
+
+    Without a ``gradient``, ``tensor`` must have a single element, and the gradient is 1.
+    """
     spec = tensor._spec
     local = local_of(tensor)
     if spec.reduce_op not in (None, "sum"):
@@ -400,7 +412,7 @@ def gradient_root(tensor: DTensorBase, gradient: Tensor | None) -> tuple[Tensor,
 
 
 def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """The handle of a hook on a tensor's gradient, for ``DTensor.register_hook``."""
+    """Register a hook on a tensor's gradient, and return the handle: ``DTensor.register_hook``."""
     check_gradient_is_whole(tensor)
     if tensor._deferred_grad is not None:  # of passes before: not for this hook
         tensor._deferred_grad()
@@ -533,7 +545,10 @@ def autograd_grad(
 
 
 def _place_of(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
-    """The local tensor that gets a tensor's gradient, and the layout; a plain tensor as it is."""
+    """The local tensor that gets a tensor's gradient, and the layout there.
+
+    For a plain tensor, the tensor itself and None.
+    """
     if not isinstance(tensor, DTensorBase):
         return tensor, None
     local_of(tensor)

@@ -37,7 +37,7 @@ _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_ke
 
 
 def local_of(tensor: DTensorBase) -> Tensor:
-    """The local tensor, at the tensor's place in the graph."""
+    """The local tensor, at the tensor's place in the graph; a copied view is brought up to date."""
     if tensor._view_of is not None:
         copied_views.refresh_in_graph(tensor)
     local = tensor._local_tensor
@@ -68,7 +68,7 @@ def mirror_requires_grad(tensor: DTensorBase) -> None:
 
 
 def mirror_in_bases(tensor: DTensorBase) -> None:
-    """Have the bases of a view that was written to show C++ that they require a gradient now."""
+    """Call :func:`mirror_requires_grad` for all bases of a view, after a write to the view."""
     base = base_in_graph(tensor)
     while base is not None:
         mirror_requires_grad(base)
@@ -76,7 +76,7 @@ def mirror_in_bases(tensor: DTensorBase) -> None:
 
 
 def as_leaf(tensor: DTensorBase) -> DTensorBase:
-    """The tensor, linked; or a view of it that is a leaf to C++, where the tensor is none."""
+    """The tensor, linked, if it is a leaf of the wrappers' graph; else a view that is a leaf."""
     local_of(tensor)
     if not torch.is_grad_enabled():
         return tensor
@@ -86,7 +86,7 @@ def as_leaf(tensor: DTensorBase) -> DTensorBase:
 
 
 def grad_fn_of(tensor: DTensorBase) -> Any:
-    """The node that computed it: a user's own Function, or that of the local tensor."""
+    """The tensor's ``grad_fn``: a user's own Function, or the node of the local tensor."""
     with _WithoutInterception():
         node = _grad_fn_of(tensor)
     if node is not None:
@@ -157,8 +157,8 @@ def _result(tensor: DTensorBase, node: Any) -> _Result:
 class _Result(NamedTuple):
     """A result of a user's own autograd.Function: the edge in the wrappers' graph, and the layout.
 
-    Operators in place may change the tensor's. With a tensor computed from it: in torch 2.6 an
-    edge alone keeps no Function's node in memory.
+    The layout is that of the call: operators in place may change the tensor's. ``following`` is
+    computed from the result: in torch 2.6 an edge alone keeps no Function's node in memory.
     """
 
     edge: torch.autograd.graph.GradientEdge
@@ -168,9 +168,10 @@ class _Result(NamedTuple):
 
 
 def _places(node: Any) -> tuple[dict[DTensorBase, Place], list[Any]]:
-    """The leaves of the wrappers' graph from which a node comes, and the place of each.
+    """The leaves of the wrappers' graph that a node was computed from, with the place of each.
 
-    With the nodes that are none.
+    Returns:
+        The places by leaf, and a list of the nodes on the way that are not leaves.
     """
     places: dict[DTensorBase, Place] = {}
     seen, todo = set(), [node]
@@ -202,7 +203,11 @@ class _Following(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """From the graph of local tensors into the wrappers' graph, and back out at the leaves."""
+    """The identity whose backward crosses into the wrappers' graph, and returns at the leaves.
+
+    A gradient comes in from the graph of local tensors, passes through the user's own Functions in
+    the wrappers' graph, and goes on in the graph of local tensors.
+    """
 
     @staticmethod
     def forward(
@@ -255,7 +260,10 @@ class _Link(torch.autograd.Function):
 def _passed(
     roots: dict[torch.autograd.graph.GradientEdge, DTensorBase], leaves: Sequence[DTensorBase]
 ) -> Sequence[Tensor | None]:
-    """Gradients of the leaves of the wrappers' graph, from those of results in it."""
+    """The gradients of ``leaves`` after a backward pass through the wrappers' graph.
+
+    The pass starts with the gradients of results in ``roots``.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
     if torch.is_grad_enabled():  # to be differentiated further
         grads: Sequence[Tensor | None] = engine.run_backward(
@@ -312,9 +320,10 @@ def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
 
 
 def check_kept(ctx: Any) -> None:
-    """Raise, as torch does, in a second backward pass of which the first has kept no graph.
+    """Raise, as torch does, in a second backward pass if the first was not to keep the graph.
 
-    Here it is kept, for other results of the Functions. Those that saved nothing may go on.
+    The wrappers' graph itself is always kept, for other results of the Functions. Functions that
+    saved no tensors may run again.
     """
     if ctx.is_passed and any(getattr(node, "saved_tensors", ()) for node in ctx.nodes):
         raise RuntimeError(
@@ -325,7 +334,7 @@ def check_kept(ctx: Any) -> None:
 
 
 class WayBack:
-    """The way of gradients that the program gives, in whatever layout, into the graph.
+    """Converts gradients that the program gives, in any layout, to local gradients in the graph.
 
     In the graph each rank's value has a share of the gradient. At a leaf the shares are only added
     up, and any shares that add up to the gradient are right.
@@ -345,7 +354,7 @@ class WayBack:
                 self.value = place.local.detach().clone()
 
     def take(self, grad: Tensor, what: str) -> Tensor:
-        """The local gradient there. Collective.
+        """The local gradient at the place in the graph. Collective.
 
         Args:
             grad: A DTensor or a plain tensor, which counts as replicated.

@@ -54,9 +54,9 @@ def with_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec, used: bool) 
 
     Args:
         tensor: The tensor, with the layout that it has so far.
-        data: The new data.
-        spec: Their layout.
-        used: What :func:`is_in_graph` said.
+        data: The new local data.
+        spec: The layout of the new data.
+        used: True if results of the tensor wait for gradients: see :func:`is_in_graph`.
     """
     local, origin = tensor._local_tensor, origin_of(tensor)
     before = tensor._spec
@@ -88,7 +88,7 @@ def with_data(tensor: DTensorBase, data: Tensor, spec: DTensorSpec, used: bool) 
 
 
 def origin_of(tensor: DTensorBase) -> Origin | None:
-    """The origin of a tensor that is still there in the graph; None if it has none."""
+    """The origin of a tensor (see this module); None if it has none, or was written to since."""
     places = tensor._places
     if places is None or places.origin is None:
         return None
@@ -98,9 +98,10 @@ def origin_of(tensor: DTensorBase) -> Origin | None:
 
 
 def as_leaf_to_writes(tensor: DTensorBase) -> Tensor:
-    """The local tensor of a leaf that has an origin, as a view that torch lets nobody write to.
+    """The local tensor of a leaf that has an origin, for an operator that writes to the tensor.
 
-    That is, where gradients are recorded: as it does with leaves.
+    While gradients are recorded, torch refuses writes to leaves. It must refuse writes here, too:
+    the result is then a view to which torch refuses writes.
     """
     local = tensor._local_tensor
     return local.unsqueeze(0).unbind(0)[0] if torch.is_grad_enabled() else local
@@ -156,7 +157,7 @@ def _of(tensor: DTensorBase) -> Moved:
 
 
 class _Relaid(LocalFunction):
-    """New data for a tensor, whose gradient is one of what the tensor was before."""
+    """New data of a tensor; the gradient is redistributed to the layout from before."""
 
     @staticmethod
     def forward(
@@ -182,7 +183,10 @@ class _Relaid(LocalFunction):
 
 
 def _collect_grads(tensor: DTensorBase, origin: Origin) -> None:
-    """Add up the gradient of a leaf that has an origin in the layout of the leaf's data."""
+    """Register a hook that moves gradients from the origin's local tensor to ``origin.grad``.
+
+    There they add up, in the layout that the tensor has now.
+    """
     leaf: Any = origin.local
     known = ref(tensor)
 

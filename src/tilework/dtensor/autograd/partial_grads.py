@@ -27,9 +27,10 @@ from tilework.dtensor.spec import DTensorSpec, Ints
 
 
 def alias(tensor: DTensorBase, axes: Ints) -> Tensor:
-    """The local tensor for an operator whose gradient of it is partial along ``axes``.
+    """The alias of a local tensor for an operator whose gradient of it is partial along ``axes``.
 
-    All uses until the tensor is written to share it.
+    All uses share the alias until the tensor is written to. The local tensor itself if no gradient
+    is recorded.
     """
     local = local_of(tensor)
     if not (local.requires_grad and torch.is_grad_enabled()):
@@ -59,12 +60,12 @@ def alias_local(
     of: Moved = UNKNOWN,
     leaf: DTensorBase | None = None,
 ) -> Tensor:
-    """A local tensor again, whose gradient comes in as ``partial`` and goes on as ``reduced``.
+    """An alias of a local tensor: the gradient comes in as ``partial`` and goes on as ``reduced``.
 
     Args:
         local: The local tensor.
         partial: The layout of the gradient that comes in.
-        reduced: That of the gradient that goes on.
+        reduced: The layout of the gradient that goes on.
         of: The provenance of the tensor.
         leaf: The tensor, if it is a leaf: it may be written to before the gradient comes.
     """
@@ -103,10 +104,11 @@ def redistribute_with_partial_grad(
 
 
 def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) -> None:
-    """Let partial gradients of ``result``, redistributed from ``tensor``, go straight to that.
+    """Let partial gradients of ``result`` go straight to ``tensor``, that it was made from.
 
-    Operators that take ``result`` may give gradients that are partial along ``axes``. These are
-    reduced into the layout of ``tensor``, instead of to full sums that are then sharded.
+    ``result`` is ``tensor``, redistributed. Operators that take ``result`` may give gradients that
+    are partial along ``axes``. These are reduced into the layout of ``tensor``, instead of to full
+    sums that are then sharded.
     """
     local, source = local_of(result), tensor._spec
     if not (local.requires_grad and torch.is_grad_enabled()) or source.partial_axes:
@@ -182,7 +184,7 @@ class _ReduceGrad(LocalFunction):
 
 
 def _digest_now(leaf: ref[DTensorBase]) -> int:
-    """The digest of a leaf as it is now: the alias outlives writes to the leaf."""
+    """The digest of a leaf as it is now, after writes since the alias was made; 0 if it is gone."""
     tensor = leaf()
     if tensor is None:
         return 0
@@ -190,12 +192,12 @@ def _digest_now(leaf: ref[DTensorBase]) -> int:
 
 
 def _now(of: Moved | ref[DTensorBase]) -> Moved:
-    """The provenance of a tensor; of a leaf as it is now."""
+    """The provenance as given, or that which a leaf has now."""
     return of if isinstance(of, Moved) else Moved(_digest_now(of))
 
 
 def _reduced(grad: Tensor, partial: DTensorSpec, reduced: DTensorSpec, of: Moved) -> Tensor:
-    """A partial gradient in another layout. Collective."""
+    """A gradient of layout ``partial``, redistributed to the layout ``reduced``. Collective."""
     return redistribute_local(grad, partial, reduced, of=gradient_of(of, partial, grad))
 
 

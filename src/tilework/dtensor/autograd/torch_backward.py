@@ -1,8 +1,8 @@
 """``torch.autograd.backward`` on DTensors with torch before 2.9, which asks no class about it.
 
-It would end at a DTensor without a word, and no parameter would have a gradient. There it is
-replaced by a function that asks, as newer ones do, and calls the original for all else. Reentrant
-checkpoints call it, too.
+That function would silently end at a DTensor, and no parameter would get a gradient. With those
+versions of torch it is replaced by a function that asks ``__torch_function__`` of arguments, as
+newer versions do, and calls the original if there is none. Reentrant checkpoints call it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _is_tensor: Any = is_tensor_like
 
 
 class _Asked:
-    """An object with a class that is asked about calls with it."""
+    """An object whose class defines ``__torch_function__``, to try out who asks for that."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> None:
@@ -26,7 +26,7 @@ class _Asked:
 
 
 def asks_classes() -> bool:
-    """True if torch's function tries ``__torch_function__`` of arguments, as most functions do."""
+    """True if ``torch.autograd.backward`` asks ``__torch_function__`` of the arguments' classes."""
     backward: Any = torch.autograd.backward
     try:
         backward(_Asked())
@@ -36,7 +36,7 @@ def asks_classes() -> bool:
 
 
 def asking(original: Any) -> Any:
-    """The function ``torch.autograd.backward``, asking classes first."""
+    """A replacement of ``torch.autograd.backward`` that first asks ``__torch_function__``."""
 
     def tuple_of(given: Any) -> tuple[Any, ...]:
         alone = _is_tensor(given) or not isinstance(given, Iterable)

@@ -1,7 +1,8 @@
 """``torch.autocast`` for operators that are computed otherwise than by torch's own kernel.
 
-Where the operator itself runs on local tensors, torch casts these. What stands for it calls other
-operators, which autocast takes for something else: it has to begin as torch's operator does.
+Where the operator itself runs on local tensors, torch casts these. Where a composition of other
+operators stands in for it, autocast sees only those: this module then makes the cast to float32
+that torch would make of the operator's inputs.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def in_float32(name: str, call: DTensorCall) -> Callable[[], Any] | None:
-    """The call in float32, if autocast computes this operator so; else None.
+    """A function that runs the call in float32; None if autocast leaves the operator's dtype.
 
     Args:
-        name: The operator's.
+        name: The operator's name.
         call: The operator's call, not in place.
     """
     device = call.mesh.device_type
@@ -74,6 +75,6 @@ def _is_in_float32(name: str, device: str) -> bool:
 
 @cache
 def _with_kernels(device: str) -> frozenset[str]:
-    """The names of the operators for which autocast has kernels."""
+    """The names of the operators for which autocast has kernels on a type of device."""
     known: Callable[[str], list[str]] = torch._C._dispatch_get_registrations_for_dispatch_key
     return frozenset(name.partition(".")[0] for name in known(f"Autocast{device.upper()}"))

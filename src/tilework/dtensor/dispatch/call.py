@@ -139,7 +139,7 @@ def _handler(func: Any) -> Handler:
 
 
 def _of_local(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A property that is the same for the local tensor."""
+    """The value of a property that a DTensor has in common with the local tensor: read there."""
     return func(*[local_graph.plain(arg) for arg in args], **kwargs)
 
 
@@ -282,8 +282,11 @@ class Operator:
     def _read_named(
         self, kwargs: Kwargs, key: list[Any], tensors: list[Tensor], seeds: list[Any]
     ) -> tuple[Kwargs, Kwargs, bool, bool]:
-        """Named arguments in order, and with local tensors; if these may be used; if one requires
-        a gradient.
+        """Add the named arguments to the key, and to ``tensors`` and ``seeds``.
+
+        Returns:
+            The named arguments in order; the same with local tensors; True if each tensor among
+            them is a DTensor and an argument by itself; True if a local tensor requires a gradient.
         """
         if len(kwargs) > 1:
             kwargs = in_order(kwargs, self._parameters)
@@ -300,7 +303,7 @@ class Operator:
         return kwargs, local_kwargs, as_is, requires_grad
 
     def _propagate(self, key: Sequence[Any], call: DTensorCall) -> OpSharding:
-        """The sharding of a call, cached if it has a key. Local."""
+        """Find the sharding of a call, and cache it under ``key`` unless that is empty. Local."""
         func, tensors = call.func, call.tensors
         if any(map(is_torch_dtensor, tensors)):
             return OpSharding(Composed(partial(_call_from_torch, func, self.in_place)))
@@ -324,7 +327,7 @@ class Operator:
 
 
 def _check_devices(name: str, call: DTensorCall) -> None:
-    """Raise RuntimeError where a tensor is to go to devices that are not there."""
+    """Raise RuntimeError if a call moves a tensor to a type of device that this machine lacks."""
     kinds = [name] if name in ("cuda", "xpu") else []
     for arg in (*call.args[1:], *call.kwargs.values()):
         if isinstance(arg, (str, torch.device)):

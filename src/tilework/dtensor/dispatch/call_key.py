@@ -75,8 +75,8 @@ def _add_tensor(arg: Tensor, key: list[Any], tensors: list[Tensor], seeds: list[
         return
     if kind is not Tensor and isinstance(arg, TiledTensor):
         raise RuntimeError(
-            f"a {kind.__name__} and a DTensor meet in one operator: to_dtensor() makes a "
-            f"DTensor of the one, and to_sharded() the other way round"
+            f"a {kind.__name__} and a DTensor meet in one operator: convert the {kind.__name__} "
+            f"with to_dtensor(), or the DTensor with to_sharded()"
         )
     tensors.append(arg)
     seeds.append(content_digest(arg))

@@ -1,4 +1,4 @@
-"""The steps from local results to results: see :class:`~…propagation.op_sharding.Finish`."""
+"""The steps that make an operator's results of local results: see ``op_sharding.Finish``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Step = Callable[[OperatorForm, OpSharding, Any, DTensorCall], Any]
 
 
 def finished(operation: OperatorForm, sharding: OpSharding, result: Any, call: DTensorCall) -> Any:
-    """The result of a call, from the local result."""
+    """The result of a call, made of the local result by the sharding's last steps."""
     for step in sharding.finish:
         result = _STEPS[step](operation, sharding, result, call)
     return result

@@ -75,7 +75,10 @@ def _wrapped_like(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 @dtensor_handler("_amp_foreach_non_finite_check_and_unscale_")
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale gradients in place, as ``GradScaler`` does; what one rank finds, all ranks get."""
+    """Unscale gradients in place, as ``GradScaler`` does. Collective over the gradients' meshes.
+
+    If a rank finds infinity or NaN, ``found_inf`` is set on all ranks.
+    """
     grads, found_inf, scale = args
     if any(isinstance(grad, DTensor) and grad._spec.partial_axes for grad in grads):
         raise ValueError("gradients that are partial cannot be unscaled: redistribute them first")
@@ -88,7 +91,10 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
-    """Raise, before anything is written, where torch would not write."""
+    """Raise, before anything is written, if torch would refuse to write to a target.
+
+    The first list has the targets, and the others the operands.
+    """
     plain = _plain_name(name)
     for at, target in enumerate(lists[0]):
         others = [its[at] for its in lists[1:] if at < len(its)]
@@ -97,18 +103,21 @@ def _check_targets(name: str, lists: Sequence[Sequence[Tensor]]) -> None:
 
 
 def _check_number(name: str, args: Sequence[Any]) -> None:
-    """Raise, as torch does, if what counts as a number is a tensor with dims."""
+    """Raise, as torch does, if the second argument is a single tensor that is not a number."""
     number = args[1] if len(args) > 1 and name not in _FUSED else None
     if isinstance(number, Tensor) and number.dim():
         raise RuntimeError(
-            f"{name} takes a list of tensors, a number or a tensor without dims there, got a "
-            f"tensor of shape {list(number.shape)}: pass [tensor] * {len(args[0])} to use it for "
-            f"each of the {len(args[0])} tensors"
+            f"{name} takes as second argument a list of tensors, a number or a tensor without "
+            f"dims, got a tensor of shape {list(number.shape)}: pass [tensor] * {len(args[0])} to "
+            f"use it for each of the {len(args[0])} tensors"
         )
 
 
 def _has_graded_numbers(args: Any, kwargs: Any, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """True if a number in a tensor, whose gradient all ranks add to, is recorded in the graph."""
+    """True if a tensor that stands for a number, and to whose gradient all ranks add, needs one.
+
+    Those are tensors that are arguments by themselves, and plain tensors in the later lists.
+    """
     if not torch.is_grad_enabled():
         return False
     numbers = [
@@ -119,14 +128,14 @@ def _has_graded_numbers(args: Any, kwargs: Any, lists: Sequence[Sequence[Tensor]
 
 
 def _converts(name: str, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """True if values of another dtype are written, of which integers take no gradients."""
+    """True if ``_foreach_copy_`` writes values of another dtype: integers take no gradients."""
     return name == "_foreach_copy_" and any(
         target.dtype != value.dtype for target, value in zip(*lists[:2], strict=False)
     )
 
 
 def _writes_views(name: str, tensors: Sequence[Tensor]) -> bool:
-    """True if copied views are written to: one after the other, since they may overlap."""
+    """True if an operator in place writes to copied views: one by one, since they may overlap."""
     return name.endswith("_") and any(
         tensor.__class__ is DTensor and tensor._view_of is not None for tensor in tensors
     )
@@ -141,7 +150,11 @@ def _is_list(arg: Any) -> bool:
 
 
 def _layouts(lists: Sequence[Sequence[Tensor]]) -> list[DTensorSpec | None] | None:
-    """The layout at each place of the lists; None if a place has several, or partial values."""
+    """The layout at each place of the lists (None: plain tensors).
+
+    None for all if the tensors at a place differ in layout, if a target is partial, or if the lists
+    differ in length.
+    """
     specs: list[DTensorSpec | None] = [
         tensor._spec if tensor.__class__ is DTensor else None for tensor in lists[0]
     ]
@@ -201,7 +214,7 @@ def _one_by_one(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _then_copied(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operator in place that torch has for lists only: the result is copied to the tensor."""
+    """The in-place form, for one tensor, of an operator that torch has in place only on lists."""
 
     def write(target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return target.copy_(operator(target, *args, **kwargs))
@@ -212,7 +225,7 @@ def _then_copied(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _with_value(
     tensors: Any, first: Any, second: Any, value: Any = 1, *, scalars: Any = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of addcdiv and addcmul, their numbers by name."""
+    """The arguments of addcdiv and addcmul, with the numbers as the named argument ``value``."""
     values = value if scalars is None else scalars
     if isinstance(values, Tensor):
         values = values.tolist()

@@ -54,7 +54,7 @@ def check_writable(name: str, target: Tensor, others: Sequence[Any] = ()) -> Non
 
 
 def check_in_graph(name: str, target: DTensor, others: Sequence[Any] = ()) -> None:
-    """Raise, as torch does, if gradients would lack a change of a view. Local.
+    """Raise, as torch does, if the graph would not see an operator's change of a view. Local.
 
     Args:
         name: The operator.
@@ -73,8 +73,9 @@ def check_in_graph(name: str, target: DTensor, others: Sequence[Any] = ()) -> No
 
 
 def _out_of_graph(view: DTensorBase, others: Sequence[Any]) -> str:
-    """Why the graph of what it is a view of would not see a write to it; "" if it does, or there
-    is no graph.
+    """The way a view was made, if the graph of the base would therefore not see a write to it.
+
+    "" if the graph sees the write, or if neither the base nor an operand requires a gradient.
     """
     made, graded = "", False
     target = view
@@ -131,7 +132,7 @@ _READ_NUMBERS = frozenset({"fill", "masked_fill", "index_fill"})
 
 
 def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -> None:
-    """Raise, as torch does, if an operator reads some of what it writes. Local.
+    """Raise, as torch does, if an operator reads some of the memory that it writes. Local.
 
     Args:
         name: The operator.
@@ -151,13 +152,13 @@ def check_apart(name: str, target: DTensor, other: DTensor, out: bool = False) -
 
 
 def check_windows(name: str, target: Window, other: Window, same: bool = True) -> None:
-    """Raise, as torch does, if what is read of a memory is some of what is written. Local.
+    """Raise, as torch does, if two windows of one memory overlap. Local.
 
     Args:
         name: The operator.
-        target: What is written.
-        other: What is read.
-        same: True if the same elements in the same order may be both.
+        target: The window that is written.
+        other: The window that is read.
+        same: True if both windows may be the same elements in the same order.
     """
     if not (is_dense(target.size, target.strides) and is_dense(other.size, other.strides)):
         return
@@ -173,9 +174,10 @@ def check_windows(name: str, target: Window, other: Window, same: bool = True) -
 
 
 def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
-    """True if an operator is to write to a view with several elements at one place in memory.
+    """Check and count a write; True if the target is a view whose elements share places in memory.
 
-    The local tensor does not show this if elements had to move or are partial.
+    The caller then writes with :func:`write_in_memory`: the local tensor does not show which
+    elements are the same if elements had to move or are partial.
 
     Args:
         name: The operator.
@@ -202,9 +204,9 @@ def is_window(name: str, target: Any, others: Sequence[Any] = ()) -> bool:
 
 
 def write_in_memory(name: str, func: Any, target: DTensor, args: Args, kwargs: Kwargs) -> DTensor:
-    """A view that an operator has written to. Collective.
+    """Run an operator that writes to a view, and return the view. Collective.
 
-    It is written where torch would write, in the full memory, in torch's order.
+    The operator writes to the full memory, in torch's order: elements of the view share places.
 
     Args:
         name: The operator.
@@ -234,11 +236,11 @@ def write_in_memory(name: str, func: Any, target: DTensor, args: Args, kwargs: K
 
 
 def reads_itself(target: DTensor, others: Sequence[Any]) -> bool:
-    """True if a view of which several elements are one in memory is also read. Local.
+    """True if an operator also reads the view that it writes, whose elements share places. Local.
 
     Args:
-        target: Written to.
-        others: What is read.
+        target: The view that is written.
+        others: The tensors that are read.
     """
     if not target._spec.overlaps or target._viewed is None:
         return False

@@ -41,7 +41,10 @@ def replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def wrapped(
     result: Any, outputs: Sequence[DTensorSpec] | None, mesh: DeviceMesh, digest: int
 ) -> Any:
-    """A local result as DTensors of these layouts; None: replicated."""
+    """A local result (a tensor, or several) as DTensors of the layouts ``outputs``.
+
+    Without ``outputs`` the DTensors are replicated.
+    """
     if outputs is not None and torch.is_grad_enabled():
         pieces = _wrapped_pieces(result, outputs, digest)
         if pieces is not None:
@@ -65,7 +68,10 @@ def wrapped(
 
 
 def _wrapped_pieces(result: Any, outputs: Sequence[DTensorSpec], digest: int) -> Any:
-    """The pieces of a tensor as DTensors: the most frequent of several results. Else None."""
+    """A list or tuple of local tensors as DTensors; None if the result is anything else.
+
+    The usual case of :func:`wrapped` with several results, such as pieces of a tensor.
+    """
     kind = result.__class__
     if not ((kind is tuple or kind is list) and len(result) == len(outputs)):
         return None
@@ -78,10 +84,11 @@ def _wrapped_pieces(result: Any, outputs: Sequence[DTensorSpec], digest: int) ->
 
 
 def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[DTensorSpec] | None]:
-    """A local result and the layouts, reduced where it is partial, but not as a sum.
+    """A local result and the layouts, after partial values were reduced. Collective.
 
-    The gradient of such a value differs by rank: a user would not see the value's gradient at the
-    tensor. Without gradients nothing is done. Collective.
+    Called for reductions other than sums, such as maxima: there the gradient of a partial value
+    differs by rank, and a user would not see the gradient of the reduced value at the tensor.
+    Without gradients nothing is done.
     """
     tensors = tensors_in(result)
     if outputs is None or not (
@@ -113,9 +120,9 @@ def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
 
 
 def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
-    """Let a result be no view of what only the computation had, which torch's would not be.
+    """Make a result that is a view of a temporary tensor of the computation a tensor of its own.
 
-    Whether it is one that had to be copied may be a rank's own.
+    In torch the result is no view. All ranks do this, even if only some ranks had to copy.
     """
     if tensor._viewed is None:
         return
@@ -127,7 +134,7 @@ def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
 
 
 def show_base(result: Any, base: Tensor) -> None:
-    """Let the provenance of views of the call's first tensor be that of what they show, too."""
+    """Let the provenance of views include that of ``base``, the call's first tensor."""
     if base.__class__ is not DTensor:
         return
     if result.__class__ is DTensor:
@@ -140,7 +147,9 @@ def show_base(result: Any, base: Tensor) -> None:
 
 
 def full_value(tensor: Any, name: str) -> Any:
-    """The elements that the result of ``name`` depends on, as a plain tensor; others as they are.
+    """A DTensor's full value, on which the result of ``name`` depends; other tensors as they are.
+
+    Collective.
 
     Raises:
         RuntimeError: This rank is outside the mesh that has them.
@@ -207,8 +216,8 @@ def write_to_plain(name: str, func: Any, draws: bool, /, *args: Any, **kwargs: A
     given.
 
     Args:
-        name: The operator's.
-        func: Runs it on plain tensors.
+        name: The operator's name.
+        func: Runs the operator on plain tensors.
         draws: True if the operator draws random numbers, which must be the same on all ranks.
         args: The arguments.
         kwargs: The arguments by name.
@@ -289,20 +298,20 @@ def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence
                 raise RuntimeError(
                     f"{name} with out= of shape {list(target.shape)}, which would be resized for "
                     f"a result of shape {list(value.shape)}, but is a view of memory that is also "
-                    f"read: pass a tensor of its own as out="
+                    f"read: pass a tensor with memory of its own as out="
                 )
         check_out(name, target, value)
 
 
 def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
-    """Raise RuntimeError, as torch does, if results are not cast to the dtypes of ``out=``. Local.
+    """Raise RuntimeError, as torch does, if results are not cast to dtypes of ``out=``. Local.
 
     Args:
         name: The operator.
         func: The operator's function, then the arguments.
         args: By position.
         kwargs: By name, ``out=`` last.
-        result: All that it gives.
+        result: The result, or all results.
     """
     outs = tensors_in(kwargs["out"])
     pairs = [(value.dtype, out.dtype) for value, out in zip(tensors_in(result), outs, strict=True)]
@@ -314,8 +323,8 @@ def _check_out_dtypes(name: str, func: Any, args: Args, kwargs: Kwargs, result: 
     other = next(((value, out) for value, out in pairs if value != out), None)
     if other is not None and refuses_dtypes_of_out(func, args, kwargs):
         raise RuntimeError(
-            f"{name} casts no result: expected out= of dtype {other[0]}, got {other[1]}: pass one "
-            f"of that dtype, or cast what {name} gives without out="
+            f"{name} does not cast results: expected out= of dtype {other[0]}, got {other[1]}: "
+            f"pass a tensor of dtype {other[0]}, or call {name} without out= and cast the result"
         )
 
 

@@ -92,7 +92,7 @@ def _of_local(func: Any, args: Any, kwargs: Any) -> Any:
 
 @dtensor_handler("_base.__get__")
 def _base(func: Any, args: Any, kwargs: Any) -> DTensor | None:
-    """The tensor that a view is one of, by way of others or not; None if it is none."""
+    """The tensor whose memory a view shows, also through other views; None if it is no view."""
     (tensor,) = args
     if not copied_views.is_view(tensor):
         return None
@@ -130,7 +130,7 @@ def _is_set_to(func: Any, args: Any, kwargs: Any) -> bool:
 
 @dtensor_handler("result_type")
 def _result_type(func: Any, args: Any, kwargs: Any) -> torch.dtype:
-    """The dtype that follows from dtypes and numbers of dims alone."""
+    """The dtype of ``torch.result_type``, which depends only on dtypes and numbers of dims."""
     values = [*args, *kwargs.values()]
     result: torch.dtype = func(*[
         torch.empty((1,) * value.dim(), dtype=value.dtype) if isinstance(value, Tensor) else value
@@ -221,7 +221,7 @@ def _format(func: Any, args: Any, kwargs: Any) -> str:
     """As torch has it: the number of a tensor without dims, so that ``f"expert_{i}"`` is a name."""
     tensor, spec = args
     if tensor.dim() and spec:
-        raise TypeError(f"a format for one number, {spec!r}, got {tensor!r}: format its elements")
+        raise TypeError(f"the format {spec!r} is for one number, got {tensor!r}: format elements")
     is_number = not (tensor.dim() or tensor.is_meta) and (spec or not isinstance(tensor, Parameter))
     return format(tensor.item(), spec) if is_number else repr(tensor)
 
@@ -251,7 +251,10 @@ def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def _asking_for_memory(original: Any) -> Any:
-    """Torch's function of a tensor's memory, which asks no class: for a DTensor there is none."""
+    """A replacement of ``to_dlpack`` that raises TypeError for a DTensor.
+
+    torch's function does not ask ``__torch_function__``, and a DTensor has no memory of its own.
+    """
 
     @functools.wraps(original)
     def to_dlpack(tensor: Any) -> Any:
@@ -268,7 +271,11 @@ for _place in (torch, torch.utils.dlpack):
 
 
 def _taking_dtensors(original: Any) -> Any:
-    """``torch.asarray``, which asks no class, and would set the wrapper's flag of gradients."""
+    """A replacement of ``torch.asarray`` that also takes DTensors.
+
+    torch's function does not ask ``__torch_function__``, and would set ``requires_grad`` of the
+    wrapper in place of the local tensor's.
+    """
 
     @functools.wraps(original)
     def asarray(
@@ -301,7 +308,7 @@ torch.asarray = _taking_dtensors(torch.asarray)
 
 
 def _counting_writes(original: Any) -> Any:
-    """Torch's function that counts a write to a tensor, which asks no class either."""
+    """A replacement of ``increment_version`` that also counts a write to the local tensor."""
 
     @functools.wraps(original)
     def increment_version(tensor: Any) -> None:

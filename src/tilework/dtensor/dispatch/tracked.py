@@ -75,10 +75,10 @@ def tracked(name: str, handler: Handler) -> Handler:
 
 
 def _digests_by_mesh(own: int, operands: Sequence[Tensor]) -> dict[DeviceMesh, int]:
-    """The digest of the operands on each mesh; empty where there is but one mesh.
+    """The digest of the operands on each mesh; empty if all operands are on one mesh.
 
-    Ranks may be in parts of a mesh, as the rows of data parallelism are: what is on another rank's
-    part is not theirs to know.
+    Digests must agree on the ranks of a mesh. These ranks may have other operands on other meshes,
+    as each row of data parallel ranks has a mesh of its own.
     """
     distributed = [tensor for tensor in operands if isinstance(tensor, DTensor)]
     if not distributed:

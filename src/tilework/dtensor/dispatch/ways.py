@@ -50,7 +50,7 @@ _WHOLE_SUMS = Finish.WHOLE_SUMS
 
 
 class Ways:
-    """The ways of an operator.
+    """Runs the calls of one operator on DTensors, each in the way that the call's sharding says.
 
     Args:
         entry: The operator's entry in the table.
@@ -197,13 +197,14 @@ def _is_kept(local: Tensor) -> bool:
 
 
 def _root_requires_grad(local: Tensor) -> bool:
-    """True if what a local tensor is a view of requires a gradient, or it is none."""
+    """True if a local tensor, or the base if the local tensor is a view, requires a gradient."""
     return bool((local if local._base is None else local._base).requires_grad)
 
 
 def _as_overloads_give(func: Any, tensors: tuple[Any, ...]) -> Any:
-    """Results as ``torch.ops`` have them: in lists or plain tuples, where functions of torch's name
-    the items of tuples.
+    """Several results as operators of ``torch.ops`` return them: in a list or a plain tuple.
+
+    Functions such as ``torch.max`` return named tuples instead.
     """
     returns = [schema.returns for schema in schemas_of(packet_of(func))]
     has_list = any(each and str(each[0].type) == "List[Tensor]" for each in returns)
@@ -248,7 +249,7 @@ def _by_whole_sums(call: DTensorCall) -> Composed:
 
 
 def _of_whole_sums(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The result of a call with partial tensors reduced; without any, with full tensors."""
+    """The result of a call after partial tensors were reduced; if none are partial, replicated."""
     tensors = tensors_in([*args, *kwargs.values()])
     specs = [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
     are_partial = any(spec.partial_axes for spec in specs)
@@ -268,7 +269,7 @@ def _composed_in_place(
 ) -> Any:
     """Compute an operator's result as a new tensor, and write it to the first argument.
 
-    The operator itself writes to a plain tensor.
+    If the first argument is a plain tensor, ``composed`` writes to it.
     """
     target = args[0] if args else None
     if not isinstance(target, DTensor):
