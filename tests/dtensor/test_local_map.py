@@ -86,7 +86,7 @@ def test_a_gradient_that_placements_do_not_tell_must_be_told() -> None:
         def total(x: Tensor, scale: Tensor) -> Tensor:
             return functional.all_reduce((x * scale).sum(), "sum", mesh.get_group())
 
-        with pytest.raises(ValueError, match="say it with in_grad_placements"):
+        with pytest.raises(ValueError, match="Pass in_grad_placements"):
             local_map(total, [Replicate()])(x, scale)
         with torch.no_grad():
             assert local_map(total, [Replicate()])(x, scale).item() == 18

@@ -144,7 +144,7 @@ def test_a_part_that_is_taken_out_has_gradients_of_this_rank_alone() -> None:
 def test_a_write_of_a_part_into_a_tensor_of_all_ranks_is_refused() -> None:
     def program(rank: int) -> None:
         shared = torch.ones(2, requires_grad=True) * 2
-        with pytest.raises(RuntimeError, match="add_ writes a rank's part"):
+        with pytest.raises(RuntimeError, match="add_ would write this rank's part"):
             shared.add_(_part(rank)[0])
 
     run_ranks(2, program)

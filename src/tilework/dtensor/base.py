@@ -1,9 +1,9 @@
-"""The bottom of DTensor: its fields, and what needs no more than them.
+"""The base class of DTensor: the fields of an instance, and functions that need only these fields.
 
 Redistribution, gradients and propagation are written with :class:`DTensorBase`. The public class,
-``tensor.DTensor``, stands above them and adds the methods. It is the class of every instance. So
-code above it tests ``x.__class__ is DTensor``; code below it, which cannot name it, tests
-``isinstance(x, DTensorBase)``, and makes tensors of the class of one that it has.
+``tensor.DTensor``, stands above them and adds the methods. Every instance has the public class.
+Code above that class therefore tests ``x.__class__ is DTensor``. Code below cannot import the
+class: it tests ``isinstance(x, DTensorBase)``, and makes new tensors with ``type(x)``.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def wrap_as(
 
 @dataclass(eq=False, slots=True)
 class Memory:
-    """A memory. A tensor that is given other data leaves it to the views that show it."""
+    """Counts of writes, and other records, of the memory that a tensor shares with views of it.
+
+    A tensor that is given other data leaves the memory to the views.
+    """
 
     #: The number of writes, those included that torch does not count.
     writes: int = 0
@@ -149,12 +152,12 @@ class Memory:
     content: tuple[Tensor, int, int, int] | None = None
 
     def of_other_data(self) -> Memory:
-        """The new memory of a tensor that is given other data: torch goes on with the old count."""
+        """The new record for a tensor that is given other data: torch's own count continues."""
         return Memory(written_at=self.written_at, taken=self.taken)
 
 
 class Alias(NamedTuple):
-    """The local tensor again, at a place in the graph where gradients are partial."""
+    """The same local memory as a tensor at a place in the graph where gradients are partial."""
 
     tensor: Tensor
     #: The local tensor that it was made from, and the node that had computed that.
@@ -183,7 +186,7 @@ class Ungraded(NamedTuple):
 
 
 class Origin:
-    """The place in the graph of a leaf that was given data in another layout since.
+    """The place in the graph of a leaf that was later given data in another layout.
 
     Args:
         local: The local tensor at that place.
@@ -268,14 +271,20 @@ def memory_of(tensor: DTensorBase) -> Memory:
 
 
 def own_memory(owner: DTensorBase) -> Memory:
-    """The memory of a tensor that is no view, or ``data``, whose writes torch counts apart."""
+    """The memory record of a tensor that is not a view; made if there is none.
+
+    ``x.data`` has a record of its own, since torch counts writes to it separately.
+    """
     if owner._memory is None:
         owner._memory = Memory()
     return owner._memory
 
 
 def base_then(tensor: DTensorBase) -> DTensorBase | None:
-    """The tensor that a view was made of, as it was laid out then; None: nobody else shows that.
+    """The tensor that a view was made of, or the stand-in that keeps the layout of that time.
+
+    None if no other tensor has that layout any more.
+
 
     A tensor gets another layout object when dims change in place or when it is given other data. A
     stand-in then keeps the old layout object.
@@ -291,7 +300,7 @@ def base_then(tensor: DTensorBase) -> DTensorBase | None:
 
 
 def anchor_in(tensor: DTensorBase) -> DTensorBase | None:
-    """The stand-in of a tensor as it is, the base of copied views; None: there is none so far."""
+    """The anchor: the stand-in for a tensor as it is now, as the base of copied views; or None."""
     anchor = tensor._stand_ins[-1] if tensor._stand_ins else None
     if anchor is None or anchor._viewed is None or anchor._viewed[0] is not tensor:
         return None
@@ -299,12 +308,15 @@ def anchor_in(tensor: DTensorBase) -> DTensorBase | None:
 
 
 def without_anchor(tensor: DTensorBase) -> tuple[DTensorBase, ...]:
-    """The stand-ins of a tensor as it was."""
+    """The stand-ins that keep earlier states of a tensor: all except the anchor."""
     return tensor._stand_ins if anchor_in(tensor) is None else tensor._stand_ins[:-1]
 
 
 def base_in_graph(tensor: DTensorBase) -> DTensorBase | None:
-    """The tensor that a view was made of, in the same graph; None if the view is not in it."""
+    """The tensor that a view was made of; None for no view, or one that left the graph.
+
+    ``detach()`` and ``data`` give views that are outside of the graph.
+    """
     if tensor._viewed is None or tensor._viewed[2] in (Tensor.detach, data_of):
         return None
     return tensor._viewed[0]
@@ -330,9 +342,10 @@ class View:
     Args:
         base: The tensor that it is a view of.
         value: The local tensor of the view.
-        redo: Makes the view of a tensor again; of a plain one too.
-        write: Writes the view's value to what it shows of the base; None: by gathering the base.
-        shares: True if it shares the base's memory, and the base is such a view itself.
+        redo: Makes the same view of a given tensor, a DTensor or a plain tensor.
+        write: Writes the view's value to the elements of the base that the view shows; None: the
+            base is gathered for this.
+        shares: True if the view shares the base's memory, and the base is a copied view itself.
         apart: How it is cut off the base's graph: by "detach", by "data" (whose writes torch does
             not count either), or not at all.
     """

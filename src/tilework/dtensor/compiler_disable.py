@@ -38,7 +38,7 @@ for _member in (*_METHODS, distribute_tensor, distribute_module):
 
 
 def _leaving_dtensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compile``, with records in place of Dynamo where DTensors are."""
+    """A replacement of ``torch.compile`` that records functions with DTensors instead of Dynamo."""
 
     @functools.wraps(original)
     def compile(model: Any = None, *, fullgraph: bool = False, **settings: Any) -> Any:
@@ -105,7 +105,7 @@ def _chosen(
 
 
 def _computes_with_dtensors(module: nn.Module) -> bool:
-    """True if attribute access finds DTensors in a module."""
+    """True if a parameter of a module, as attribute access returns it, is a DTensor."""
     return any(
         isinstance(getattr(each, name), DTensorBase)
         for each in module.modules()

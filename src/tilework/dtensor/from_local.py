@@ -112,7 +112,7 @@ def _outside(
 
 
 def shape_of_equals(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
-    """The shape of the tensor whose local tensor has the shape of ``local`` on every rank."""
+    """The global shape, if the local tensor of every rank has the shape of ``local``."""
     extents = list(local.shape)
     for placement, length in zip(placements, mesh.shape, strict=False):
         if isinstance(placement, Shard) and -local.ndim <= placement.dim < local.ndim:

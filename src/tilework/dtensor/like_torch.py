@@ -30,7 +30,10 @@ _SHAPE = "a shape has a size for each dim, as (4, 3)"
 
 
 class CommCounts(Counter[str]):
-    """Numbers of collectives by name; operators of torch's functional collectives are names too."""
+    """The number of collectives of each name.
+
+    An operator of torch's functional collectives can be the key in place of a name.
+    """
 
     def __missing__(self, key: object) -> int:
         name = str(getattr(key, "__name__", key)).partition(".")[0]

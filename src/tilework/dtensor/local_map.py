@@ -56,8 +56,8 @@ def local_map(
         redistribute_inputs: True to redistribute inputs of other placements, instead of an error.
 
     Raises:
-        ValueError: When called: an input has other placements, or numbers of placements and of
-            arguments or results differ, or meshes.
+        ValueError: When called: an input has other placements, numbers of placements and of
+            arguments or results differ, or DTensors are on different meshes.
         TypeError: Placements are given for a value that is not a tensor, or missing for a tensor.
 
     Example:
@@ -177,7 +177,7 @@ def _for_each(
         )
     for i, (value, its) in enumerate(zip(values, placements, strict=True)):
         if isinstance(value, DTensor) and its is None:
-            raise TypeError(f"argument {i} is a DTensor, so {name} must say how it lies, got None")
+            raise TypeError(f"argument {i} is a DTensor: {name} must give placements, got None")
         if not isinstance(value, Tensor) and its is not None:
             raise TypeError(
                 f"argument {i} is a {type(value).__name__}, for which {name} must be None, got "
@@ -233,10 +233,10 @@ def _gradient(
             placements[axis] = Partial()
         elif not (all(full) and all(others)):
             raise ValueError(
-                f"whether each rank along axis {axis} computes the full gradient of an input "
-                f"that is replicated there, or a partial one, does not follow from the "
-                f"placements of a local_map in which others are not: say it with "
-                f"in_grad_placements (Replicate() or Partial())"
+                f"local_map cannot tell whether each rank along axis {axis} computes the full "
+                f"gradient of an input that is replicated there, or a partial gradient: some "
+                f"results are replicated along this axis, and other results or inputs are not. "
+                f"Pass in_grad_placements, with Replicate() or Partial() for this axis"
             )
     return placements
 

@@ -103,14 +103,20 @@ def _refuse_scripted(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             raise TypeError(
-                f"distribute_module takes no modules of torch.jit's, and "
-                f"{repr(name) if name else 'this'} is one, whose interpreter runs torch's "
-                f"operators on plain tensors: distribute the module that it was made of"
+                f"distribute_module takes no scripted modules, and "
+                f"{repr(name) if name else 'this module'} is a ScriptModule, whose interpreter "
+                f"runs torch's operators on plain tensors: distribute the module that was scripted"
             )
 
 
 def _hook(name: str, what: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """A function of module, inputs or outputs, and mesh."""
+    """The user's hook as a function of module, inputs or outputs, and mesh; None if there is none.
+
+    Args:
+        name: The name of the argument of ``distribute_module``, for errors.
+        what: "inputs" or "outputs".
+        function: The user's hook. A hook of two arguments, without module, is deprecated.
+    """
     if function is None:
         return None
     if not callable(function):
@@ -165,8 +171,6 @@ def module_to_torch(module: nn.Module) -> nn.Module:
     :func:`~tilework.parallel.parallelize_module` has prepared runs as before, while torch's
     ``fully_shard`` and ``torch.distributed.checkpoint`` find parameters that they know.
 
-    They are new tensors: make optimizers, hooks and attributes of parameters afterwards.
-
     The mesh should have come from a mesh of torch's (:meth:`DeviceMesh.from_torch`), since
     ``fully_shard`` needs a mesh that contains both the axis that it shards along and the axes of
     the DTensors. For a mesh of tilework's own, torch's mesh is made; that is collective
@@ -192,7 +196,7 @@ def module_to_torch(module: nn.Module) -> nn.Module:
 def module_from_torch(module: nn.Module) -> nn.Module:
     """Convert a module's DTensors of torch's to this library's, and return it. In place; local.
 
-    They are new tensors: make optimizers, hooks and attributes of parameters afterwards.
+    Parameters become new tensors: make optimizers, hooks and attributes of parameters afterwards.
 
     Raises:
         TypeError: A parameter's groups are on backends of torch's own, or torch's ``fully_shard``

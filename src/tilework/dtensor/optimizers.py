@@ -1,8 +1,8 @@
 """Steps of torch's elementwise optimizers, run on this rank's local tensors of all parameters.
 
 Such a step on the local tensors is the step on the DTensors, without an interception for every
-operator of every parameter. The last hook before a step hands it a *twin*: the same optimizer over
-the local tensors, with the local tensors of the states.
+operator of every parameter. The last hook before a step puts a *twin* in the optimizer's place: an
+optimizer of the same class and options, over the local tensors of parameters and states.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _surround_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Have the step itself run on the twin, inside all hooks that the program registered.
 
     Hooks may read and write options and states. torch calls hooks for all optimizers outside of the
-    hooks of a single optimizer. Therefore these become the last hook of the optimizer before the
-    step, and the first after the step.
+    hooks of a single optimizer. Therefore ``_step_on_twin`` becomes the last hook of the optimizer
+    before the step, and ``_keep_states`` the first after the step.
     """
     if type(optimizer) in ELEMENTWISE and _has_dtensors(optimizer):
         _place_hook(optimizer._optimizer_step_pre_hooks, _step_on_twin, last=True)
@@ -67,7 +67,7 @@ def _place_hook(hooks: Any, hook: Any, last: bool) -> None:
 
 
 def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """The step's arguments, with the twin for the optimizer."""
+    """The arguments of a step, with the twin in place of the optimizer."""
     twin = _twins.get(optimizer)
     if twin is None:
         twin = _twins[optimizer] = object.__new__(type(optimizer))
@@ -88,7 +88,10 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
-    """Give the twin local tensors; if some tensor does not allow it, the optimizer's tensors."""
+    """Give the twin the optimizer's options, and the local tensors of parameters and states.
+
+    If some tensor does not allow a local step, the twin gets the DTensors themselves.
+    """
     twin.__dict__.update(optimizer.__dict__)
     of_locals = _on_locals(optimizer)
     if of_locals is not None:
@@ -99,7 +102,10 @@ def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
 def _on_locals(
     optimizer: Optimizer,
 ) -> tuple[list[dict[str, Any]], defaultdict[Tensor, Any]] | None:
-    """The groups and the states of an optimizer over local tensors; None if there are none."""
+    """The parameter groups and the states of an optimizer, with local tensors for DTensors.
+
+    None if some tensor does not allow a step on local tensors.
+    """
     states: defaultdict[Tensor, Any] = defaultdict(dict)
     groups = []
     for group in optimizer.param_groups:

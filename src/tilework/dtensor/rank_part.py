@@ -185,7 +185,8 @@ class _Text:
 
 def _written(name: str, tensor: Tensor) -> str:
     return (
-        f"{name} writes a rank's part of a sharded tensor into a plain one of {list(tensor.shape)} "
-        f"that requires a gradient, and that all ranks have alike: use the operator that makes a "
-        f"new tensor, or x.as_subclass(torch.Tensor) for what is this rank's own"
+        f"{name} would write this rank's part of a sharded tensor into a plain tensor of shape "
+        f"{list(tensor.shape)} that requires a gradient and is the same on all ranks: use an "
+        f"operator that makes a new tensor, or pass part.as_subclass(torch.Tensor) if the write "
+        f"concerns this rank alone"
     )

@@ -24,7 +24,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     DTensor calls the function with the operator's arguments; for tensors it passes objects with
     ``shape``, ``ndim`` and ``dtype``. The function returns a list of pairs. A pair is a way to run
     the operator along one mesh axis: the placements of the results, and the placements of the
-    arguments, with None for arguments that are not tensors. DTensor can always replicate them all.
+    arguments, with None for arguments that are not tensors. DTensor may also replicate all tensors.
 
     If two pairs shard the same dim, only the first counts.
     :func:`~tilework.dtensor.register_rule` takes the same rule as a line of text.
@@ -68,7 +68,11 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 
 def _ways_to_call(operator: Any) -> list[Any]:
-    """The operator with the overload's name, and for the default overload also without."""
+    """All objects by which a program may call an operator.
+
+    For an overload: the overload, and if it is the default, the name without overload. For a name
+    without overload: that name, and all overloads.
+    """
     if isinstance(operator, torch._ops.OpOverload):
         packet = operator.overloadpacket
         return [operator, packet] if packet.default is operator else [operator]
@@ -90,7 +94,7 @@ def _rule(operator: Any, function: Callable[..., Any]) -> Callable[..., RuleResu
 
 
 class _Ways:
-    """The factors of the dims of a call, as acceptable placements give them."""
+    """Collects the acceptable placements of a call as factors: dims that are sharded together."""
 
     def __init__(self, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         self._args = args
@@ -154,7 +158,7 @@ def _outputs(operator: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         result = operator(*on_meta(args), **{key: on_meta(kwargs[key]) for key in kwargs})
     except RuntimeError as error:  # NotImplementedError is a subclass
         raise NotImplementedError(
-            f"register_sharding needs to know the shapes of what {operator} gives: give it an "
-            f"implementation for meta tensors, with torch.library.register_fake"
+            f"register_sharding needs the shapes of the results of {operator}: give the operator "
+            f"an implementation for meta tensors, with torch.library.register_fake"
         ) from error
     return [result] if isinstance(result, torch.Tensor) else list(result)

@@ -87,7 +87,7 @@ class DTensor(DTensorBase):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise TypeError(
-            "DTensor() makes none: use DTensor.from_local(tensor, mesh, placements), "
+            "DTensor() cannot be called: use DTensor.from_local(tensor, mesh, placements), "
             "distribute_tensor(tensor, mesh, placements), or zeros, ones, rand, …"
         )
 
@@ -176,7 +176,7 @@ class DTensor(DTensorBase):
         check_local_tensor(local_tensor)
         shape = checked_shape(shape, stride)
         if run_check and not check:
-            raise ValueError("run_check=True compares ranks, and check=False does not: leave one")
+            raise ValueError("run_check=True compares ranks, check=False does not: leave one out")
         local = on_device(awaited_in_graph(local_tensor), mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
@@ -312,7 +312,7 @@ class DTensor(DTensorBase):
             )
         if placements is None:
             if order is None:
-                raise ValueError("redistribute() needs placements: what each axis is to do")
+                raise ValueError("redistribute() needs placements, a placement for each mesh axis")
             placements = source.placements
         target = spec_of(source.mesh, placements, source.shape, order)
         local = local_graph.local_of(self)

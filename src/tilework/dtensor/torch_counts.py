@@ -47,6 +47,6 @@ def living(known: Iterable[ref[DTensorBase]] | None) -> list[DTensorBase]:
 
 
 def show_as(tensor: DTensorBase, shown: DTensorBase) -> None:
-    """Have C++ see the shape of ``shown`` in place of the tensor's."""
+    """Give the wrapper of ``tensor``, which torch's C++ code reads, the shape of ``shown``."""
     with torch._C.DisableTorchFunctionSubclass():
         _base.data.__set__(tensor, shown)

@@ -62,10 +62,11 @@ def refuse_of_torch_distributed(func: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def refuse_within_torch(func: Any, handler: Handler) -> Handler:
-    """The handler of an operator that refuses calls from within certain functions of torch's.
+    """A handler of an operator that raises TypeError if certain torch functions make the call.
 
     These functions of torch.distributed's would take a DTensor for a local tensor: ``from_local``
-    would nest two DTensors, and ``fully_shard`` would cut the full tensor.
+    would nest two DTensors, and ``fully_shard`` would cut the full tensor. Other calls go to
+    ``handler``.
     """
     if func not in _BEGINNINGS:
         return handler
@@ -126,7 +127,8 @@ def spec_from_torch(tensor: Any) -> DTensorSpec:
         ]
         if math.prod(mesh.shape[other] for other in before) != theirs.split_factor:
             raise ValueError(
-                f"{tensor.placements} on {mesh}: no order of the axes splits dim {theirs.dim} so"
+                f"torch's DTensor with placements {tensor.placements} on {mesh} splits dim "
+                f"{theirs.dim} as no order of the axes does in tilework: redistribute() it first"
             )
     shape = tuple(tensor.shape)
     strides = like_strides(shape, tuple(tensor.stride()))

@@ -43,9 +43,9 @@ _STEPS, _OFTEN, _LATER_STEPS = 4, 64, 16
 _QUICK, _QUICK_STEPS = 2e-3, 64
 _NEXT_STEP = (
     "; all ranks of a mesh have to compute alike on the same replicated values: look for data that "
-    "each rank has loaded or drawn by itself and that counts as replicated along all axes of the "
-    "mesh, but in modules of parallelize_module (make it a DTensor of Shard(0) with from_local), "
-    "and for branches, numbers or steps that ranks do not have in common"
+    "each rank has loaded or drawn by itself (plain tensors count as replicated along all axes of "
+    "the mesh, except in modules of parallelize_module: make a DTensor of Shard(0) of them, with "
+    "from_local), and for branches, numbers or steps that differ by rank"
 )
 
 _ADVICE = (
@@ -85,7 +85,8 @@ def verify(what: nn.Module | Tensor | Mapping[str, Tensor] | Iterable[Tensor]) -
     Raises:
         CollectiveMismatchError: Ranks differ, or pass other tensors; on every rank. The error names
             the tensor and the ranks.
-        TypeError: ``what`` is not a tensor, or a DTensor of torch.distributed.tensor's.
+        TypeError: ``what`` is neither a module nor tensors, or has a DTensor of
+            torch.distributed.tensor's.
 
     Example:
         >>> import torch
@@ -162,7 +163,10 @@ _COUNT, _COMPARED = "_tilework_steps", "_tilework_compared"
 
 
 class _Compared(NamedTuple):
-    """The last and the next comparison of an optimizer's parameters; equal steps on all ranks."""
+    """The last and the next comparison of an optimizer's parameters.
+
+    The numbers of steps are the same on all ranks.
+    """
 
     #: The number of the optimizer step after which parameters were compared last.
     step: int
@@ -338,7 +342,7 @@ def _facts(name: str, tensor: DTensor, full: bool) -> _Facts:
 
 
 def _odd(facts: Sequence[_Facts]) -> tuple[int, int] | None:
-    """Two group ranks that computed a tensor differently, or that differ in shared elements."""
+    """Two group ranks that computed a tensor differently, or differ in shared elements; or None."""
     first: dict[tuple[int, ...], int] = {}
     for rank, fact in enumerate(facts):
         if fact.provenance != facts[0].provenance:

@@ -243,8 +243,9 @@ def _drawn(
 
 
 def _wrapped(local: Tensor, spec: DTensorSpec, requires_grad: bool, digest: int) -> DTensor:
-    """The tensor of this value, as a partial tensor if the layout is partial.
+    """The DTensor of layout ``spec`` from a local tensor of the layout ``spec.dual``.
 
+    The two differ if ``spec`` is partial: the values are then turned into partial values.
     ``digest`` says which function made the tensor.
     """
     if spec.takes_part:

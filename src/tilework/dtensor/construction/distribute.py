@@ -152,8 +152,8 @@ def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}")
     if not tensor.is_leaf:
         raise RuntimeError(
-            "distribute_tensor is to distribute leaf tensors, and this one is computed from "
-            "others, to which no gradient would flow: use DTensor.from_local, or detach() it"
+            "distribute_tensor takes leaf tensors only, and this tensor was computed from others, "
+            "to which no gradient would flow: use DTensor.from_local, or detach() the tensor"
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "that is nested" if tensor.is_nested else f"of {tensor.layout}"
@@ -193,14 +193,16 @@ def _source(mesh: DeviceMesh, index: int) -> int:
     index = whole_number(index, "src_data_rank is a place along each axis, a whole number, or None")
     if not 0 <= index < min(mesh.shape):
         raise ValueError(
-            f"src_data_rank={index} is to be an index along each axis of a mesh of shape "
-            f"{mesh.shape}; None: each rank cuts its own copy"
+            f"src_data_rank={index} must be an index along each axis of the mesh, whose shape is "
+            f"{mesh.shape}, or None, with which each rank cuts a shard from a copy of its own"
         )
     return mesh.spec.at((index,) * mesh.ndim)
 
 
 def _local_shard(full: Tensor, spec: DTensorSpec, source: int | None, meta: bool) -> Tensor:
-    """This rank's shard of the tensor that global rank ``source`` has; None: that this rank has.
+    """This rank's shard of the tensor ``full`` that global rank ``source`` has.
+
+    If ``source`` is None, each rank cuts the shard from the rank's own ``full``.
 
     With ``meta`` the shard is on the meta device, without values, and nothing is sent.
     """

@@ -42,7 +42,10 @@ _LOCAL = ("slice", "fill")
 
 
 class GatherWarning(UserWarning):
-    """An operator has no rule for a call, so that every rank gets the full tensors."""
+    """A warning that an operator gathers: every rank gets the full tensors.
+
+    The operator has no rule for the call, or writes to a plain tensor.
+    """
 
 
 @dataclass(eq=False)
@@ -94,7 +97,7 @@ def explain() -> Iterator[EventLog]:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Within the block, raise for operators that have no rule for a call and would gather.
+    """Within the block, raise for operators that would gather, as for lack of a rule for a call.
 
     The block is for this rank only: open it on all ranks.
 
@@ -145,7 +148,7 @@ def begin_operator(operator: str, gathered: bool = False) -> None:
     recorder = _recorder()
     recorder.operator, recorder.gathered = operator, gathered
     if gathered and recorder.strict:
-        raise NotImplementedError(f"{operator} {NO_RULE}{_GATHERS}; this is strict()")
+        raise NotImplementedError(f"{operator} {NO_RULE}{_GATHERS}: strict() forbids this")
 
 
 def warn_gather(
@@ -167,7 +170,7 @@ def warn_gather(
     layouts = ", ".join(layout_text(spec, dtype) for spec, dtype in moved)
     text = f"{name} {why}{_GATHERS}: every rank gets {layouts} whole, {nbytes:,} bytes"
     if recorder.strict:
-        raise NotImplementedError(f"{text}; this is strict()")
+        raise NotImplementedError(f"{text}; strict() forbids this")
     recorder.warned.add(key)
     warn_user(
         f"{text} (told once; {_REMEDIES[why]})",

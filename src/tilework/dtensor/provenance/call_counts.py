@@ -25,7 +25,7 @@ class CallCounts:
         self.steps = 0
 
     def note_gradient(self, digest: int) -> None:
-        """Add what a backward pass came from, or communicated; in any order."""
+        """Add the digest of a backward pass, or of a tensor that it communicated; in any order."""
         self.passes = (self.passes + digest) & _MOST
 
     def note_plain_gradient(self, digest: int) -> None:

@@ -47,7 +47,7 @@ def stable_digest(*facts: Any) -> int:
 
 
 def digest_of(tensor: DTensorBase) -> int:
-    """The digest of a tensor: that which it was given, else that of what it holds. Local."""
+    """The digest of a tensor: that which it was given, else a digest of the elements. Local."""
     digest = tensor._digest
     if digest is not None:
         return digest
@@ -82,7 +82,10 @@ def plain_or_digest(tensor: Tensor) -> int:
 
 
 def follow(tensor: DTensorBase, base: DTensorBase) -> None:
-    """Give a tensor the digest of another with the same memory and layout. It follows writes."""
+    """Give ``tensor`` the digest of ``base``, which has the same memory and layout.
+
+    The digest also changes with later writes to that memory.
+    """
     is_content = base._digest is None and base._made is None and base._spec.is_replicated
     # Of content, what it holds tells of writes.
     tensor._made, tensor._digest = None if is_content else digest_of(base), None
@@ -129,7 +132,7 @@ def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
 
 
 def note_cleared(tensor: DTensorBase) -> None:
-    """Note that a tensor's gradient is about to be cleared: what follows is none of before."""
+    """Note that a tensor's gradient is about to be cleared: later gradients are new."""
     if tensor._local_tensor.grad is not None:
         tensor._cleared = call_counts_of(tensor._spec.mesh).passes
 
@@ -207,7 +210,10 @@ def plain_number(value: Any) -> complex | None:
 
 
 def seeds_in(value: Any, seeds: list[Any]) -> list[Any]:
-    """Digests of the tensors, and the numbers, among the arguments of a call."""
+    """Append the digests of tensors, and the numbers, in ``value`` to ``seeds``; return ``seeds``.
+
+    ``value`` is an argument of a call, or all arguments.
+    """
     if isinstance(value, Tensor):
         seeds.append(plain_or_digest(value))
     elif value.__class__ in NUMBERS:

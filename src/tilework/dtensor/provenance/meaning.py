@@ -1,4 +1,4 @@
-"""The meaning of collectives: the tensor and the operator that their header and errors tell."""
+"""Collectives carry the digest and the text of the tensor and operator that they run for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilework.dtensor.spec import DTensorSpec
 
 
 class TensorText:
-    """A tensor that moves, as text once that is asked for.
+    """The text of a tensor that moves, made only when an error needs it.
 
     Args:
         spec: The layout.
@@ -36,23 +36,23 @@ class TensorText:
 
 
 def carried(digest: int) -> int:
-    """The digest for collectives: that of a tensor, and of the operator around; 0 if off."""
+    """The digest for collectives: of a tensor, mixed with the surrounding operator's; 0 if off."""
     return 0 if mode() == "off" else hash((digest, provenance_digest.digest()))
 
 
 def moving(digest: int, operator: str, tensor: TensorText | None = None) -> carrying:
-    """Let collectives meanwhile carry a digest, mixed with that of the operator around them.
+    """A context in which collectives carry a digest, mixed with the surrounding operator's.
 
     Args:
-        digest: That of the tensor, and of where it goes.
-        operator: The operator or method, unless an outer operator is known already.
-        tensor: The tensor.
+        digest: The digest of the tensor, and of the layout that it moves to.
+        operator: The operator or method for errors; a surrounding operator has precedence.
+        tensor: The text of the tensor for errors.
     """
     return carrying(carried(digest), operator, tensor)
 
 
 def agreeing(method: str) -> carrying:
-    """Let ranks that agree on a method's arguments meanwhile carry that they are the method's."""
+    """A context in which ranks agree on the arguments of a method: headers and errors name it."""
     return moving(_digest_of_name(method), method)
 
 
@@ -60,7 +60,7 @@ _digest_of_name = cache(stable_digest)
 
 
 def named_for(method: str) -> carrying:
-    """Let errors meanwhile name a method that the program has called."""
+    """A context in which errors of collectives name a method that the program has called."""
     return carrying(provenance_digest.digest(), method)
 
 
@@ -80,7 +80,7 @@ class Moved:
         self.digest, self.operator, self.handed_out = digest, operator, handed_out
 
     def as_gradient(self, passing: int) -> Moved:
-        """The gradient, in a backward pass of this digest."""
+        """The facts about the tensor's gradient, in a backward pass with the digest ``passing``."""
         operator = f"the gradient of {self.operator}" if self.operator else "a gradient"
         return Moved(hash((self.digest, passing)), operator)
 

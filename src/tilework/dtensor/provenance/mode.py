@@ -1,4 +1,4 @@
-"""The mode of comparison of what ranks are to do alike: nothing, samples, or everything."""
+"""The mode of comparisons between ranks: compare nothing, samples, or everything."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Digests across stretches of plain tensors, between modules whose layouts a plan gives.
 
-What a plain operator computes has no digest. But such a module takes a plain tensor that is the
-same on all ranks, as the plan says, and a later one on the same mesh communicates what was made of
-it. So the mesh remembers what came in, and what modules have handed out.
+The results of plain operators have no digest. But a module of the plan may take a plain tensor
+that is the same on all ranks, and a later module on the same mesh may communicate a tensor that
+plain operators computed from it. The mesh therefore keeps a digest of all inputs and outputs of
+modules so far.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tilework.dtensor.provenance.replicas import compare_gradients
 
 
 def note_input(tensor: DTensorBase, was_plain: bool) -> None:
-    """Have what the mesh's ranks communicate later depend on a module's input. Local.
+    """Make the digests of later collectives on the mesh depend on a module's input. Local.
 
     Args:
         tensor: The input.
@@ -36,11 +37,11 @@ def note_input(tensor: DTensorBase, was_plain: bool) -> None:
 
 
 def note_output(tensor: DTensorBase, local: Any) -> None:
-    """Make later collectives depend on a module's output, and on the output's gradient. Local.
+    """Make digests of later collectives depend on a module's output and the gradient of it. Local.
 
     Plain operators use the output, and compute the gradient. If the tensor is replicated, all ranks
-    must get the same gradient, and collectives of the backward pass then depend on the gradient.
-    Where one axis of several replicates, ranks compare it at once.
+    must get the same gradient: digests of later collectives in the backward pass depend on it. If
+    only some axes of the mesh replicate, ranks along these axes compare the gradient at once.
 
     Args:
         tensor: The output.

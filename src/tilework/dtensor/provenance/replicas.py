@@ -1,4 +1,4 @@
-"""Comparison of parts that several ranks of a mesh are to have alike, when they come in."""
+"""Comparison of the parts of a new DTensor, or of a gradient, that ranks must hold alike."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tilework.errors import CollectiveMismatchError
 
 
 def compare_replicas(local: Tensor, spec: DTensorSpec) -> None:
-    """Raise unless ranks that are to have the same part have it, as far as the mode says.
+    """Raise if ranks that must hold the same part hold different values, as far as the mode says.
 
-    Collective over the mesh, if some axis replicates. Where all of them do, what is computed from
-    the tensor carries its contents; but a part of each group of ranks' own has no digest in which
-    they could be, since other groups have other parts.
+    Collective over the mesh, if some axis replicates. Called for tensors that other axes shard: the
+    digests of later collectives cannot contain the values, since they differ between shards. For
+    tensors that all axes replicate, digests contain the values, and no comparison is needed.
 
     Args:
         local: This rank's part.
@@ -41,9 +41,9 @@ def compare_replicas(local: Tensor, spec: DTensorSpec) -> None:
 
 
 def compare_gradients(grad: Tensor, spec: DTensorSpec) -> None:
-    """:func:`compare_replicas` of a gradient. Collective over the axes that replicate, no others.
+    """As :func:`compare_replicas`, for a gradient. Collective over the axes that replicate only.
 
-    Ranks along the other axes may have losses of their own, and come to it in another order.
+    Ranks along the other axes may have different losses, and compute gradients in another order.
     """
     axes = [a for a, p in enumerate(spec.placements) if p.is_replicate() and spec.mesh.shape[a] > 1]
     if axes and _is_compared(grad):

@@ -48,7 +48,8 @@ def prepare_step(
         source: The layout before the step.
         target: The layout after the step.
         dtype: The dtype of the local tensors.
-        last: True if the user gets the step's result, which then must not share memory.
+        last: True if the user gets the step's result, which then must not share memory with the
+            local tensor before the step.
     """
     if step.kind == "slice":
         return _slice(source, target, last)
@@ -208,7 +209,10 @@ def _all_to_all(ends: _Ends) -> RunStep:
 
 
 def _exchange(ends: _Ends, sent: _Division | None, received: _Division) -> RunStep:
-    """An all_to_all of regions; of the whole local tensor to each rank without ``sent``."""
+    """A step by all_to_all: sends the regions of ``sent``, and receives those of ``received``.
+
+    If ``sent`` is None, each rank sends the whole local tensor to every rank.
+    """
     group, size = ends.group, ends.group.size()
 
     def run(x: Tensor, async_op: bool) -> tuple[Tensor, Work | None]:
@@ -269,7 +273,10 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _plan(step: Step, source: DTensorSpec, target: DTensorSpec, group: ProcessGroup) -> RunStep:
-    """The plan of the ranks along the step's axes, within the region that they hold together."""
+    """A step that runs a transfer plan between the ranks along the step's axes.
+
+    The plan moves elements within the region that these ranks hold together.
+    """
     mesh, axes = source.mesh, step.axes
     me = mesh.get_rank()
     here = mesh.spec.through(axes, me)

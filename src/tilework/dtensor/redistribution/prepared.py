@@ -35,7 +35,10 @@ class PreparedRedistribution:
         self.steps, self.run_steps = steps, run_steps
 
     def run(self, x: Tensor, of: Moved) -> Tensor:
-        """The local tensor afterwards. Collective; blocks."""
+        """Run the steps on a local tensor, and return the local tensor afterwards.
+
+        Collective if a step communicates; blocks.
+        """
         if not self.communicates:
             return _run_all(self.run_steps, x)
         digest = carried(hash((of.digest, self.digest)))
@@ -46,7 +49,7 @@ class PreparedRedistribution:
             provenance_digest.leave(before)
 
     def start(self, x: Tensor, of: Moved) -> tuple[Tensor, Work | None]:
-        """As :meth:`run`, but the last step may still be in flight."""
+        """As :meth:`run`, but the last step may still be in flight: then the Work is not None."""
         if x.nbytes <= AT_ONCE_BYTES:
             return self.run(x, of), None
         with moving(hash((of.digest, self.digest)), of.operator, self.text):
@@ -96,8 +99,8 @@ def prepare_redistribution(
     """
     if source.mesh != target.mesh or source.shape != target.shape:
         raise ValueError(
-            f"a redistribution goes from one layout of a tensor on a mesh to another on the same "
-            f"mesh, got {source} and {target}"
+            f"a redistribution needs two layouts of the same shape on the same mesh, got {source} "
+            f"and {target}"
         )
     steps = plan_steps(source, target, dtype)
     run_steps: list[RunStep] = []

@@ -196,7 +196,7 @@ def pull_back(adjoint: Adjoint, grad: Tensor, x: Tensor | None, of: Moved) -> Te
         adjoint: The adjoint.
         grad: The gradient of the local tensor afterwards.
         x: The local tensor before, if the adjoint is nonlinear.
-        of: The tensor before.
+        of: Facts about the tensor before, such as the provenance.
     """
     of = gradient_of(of, adjoint.target, grad)
     twice = torch.is_grad_enabled() and grad.requires_grad
@@ -235,9 +235,10 @@ def gradient_of(of: Moved, spec: DTensorSpec, grad: Tensor) -> Moved:
 
 
 def counted_once(grad: Tensor, spec: DTensorSpec, axes: Ints) -> Tensor:
-    """The gradient of a partial tensor, the same along ``axes``, as a replicated tensor's gradient.
+    """The gradient of a partial tensor, which double backward counts only once.
 
-    All ranks' values have the same gradient. In double backward, only the first rank counts it.
+    The gradient is the same on all ranks along ``axes``, since all partial values have the same
+    gradient. In double backward, only the first rank along these axes counts it.
     """
     if not (torch.is_grad_enabled() and grad.requires_grad):
         return grad
