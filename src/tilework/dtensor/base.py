@@ -285,7 +285,6 @@ def base_then(tensor: DTensorBase) -> DTensorBase | None:
 
     None if no other tensor has that layout any more.
 
-
     A tensor gets another layout object when dims change in place or when it is given other data. A
     stand-in then keeps the old layout object.
     """

@@ -100,8 +100,8 @@ def origin_of(tensor: DTensorBase) -> Origin | None:
 def as_leaf_to_writes(tensor: DTensorBase) -> Tensor:
     """The local tensor of a leaf that has an origin, for an operator that writes to the tensor.
 
-    While gradients are recorded, torch refuses writes to leaves. It must refuse writes here, too:
-    the result is then a view to which torch refuses writes.
+    While gradients are recorded, torch refuses writes to leaves. The result is then a view to which
+    torch refuses writes, too.
     """
     local = tensor._local_tensor
     return local.unsqueeze(0).unbind(0)[0] if torch.is_grad_enabled() else local

@@ -104,7 +104,7 @@ def redistribute_with_partial_grad(
 
 
 def route_partial_grads(result: DTensorBase, tensor: DTensorBase, axes: Ints) -> None:
-    """Let partial gradients of ``result`` go straight to ``tensor``, that it was made from.
+    """Let partial gradients of ``result`` go straight to ``tensor``.
 
     ``result`` is ``tensor``, redistributed. Operators that take ``result`` may give gradients that
     are partial along ``axes``. These are reduced into the layout of ``tensor``, instead of to full

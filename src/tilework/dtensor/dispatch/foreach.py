@@ -114,9 +114,9 @@ def _check_number(name: str, args: Sequence[Any]) -> None:
 
 
 def _has_graded_numbers(args: Any, kwargs: Any, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """True if a tensor that stands for a number, and to whose gradient all ranks add, needs one.
+    """True if a gradient is recorded for a tensor that stands for a number: all ranks add to it.
 
-    Those are tensors that are arguments by themselves, and plain tensors in the later lists.
+    Such tensors are arguments by themselves, or plain tensors in a list after the first.
     """
     if not torch.is_grad_enabled():
         return False
