@@ -12,7 +12,7 @@ from tilework import __version__
 
 
 def main() -> None:
-    """The program ``tilework``; exits with the command's status."""
+    """Run the ``tilework`` command in ``sys.argv``, and exit with the command's status."""
     status = dispatch(sys.argv[1:])
     # Skip taking torch apart, object by object; only the operating system would notice.
     atexit._run_exitfuncs()

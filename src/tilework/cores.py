@@ -1,4 +1,4 @@
-"""The cores that this process may use, on which memory nodes they are, and threads for ranks."""
+"""The cores that this process may use, their memory nodes, and the threads for each rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MOST_CPUS: Final = 1 << 16
 
 
 def usable_cores(root: Path = Path("/"), cpus: Collection[int] | None = None) -> int:
-    """Cores this process may run on: its affinity, bounded by its control group's CPU quota.
+    """The number of CPUs in this process's affinity, at most the CPU quota of the control group.
 
     Args:
-        root: Where ``proc`` and ``sys`` are; for tests.
-        cpus: The CPUs that count, instead of its affinity.
+        root: The folder of ``proc`` and ``sys``; for tests.
+        cpus: The CPUs to count; None: this process's affinity.
 
     Example:
         >>> usable_cores() >= 1
@@ -41,30 +41,33 @@ def affinity() -> frozenset[int]:
 
 
 def has_spare_core(ranks: int) -> bool:
-    """True if each of this host's ranks could have a core besides that on which it computes.
+    """True if this host has at least two usable cores for each rank on it.
 
     Args:
-        ranks: The ranks of this host, where no launcher told their number.
+        ranks: The number of this host's ranks, used if the environment has no LOCAL_WORLD_SIZE.
     """
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return usable_cores() >= 2 * (int(told) if told.isdecimal() else ranks)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that the control group grants; None without a limit."""
+    """The smallest CPU quota of this process's control groups, in cores (2.5); None: no quota."""
     limits = [limit for folder in _cgroup_folders(root) if (limit := _limit_in(folder)) is not None]
     return min(limits, default=None)
 
 
 def threads_per_rank(ranks: int, environment: Mapping[str, str]) -> int | None:
-    """Threads that each of ``ranks`` should use; None where the user set OMP_NUM_THREADS."""
+    """The number of threads for each of this host's ``ranks`` ranks.
+
+    None if ``environment`` sets OMP_NUM_THREADS: the user has chosen.
+    """
     if environment.get("OMP_NUM_THREADS"):
         return None
     return max(1, usable_cores() // ranks)
 
 
 def _cgroup_folders(root: Path) -> Iterator[Path]:
-    """The folders of this process's groups that may hold a CPU quota, innermost first."""
+    """Folders of this process's control groups that may hold a CPU quota, innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -86,7 +89,7 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
 
 
 def _limit_in(folder: Path) -> float | None:
-    """The quota set in one folder, of either version of control groups."""
+    """The CPU quota, in cores, of one control group's folder (version 1 or 2); None: no quota."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()  # version 2: "max" is no limit
     except (OSError, ValueError):
@@ -107,12 +110,12 @@ def _limit_in(folder: Path) -> float | None:
 
 @dataclass(frozen=True)
 class Topology:
-    """The CPUs that this process may use.
+    """The CPUs that this process may use, grouped by memory node and by core.
 
     Args:
-        nodes: Their numbers, by memory node; no node is empty.
-        cores: Their numbers, by core: more than one each where cores run several threads.
-        second_level_bytes: A core's second-level cache; 0 where the system does not tell.
+        nodes: The CPU numbers of each memory node; no node is empty.
+        cores: The CPU numbers of each core: several numbers if a core runs several threads.
+        second_level_bytes: The size of a core's second-level cache; 0 if unknown.
     """
 
     nodes: tuple[frozenset[int], ...]
@@ -137,11 +140,14 @@ class Topology:
 
 
 def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -> Topology:
-    """The topology that sysfs tells; where it tells nothing, one node of cores with a thread each.
+    """The topology of the CPUs, read from sysfs.
+
+    A CPU of which sysfs does not tell the core is a core by itself; CPUs of which it does not tell
+    the memory node are on one node.
 
     Args:
-        root: Where ``sys`` is; for tests.
-        usable: CPUs that count, if they are online; None: this process's affinity.
+        root: The folder of ``sys``; for tests.
+        usable: The CPUs to include, if they are online; None: this process's affinity.
     """
     system = root / "sys/devices/system"
     cpus = frozenset(affinity() if usable is None else usable)
@@ -159,10 +165,10 @@ def read_topology(root: Path = Path("/"), usable: Iterable[int] | None = None) -
 
 
 def host_topology(usable: frozenset[int] | None = None) -> Topology:
-    """This host's, read once for each set of CPUs.
+    """The topology of this host, limited to ``usable``; read once for each set of CPUs.
 
     Args:
-        usable: CPUs that count; None: this process's affinity.
+        usable: The CPUs to include; None: this process's affinity.
 
     Example:
         >>> host_topology().cpus >= 1
@@ -177,7 +183,7 @@ def _known_topology(usable: frozenset[int]) -> Topology:
 
 
 def _numbered(folder: Path, name: str) -> Iterator[Path]:
-    """The folders of that name and a number, by number."""
+    """The folders in ``folder`` named ``name`` and a number (``cpu0``, ``cpu1``), by number."""
     found = (p for p in folder.glob(f"{name}[0-9]*") if p.name.removeprefix(name).isdecimal())
     return iter(sorted(found, key=lambda p: int(p.name.removeprefix(name))))
 
@@ -188,7 +194,7 @@ def _siblings(cpu: Path) -> frozenset[int]:
 
 
 def _groups(cpus: frozenset[int], sets: Iterable[frozenset[int]]) -> tuple[frozenset[int], ...]:
-    """Of each set those in ``cpus`` that no earlier one had; none empty."""
+    """Each set, limited to CPUs in ``cpus`` that no earlier set has; empty results are dropped."""
     groups, left = [], set(cpus)
     for members in sets:
         if mine := frozenset(members & left):
@@ -198,7 +204,7 @@ def _groups(cpus: frozenset[int], sets: Iterable[frozenset[int]]) -> tuple[froze
 
 
 def _read_list(path: Path) -> frozenset[int]:
-    """The numbers in a file like "0-3,8"; none where it is not there, or holds something else."""
+    """The numbers in a file like "0-3,8"; empty if the file is missing or malformed."""
     numbers: set[int] = set()
     try:
         for part in filter(None, path.read_text().strip().split(",")):

@@ -40,7 +40,7 @@ class DistStoreError(DistError):
 
 
 class StoreTimeoutError(DistStoreError):
-    """Keys that a store was asked to wait for did not come in time.
+    """The keys that a store was asked to wait for were not set before the timeout.
 
     Args:
         message: What happened, for a person; it starts with ``Timeout``.
@@ -73,10 +73,11 @@ class CheckpointError(DistError):
     """A checkpoint could not be written, or cannot be read as it is.
 
     Args:
-        message: What happened, for a person; it names the file, the tensor and the rank.
-        file: The file, or the folder, that it is about; empty where there is none.
-        tensor: The tensor's name in the checkpoint; empty where it is about none.
-        ranks: The global ranks that found it.
+        message: What happened, for a person, with the file, the tensor and the rank.
+        file: The file or folder that the error is about; empty if it is about none.
+        tensor: The name in the checkpoint of the tensor that the error is about; empty if it is
+            about none.
+        ranks: The global ranks that found the error.
     """
 
     def __init__(
@@ -98,12 +99,13 @@ def _rebuild_checkpoint_error(
 
 
 class RankFailedError(DistError):
-    """A rank that this process started raised, exited or was killed.
+    """A rank that this process started raised an exception, exited with an error, or was killed.
 
     Args:
         message: What happened, with the rank's traceback where there is one.
-        rank: Which rank.
-        exitcode: Its exit status; minus the signal's number where one killed it.
+        rank: The global rank that failed; -1 if unknown.
+        exitcode: The rank's exit status, or minus the number of the signal that killed it; None if
+            unknown.
     """
 
     def __init__(self, message: str, rank: int = -1, exitcode: int | None = None) -> None:
@@ -116,9 +118,10 @@ class RankFailedError(DistError):
 
 
 class CaptureError(DistError):
-    """A step cannot become a program; the message names the line, the reason and a way round.
+    """A step of a training loop cannot be captured as a program.
 
-    :func:`tilework.dtensor.capture` raises it, on every rank that comes to that line.
+    :func:`tilework.dtensor.capture` raises it, on every rank that comes to the line at fault. The
+    message names the line, the reason and a way round.
     """
 
 
@@ -156,15 +159,15 @@ class CollectiveTimeoutError(DistBackendError):
 
 
 class ExcludedError(DistBackendError):
-    """The other ranks of a group went on without this one, which they took for lost.
+    """The other ranks of a group went on without this rank, which they took for lost.
 
-    It was stopped, or came later than they waited. It cannot get back into the group that they have
-    now: end it, and have it started again (``tilework run --restarts``).
+    This rank was stopped, or came later than the others waited. It cannot get back into the group
+    that the others have now: end it, and have it started again (``tilework run --restarts``).
     """
 
 
 def text_of(error: BaseException) -> str:
-    """The message of an exception of anyone's; its class may raise instead of giving one.
+    """The message of ``error``; a fixed text if the exception's class fails to give a message.
 
     Example:
         >>> text_of(ValueError("too large"))

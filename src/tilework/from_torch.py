@@ -1,7 +1,8 @@
-"""Names of torch.distributed's, and where they are here: the table behind errors, tests and pages.
+"""Names of torch.distributed, and the modules of tilework that have them, or why none has.
 
-A name that is left out on purpose raises where a user of torch looks for it, with what to use
-instead. ``python -m tests.torch_names`` writes docs/how-to/left-out.md from :data:`LEFT_OUT`.
+A name that tilework leaves out on purpose raises an error where a user of torch looks for it. The
+error says what to use instead. ``python -m tests.torch_names`` writes docs/how-to/left-out.md from
+:data:`LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ MODULES: Final = {
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Names of torch's that are left out for one reason."""
+    """Names of a torch module that tilework leaves out on purpose, all for the same reason."""
 
     #: Where a user looks for them here.
     package: str
@@ -71,7 +72,7 @@ class LeftOut:
     instead: str
 
     def message(self, name: str) -> str:
-        """The error for one of the names."""
+        """The error's text: why tilework has no ``name``, and what to use instead."""
         return (
             f"{self.package} has no {name}, which {self.module} has: {self.why}. Use {self.instead}"
         )
@@ -485,11 +486,11 @@ _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
 def refuse_left_out(package: str, name: str) -> NoReturn:
-    """Say that a package has no ``name``, and what became of one that is left out on purpose.
+    """Raise the error that ``package`` has no ``name``, with the reason if tilework leaves it out.
 
-    To be called by the package's own ``__getattr__``. The error of ``from package import name`` is
-    an ImportError, for Python would replace an AttributeError's message there; any other one is an
-    AttributeError, so that ``hasattr`` works.
+    The package's own ``__getattr__`` calls this. The error is an AttributeError, so that
+    ``hasattr`` works. In ``from package import name`` a name that is left out on purpose raises an
+    ImportError, since Python would replace the message of an AttributeError there.
 
     Example:
         >>> refuse_left_out("tilework.rpc", "nothing")

@@ -25,15 +25,18 @@ from tilework.sharded.metadata import Items
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
-    """A sharded tensor as a DTensor of the same shards. Local; shares memory.
+    """Convert a sharded tensor to a DTensor of the same shards, which shares their memory.
+
+    Nothing is communicated.
 
     Args:
-        tensor: A tensor of which each rank of the mesh has one shard, and others have none.
+        tensor: A tensor with one shard on each rank of the mesh, and none on other ranks.
         device_mesh: The mesh whose axes shard it.
 
     Raises:
-        ValueError: No placements on this mesh give these shards.
-        TypeError: It is no sharded tensor.
+        ValueError: No placements on this mesh give these shards, or a rank of the mesh has no shard
+            or several.
+        TypeError: ``tensor`` is not a ShardedTensor.
 
     Example:
         >>> import torch
@@ -56,7 +59,7 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh) -> DTensor:
 
 
 def _box_by_rank(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
-    """The box of each rank of the mesh."""
+    """The box (offsets and sizes) of the shard that each rank of ``mesh`` holds, by rank."""
     boxes: dict[int, Box] = {}
     for tile in tensor.tiling.tiles:
         for rank in tile.owners:
@@ -77,10 +80,10 @@ def _box_by_rank(tensor: ShardedTensor, mesh: DeviceMesh) -> dict[int, Box]:
 
 
 def _infer_spec(boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh) -> DTensorSpec:
-    """The spec by which each rank has this box.
+    """The DTensorSpec by which each rank of ``mesh`` holds the box in ``boxes`` for that rank.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No placements on ``mesh`` give these boxes.
     """
     for placements, order in _candidates(boxes, shape, mesh):
         try:
@@ -106,7 +109,10 @@ def _has_box(spec: DTensorSpec, rank: int, box: Box) -> bool:
 def _candidates(
     boxes: Mapping[int, Box], shape: Ints, mesh: DeviceMesh
 ) -> Iterator[tuple[list[Placement], Ints]]:
-    """Placements and orders, with every axis sharding some dim, that may give these boxes."""
+    """Pairs of (placements, order of axes) that may give these boxes.
+
+    Each mesh axis that is longer than 1 shards some dim.
+    """
     shapes = {rank: box.sizes for rank, box in boxes.items()}
     choices = [range(len(shape)) if length > 1 else (None,) for length in mesh.shape]
     for dims in product(*choices):
@@ -126,15 +132,17 @@ def _candidates(
 
 
 def to_sharded(tensor: DTensor, process_group: AnyGroup = None) -> ShardedTensor:
-    """A DTensor as a sharded tensor of the same local tensors. Local; shares memory.
+    """Convert a DTensor to a sharded tensor of the same local tensors, which shares their memory.
+
+    Nothing is communicated.
 
     Args:
         tensor: A tensor that is sharded along every axis of its mesh that is longer than 1.
         process_group: The group of the result; the default group if None.
 
     Raises:
-        ValueError: It is replicated or partial along an axis.
-        TypeError: It is no DTensor.
+        ValueError: ``tensor`` is replicated or partial along an axis that is longer than 1.
+        TypeError: ``tensor`` is not a DTensor.
 
     Example:
         >>> import torch
