@@ -59,5 +59,5 @@ __all__ = [
 if not TYPE_CHECKING:  # which would take any name for one that is here
 
     def __getattr__(name: str) -> NoReturn:
-        """An error about a name that the package has not."""
+        """Raise the error for ``name``, which this package lacks."""
         refuse_left_out(__name__, name)

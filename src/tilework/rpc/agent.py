@@ -1,4 +1,4 @@
-"""A rank's end of RPC: the calls that it makes, and those that it serves."""
+"""The RPC engine of a rank: the calls that the rank makes, and the calls that it serves."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _GRACE_SECONDS: Final = 0.1
 
 
 class Agent:
-    """A rank's end of RPC.
+    """The RPC engine of a rank: makes calls to other workers, and serves the calls that they make.
 
     Args:
         rank: This rank.
         workers: All workers.
         transport: The sockets; the agent closes them.
-        shared_buffers: This rank's memory files; the agent closes it.
-        probes: By which ranks' memory files are found, by rank.
-        rpc_timeout: Seconds that a call may take unless it says so itself.
-        idle_threads: How many are kept.
+        shared_buffers: This rank's memory files for large buffers; the agent closes them.
+        probes: Each rank's probe: tests whether this rank can open that rank's memory files.
+        rpc_timeout: Seconds that a call may take, unless the call has another timeout.
+        idle_threads: The number of idle threads that are kept for later tasks.
     """
 
     def __init__(  # noqa: PLR0913
@@ -83,7 +83,7 @@ class Agent:
         self._watcher = threading.Thread(target=self._watch, name=f"{me} watch", daemon=True)
 
     def start(self, addresses: Sequence[str]) -> None:
-        """Begin; the ranks listen at ``addresses``."""
+        """Begin to send and receive; ``addresses`` has the address of each rank, in their order."""
         self._transport.know(addresses, self.sender.hello)
         self._watcher.start()
         self._threads.start()
@@ -99,7 +99,10 @@ class Agent:
         timeout: Timeout,
         inner: bool = False,
     ) -> Any:
-        """The result of ``fn`` there. Blocks."""
+        """Call ``fn`` on worker ``to``, and return the result. Blocks.
+
+        ``inner`` marks a call for RPC's own purposes, which does not count as work of the program.
+        """
         call = BlockingCall(**self._about(to, fn, timeout), inner=inner)
         number = self._issue(call, (fn, tuple(args), dict(kwargs)))
         try:
@@ -117,7 +120,7 @@ class Agent:
         kwargs: Mapping[str, Any],
         timeout: Timeout,
     ) -> RpcFuture[Any]:
-        """A future of the result of ``fn`` there."""
+        """Call ``fn`` on worker ``to``, and return a future of the result at once."""
         call = FutureCall(**self._about(to, fn, timeout))
         self._issue(call, (fn, tuple(args), dict(kwargs)))
         return call.future
@@ -130,7 +133,7 @@ class Agent:
         kwargs: Mapping[str, Any],
         timeout: Timeout,
     ) -> RRef[Any]:
-        """A reference to the result of ``fn`` there."""
+        """Call ``fn`` on worker ``to``, which keeps the result; return an RRef to it at once."""
         about = self._about(to, fn, timeout)
         entry, ref = self.references.create(about["to"].id)
         rref = RRef.of(self, entry)
@@ -139,13 +142,16 @@ class Agent:
         return rref
 
     def gather(self, purpose: str, ranks: tuple[int, ...], obj: Any, timeout: Timeout) -> Any:
-        """Each of the ranks' objects, by rank. Collective over them; blocks."""
+        """Exchange ``obj`` among ``ranks``, and return the objects of all of them, by rank.
+
+        Collective over ``ranks``, with the same ``purpose``; blocks.
+        """
         key = self.gatherings.next(purpose, ranks)
         return self.call(ranks[0], _arrive, (key, self.rank, obj), {}, timeout, inner=True)
 
     def _about(self, to: To, fn: Callable[..., Any], timeout: Timeout) -> dict[str, Any]:
         if not callable(fn):
-            raise TypeError(f"what is called on another rank must be callable, got {fn!r}")
+            raise TypeError(f"a function to call on another rank must be callable, got {fn!r}")
         frame = user_frame(sys._getframe(2))
         site: Site | None = (frame.f_code, frame.f_lasti) if frame is not None else None
         return {
@@ -156,7 +162,10 @@ class Agent:
         }
 
     def _issue(self, call: RemoteCall, job: tuple[Any, ...], new: Ref | None = None) -> int:
-        """Send a call; ``new`` is the reference among the arguments that the call makes."""
+        """Send ``call``, which runs ``job`` on the other rank, and return the call's number.
+
+        ``new`` is the reference in ``job`` whose value the call makes, if any.
+        """
         to = call.to.id
         payload, refs = self.sender.pack(job, to, new)
         number, wake = self._calls.add(call)
@@ -172,7 +181,10 @@ class Agent:
     # -- receiving: on the pool's threads ----------------------------------------------------
 
     def _next_task(self) -> Task | None:
-        """The next task that may take long; quick messages are handled meanwhile."""
+        """Receive messages until a message leaves work that may take long; return that work.
+
+        Quick messages are handled here. None: the agent was closed.
+        """
         while not self._stopped:
             task = self._handle(self._transport.receive())
             if task is not None:
@@ -180,7 +192,12 @@ class Agent:
         return None
 
     def _handle(self, frames: Sequence[Any]) -> Task | None:
-        """Handle a message. Apart, so that a thread that waits for the next one holds none."""
+        """Decode and handle a message; return work that remains and may take long, or None.
+
+        This is a function so that the message is freed when it returns: a thread that waits for the
+        next message must not keep the last message alive. An error is logged, and the message
+        dropped.
+        """
         try:
             return self._take(decode(frames))
         except Exception:  # our bug; the others' messages must go on
@@ -188,7 +205,7 @@ class Agent:
             return None
 
     def _take(self, message: RpcMessage) -> Task | None:  # noqa: C901, PLR0912
-        """The rest of a message's work, once the quick part is done, in the order of messages."""
+        """Do the quick work of a message, in the order of messages; return slow work, or None."""
         sender, number = message.sender, message.number
         self._transport.contact(sender)
         match message.kind:
@@ -228,7 +245,7 @@ class Agent:
         return Received(message, refs, self._open(message) if message.file != NO_FILE else None)
 
     def _open(self, message: RpcMessage) -> Any:
-        """The contents of the message's memory file; the error if it cannot be opened."""
+        """The contents of the message's memory file, mapped; the OSError if it cannot be opened."""
         sender, (number, returning) = message.sender, message.file
         pid = self._probes[sender].pid
         try:
@@ -242,7 +259,7 @@ class Agent:
         return contents
 
     def _outcome(self, call: RemoteCall, received: Received) -> Any:
-        """The result of a call that ended, or the exception."""
+        """The result in the answer ``received`` to ``call``; raises the exception in the answer."""
         if received.lacks_memory and not self._probes[received.message.sender].readable():
             raise call.lost()  # it answered and died before this rank opened the memory
         result = received.load()
@@ -251,7 +268,7 @@ class Agent:
         return result
 
     def _finish(self, call: RemoteCall, outcome: Callable[[], Any]) -> Task | None:
-        """End a call; the rest of the work for that, if any."""
+        """End ``call`` with ``outcome``; return the work that remains and may block, or None."""
         task = call.finish(outcome)
         if task is None:
             self._calls.ended(call)
@@ -268,7 +285,7 @@ class Agent:
     # -- serving ---------------------------------------------------------------------------
 
     def _serve(self, received: Received) -> None:
-        """Run another rank's call, and answer."""
+        """Run the function that another rank called, and send back the result or the exception."""
         message = received.message
         try:
             fn, args, kwargs = received.load()
@@ -289,7 +306,7 @@ class Agent:
             self._answer(message, lambda: result)
 
     def _answer(self, message: RpcMessage, outcome: Callable[[], Any]) -> None:
-        """Answer a call with the result of ``outcome``, or the exception."""
+        """Send the caller the result of ``outcome()``, or the exception that it raises."""
         to, number = message.sender, message.number
         try:
             kind, (payload, refs) = MessageKind.RESULT, self.sender.pack(outcome(), to)
@@ -302,7 +319,10 @@ class Agent:
     # -- watching: on a separate thread --------------------------------------------------------
 
     def _watch(self) -> None:
-        """End calls that are late or whose worker is gone; report dropped references."""
+        """End calls that are late or whose worker is gone, until the agent is closed.
+
+        Also tells other ranks which of their values and memory files this rank has dropped.
+        """
         while not self._closed:
             next_loss = self._losing[0][0] if self._losing else math.inf
             until = self._calls.sleep_until(min(next_loss, self._shared_buffers.tidy()))
@@ -326,7 +346,7 @@ class Agent:
         run_soon(partial(self.gatherings.lose, rank))
 
     def _end(self, number: int, reason: Callable[[RemoteCall], BaseException]) -> None:
-        """End a call with an error, if it has not ended meanwhile."""
+        """End call ``number`` with the error that ``reason`` makes, unless it has ended already."""
         call = self._calls.pop(number)
         if call is None:
             return
@@ -337,13 +357,14 @@ class Agent:
     # -- leaving ---------------------------------------------------------------------------
 
     def finish(self, timeout: Timeout) -> None:
-        """Wait until no worker has calls that have not ended. Collective.
+        """Wait until no worker has a call that has not ended. Collective.
 
-        Nobody is sure to stay idle because he is so now: a function that still runs may call him.
-        So all ask each other twice whether they made any call in between.
+        A worker that is idle now may become busy again: a function that still runs elsewhere may
+        call it. Therefore all workers exchange the number of calls that each has ever made, until
+        two exchanges in a row agree.
 
         Raises:
-            RpcTimeoutError: It took longer.
+            RpcTimeoutError: The wait took longer than ``timeout``.
             PeerLostError: A worker died or left.
         """
         deadline = time.monotonic() + timeout_seconds(timeout, math.inf)
@@ -357,10 +378,10 @@ class Agent:
         self._answering.wait_none(deadline)
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Leave. Calls that have not ended fail. Idempotent; waits for nobody.
+        """Leave RPC without waiting for other ranks. Calls that have not ended fail. Idempotent.
 
         Args:
-            linger_seconds: Time that messages in flight may take to leave.
+            linger_seconds: The time in which messages that were sent may still leave this process.
         """
         with self._closing:
             if self._closed:
@@ -379,7 +400,7 @@ class Agent:
 
 
 def _arrive(key: Key, rank: int, obj: Any) -> Later:
-    """Contribute to a gathering; runs on the root."""
+    """Add ``obj`` of ``rank`` to gathering ``key``; runs on the rank that collects the objects."""
     return current_agent().gatherings.arrive(key, rank, obj)
 
 
@@ -397,7 +418,7 @@ def _raise(error: BaseException) -> Any:
 
 
 def _let_go(entries: list[Owned]) -> None:
-    """Drop values on a thread where their finalizers may block."""
+    """Release the values of ``entries``; runs on a thread where their finalizers may block."""
     entries.clear()
 
 

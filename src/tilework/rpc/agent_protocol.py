@@ -1,4 +1,4 @@
-"""An agent as references and the public functions see it."""
+"""The interface of a rank's RPC engine for references and the public functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilework.rpc.workers import Directory, To
 
 
 class AgentProtocol(Protocol):
-    """A rank's end of RPC; :class:`~tilework.rpc.agent.Agent` implements it."""
+    """The RPC engine of a rank; :class:`~tilework.rpc.agent.Agent` implements it."""
 
     rank: int
     rpc_timeout: float
@@ -47,7 +47,7 @@ class AgentProtocol(Protocol):
         kwargs: Mapping[str, Any],
         timeout: Timeout,
     ) -> Any:
-        """An RRef to the result of ``fn`` there."""
+        """Call ``fn`` on worker ``to``, which keeps the result; return an RRef to it at once."""
         ...
 
     def gather(self, purpose: str, ranks: tuple[int, ...], obj: Any, timeout: Timeout) -> Any: ...

@@ -1,4 +1,4 @@
-"""The functions that programs call."""
+"""The functions of RPC that programs call."""
 
 from __future__ import annotations
 
@@ -26,26 +26,31 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Join the workers as ``name``. Collective; blocks until all came.
+    """Start RPC on this rank, as the worker ``name``. Collective; blocks until all ranks have come.
 
-    Ranks meet at the options' ``init_method``; else at the default group's store, if there is
-    a default group; else as the environment says (env://). Only ranks that share the job's secret,
-    or the same private store, are ever heard.
+    Ranks meet at the options' ``init_method``; else at the default group's store, if there is a
+    default group; else as the environment says (env://). RPC accepts only ranks that share the
+    job's secret or a private store.
 
     Args:
-        name: What the others call this worker; unique.
-        backend: Accepted for torch's sake; there is one.
-        rank: This worker's number; -1: as the default group, the URL or the environment says.
-        world_size: How many workers there are; None: likewise.
+        name: The name by which other workers call this worker; unique.
+        backend: Accepted for torch's sake; without effect.
+        rank: This worker's rank; -1: as the default group, the URL or the environment says.
+        world_size: The number of workers; None: as the default group, the URL or the environment
+            says.
         rpc_backend_options: Time-outs and more. ``rpc_timeout`` limits this call too.
 
     Raises:
-        RuntimeError: This rank has joined already.
-        ValueError: A bad name, two workers of one name, or a rank or size that cannot be.
-        CollectiveMismatchError: Ranks gave different sizes, the same rank, or other secrets.
-        DistBackendError: Nothing in the job's set-up proves who takes part.
+        RuntimeError: This rank has called init_rpc already, and not shutdown since.
+        ValueError: The name is malformed, two workers have the same name, or a rank or size is
+            impossible.
+        CollectiveMismatchError: Ranks gave different sizes or the same rank, or have different
+            secrets.
+        DistBackendError: The job has no secret and no private store by which ranks prove that they
+            take part.
         DistStoreError: Some rank did not come in time.
-        DistError: It failed on another rank, a bad name there say.
+        DistError: Another rank failed in init_rpc, for example because the worker's name is
+            malformed.
 
     Example:
         >>> import operator
@@ -75,18 +80,19 @@ def init_rpc(
 
 
 def shutdown(graceful: bool = True, timeout: Timeout = 0) -> None:
-    """Leave. No call can be made or served by this rank afterwards; init_rpc may be called again.
+    """Leave RPC. Afterwards this rank makes and serves no calls; init_rpc may be called again.
 
     Args:
-        graceful: Wait until all workers have called this and all calls have ended, those
-            included that functions make meanwhile. Then collective. Otherwise leave at once:
-            calls to this worker fail with PeerLostError.
-        timeout: How long to wait; 0 means no limit.
+        graceful: True: wait until all workers have called this and all calls have ended, also those
+            that running functions make meanwhile; collective. False: leave at once, and calls to
+            this worker fail with PeerLostError.
+        timeout: The longest wait, in seconds or as a timedelta; 0: no limit.
 
     Raises:
         RuntimeError: init_rpc was not called.
-        RpcTimeoutError: It took longer. This rank has left all the same.
-        PeerLostError: Another worker died or left at once. Likewise.
+        RpcTimeoutError: The wait took longer than ``timeout``. This rank has left all the same.
+        PeerLostError: Another worker died, or left without waiting. This rank has left all the
+            same.
 
     Example:
         See :func:`init_rpc`.
@@ -108,20 +114,21 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: Timeout = UNSET_RPC_TIMEOUT,
 ) -> T:
-    """Call ``func(*args, **kwargs)`` on worker ``to``, and return what it returned. Blocks.
+    """Call ``func(*args, **kwargs)`` on worker ``to``, and return the result. Blocks.
 
-    The function travels by name, so all ranks must be able to import it. Arguments and
-    results are copied: as they are at the call, tensors without the history of their gradients.
+    The function travels by name, so all ranks must be able to import it. Arguments and results are
+    copied, arguments as they are at the time of the call. Tensors lose the history of their
+    gradients.
 
     Args:
         to: A worker by name, rank, or WorkerInfo; may be this rank.
         func: The function to call; may be marked with ``functions.async_execution``.
         args, kwargs: The arguments of the call.
-        timeout: Seconds or a timedelta; 0 means no limit.
+        timeout: Seconds or a timedelta; 0: no limit. The default is the options' ``rpc_timeout``.
 
     Raises:
         Exception: The error of ``func``, with the traceback of the other rank in the message.
-        RemoteError: If that cannot be rebuilt here.
+        RemoteError: The error of ``func`` cannot be rebuilt on this rank.
         RpcTimeoutError: There was no answer in time. The function may be running still.
         PeerLostError: The worker died or left; noticed within a second.
         TypeError: The function, an argument or the result cannot be pickled.
@@ -170,9 +177,10 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: Timeout = UNSET_RPC_TIMEOUT,
 ) -> RRef[T]:
-    """As :func:`rpc_sync`, but leave the result there, and return a reference to it at once.
+    """Call ``func`` as :func:`rpc_sync` does, but leave the result on worker ``to``.
 
-    What the function raises is raised by the reference's ``to_here()``.
+    Returns a reference to the result at once. If ``func`` raises, the reference's ``to_here()``
+    raises that error.
 
     Example:
         See :class:`RRef`.
@@ -182,7 +190,7 @@ def remote(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """The worker of a name; this process's worker for None.
+    """The worker named ``worker_name``; None: this rank's worker.
 
     Raises:
         ValueError: No worker has the name.
@@ -227,11 +235,11 @@ def all_gather(
 
     Args:
         obj: Anything that pickles.
-        worker_names: Who takes part, this worker among them; None: all.
+        worker_names: The workers that take part, including this worker; None: all.
         timeout: Seconds or a timedelta; 0 means no limit.
 
     Raises:
-        ValueError: A name that nobody has, or this worker is not among them.
+        ValueError: A name in ``worker_names`` is unknown, or this worker's name is missing there.
         RpcTimeoutError: Some worker did not come in time.
         PeerLostError: Some worker died or left.
 
@@ -260,7 +268,7 @@ def all_gather(
 def barrier(
     worker_names: Collection[str] | None = None, timeout: Timeout = UNSET_RPC_TIMEOUT
 ) -> None:
-    """Wait until the workers have called this. Collective over them.
+    """Block until all of ``worker_names`` (None: all workers) have called this. Collective.
 
     Args and errors are those of :func:`all_gather`.
 

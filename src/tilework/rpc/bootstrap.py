@@ -1,4 +1,4 @@
-"""Making a rank's agent: finding the others, and agreeing with them."""
+"""Starting a rank's agent: the ranks find each other through a store, and agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _LONGEST_SECONDS = 7 * 24 * 3600.0
 def find_store(
     options: RpcBackendOptions, rank: int, world_size: int | None
 ) -> tuple[Store, int, int, bool]:
-    """The store to meet at, this rank, the size, and True if the store was opened for that."""
+    """(the store where ranks meet, this rank, the number of ranks, True if the store is new).
+
+    A ``rank`` of -1 and a ``world_size`` of None are taken from the default group, the URL or the
+    environment. A new store was opened only for RPC, and the caller must close it.
+    """
     size = -1 if world_size is None else world_size
     world = current_world()
     if options.init_method is None and world.default_group is not None:
@@ -45,7 +49,10 @@ def find_store(
 def join(
     state: RpcState, store: Store, rank: int, size: int, name: str, options: RpcBackendOptions
 ) -> None:
-    """Give ``state`` an agent that knows all others. Collective; blocks until all came."""
+    """Meet all other ranks at ``store``, and set ``state.agent`` to an agent that knows them.
+
+    Collective; blocks until all ranks have come.
+    """
     with contextlib.ExitStack() as undo:
         with Meeting(store, rank, size, min(options.rpc_timeout, _LONGEST_SECONDS)) as meeting:
             check_name(name)
@@ -84,7 +91,7 @@ def _host(store: Store, rank: int, size: int) -> str:
 def _addresses(
     meeting: Meeting, transport: Transport, store: Store, cards: list[Card], host: str
 ) -> list[str]:
-    """The address of each rank for this one. Collective."""
+    """The address at which this rank reaches each rank, in the order of ranks. Collective."""
     if len({card.host for card in cards}) == 1:
         return [card.address for card in cards]
     meeting.publish("tcp", transport.listen_on(reachable_address(store)))

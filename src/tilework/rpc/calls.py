@@ -25,7 +25,7 @@ Task = Callable[[], None]
 
 @dataclass(eq=False, kw_only=True)
 class RemoteCall(ABC):
-    """A call to another rank."""
+    """A call of this rank to another rank."""
 
     to: WorkerInfo
     what: str
@@ -43,24 +43,27 @@ class RemoteCall(ABC):
 
     @abstractmethod
     def finish(self, outcome: Outcome) -> Task | None:
-        """End the call. Never blocks: the task that it returns, if any, may."""
+        """End the call; never blocks. Returns work that may block, or None.
+
+        ``outcome`` returns the result of the call, or raises the error.
+        """
 
     def lost(self) -> PeerLostError:
-        """The error for a worker that is gone."""
+        """The error to raise if the called worker has died or left."""
         return PeerLostError(
             f"{self.to_where()} died or left before {self.what} returned{self._called()}",
             ranks=[self.to.id],
         )
 
     def late(self) -> RpcTimeoutError:
-        """The error for a worker that does not answer."""
+        """The error to raise if the called worker has not answered within the timeout."""
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout:g} s): {self.what} on "
-            f"{self.to_where()}{self._called()}. Pass a longer timeout if it may take so long"
+            f"{self.to_where()}{self._called()}. Pass a longer timeout if the call may take longer"
         )
 
     def to_where(self) -> str:
-        """The worker, for messages."""
+        """The called worker in words, for error messages."""
         return f"worker {self.to.name!r} (rank {self.to.id})"
 
     def _called(self) -> str:
@@ -70,7 +73,7 @@ class RemoteCall(ABC):
 
 @dataclass(eq=False, kw_only=True)
 class BlockingCall(RemoteCall):
-    """A call whose caller waits."""
+    """A call whose caller blocks in :meth:`wait` until the call has ended."""
 
     _ended: threading.Lock = field(default_factory=threading.Lock)
     _outcome: Outcome | None = None
@@ -93,7 +96,7 @@ class BlockingCall(RemoteCall):
 
 @dataclass(eq=False, kw_only=True)
 class FutureCall(RemoteCall):
-    """A call that completes a future."""
+    """A call whose outcome completes :attr:`future`."""
 
     future: RpcFuture[Any] = field(default_factory=RpcFuture)
 
@@ -111,7 +114,7 @@ class FutureCall(RemoteCall):
 
 @dataclass(eq=False, kw_only=True)
 class CreatingCall(RemoteCall):
-    """A call that makes another rank the owner of a value."""
+    """A call whose result stays on the called rank, which becomes the owner of the value."""
 
     entry: Entry
 
@@ -132,7 +135,7 @@ class CreatingCall(RemoteCall):
 
 
 class Calls:
-    """The calls that are not answered, by number."""
+    """The calls of this rank that have not been answered, by number."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +146,10 @@ class Calls:
         self.work = InFlight()
 
     def add(self, call: RemoteCall) -> tuple[int, bool]:
-        """The call's number, and True if the thread that watches deadlines must be woken."""
+        """Add ``call``; return (the call's number, True if the watching thread must be woken).
+
+        The thread must be woken if the call's deadline is before the end of that thread's sleep.
+        """
         if not call.inner:
             self.work.begin()
         with self._lock:
@@ -152,26 +158,29 @@ class Calls:
             return number, call.deadline < self._awake_at
 
     def pop(self, number: int) -> RemoteCall | None:
-        """The call, for the first who asks, who must end it and call :meth:`ended`."""
+        """Remove and return call ``number``; None if it was removed before.
+
+        Whoever gets the call must end it, and then call :meth:`ended`.
+        """
         with self._lock:
             return self._calls.pop(number, None)
 
     def ended(self, call: RemoteCall) -> None:
-        """Note that the call has ended."""
+        """Note that ``call``, and all work that the end sets off, is over."""
         if not call.inner:
             self.work.end()
 
     def numbers(self, where: Callable[[RemoteCall], bool]) -> list[int]:
-        """The calls for which ``where`` holds."""
+        """The numbers of the calls for which ``where`` holds."""
         with self._lock:
             return [number for number, call in self._calls.items() if where(call)]
 
     def late(self, now: float) -> list[int]:
-        """The calls whose time is up."""
+        """The numbers of the calls whose deadline has passed at the time ``now``."""
         return self.numbers(lambda call: call.deadline <= now)
 
     def sleep_until(self, at_most: float) -> float:
-        """The next deadline, or ``at_most``: until then nobody need look again."""
+        """The time until which the watching thread may sleep: the next deadline, or ``at_most``."""
         with self._lock:
             soonest = min((call.deadline for call in self._calls.values()), default=math.inf)
             self._awake_at = min(soonest, at_most)

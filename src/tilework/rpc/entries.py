@@ -1,4 +1,4 @@
-"""A rank's entry for one reference: on the owner the value, elsewhere that it is held."""
+"""A rank's entry for a value that ranks refer to: the value, or a note that another rank has it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from tilework.rpc.message import RefId
 
 
 class Owned:
-    """On the owner: the value, once it is there.
+    """The entry on the rank that owns the value: the value, once it exists.
 
-    It lives as long as an RRef of this rank, or the list of those that others hold, has it.
+    The entry lives as long as this rank has an RRef to the value, or another rank holds a
+    reference.
     """
 
     __slots__ = ("__weakref__", "_error", "_value", "holders", "id", "owner", "pending")
@@ -27,12 +28,12 @@ class Owned:
         self._error: BaseException | None = None
 
     def complete(self, value: Any) -> None:
-        """Set the value."""
+        """Set the value, and wake all who wait for it."""
         self._value = value
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Set the error that there is instead of a value."""
+        """Set the error that :meth:`get` raises, since there will be no value."""
         self._error = error
         self._end()
 
@@ -52,7 +53,10 @@ class Owned:
 
 
 class HeldReference:
-    """Elsewhere: that this rank has references to it. It lives as long as one of those."""
+    """The entry on a rank that holds references to a value which another rank owns.
+
+    The entry lives as long as this rank holds a reference.
+    """
 
     __slots__ = ("__weakref__", "confirmed", "error", "id", "owner")
 

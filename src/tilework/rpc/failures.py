@@ -13,7 +13,7 @@ from tilework.rpc.workers import WorkerInfo
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that came from another rank and has no message to append to."""
+    """Another rank's traceback: the cause of an exception that has no message to append it to."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -33,13 +33,16 @@ class RemoteFailure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteFailure:
-        """The Failure for ``error``."""
+        """The description of ``error`` for the rank that made the call."""
         lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         return cls(_pickled(error), name.removeprefix("builtins."), text_of(error), "".join(lines))
 
     def rebuild(self, where: WorkerInfo) -> BaseException:
-        """The exception, as it is raised on this rank."""
+        """The exception to raise on the calling rank; ``where`` is the worker that raised it.
+
+        It is a RemoteError if the original exception cannot be rebuilt.
+        """
         text = f"On worker {where.name!r} (rank {where.id}):\n{self.traceback}"
         error = _unpickled(self.pickled)
         if error is None:
@@ -52,7 +55,7 @@ class RemoteFailure(NamedTuple):
 
 
 def _users(frame: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this package that only called the user's function."""
+    """The traceback from the user's function on, without this library's frames above that."""
     first = frame
     while frame is not None and in_library[frame.tb_frame.f_code.co_filename]:
         frame = frame.tb_next
@@ -70,7 +73,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _unpickled(data: bytes | None) -> Exception | None:
-    """The exception; None where the class cannot be built that way."""
+    """The exception in ``data``; None if there is none, or it cannot be unpickled."""
     try:
         error = None if data is None else pickle.loads(data)
     except Exception:

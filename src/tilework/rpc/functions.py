@@ -1,4 +1,4 @@
-"""Marks on functions that others call."""
+"""The decorator for functions that other ranks call and whose result comes later."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MARK: Final = "_tilework_rpc_async"
 def async_execution(fn: _Function) -> _Function:
     """Mark ``fn`` as a function that returns a ``torch.futures.Future`` of the result.
 
-    The caller gets the future's value when it is there, and no thread waits for that meanwhile.
-    With ``@staticmethod`` or ``@classmethod``, those come first (above).
+    A rank that calls ``fn`` by RPC gets the value of the future once the future is complete; no
+    thread waits for it meanwhile. Write ``@staticmethod`` or ``@classmethod`` above this decorator.
 
     Example:
         >>> import torch
@@ -27,5 +27,5 @@ def async_execution(fn: _Function) -> _Function:
 
 
 def is_async(fn: Callable[..., Any]) -> bool:
-    """True if ``fn`` is marked so."""
+    """True if ``fn`` is marked by :func:`async_execution`."""
     return bool(getattr(fn, _MARK, False))

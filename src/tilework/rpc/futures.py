@@ -23,18 +23,18 @@ class RpcFuture(torch.futures.Future[T]):
         return super().wait()
 
     def set_result(self, result: T) -> None:
-        """Complete it. Callbacks run on this thread."""
+        """Complete the future with ``result``. Callbacks run on the calling thread."""
         self._ready.set()
         super().set_result(result)
 
     def set_exception(self, result: Any) -> None:
-        """Complete it with an exception. Callbacks run on this thread."""
+        """Complete the future with an exception. Callbacks run on the calling thread."""
         self._ready.set()
         super().set_exception(result)
 
 
 class Later:
-    """The return value of a function whose result will be in ``future``."""
+    """Returned in place of a result that comes later: RPC answers when ``future`` is complete."""
 
     def __init__(self, future: torch._C.Future[Any]) -> None:
         self.future = future

@@ -1,4 +1,4 @@
-"""Gathering objects from workers: each calls the first of them, which answers when all have."""
+"""Gathering objects from workers: each calls the first worker, which answers when all have come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = tuple[str, tuple[int, ...], int]
 
 
 class _Round:
-    """A gathering, on the root."""
+    """A gathering on the rank that collects: the objects so far, and the future of all objects."""
 
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
@@ -22,7 +22,7 @@ class _Round:
 
 
 class Gatherings:
-    """A rank's part in gatherings."""
+    """A rank's part in gatherings: counts those that it joins, and collects objects."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,13 +31,16 @@ class Gatherings:
         self._lost: set[int] = set()
 
     def next(self, purpose: str, ranks: tuple[int, ...]) -> Key:
-        """The next one of these; the same on each of the ranks."""
+        """The key of the next gathering of ``ranks`` for ``purpose``; equal on all these ranks."""
         with self._lock:
             self._counts[purpose, ranks] += 1
             return purpose, ranks, self._counts[purpose, ranks]
 
     def arrive(self, key: Key, rank: int, obj: Any) -> Later:
-        """``rank`` contributes ``obj``; all objects, by rank, when all have."""
+        """Add ``obj`` of ``rank`` to gathering ``key``, on the rank that collects.
+
+        The future in the result has the objects of all ranks, by rank, when all have arrived.
+        """
         _, ranks, _ = key
         with self._lock:
             gone = sorted(self._lost.intersection(ranks))

@@ -8,7 +8,7 @@ import time
 
 
 class InFlight:
-    """A counter of things in flight.
+    """A counter of things that have begun and not ended, such as calls.
 
     Example:
         >>> in_flight = InFlight()

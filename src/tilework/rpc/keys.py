@@ -1,8 +1,8 @@
-"""The keys that the ranks of a job have, and nobody else.
+"""The keys by which the ranks of a job encrypt their connections and recognize each other.
 
 Connections are encrypted and authenticated by CURVE, where each end has a key pair and knows the
-other's public key. All pairs follow from one secret of the job's, so that nothing but a
-random number needs to be exchanged, and a stranger in the middle can put in no other key.
+other's public key. All key pairs are derived from one secret of the job. Therefore ranks exchange
+nothing but a random number, and a stranger in the middle cannot put in another key.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Keys:
 
     @cached_property
     def allowed(self) -> dict[bytes, int]:
-        """The rank of each public key of the job, in binary."""
+        """The ranks of the job, by public key in binary."""
         return {z85.decode(self.public(rank)): rank for rank in range(self._size)}
 
     @property
     def proof(self) -> str:
-        """Equal on ranks that have the same secret; reveals nothing about it."""
+        """A text that is equal on ranks with the same secret, but does not reveal the secret."""
         return self._derived("proof").hex()
 
     def _derived(self, purpose: str) -> bytes:
@@ -56,17 +56,17 @@ class Keys:
 
 
 def agree_on_keys(store: Store, size: int) -> Keys:
-    """The keys of all ranks that meet at ``store``. Does not wait for them.
+    """The keys of all ranks that meet at ``store``. Does not wait for other ranks.
 
-    They follow from a random number in the store, which only the job's ranks can ask for, and
-    from what never travels: the store's own secret, and TILEWORK_SECRET where it is set.
+    The keys are derived from a random number in the store, which only the job's ranks can read, and
+    from secrets that never travel: the store's own, and TILEWORK_SECRET where it is set.
 
     Raises:
-        DistBackendError: Strangers can read the store as well.
+        DistBackendError: The store does not authenticate ranks: strangers can read it, too.
     """
     if not store.authenticated:
         raise DistBackendError(
-            f"RPC runs what callers send, and {store!r} does not prove who takes part. Start "
+            f"RPC runs functions for callers, but {store!r} does not check who connects. Start "
             f"the program with `tilework run`, or set TILEWORK_SECRET to the same random hex "
             f"string on every rank"
         )

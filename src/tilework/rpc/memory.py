@@ -1,11 +1,11 @@
-"""Large buffers between processes of one host: written once, then mapped by who gets them.
+"""Large buffers between processes of one host: written once by the sender, mapped by the receiver.
 
 A sender writes them into a memory file without a name (memfd), and sends the number of the file.
 The receiver opens it as ``/proc/<pid>/fd/<number>`` and maps it. Files are used again, because
 getting memory from the kernel costs more than the copy: a receiver that has dropped the mapping
-gives the file back. There is a limit to that, beyond which the sender lets go of a file as soon as
-it is mapped. Nothing remains of a file when the processes that have it are gone, however they
-ended.
+gives the file back. Only files up to a limit are used again; beyond the limit, the sender closes a
+file as soon as the receiver has mapped it. Nothing remains of a file when the processes that have
+it are gone, however they ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Probe(NamedTuple):
     token: str
 
     def readable(self) -> bool:
-        """True if this process can open that one's files."""
+        """True if this process can open the memory files of the process that made the probe."""
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -67,7 +67,7 @@ class _File(NamedTuple):
 
 
 class SharedBufferPool:
-    """The memory files of one rank: those that others have mapped, and unused ones."""
+    """The memory files that a rank has made: files that other ranks use, and unused files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,10 +84,10 @@ class SharedBufferPool:
     def share(
         self, rank: int, parts: Sequence[memoryview], offsets: Sequence[int]
     ) -> tuple[int, bool] | None:
-        """Copy ``parts`` to a file for ``rank``.
+        """Copy ``parts`` into a memory file for ``rank``, each part to the offset in ``offsets``.
 
         Returns:
-            The number of the file, and True if ``rank`` has to return it; None if there is no room.
+            The number of the file, and True if ``rank`` must return it; None if writing failed.
         """
         size = offsets[-1] + parts[-1].nbytes
         with self._lock:
@@ -103,7 +103,7 @@ class SharedBufferPool:
         return fd, room
 
     def _find(self, size: int) -> _File | None:
-        """An unused file that holds ``size`` bytes and is not much too large."""
+        """Take an unused file of ``size`` to ``4 * size`` bytes; None if there is none."""
         fitting = [each for each in self._unused if size <= each[1].size <= 4 * size]
         if not fitting:
             return None
@@ -112,7 +112,10 @@ class SharedBufferPool:
         return best[1]
 
     def _make_room(self, size: int) -> bool:
-        """True if a new file of ``size`` is within the limits, perhaps instead of unused ones."""
+        """True if a new file of ``size`` bytes can be kept for reuse within the limits.
+
+        Unused files are closed to make room.
+        """
         taken = sum(file.size for file in self._returning.values())
         if len(self._returning) >= _MOST_FILES or taken + size > _MOST_BYTES:
             return False
@@ -124,17 +127,18 @@ class SharedBufferPool:
         return True
 
     def taken(self, fd: int) -> None:
-        """Close a file that was mapped, or never will be, and is not to be used again."""
+        """Close file ``fd``: the receiver has mapped it or never will, and it is not used again."""
         with self._lock:
             self._returning.pop(fd, None)
             if self._shared.pop(fd, None) is not None:
                 os.close(fd)
 
     def returned(self, fd: int) -> bool:
-        """Keep a memory file that no other rank uses any more.
+        """Keep file ``fd``, which the receiver does not use any more, for later messages.
 
         Returns:
-            True if no other file was unused.
+            True if this is now the only unused file: :meth:`tidy` must be called to learn when to
+            close it.
         """
         with self._lock:
             file = self._returning.pop(fd, None)
@@ -145,14 +149,17 @@ class SharedBufferPool:
             return len(self._unused) == 1
 
     def lost(self, rank: int) -> None:
-        """Close the files that ``rank`` had, which is gone."""
+        """Close the files that were shared with ``rank``, which is gone."""
         with self._lock:
             files = [fd for fd, holder in self._shared.items() if holder == rank]
         for fd in files:
             self.taken(fd)
 
     def tidy(self) -> float:
-        """Close files that have been unused for long; the time to look again (monotonic)."""
+        """Close files that have been unused for two seconds.
+
+        Returns the ``time.monotonic()`` at which to call this again; infinite if no file is unused.
+        """
         with self._lock:
             limit = time.monotonic() - _KEPT_SECONDS
             while self._unused and self._unused[0][0] <= limit:
@@ -173,7 +180,7 @@ class SharedBufferPool:
 
 
 class _Mapping(weakref.ref[mmap.mmap]):
-    """A mapping of another rank's file, which is to be returned."""
+    """A weak reference to a mapping of another rank's file; tells when the file can be returned."""
 
     __slots__ = ("fd", "forked", "rank")
 
@@ -185,10 +192,10 @@ class _Mapping(weakref.ref[mmap.mmap]):
 
 
 class MappedBuffers:
-    """A rank's mappings of other ranks' files.
+    """The mappings on this rank of other ranks' files that must be returned.
 
     Args:
-        wake: Called when ``released`` should be; from any thread, at any time.
+        wake: Called when :meth:`released` has something to tell; from any thread, at any time.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -198,12 +205,14 @@ class MappedBuffers:
         _all_mapped.add(self)
 
     def map(self, rank: int, pid: int, fd: int, size: int, returning: bool) -> mmap.mmap:
-        """The first ``size`` bytes of a file of ``rank``, mapped.
+        """Map the first ``size`` bytes of file ``fd`` of process ``pid``, which is ``rank``.
 
-        Private, since a tensor must not be shared with the children that this process may fork.
+        With ``returning`` the file is to be returned when the mapping is dropped. The mapping is
+        private (copy-on-write), since a tensor must not be shared with children that this process
+        may fork.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
         own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -221,14 +230,17 @@ class MappedBuffers:
         self._wake()
 
     def released(self) -> Iterator[tuple[int, int, bool]]:
-        """Rank and number of each file that this rank has dropped; True if it may be used again."""
+        """(rank, number of the file, True if that rank may use it again) for each dropped mapping.
+
+        The rank is the owner of the file. Each mapping is told once.
+        """
         while self._ended:
             mapping = self._ended.popleft()
             self._mappings.discard(mapping)
             yield mapping.rank, mapping.fd, not mapping.forked
 
     def fork(self) -> None:
-        """Note that a child has all mappings, too, which nobody will see it drop."""
+        """Note that a forked child has all mappings, too: the files must not be used again."""
         for mapping in list(self._mappings):
             mapping.forked = True
 
@@ -247,7 +259,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def place(sizes: Sequence[int]) -> list[int]:
-    """Offsets in a file at which buffers of these sizes follow each other, aligned.
+    """Aligned offsets in a file at which buffers of these sizes follow each other.
 
     Example:
         >>> place([100, 64, 1])
@@ -261,7 +273,10 @@ def place(sizes: Sequence[int]) -> list[int]:
 
 
 def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[int]) -> int | None:
-    """Write to the file ``fd``, or to a new file; the number of it, None if that cannot be done."""
+    """Write ``parts`` to the file ``fd``, or to a new file if None; return the file's descriptor.
+
+    None: writing failed, and the file is closed.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -277,7 +292,10 @@ def _write_file(fd: int | None, parts: Sequence[memoryview], offsets: Sequence[i
 
 
 def _write(fd: int, part: memoryview, offset: int) -> None:
-    """Written, not copied into a mapping: the kernel need not clear the pages first."""
+    """Write ``part`` to the file ``fd`` at ``offset``.
+
+    Copying into a mapping would be slower: the kernel would clear the pages first.
+    """
     done = 0
     while done < len(part):
         done += os.pwrite(fd, part[done:], offset + done)

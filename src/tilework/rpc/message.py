@@ -87,7 +87,8 @@ class Ref(NamedTuple):
     owner: int
     """The rank that holds the value."""
     pin: int
-    """What holds it at the sender until the receiver HOLDS it; one of these for the rest."""
+    """The number by which the sender keeps the reference until the receiver HOLDS it, or COUNTED or
+    NEW."""
 
 
 #: The owner itself sends it, and has counted it.
@@ -99,7 +100,7 @@ FIRST_PIN: Final = 2
 
 @dataclass(slots=True, eq=False)
 class RpcMessage:
-    """A message that came."""
+    """A received message, decoded into parts that are not unpickled yet."""
 
     kind: int
     sender: int
@@ -114,7 +115,7 @@ class RpcMessage:
     """The other frames."""
 
     def load(self, memory: Any) -> list[Any]:
-        """The parts; ``memory`` is what the memory file holds, if there is one."""
+        """The parts as buffers; ``memory`` is the mapped memory file, if the message has any."""
         parts: list[Any] = []
         frames = iter(self.frames)
         for size, place in self.parts:
@@ -128,7 +129,7 @@ class RpcMessage:
 
     @property
     def file_bytes(self) -> int:
-        """The size of the memory file."""
+        """The number of bytes of the memory file that hold parts of this message."""
         return max(size + place for size, place in self.parts if place >= 0)
 
 
@@ -141,14 +142,15 @@ def encode(  # noqa: PLR0913
     file: File = NO_FILE,
     places: Sequence[int] = (),
 ) -> list[bytes | memoryview]:
-    """A message's frames.
+    """The ZeroMQ frames of a message.
 
     Args:
         kind, sender, number: See :class:`MessageKind`.
-        refs: References in the pickle.
-        parts: The pickle and the buffers.
+        refs: The references in the pickle.
+        parts: The pickle, then the buffers that belong to it.
         file: The memory file that some of the parts are in.
-        places: Each part's offset there, or negative; as many as parts, or none.
+        places: For each part, the offset in ``file``, or a negative number if the part is not in
+            the file; empty: no part is in a file.
     """
     head: list[bytes | memoryview] = [_HEAD.pack(kind, sender, number)]
     if not parts and not refs:
@@ -197,7 +199,7 @@ def decode(frames: Sequence[Any]) -> RpcMessage:
 
 
 def _join(frames: Any, size: int) -> Any:
-    """The next part of ``size`` bytes, in one piece, and writable."""
+    """The next ``size`` bytes of ``frames``, as a single writable buffer."""
     first = next(frames).buffer
     if len(first) == size:
         return first

@@ -17,10 +17,10 @@ Timeout = float | timedelta
 
 
 def timeout_seconds(timeout: Timeout, default: float) -> float:
-    """``timeout`` in seconds, infinite for 0; ``default`` where it was not given.
+    """``timeout`` in seconds, infinite for 0; ``default`` if ``timeout`` is -1, the unset timeout.
 
     Raises:
-        TypeError, ValueError: It is no time.
+        TypeError, ValueError: ``timeout`` is not a time, or is negative.
 
     Example:
         >>> timeout_seconds(timedelta(minutes=1), 5), timeout_seconds(0, 5), timeout_seconds(-1, 5)
@@ -43,11 +43,12 @@ class RpcBackendOptions:
     """The options of init_rpc; also called ``TensorPipeRpcBackendOptions``, for torch's sake.
 
     Args:
-        rpc_timeout: How long a call may take unless it says so itself: seconds, or a timedelta; 0
-            means no limit.
-        init_method: A URL to meet at. None: the default group's store if there is one, else env://.
-        num_worker_threads: How many idle threads are kept for calls from others. More calls
-            than that may run at once: each has a thread.
+        rpc_timeout: The timeout of init_rpc, and of calls that give no other: seconds, or a
+            timedelta; 0 means no limit.
+        init_method: The URL at which ranks meet. None: the default group's store if there is a
+            default group, else env://.
+        num_worker_threads: The number of idle threads that are kept for calls from other ranks.
+            More calls than that may run at once: each has a thread.
         device_maps, devices, _transports, _channels: Accepted for torch's sake; without effect.
 
     Example:

@@ -24,14 +24,14 @@ _APART_BYTES: Final = 4 << 10
 
 
 class Payload:
-    """A pickled object.
+    """An object as a pickle and the large buffers that stand apart from the pickle.
 
     Args:
-        obj: What to pickle.
-        refer: Called with each RRef in it.
+        obj: The object to pickle.
+        refer: Called with each RRef in ``obj``.
 
     Raises:
-        TypeError: It, or something in it, cannot be pickled.
+        TypeError: ``obj``, or an object inside it, cannot be pickled.
     """
 
     def __init__(self, obj: Any, refer: Callable[[RRef[Any]], None]) -> None:
@@ -42,13 +42,13 @@ class Payload:
             _Pickler(file, self._keep, refer).dump(obj)
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             raise TypeError(
-                f"cannot be sent to another rank: {error}. Functions and classes travel by their "
-                f"name, so they must be defined at the top of a module that all ranks can import"
+                f"an object cannot be sent to another rank: {error}. Functions and classes travel "
+                f"by name: define them at the top of a module that all ranks can import"
             ) from error
         self.data = file.getbuffer()
 
     def _keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """True if ``buffer`` is to be part of the pickle."""
+        """True if ``buffer`` is small and goes into the pickle; others are put into ``buffers``."""
         view = buffer.raw()
         if view.nbytes < _APART_BYTES:
             return True
@@ -57,7 +57,7 @@ class Payload:
 
 
 def load(data: memoryview, buffers: Sequence[Any], refs: Sequence[RRef[Any]]) -> Any:
-    """The object that was pickled."""
+    """The object whose pickle is ``data``, with the buffers and references that stand apart."""
     if refs:
         return _Unpickler(io.BytesIO(data), buffers, refs).load()
     return pickle.loads(data, buffers=buffers)
@@ -97,12 +97,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _nth_ref(number: int) -> RRef[Any]:
-    """Stands in a pickle for the message's RRef of that number."""
-    raise pickle.UnpicklingError("a reference that came without the message")
+    """Placeholder in a pickle for the RRef number ``number`` of the message.
+
+    Loading a pickle replaces it by the RRef; it is called only without the message, and raises.
+    """
+    raise pickle.UnpicklingError("an RRef can be loaded only with the message that it came in")
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """True if it is nothing but elements in this process's memory."""
+    """True if ``tensor`` is dense, on the CPU, not quantized, and without Python attributes."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

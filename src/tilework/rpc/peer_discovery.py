@@ -29,7 +29,7 @@ _RANKS_SHOWN = 16
 
 @dataclass(frozen=True)
 class Card:
-    """A rank's description of itself for the others."""
+    """A rank's description of itself: name, host and address, which all other ranks read."""
 
     name: str
     """The worker name of the rank."""
@@ -44,10 +44,11 @@ class Card:
 
 
 class Meeting:
-    """A rank's part in a meeting of ``size`` at ``store``, within ``seconds``.
+    """This rank's part in a meeting of ``size`` ranks at ``store``, for at most ``seconds``.
 
-    Ranks may meet at one store again and again: each counts how often it came, and how often it
-    left, with success or without. A context manager that leaves.
+    Ranks may meet at the same store again: the store counts how often each rank has come, and how
+    often it has left, with success or without. A context manager: the end of the block counts as
+    leaving.
     """
 
     def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
@@ -75,7 +76,10 @@ class Meeting:
                 self._let_others_leave()
 
     def _let_others_leave(self) -> None:
-        """Wait a little until those who came have read what went wrong: this rank may serve it."""
+        """Wait at most a second until the other ranks that came have left.
+
+        This rank may serve the store from which they read what went wrong.
+        """
         deadline = time.monotonic() + _LEAVING_SECONDS
         for rank in range(self._size):
             came = self._visits.add(f"came/{rank}", 0) >= self._visit
@@ -85,18 +89,19 @@ class Meeting:
                 time.sleep(0.01)
 
     def agree_on_size(self) -> None:
-        """Raise CollectiveMismatchError, here and on the others, if another size was given."""
+        """Raise CollectiveMismatchError, here and on the others, if ranks gave different sizes."""
         own = f"rank {self._rank} says world_size={self._size}"
         first = self.store.compare_set("size", "", own).decode()
         if first.partition("=")[2] != str(self._size):
             self._disagree(f"ranks disagree on how many workers there are: {own}, but {first}")
 
     def exchange(self, card: Card) -> list[Card]:
-        """Every rank's card.
+        """Publish ``card``, and return the cards of all ranks, in their order. Blocks.
 
         Raises:
-            CollectiveMismatchError: Ranks have different secrets, or two are the same rank.
-            DistStoreError: Some did not come in time.
+            CollectiveMismatchError: Ranks have different secrets, or two workers gave the same
+                rank.
+            DistStoreError: Some ranks did not come in time.
         """
         text = json.dumps(asdict(card))
         self.publish("card", text)
@@ -111,16 +116,16 @@ class Meeting:
         return cards
 
     def wait_for_all(self) -> None:
-        """Block until all have come."""
+        """Block until all ranks have called this."""
         self.publish("here", "")
         self.gather("here")
 
     def publish(self, what: str, text: str) -> None:
-        """Publish this rank's value, which the other ranks read in ``gather``."""
+        """Publish this rank's ``text`` under the name ``what``, for :meth:`gather` of all ranks."""
         self.store.set(f"{what}/{self._rank}", text)
 
     def gather(self, what: str) -> list[str]:
-        """The texts that the ranks published. Blocks."""
+        """The texts that all ranks published under ``what``, in the order of ranks. Blocks."""
         keys = [f"{what}/{rank}" for rank in range(self._size)]
         while not self._there(keys):
             if time.monotonic() > self._deadline:
@@ -149,8 +154,8 @@ class Meeting:
 
     def _twice(self, rank: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(
-            f"rank {rank} called init_rpc again before all others had: two workers say that they "
-            f"are rank {rank}, or it had given up",
+            f"rank {rank} called init_rpc again before all others had called it: two workers say "
+            f"that they are rank {rank}, or the first call of rank {rank} failed",
             ranks=[rank],
         )
 

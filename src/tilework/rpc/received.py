@@ -16,7 +16,8 @@ from tilework.rpc.rref import RRef
 class Received:
     """A message whose references are counted and whose memory file is mapped.
 
-    Reading the pickle may run code that takes long, or fails; dropping it loses nothing.
+    The pickle is not read yet: reading it may run code that takes long or fails. If the message is
+    dropped unread, the references and the file are released as usual.
     """
 
     message: RpcMessage
@@ -32,14 +33,14 @@ class Received:
         return isinstance(self.file, OSError)
 
     def load(self) -> Any:
-        """The object that was sent."""
+        """Unpickle and return the object that was sent."""
         if self.lacks_memory:
             raise DistError(f"cannot open the sender's memory: {self.file}")
         data, *buffers = self.message.load(self.file)
         return load(data, buffers, self.refs)
 
     def fail_new(self, error: BaseException) -> None:
-        """Fail the value that the message was to make."""
+        """If the message was to make a value on this rank, fail that value with ``error``."""
         for rref, ref in zip(self.refs, self.message.refs, strict=True):
             if ref.pin == NEW and isinstance(rref.entry, Owned):
                 rref.entry.fail(error)

@@ -1,12 +1,14 @@
 """Reference counts across ranks: a value lives exactly as long as a reference to it.
 
-The owner of a value counts the references of each rank, as they are reported to it. Where
-the owner itself sends one, it counts it as it sends. Where another rank does, that rank holds
-a reference (a *pin*) until the receiver says that it HOLDS one; and the receiver says so only
-after the owner, asked to ADD one, has answered. So at every moment somebody counted holds it.
+The owner of a value counts the references of each rank. A reference that the owner itself sends is
+counted when it is sent. If another rank sends a reference, that rank keeps a reference (a *pin*)
+until the receiver says that it HOLDS a reference. The receiver says that only after it has asked
+the owner to ADD a reference, and the owner has answered. Therefore a rank that the owner has
+counted holds the value at every moment.
 
-Messages between two ranks arrive in order, which is what makes counting sums enough: a rank that
-drops all it has says how many that were, and those that are on their way to it remain.
+Messages between two ranks arrive in order. Therefore counting sums is enough: a rank that drops all
+references that it has tells the owner how many those were, and references that are on their way to
+that rank remain counted.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ Send = Callable[[MessageKind, int, int, Sequence[Ref]], None]
 
 
 class _Watch(weakref.ref[HeldReference]):
-    """Tells, from any thread and at any time, that this rank has no reference left.
+    """Calls ``gone``, from any thread and at any time, when this rank has no reference left.
 
-    Not by ``__del__``: that comes while weak references still find the entry.
+    ``__del__`` would not do: Python calls it while weak references still find the entry.
     """
 
     __slots__ = ("id", "owner")
@@ -40,12 +42,14 @@ class _Watch(weakref.ref[HeldReference]):
 
 
 class References:
-    """All references of one rank. No method waits for other ranks.
+    """This rank's references to values of others, and others' references to values of this rank.
+
+    No method waits for other ranks.
 
     Args:
         rank: This rank.
         send: Sends a message about references.
-        wake: Called when ``flush`` should be; from any thread, at any time.
+        wake: Called when :meth:`flush` has something to send; from any thread, at any time.
     """
 
     def __init__(self, rank: int, send: Send, wake: Callable[[], None]) -> None:
@@ -69,13 +73,13 @@ class References:
         self._dropped: deque[_Watch] = deque()
 
     def own(self, value: Any) -> Owned:
-        """An entry for a value of this rank."""
+        """A new entry for ``value``, which this rank owns."""
         entry = Owned(RefId(self._rank, next(self._ids)), self._rank)
         entry.complete(value)
         return entry
 
     def create(self, owner: int) -> tuple[Entry, Ref]:
-        """An entry for a value that ``owner`` is about to make, and the reference to send it."""
+        """A new entry for a value that ``owner`` is to make, and the reference to send there."""
         id = RefId(self._rank, next(self._ids))
         if owner == self._rank:
             entry = Owned(id, owner)
@@ -84,7 +88,7 @@ class References:
             return self._hold(id, owner, more=True), Ref(id, owner, NEW)
 
     def outgoing(self, entry: Entry, to: int) -> Ref:
-        """The reference to put into a message to ``to`` for ``entry``."""
+        """The reference to ``entry`` for a message to rank ``to``; it is counted or pinned."""
         with self._lock:
             if isinstance(entry, Owned):
                 self._owned[entry.id] = entry
@@ -95,7 +99,7 @@ class References:
             return Ref(entry.id, entry.owner, pin)
 
     def unsent(self, refs: Sequence[Ref], to: int) -> None:
-        """The message with ``refs`` was not sent."""
+        """Release ``refs``, which were made for a message to rank ``to`` that was not sent."""
         for ref in refs:
             if ref.pin >= FIRST_PIN:
                 self.holds(ref.pin)
@@ -108,7 +112,7 @@ class References:
     # -- what arrives: in the order of the messages, one thread at a time --------------------
 
     def incoming(self, ref: Ref, sender: int) -> Entry:
-        """The entry for a reference that came in a message."""
+        """This rank's entry for ``ref``, which came in a message from ``sender``."""
         with self._lock:
             if ref.owner == self._rank:
                 return self._come_home(ref, sender)
@@ -131,7 +135,11 @@ class References:
         entry = self._owned_or_awaited(ref.id)
         if entry is None:
             entry = Owned(ref.id, self._rank)
-            entry.fail(PeerLostError(f"the value was let go when rank {sender} was lost"))
+            entry.fail(
+                PeerLostError(
+                    f"the value of a reference from rank {sender} was freed when a rank was lost"
+                )
+            )
         if ref.pin >= FIRST_PIN:
             self._send(MessageKind.HOLDS, sender, ref.pin, ())
         elif ref.pin == COUNTED:
@@ -139,7 +147,7 @@ class References:
         return entry
 
     def add(self, ref: Ref, sender: int, question: int) -> None:
-        """``sender`` has one more reference to a value of this rank."""
+        """Count a further reference of ``sender`` to a value of this rank; answer ``question``."""
         with self._lock:
             entry = self._owned_or_awaited(ref.id)
             if entry is not None:
@@ -147,25 +155,28 @@ class References:
             self._send(MessageKind.ADDED, sender, question, ())
 
     def added(self, question: int) -> None:
-        """The owner has counted one more for this rank."""
+        """The owner has counted this rank's reference: tell the rank that sent it (HOLDS).
+
+        ``question`` is the number of this rank's ADD, which the owner has answered.
+        """
         with self._lock:
             sender, pin, entry = self._asked.pop(question)
             entry.confirmed = True
             self._send(MessageKind.HOLDS, sender, pin, ())
 
     def holds(self, pin: int) -> None:
-        """The rank that ``pin`` was for holds one itself."""
+        """Release ``pin``: the rank that the reference was sent to is counted by the owner now."""
         with self._lock:
             self._pinned.pop(pin, None)
 
     def drop(self, id: RefId, rank: int, count: int) -> Owned | None:
-        """``rank`` has ``count`` references less; the entry if those were the last ones."""
+        """Count ``count`` references of ``rank`` less; return the entry if no rank has any left."""
         with self._lock:
             entry = self._owned.get(id)
             return None if entry is None else self._uncount(entry, rank, count)
 
     def lost(self, rank: int) -> list[Owned]:
-        """``rank`` is gone, with all that it held; entries that nobody else holds."""
+        """Drop all references of ``rank``, which is gone; return entries that no rank holds now."""
         with self._lock:
             self._lost.add(rank)
             for pin in [pin for pin, (to, _) in self._pinned.items() if to == rank]:
@@ -184,7 +195,7 @@ class References:
     # -- what is dropped -------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Tell the owners of what this rank has dropped."""
+        """Tell the owners how many references this rank has dropped."""
         while self._dropped:
             gone = self._dropped.popleft()
             id, owner = gone.id, gone.owner
@@ -201,7 +212,7 @@ class References:
         self._wake()
 
     def close(self) -> list[Owned]:
-        """Forget everything; the entries that others held."""
+        """Forget all references; return the entries of this rank's values that others held."""
         with self._lock:
             owned = list(self._owned.values())
             for table in (self._owned, self._held, self._counts, self._pinned, self._asked):
@@ -211,17 +222,18 @@ class References:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The counts of own values that others refer to, and of others' that this rank does."""
+        """(number of this rank's values that others hold, number of others' values held here)."""
         with self._lock:
             return len(self._owned), len(self._held)
 
     # -- counting, with the lock ------------------------------------------------------------
 
     def _owned_or_awaited(self, id: RefId) -> Owned | None:
-        """The entry of a value of this rank; None if the value was let go as a rank was lost.
+        """This rank's entry for a value that it owns; None if the value was freed with a lost rank.
 
-        A third rank's reference may come before the call that makes the value: messages of two
-        ranks have no order. While no rank is lost, there is no other reason for a missing entry.
+        A third rank's reference may come before the call that makes the value, since messages of
+        two ranks have no order: then a new entry is made. If no rank was lost, there is no other
+        reason for a missing entry.
         """
         entry = self._owned.get(id)
         if entry is None and not self._lost and id.creator != self._rank:
@@ -230,7 +242,7 @@ class References:
         return entry
 
     def _add_entry(self, id: RefId) -> Owned:
-        """A new entry, which counts the reference of the rank that makes the value."""
+        """A new entry for a value of this rank, which counts a reference of rank ``id.creator``."""
         entry = self._owned[id] = Owned(id, self._rank)
         entry.holders[id.creator] = 1
         return entry

@@ -55,19 +55,19 @@ class RRef(Generic[T]):
 
     @classmethod
     def of(cls, agent: AgentProtocol, entry: Entry) -> RRef[Any]:
-        """The reference for an agent's entry."""
+        """An RRef to the value of ``entry``, which ``agent`` counts."""
         rref = cls.__new__(cls)
         rref._agent, rref._entry = agent, entry
         return rref
 
     @property
     def entry(self) -> Entry:
-        """The agent's entry for it."""
+        """The agent's entry for the value of this RRef."""
         return self._entry
 
     @property
     def agent(self) -> AgentProtocol:
-        """The agent that counts it."""
+        """The agent that counts this RRef."""
         return self._agent
 
     def owner(self) -> WorkerInfo:
@@ -87,10 +87,11 @@ class RRef(Generic[T]):
         return isinstance(self._entry, Owned) or self._entry.confirmed
 
     def to_here(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> T:
-        """A copy of the value; on the owner, the value itself. Blocks until it is there.
+        """A copy of the value; on the owner, the value itself. Blocks until the value exists.
 
         Raises:
-            Exception: The one that made the value fail; or one that rpc_sync raises.
+            Exception: The error of the function that should have made the value, or an error of
+                rpc_sync.
         """
         if isinstance(self._entry, Owned):
             return self.local_value()
@@ -104,7 +105,7 @@ class RRef(Generic[T]):
 
         Raises:
             RuntimeError: This rank is not the owner.
-            Exception: The one that made the value fail.
+            Exception: The error of the function that should have made the value.
         """
         if not isinstance(self._entry, Owned):
             raise RuntimeError(
@@ -115,15 +116,18 @@ class RRef(Generic[T]):
         return value
 
     def rpc_sync(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
-        """``rref.rpc_sync().method(...)`` calls a method of the value where it is; blocks."""
+        """``rref.rpc_sync().method(...)`` calls a method of the value on the owner, and blocks."""
         return _Methods(self, self._agent.call, timeout)
 
     def rpc_async(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
-        """``rref.rpc_async().method(...)``: the same, as a future."""
+        """``rref.rpc_async().method(...)`` calls a method on the owner, and returns a future."""
         return _Methods(self, self._agent.call_async, timeout)
 
     def remote(self, timeout: Timeout = UNSET_RPC_TIMEOUT) -> Any:
-        """``rref.remote().method(...)``: the same, as a reference to the result."""
+        """``rref.remote().method(...)`` calls a method of the value on the owner.
+
+        The result stays on the owner: returns an RRef to the result.
+        """
         return _Methods(self, self._agent.remote, timeout)
 
     def __repr__(self) -> str:
@@ -137,7 +141,10 @@ class RRef(Generic[T]):
 
 
 class _Methods:
-    """Every attribute is a function that calls the value's method of that name."""
+    """Stands for the value of an RRef.
+
+    Each attribute is a function that calls the value's method of that name, on the owner.
+    """
 
     __slots__ = ("_call", "_rref", "_timeout")
 
@@ -169,9 +176,9 @@ def _call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict
 
 
 def fill(rref: RRef[Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``fn`` for :func:`remote`: the result is what ``rref`` refers to.
+    """Run ``fn`` on the owner, for :func:`remote`; the result becomes the value of ``rref``.
 
-    What it raises is kept like a result, for whoever asks for that.
+    An exception is kept in place of the value, and raised on ranks that ask for the value.
     """
     entry = rref.entry
     assert isinstance(entry, Owned)
@@ -195,5 +202,5 @@ def _copy(done: Any, entry: Owned) -> None:
 
 
 def _upper(rref: RRef[str]) -> str:
-    """For the example above."""
+    """The value of ``rref`` in upper case, for the example of :class:`RRef`."""
     return rref.to_here().upper()

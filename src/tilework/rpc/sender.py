@@ -15,7 +15,7 @@ from tilework.rpc.transport import Transport
 
 
 class Sender:
-    """The sending end of a rank. Never blocks."""
+    """Sends the messages of a rank. Never blocks."""
 
     def __init__(
         self,
@@ -35,11 +35,13 @@ class Sender:
         self.readers: set[int] = set()
 
     def pack(self, obj: Any, to: int, new: Ref | None = None) -> tuple[Payload, list[Ref]]:
-        """``obj`` for ``to``, and the references in it, counted; ``new`` is one that ``to`` makes.
+        """Pickle ``obj`` for rank ``to``; return the payload, and the references in it, counted.
+
+        ``new`` is a reference in ``obj`` to a value that ``to`` is to make, if there is any.
 
         Raises:
-            TypeError: It cannot be pickled.
-            ValueError: A reference is of an RPC that was shut down.
+            TypeError: ``obj`` cannot be pickled.
+            ValueError: A reference in ``obj`` is of an RPC that was shut down.
         """
         refs: list[Ref] = []
 
@@ -60,7 +62,7 @@ class Sender:
     def post(
         self, kind: MessageKind, to: int, number: int, payload: Payload, refs: list[Ref]
     ) -> bool:
-        """Send a message with a body; True if the message may arrive."""
+        """Send a message with a body to rank ``to``; False if that rank is gone."""
         parts = [payload.data, *payload.buffers]
         file, places = self._share(to, parts)
         sent = self._transport.send(to, encode(kind, self._rank, number, refs, parts, file, places))
@@ -70,7 +72,11 @@ class Sender:
         return sent
 
     def _share(self, to: int, parts: Sequence[memoryview]) -> tuple[File, list[int]]:
-        """The memory file that holds the large parts, and each part's offset there: -1 if small."""
+        """Write the large parts to a memory file for ``to``; (the file, each part's offset in it).
+
+        The offset of a small part is -1. Without large parts, or if ``to`` cannot open memory
+        files, the result is ``(NO_FILE, [])``.
+        """
         sizes = [part.nbytes for part in parts]
         large = [i for i, size in enumerate(sizes) if size >= memory.LEAST_BYTES]
         if not large or to not in self.readers:
@@ -85,9 +91,12 @@ class Sender:
         return File(*shared), places
 
     def notify(self, kind: MessageKind, to: int, number: int, refs: Sequence[Ref] = ()) -> None:
-        """Send a message without a body; do nothing if the rank is gone."""
+        """Send a message without a body to rank ``to``; do nothing if that rank is gone."""
         self._transport.send(to, encode(kind, self._rank, number, refs))
 
     def hello(self, to: int) -> bytes:
-        """The first message to a rank."""
+        """The first message to rank ``to``.
+
+        It says whether this rank can open the memory files of ``to``.
+        """
         return b"".join(encode(MessageKind.HELLO, self._rank, int(self._probes[to].readable())))

@@ -1,4 +1,4 @@
-"""RPC's part of a rank's World."""
+"""The part of a rank's World (all groups of the rank) that belongs to RPC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tilework.store import Store
 
 
 class RpcState:
-    """This rank's agent, between init_rpc and shutdown. Closed with the World."""
+    """This rank's agent, between init_rpc and shutdown. Closed together with the rank's groups."""
 
     def __init__(self) -> None:
         self.agent: AgentProtocol | None = None
@@ -16,7 +16,7 @@ class RpcState:
         self.store: Store | None = None
 
     def close(self, linger_seconds: float = 0.0) -> None:
-        """Leave. What was sent has so long to go. Idempotent."""
+        """Leave RPC; messages that were sent have ``linger_seconds`` to leave. Idempotent."""
         agent, self.agent = self.agent, None
         store, self.store = self.store, None
         if agent is not None:
@@ -26,7 +26,7 @@ class RpcState:
 
 
 def current_state() -> RpcState:
-    """The calling rank's state."""
+    """The RPC state of the calling rank."""
     return current_world().state(RpcState)
 
 
@@ -34,7 +34,7 @@ def current_agent() -> AgentProtocol:
     """The calling rank's agent.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: The rank has not called init_rpc, or has called shutdown since.
     """
     agent = current_state().agent
     if agent is None:

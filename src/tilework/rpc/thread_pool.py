@@ -10,15 +10,15 @@ from tilework.rpc.calls import Task
 
 
 class ThreadPool:
-    """Threads that take turns at receiving; the one that received a task runs it.
+    """Threads that take turns at receiving a task; the thread that received it runs it.
 
-    So no message is handed from thread to thread, and a function that blocks holds up nobody:
-    before a task begins, another thread has taken the turn. There are always as many threads as
-    there are tasks, and one more.
+    No task is handed from thread to thread. Before a thread runs a task, it leaves the turn to
+    another thread: a function that blocks holds up no messages. There is always a thread that
+    receives, or waits to.
 
     Args:
-        receive: Waits for the next task; None when there will be none. One thread at a time.
-        idle: The number of threads that are kept for later.
+        receive: Waits for the next task and returns it; None at the end. Threads call it in turn.
+        idle: The number of idle threads that are kept for later tasks.
         name: The threads' name.
     """
 
@@ -62,7 +62,7 @@ class ThreadPool:
                 self._idle.add(me)
 
     def join(self) -> None:
-        """Wait until nobody receives. ``receive`` has returned None, or is about to."""
+        """Wait until no thread receives. Call this once ``receive`` returns None or soon will."""
         with self._lock:
             idle = list(self._idle)
         for thread in idle:

@@ -2,7 +2,8 @@
 
 Each rank has one socket that it receives on, and one per other rank that it sends on, connected
 when first used. All are CURVE sockets: the receiving one asks for each connection whether the key
-is of the job (ZAP), before it reads anything from the connection. Answers travel like questions.
+is of the job (ZAP), before it reads anything from the connection. An answer is sent as a call is:
+the rank that answers uses the socket on which it sends.
 
 A kernel closes the connections of a process that ends, however it ends. So the sending sockets
 are watched, and nobody reconnects.
@@ -63,12 +64,12 @@ class _Peer:
 
 
 class Transport:
-    """A rank's sockets.
+    """The sockets of a rank: a socket to receive on, and a socket for each rank that it sends to.
 
     Args:
         rank: This rank.
-        size: How many ranks there are.
-        keys: Theirs.
+        size: The number of ranks.
+        keys: The keys of all ranks.
     """
 
     def __init__(self, rank: int, size: int, keys: Keys) -> None:
@@ -106,7 +107,7 @@ class Transport:
         inbox.bind(_SELF)
 
     def listen_here(self) -> str:
-        """Listen for ranks of this host; return where. Nothing is left there after kill -9."""
+        """Listen for ranks of this host; return the address. On Linux a crash leaves no file."""
         name = f"tilework-rpc-{secrets.token_hex(16)}"
         if sys.platform == "linux":
             address = f"ipc://@{name}"
@@ -117,14 +118,14 @@ class Transport:
         return address
 
     def listen_on(self, host: str) -> str:
-        """Listen for ranks of other hosts, on a port that the kernel picks; return where."""
+        """Listen at ``host``, for ranks of other hosts, on any free port; return the address."""
         self._inbox.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         bound = self._inbox.get(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         return bound.decode().rstrip("\0")
 
     def know(self, addresses: Sequence[str], hello: Callable[[int], bytes]) -> None:
-        """Set the addresses of the ranks, in their order, and the first message to each."""
+        """Set the addresses of all ranks, in order; ``hello`` makes the first message to a rank."""
         self._hello = hello
         self._peers = {rank: _Peer(address) for rank, address in enumerate(addresses)}
         self._peers[self._rank].address = _SELF
@@ -132,14 +133,14 @@ class Transport:
     # -- sending ---------------------------------------------------------------------------
 
     def contact(self, rank: int) -> None:
-        """Connect to ``rank`` unless that was done, so that the end of the rank is noticed."""
+        """Connect to ``rank`` if not connected, so that this rank notices when ``rank`` ends."""
         peer = self._peers[rank]
         if peer.socket is None:
             with peer.lock:
                 self._connect(rank, peer)
 
     def send(self, rank: int, frames: Sequence[bytes | memoryview]) -> bool:
-        """Send copies of ``frames`` as one message; whether ``rank`` may still get it."""
+        """Send copies of ``frames`` to ``rank`` as a message; True if ``rank`` may still get it."""
         peer = self._peers[rank]
         with peer.lock:
             self._connect(rank, peer)
@@ -171,7 +172,7 @@ class Transport:
         peer.socket = sender
 
     def give_up(self, rank: int) -> None:
-        """Send nothing to ``rank`` any more."""
+        """Close the connection to ``rank``, and send nothing to it any more."""
         peer = self._peers[rank]
         with peer.lock:
             peer.gone = True
@@ -182,13 +183,13 @@ class Transport:
     # -- receiving -------------------------------------------------------------------------
 
     def receive(self) -> list[zmq.Frame]:
-        """The next message. Blocks; one thread at a time."""
+        """Wait for the next message to this rank, and return the frames; one thread at a time."""
         return self._inbox.recv_multipart(copy=False)
 
     def watch(self, seconds: float) -> list[int]:
-        """For ``seconds``, or until woken: let ranks in; return those that are gone.
+        """Admit ranks that connect, for ``seconds`` or until woken; return ranks that are gone.
 
-        One thread does this over and over.
+        A single thread does this over and over.
         """
         limit = None if seconds == math.inf else max(0, math.ceil(seconds * 1000))
         events = dict(self._poller.poll(limit))
@@ -209,12 +210,12 @@ class Transport:
         return lost
 
     def wake(self) -> None:
-        """Have ``watch`` return soon. From any thread."""
+        """Make :meth:`watch` return soon. May be called from any thread."""
         with contextlib.suppress(OSError):  # full, so it wakes anyway; or closed
             self._waker.send(b"w")
 
     def _answer_door(self) -> None:
-        """Say who is let in (ZeroMQ's RFC 27)."""
+        """Tell ZeroMQ whether to let a connection in (RFC 27): only if a rank of this job asks."""
         version, request, _domain, _address, _identity, mechanism, *key = (
             self._door.recv_multipart()
         )
@@ -224,7 +225,7 @@ class Transport:
         self._door.send_multipart([version, request, status, text, user, b""])
 
     def close(self, linger_seconds: float) -> None:
-        """Close all sockets; what was sent has so long to leave. Idempotent."""
+        """Close all sockets; sent messages have ``linger_seconds`` to leave. Idempotent."""
         for peer in self._peers.values():
             with peer.lock:
                 peer.gone = True

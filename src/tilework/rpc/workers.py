@@ -37,7 +37,7 @@ class Directory:
     """All workers, by rank and by name.
 
     Raises:
-        ValueError: Two ranks have one name.
+        ValueError: Two ranks have the same name.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -52,10 +52,10 @@ class Directory:
             )
 
     def find(self, to: To) -> WorkerInfo:
-        """The worker that ``to`` names.
+        """The worker that ``to`` names, by name, rank or WorkerInfo.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no such worker.
         """
         if isinstance(to, str):
             worker = self._by_name.get(to)
@@ -85,7 +85,7 @@ class Directory:
 
 
 def check_name(name: str) -> str:
-    """``name`` if a worker can be called so. Raises TypeError or ValueError."""
+    """Return ``name`` if it is valid for a worker; else raise TypeError or ValueError."""
     if not isinstance(name, str):
         raise TypeError(f"a worker's name is a str, got {name!r}")
     if not _NAME.fullmatch(name):

@@ -1,8 +1,8 @@
-"""The devices of a group that tilework does not serve: torch's own engines do, as ever.
+"""torch's own engines, for the devices of a group that tilework does not serve.
 
-In "cpu:tilework,cuda:nccl" torch makes the group by tilework alone, because a group written in
-Python stands for all of its devices. So the engines of the others are made here, when they are
-first asked for: only then does torch tell what the group's configuration is.
+For "cpu:tilework,cuda:nccl" torch makes the group by tilework alone, because a group written in
+Python stands for all of its devices. Therefore the engines of the other devices are made here, when
+they are first needed: only then does torch tell the group's configuration.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ENGINES: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 class OtherDevices:
-    """torch's engines for the devices of one group that are not the CPU.
+    """torch's engines for the devices of a group that are not the CPU.
 
     Args:
         group: The group that tilework serves.
-        store: Seen by the group's ranks only.
-        options: What the user gave for the engine, or None.
+        store: A store that only the group's ranks use.
+        options: The user's options for the engine, or None.
     """
 
     def __init__(self, group: Any, store: Any, timeout: timedelta, options: Any) -> None:
@@ -49,7 +49,7 @@ class OtherDevices:
         self._made: set[str] = set()
 
     def names(self, group: Any) -> dict[str, str]:
-        """The engine of each device; empty until torch has registered the group."""
+        """The engines by device type, but the CPU; empty until torch has registered the group."""
         try:
             text = torch_dist.get_backend_config(group)
         except ValueError:
@@ -58,15 +58,16 @@ class OtherDevices:
         return {device: name for device, name in pairs if device != "cpu"}
 
     def group_for(self, group: Any, device: torch.device) -> Any:
-        """The plain group for tensors on ``device``.
+        """A group of torch's own that moves tensors on ``device``; the first call makes the engine.
 
         Raises:
-            ValueError: The group has no engine for it, or one that tilework cannot be beside.
+            ValueError: The group has no engine for ``device``, or an engine that tilework cannot be
+                combined with.
         """
         kind = device.type
         name = self.names(group).get(kind)
         if name is None or name not in _ENGINES:
-            beside = f", and cannot be beside {name!r}" if name else ""
+            beside = f", and cannot be combined with {name!r}" if name else ""
             raise ValueError(
                 f"backend 'tilework' moves cpu tensors, got one on {device}{beside}; for both, "
                 f"use init_process_group('cpu:tilework,{kind}:nccl') or '…:gloo'"
@@ -87,11 +88,11 @@ class OtherDevices:
         self._made.add(kind)
 
     def shutdown(self) -> None:
-        """End the engines."""
+        """Shut down the engines that were made."""
         if self._made:
             self._plain.shutdown()
 
     def abort(self) -> None:
-        """Abort the engines."""
+        """Abort the engines that were made."""
         if self._made:
             self._plain.abort()

@@ -55,7 +55,7 @@ _Operation = TypeVar("_Operation", bound=Callable[..., Any])
 
 
 def _on_cpu(operation: _Operation) -> _Operation:
-    """Leave calls with tensors of other devices to torch's own engines."""
+    """Decorate an operation: it runs on CPU tensors; torch's own engines get all other tensors."""
     name = operation.__name__
     lists = name in ("allreduce", "broadcast")
 
@@ -88,10 +88,10 @@ def _first_tensor(values: Iterable[Any]) -> Tensor | None:
 
 
 class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
-    """A rank's end of a group: made by torch.distributed, run by tilework.
+    """A process group on this rank: torch.distributed makes it, and tilework runs it.
 
-    Ranks are group ranks, as in torch's own process groups. Operations return a torch ``Work``;
-    the ``Work`` of an operation that is not asynchronous is done already. A Python caller gets
+    Ranks are group ranks, as in torch's own process groups. Operations return a torch ``Work``; the
+    ``Work`` of an operation that is not asynchronous is done already. A Python caller gets
     tilework's own errors (:mod:`tilework.errors`). Where torch's C++ code waits for a future, as
     DDP's reducer does, the error becomes a RuntimeError with the name and the text of the error.
 
@@ -120,10 +120,10 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._handed_out: deque[AnyWork] = deque()
 
     def _kept(self, result: Any) -> Any:
-        """The result of an operation, kept alive where torch's C++ code would lose its methods.
+        """Return ``result``, and keep it alive where torch's C++ code would lose the Python part.
 
-        Up to torch 2.6 the C++ caller of an operation does not hold the Python part of its Work,
-        and waits without end for one that is gone.
+        Up to torch 2.6 the C++ caller of an operation does not hold the Python part of a Work, and
+        waits forever for a Work without it.
         """
         if _LOSES_WORKS and isinstance(result, _c10d.Work):
             works = self._handed_out
@@ -134,13 +134,13 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     @property
     def tilework_record(self) -> GroupRecord:
-        """The group of tilework's that this runs on: what tilework's functions take it for."""
+        """The record of tilework's group behind this group, for tilework's own functions."""
         return self._world.record(self._group)
 
     def _run(
         self, outputs: Sequence[Tensor], call: Callable[..., Work | None], *args: Any, **kwargs: Any
     ) -> AnyWork:
-        """Run ``call`` on tilework's group; ``outputs`` are what it fills."""
+        """Run ``call`` on tilework's group, and return a Work; the call fills ``outputs``."""
         work = call(*args, group=self._group, **kwargs)
         ours = DoneWork(outputs) if work is None else RunningWork(work, self._group)
         if self._block is not None:
@@ -148,11 +148,11 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return ours
 
     def _together(self, works: Sequence[Any]) -> AnyWork:
-        """The work of several, which have the methods of the contract's, too."""
+        """A Work that is done when all of ``works`` are done."""
         return works[0] if len(works) == 1 else RunningWork(SeveralWorks(works), self._group)
 
     def _global(self, rank: int) -> int:
-        """The global rank of a group rank, which is what tilework's operations are told."""
+        """The global rank of group rank ``rank``, since tilework's operations take global ranks."""
         return self._group.global_ranks[rank]
 
     # -- operations ----------------------------------------------------------------------
@@ -324,7 +324,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
             ) from None
 
     def _monitored(self, error: CollectiveTimeoutError, all_ranks: bool) -> str:
-        """The words of torch's own groups for a monitored barrier that ranks did not pass."""
+        """The error text of torch's own groups for ranks that did not pass a monitored barrier."""
         me = self._group.rank()
         if me != 0:
             return (
@@ -386,13 +386,13 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
             raise RuntimeError(str(error)) from None
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """True if :meth:`allocate_tensor` has memory for it: on the CPU."""
+        """True if :meth:`allocate_tensor` can allocate on ``device``: on the CPU only."""
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype | None = None, device: torch.device = _CPU
     ) -> Tensor:
-        """Memory that the group's operations need not copy, where the backend has such."""
+        """A tensor of ``size`` elements in memory that operations do not copy, if possible."""
         return self._group.empty(size, dtype=dtype)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -402,7 +402,7 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: they start at 0 on every rank."""
+        """Do nothing: sequence numbers start at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._group.get_sequence_number_for_group()
@@ -423,7 +423,10 @@ for _new, _former in _FORMER_NAMES.items():
 
 
 def _make_group(world: World, request: Any, options: Any) -> ProcessGroup:
-    """Make this rank's end with the backend that suits all ranks. Collective over them."""
+    """Make tilework's group for ``request``, with a backend that suits all ranks.
+
+    Collective over the group's ranks.
+    """
     rank, size, timeout = request.group_rank, request.group_size, request.timeout
     ranks = tuple(request.global_ranks_in_group) or tuple(range(size))
     store = TorchStoreAdapter(request.store, timeout)

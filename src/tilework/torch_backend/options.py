@@ -23,7 +23,7 @@ def is_async(opts: Any) -> bool:
 
 
 def reduction(opts: Any) -> AnyReduceOp:
-    """The reduction asked for."""
+    """The reduction that ``opts`` ask for; the sum if ``opts`` are None."""
     if opts is None:
         return ReduceOp.SUM
     asked = opts.reduceOp
@@ -42,7 +42,7 @@ def _premul_sum(asked: Any) -> AnyReduceOp:
 
 
 def root(opts: Any) -> int:
-    """The root's rank within the group."""
+    """The group rank of the root in ``opts``; 0 if ``opts`` are None."""
     return 0 if opts is None else int(opts.rootRank)
 
 

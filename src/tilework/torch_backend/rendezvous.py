@@ -20,7 +20,7 @@ _held: list[Store] = []
 
 
 def install_env_rendezvous() -> None:
-    """Let torch's ``env://`` meet as tilework's does, where torch's own has no address to go to."""
+    """Make torch's ``env://`` meet as tilework's ``env://`` does, where MASTER_ADDR is not set."""
     theirs = _handlers["env"]
     if getattr(theirs, "__module__", None) == __name__:
         return

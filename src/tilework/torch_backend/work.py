@@ -26,7 +26,7 @@ class DoneWork(_c10d.Work):  # type: ignore[misc]
         return True
 
     def synchronize(self) -> None:
-        """Do nothing: it is done."""
+        """Do nothing: the operation is done."""
 
     def block_current_stream(self) -> None:
         """Do nothing: there are no streams on a CPU."""
@@ -50,7 +50,7 @@ class DoneWork(_c10d.Work):  # type: ignore[misc]
 
 
 class RunningWork(_c10d.Work):  # type: ignore[misc]
-    """An operation under way. What it fails with is raised by :meth:`wait` as it is."""
+    """An operation that may still run. If it fails, :meth:`wait` raises tilework's own error."""
 
     def __init__(self, work: Work, group: ProcessGroup) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
         return self._work.wait(timeout or None)  # C++ writes "none" as zero
 
     def synchronize(self) -> None:
-        """Wait: on a CPU there is no stream to order after it."""
+        """Wait until the operation is done: a CPU has no stream to order after it."""
         self._work.wait()
 
     def block_current_stream(self) -> None:
@@ -87,11 +87,12 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def get_future(self) -> _Future:
-        """A future of the output tensors, that fails for torch's C++ code too.
+        """A future of the output tensors; if the operation fails, torch's C++ code sees that, too.
 
-        A future that Python fails looks complete to C++ (DDP's reducer would take the exception
-        for its gradients), unless a callback raises: then it fails everywhere, as a RuntimeError
-        with the error's name and text.
+        A future that Python code fails looks complete to C++, and DDP's reducer would take the
+        exception for gradients. A future fails everywhere if a callback raises, as a RuntimeError
+        with the error's name and text. Therefore the future here is that of a callback that raises
+        the error.
         """
         return self._work.get_future().then(torch.futures.Future.value)
 
