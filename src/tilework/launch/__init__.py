@@ -14,5 +14,5 @@ __all__ = ["LaunchSettings", "RankFailedError", "RankPool", "RunningRanks", "ran
 if not TYPE_CHECKING:  # type checkers would take any name as defined
 
     def __getattr__(name: str) -> NoReturn:
-        """Raise for a name that the package lacks."""
+        """Raise the error for ``name``, which this package lacks."""
         refuse_left_out(__name__, name)

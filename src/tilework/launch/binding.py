@@ -28,17 +28,18 @@ _LOCKS: Final = "tilework-cpus"
 
 
 def sets_for(mode: BindMode, ranks: int, topology: Topology) -> CpuSets:
-    """The CPUs of each rank; empty if ranks are not bound. Pure.
+    """The CPUs for each of this host's ranks, in their order; empty: ranks are not bound. Pure.
 
     Args:
-        mode: ``cores``: disjoint CPUs, a rank's all on one memory node if there are at least as
-            many ranks as nodes; ``numa``: all CPUs of a memory node; ``auto``: as ``cores`` if
-            there are enough.
-        ranks: The ranks of this host.
+        mode: ``cores``: each rank has CPUs that no other rank has, all on one memory node if there
+            are at least as many ranks as nodes; ``numa``: each rank has all CPUs of a memory node;
+            ``auto``: as ``cores`` if there are enough cores, else ranks are not bound; ``none``:
+            ranks are not bound.
+        ranks: The number of ranks on this host.
         topology: The CPUs that may be used.
 
     Raises:
-        ValueError: There are fewer cores than ranks.
+        ValueError: ``mode`` is ``cores``, and there are fewer cores than ranks.
 
     Example:
         >>> one_node = Topology((frozenset({0, 1}),), (frozenset({0}), frozenset({1})))
@@ -75,7 +76,10 @@ def _shares(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 
 def _counts(ranks: int, cores: Sequence[int]) -> list[int]:
-    """The number of ranks on each memory node: each next rank goes where it gets most cores."""
+    """The number of ranks on each memory node; ``cores`` has the number of cores of each node.
+
+    Rank after rank is put on the node where it gets most cores.
+    """
     counts = [0] * len(cores)
     for _ in range(ranks):
         counts[max(range(len(cores)), key=lambda n: (cores[n] / (counts[n] + 1), -counts[n]))] += 1
@@ -84,14 +88,15 @@ def _counts(ranks: int, cores: Sequence[int]) -> list[int]:
 
 @contextlib.contextmanager
 def bound_sets(mode: BindMode, ranks: int, root: Path = Path("/")) -> Iterator[CpuSets]:
-    """The CPUs of each rank, held until the end; empty if ranks are not bound.
+    """The CPUs for each rank, held for this job until the block ends; empty: ranks are not bound.
 
-    ``auto`` binds nothing if another job of this user has CPUs, or if a control group grants less
-    than the full time of all CPUs: others then work on them.
+    ``auto`` does not bind ranks if another job of this user holds any of these CPUs, or if a
+    control group grants less than the full time of all CPUs, since other processes then work on
+    them.
 
     Args:
         mode: As for :func:`sets_for`.
-        ranks: The ranks of this host.
+        ranks: The number of ranks on this host.
         root: The folder of ``proc`` and ``sys``; for tests.
 
     Raises:
@@ -117,7 +122,9 @@ def _wanted(mode: BindMode, ranks: int, root: Path) -> CpuSets:
 
 @contextlib.contextmanager
 def hold(cpus: Collection[int]) -> Iterator[bool]:
-    """Hold CPUs for this process; False if another process of the user has one of them.
+    """Hold ``cpus`` for this process until the block ends.
+
+    Yields False if another process of the user holds any of them, or if they cannot be locked.
 
     Example:
         >>> with hold([]) as held:
@@ -143,7 +150,7 @@ def hold(cpus: Collection[int]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def on_cpus(cpus: Collection[int]) -> Iterator[None]:
-    """Restrict this thread's child processes to some CPUs; without CPUs nothing changes."""
+    """Restrict processes that this thread starts in the block to ``cpus``; empty: any CPUs."""
     if not cpus:
         yield
         return
@@ -156,7 +163,7 @@ def on_cpus(cpus: Collection[int]) -> Iterator[None]:
 
 
 def cpu_list(cpus: Collection[int]) -> str:
-    """CPUs in the kernel's format.
+    """The numbers of ``cpus`` as text, in the kernel's format.
 
     Example:
         >>> cpu_list({0, 1, 2, 5})

@@ -1,4 +1,4 @@
-"""``tilework run``, ``doctor`` and ``print_diagnosis``: options, and errors of wrong use."""
+"""The command line of ``tilework run``, ``doctor`` and ``explain``: options and their errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _unknown_text(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> st
 
 
 def parser_of_commands(version: str) -> argparse.ArgumentParser:
-    """The parser of all commands, with only the name of ``checkpoint``."""
+    """The parser of all commands; ``checkpoint`` is only listed, as cli.py runs that command."""
     parser = argparse.ArgumentParser(
         prog="tilework",
         description="Sharded tensors and process groups for PyTorch.",
@@ -204,7 +204,10 @@ def _checked_settings(options: argparse.Namespace, ranks: int) -> LaunchSettings
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Program:
-    """The program to run; raises at once, not on each rank, if it does not exist."""
+    """The program that the options name.
+
+    If it does not exist, this process ends with an error of wrong use before any rank starts.
+    """
     name, arguments = options.script, tuple(options.arguments)
     if _PYTHON.fullmatch(os.path.basename(name)) and arguments and not os.path.isdir(name):
         name, *rest = arguments  # the launcher starts the interpreter itself
@@ -243,7 +246,7 @@ def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _script_guess(name: str) -> str:
-    """A suggestion for a name that is not a file."""
+    """The end of the error that there is no file ``name``: a suggestion, or the folder searched."""
     folder, base = os.path.split(name)
     with suppress(OSError):
         known = [entry for entry in os.listdir(folder or ".") if entry.endswith(".py")]

@@ -51,7 +51,7 @@ class Reading:
 
 
 def print_diagnosis(folder: Path, as_json: bool = False) -> int:
-    """Print the diagnosis of the records in ``folder``.
+    """Print the diagnosis of the flight records in ``folder``: which rank waits for which, and why.
 
     Returns:
         0: no rank waits for another, and nothing failed; 1: something is explained; 2: there is
@@ -73,7 +73,7 @@ def print_diagnosis(folder: Path, as_json: bool = False) -> int:
 
 
 def read_latest_run(folder: Path) -> Reading:
-    """The records of the latest run in ``folder``.
+    """The flight records in ``folder``; if there are records of several runs, of the latest run.
 
     Raises:
         OSError: There is no such folder, or it cannot be read.
@@ -152,5 +152,5 @@ def _show(folder: Path, reading: Reading, findings: Sequence[Finding]) -> None:
 
 
 def _near(text: str) -> str:
-    """The text, with paths below the current folder as relative paths."""
+    """``text``, with each path below the current folder made relative."""
     return text.replace(os.path.join(os.getcwd(), ""), "")

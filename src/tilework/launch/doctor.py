@@ -70,7 +70,7 @@ def doctor() -> int:
 
 
 def machine() -> list[ReportLine]:
-    """Versions, cores, memory, GPUs, and the shared-memory core."""
+    """Lines of the report on versions, cores, memory, GPUs, and the shared-memory core."""
     return [
         ReportLine("system", f"{platform.system()} {platform.release()}, {platform.machine()}"),
         ReportLine("Python", f"{platform.python_version()} ({sys.executable})"),
@@ -84,7 +84,7 @@ def machine() -> list[ReportLine]:
 
 
 def backends() -> list[ReportLine]:
-    """The backends that can be used on this machine; for each other backend the reason why not."""
+    """Lines of the report on backends: those that can be used here, and why others cannot."""
     findings = [ReportLine("threads", "ranks are threads of one process"), _shm(), _hybrid()]
     for name in ("gloo", "nccl", "ucc", "mpi"):
         if is_backend_available(name) and not torch_has(name):
@@ -107,7 +107,10 @@ _HOW_TO_GET: Final = {
 
 
 def self_test() -> list[ReportLine]:
-    """Two ranks reduce a tensor together: as threads and, if the core loads, as processes."""
+    """Lines of the report on a test: two ranks reduce a tensor, as threads and as processes.
+
+    Processes are left out if the shared-memory core cannot be loaded.
+    """
     kinds: list[Kind] = ["threads"]
     if core_error() is None:
         kinds.append("processes")
@@ -115,14 +118,17 @@ def self_test() -> list[ReportLine]:
 
 
 def data_movement() -> list[ReportLine]:
-    """The ways in which processes exchange large tensors here, with the sizes."""
+    """Lines of the report on the ways in which processes here exchange large tensors."""
     if core_error() is not None:
         return [ReportLine("calibration", "needs the shared-memory core", "no")]
     return [_single_copy(), _calibration(), _topology()]
 
 
 def _single_copy() -> ReportLine:
-    """A group of two processes tells whether they can read each other's memory, and do."""
+    """The line of the report on single copy: if processes here can read each other's memory.
+
+    Two processes try it. The line tells for which sizes they do read in that way.
+    """
     name = "single copy"
     try:
         how = run_ranks(_TEST_RANKS, _how_it_reads, kind="processes", timeout=_TEST_TIMEOUT)[0]
@@ -163,7 +169,11 @@ _READ: Final = {
 
 
 def _how_it_reads(rank: int) -> tuple[str, list[tuple[int, int]]]:
-    """(the way to read peers, the range of sizes for each operation of _READ)."""
+    """Runs on each of two ranks: can it read the other's memory, and for which sizes does it?
+
+    Returns the answer in words, and for each operation of ``_READ`` the first size in bytes, and
+    the first size after the range.
+    """
     core = _core_group()
     for _ in range(3):
         dist.barrier()  # ranks try each other's memory with the second operation
@@ -189,7 +199,10 @@ def _topology() -> ReportLine:
 
 
 def calibrate() -> int:
-    """Measure this host's calibration again, keep it and print it; returns the exit status."""
+    """Measure again which ways of moving data are fast here; keep and print the result.
+
+    Returns the exit status of the command.
+    """
     if core_error() is not None:
         print(f"tilework doctor: there is nothing to calibrate: {core_error()}", file=sys.stderr)
         return 1
@@ -255,7 +268,10 @@ def _reduce_on(kind: Kind) -> str:
 
 
 def _reduce(rank: int) -> list[tuple[float, float]]:
-    """Seconds of an all_reduce of each size, the first and the median; raises if a sum is wrong."""
+    """(seconds of the first call, median of later calls) of an all_reduce of each test size.
+
+    Raises RuntimeError if a sum is wrong.
+    """
     return [_seconds_for(rank, items, calls) for _, items, calls in _TEST_SIZES]
 
 
@@ -284,7 +300,7 @@ def _cores() -> ReportLine:
 
 
 def _binding() -> ReportLine:
-    """The result of ``tilework run --bind auto`` with as many ranks as cores."""
+    """The line of the report on ``tilework run --bind auto`` with as many ranks as cores."""
     cores = len(host_topology().cores)
     with bound_sets("auto", cores) as sets:
         if sets:
@@ -304,7 +320,7 @@ def _memory() -> ReportLine:
 
 
 def _memory_bytes() -> tuple[int, int]:
-    """(all, available) in bytes; 0 where unknown."""
+    """(total, available) bytes of this machine's memory; 0 where unknown."""
     with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         total, available = (int(lines[f"Mem{name}"].split()[0]) for name in ("Total", "Available"))

@@ -90,6 +90,9 @@ def rank_environment(
 
 
 def thread_environment(ranks: int, base: Mapping[str, str]) -> dict[str, str]:
-    """The variables for the threads of one of ``ranks``; empty where the user chose already."""
+    """The variables that set the number of threads in each of this host's ``ranks`` ranks.
+
+    Empty if ``base`` sets OMP_NUM_THREADS: the user has chosen.
+    """
     threads = threads_per_rank(ranks, base)
     return {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))

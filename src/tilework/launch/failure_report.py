@@ -43,7 +43,7 @@ def _package_folders() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FailureReport:
-    """A rank's description of the program's failure."""
+    """A rank's report to the launcher of how the program has failed."""
 
     time: float
     """``time.monotonic()`` at the failure; comparable between processes of one host."""
@@ -62,7 +62,7 @@ class FailureReport:
 
 
 def describe(error: BaseException, exit_code: int) -> FailureReport:
-    """The report of ``error``; for SystemExit and KeyboardInterrupt without a traceback."""
+    """The report of ``error``; SystemExit and KeyboardInterrupt give no summary or traceback."""
     quiet = isinstance(error, SystemExit | KeyboardInterrupt)
     text = "" if quiet else _format(error)
     return FailureReport(
@@ -77,12 +77,12 @@ def describe(error: BaseException, exit_code: int) -> FailureReport:
 
 
 def encode(report: FailureReport) -> bytes:
-    """The report as one line for the pipe."""
+    """The report as a line of JSON for the pipe to the launcher."""
     return _MARK + json.dumps(asdict(report)).encode() + b"}\n"
 
 
 def decode(data: bytes) -> tuple[FailureReport | None, str]:
-    """The report in a rank's pipe, or None; and faulthandler's trace, or an empty text."""
+    """(the report, or None; the trace of faulthandler, or an empty text) in the bytes of a pipe."""
     report, trace = None, []
     for line in data.split(b"\n"):
         if line.startswith(_MARK):
@@ -93,7 +93,7 @@ def decode(data: bytes) -> tuple[FailureReport | None, str]:
 
 
 def _program_lines(trace: Iterable[str]) -> Iterator[str]:
-    """A faulthandler trace without the frames below the program's."""
+    """The lines of a faulthandler trace, without the launcher's frames that called the program."""
     below = False
     for line in trace:
         frame = line.startswith("  File ")
@@ -112,7 +112,11 @@ def _decode_line(line: bytes) -> FailureReport | None:
 
 
 def _site(error: BaseException) -> str:
-    """``file:line`` where the program failed, outside of the packages that it uses."""
+    """``file:line`` where the program failed: the innermost frame in the program's own files.
+
+    Without any of these, the innermost frame of a package that the program uses; empty without
+    frames.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_near(error.filename)}:{error.lineno}"
     frames = [
@@ -147,7 +151,7 @@ def _program_frames(error: BaseException) -> TracebackType | None:
 
 
 def _class_names(error: BaseException | None) -> set[str]:
-    """Qualified names of the classes of ``error`` and of all causes."""
+    """Qualified names of the classes of ``error`` and of the errors that caused it, with bases."""
     names: set[str] = set()
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -158,7 +162,7 @@ def _class_names(error: BaseException | None) -> set[str]:
 
 
 def summary(error: BaseException) -> str:
-    """``ValueError: message``, one line, not too long."""
+    """The class and the first line of the message of ``error``, as in ``ValueError: message``."""
     text = text_of(error).strip().partition("\n")[0]
     name = type(error).__qualname__
     if len(text) > MAX_SUMMARY_CHARS:

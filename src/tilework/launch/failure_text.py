@@ -24,7 +24,7 @@ _HINTS: Final = {
 
 
 def headline(failure: RankFailure) -> str:
-    """A line with the rank and the failure.
+    """A line that says which rank failed, where and how.
 
     Example:
         >>> headline(RankFailure(rank=1, time=0.0, code=3))
@@ -40,7 +40,7 @@ def headline(failure: RankFailure) -> str:
 
 
 def cause(failure: RankFailure) -> str:
-    """The end of a rank in words, without the rank's number.
+    """A description of how a rank failed, without the rank's number.
 
     Example:
         >>> cause(RankFailure(rank=1, time=0.0, code=3))
@@ -62,9 +62,10 @@ def failure_text(failure: RankFailure, colour: bool = False) -> str:
 def other_failures_text(
     root: RankFailure, failures: Sequence[RankFailure], colour: bool = False
 ) -> str:
-    """A line for each kind of failure of further ranks; empty without any.
+    """A line for each kind of failure of ranks that failed besides ``root``; empty without any.
 
-    If a failure only says that ``root`` failed, or the same, the line has only its class.
+    The line has only the class of the error if the failure is a consequence of another rank's
+    failure, or has the class of ``root``'s error.
     """
     ranks: dict[str, list[int]] = {}
     for failure in failures:
@@ -79,7 +80,7 @@ def other_failures_text(
 
 
 def _class(failure: RankFailure) -> str:
-    """The class of a rank's error; empty where there was none."""
+    """The class of the error that a rank has reported; empty if the rank reported none."""
     return failure.report.summary.partition(":")[0] if failure.report is not None else ""
 
 
@@ -95,7 +96,7 @@ def _how(failure: RankFailure) -> str:
 
 
 def _unusual_ending(failure: RankFailure) -> str:
-    """The ending, unless it is the usual one of an exception."""
+    """The exit code or signal in parentheses; empty for 1, the exit code after an exception."""
     return "" if failure.code == 1 else f" ({_ending(failure)})"
 
 

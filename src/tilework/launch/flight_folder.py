@@ -1,4 +1,4 @@
-"""The folder of a job's flight records, and the announcement of it."""
+"""The folder of a job's flight records (last operations of each rank), and the line about it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 @dataclass
 class FlightFolder:
-    """The folder that the ranks of one job write their records to; the first record makes it."""
+    """The folder that the ranks of a job write flight records to; made with the first record."""
 
     #: The folder.
     path: Path
@@ -38,7 +38,7 @@ class FlightFolder:
 
     @staticmethod
     def choose(log_dir: Path | None, environment: Mapping[str, str]) -> FlightFolder:
-        """The user's folder, or a folder beside the logs, or one with a secret name."""
+        """The folder named in ``environment``; else inside ``log_dir``; else a temporary folder."""
         named = environment.get(DIRECTORY_VARIABLE)
         if named:
             return FlightFolder(Path(named).absolute(), temporary=False)
@@ -48,7 +48,7 @@ class FlightFolder:
         return FlightFolder(Path(tempfile.gettempdir(), name), temporary=True)
 
     def announce(self) -> str:
-        """The line to print after a failure, naming the folder; "" if nobody waited."""
+        """The line to print after a failure, naming the folder; empty if records show no fault."""
         written = sum(1 for path in self.path.glob("rank-*.json") if self._is_new(path))
         if not written or not self._explains():
             return ""
@@ -57,7 +57,10 @@ class FlightFolder:
         return f"who waited for whom: tilework explain {self.path} (records of {ranks})"
 
     def close(self) -> None:
-        """Remove the folder, unless the user knows of it, and leftover folders of old jobs."""
+        """Remove a temporary folder, unless the user was told of it, and old folders of other jobs.
+
+        A folder that the user has chosen stays.
+        """
         if not self.temporary:
             return
         if not self.wanted:
@@ -67,7 +70,7 @@ class FlightFolder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _explains(self) -> bool:
-        """True if the records say that a rank waited for another."""
+        """True if the diagnosis of the records finds a fault, such as a rank that waits."""
         with contextlib.suppress(OSError):
             kinds = {finding.kind for finding in diagnose(read_latest_run(self.path).records)}
             return not kinds <= {"fine", "slow", "unheard"}
@@ -82,7 +85,7 @@ class FlightFolder:
 
 
 def _is_old(folder: Path) -> bool:
-    """True for a folder of this user that nobody has written to for long."""
+    """True for a folder of this user to which nobody has written for a week."""
     with contextlib.suppress(OSError):
         status = os.lstat(folder)
         return status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_SECONDS

@@ -35,9 +35,9 @@ if [ -n "$4" ]; then exec "$2" -I -S "$3" "$4" >/dev/null 2>&1 </dev/null; fi
 
 
 class Guardian:
-    """Kills a job's processes and removes a folder if this process dies without closing it.
+    """Kills a job's processes, and removes a folder, if this process dies without calling close.
 
-    Where there is no ``/bin/sh`` it does nothing, and :attr:`pid` is None.
+    Without ``/bin/sh`` on this system it does nothing, and :attr:`pid` is None.
 
     Args:
         folder: The folder to remove; None: nothing.
@@ -73,7 +73,7 @@ class Guardian:
         return None if self._process is None else self._process.pid
 
     def watch(self, group: int) -> None:
-        """Add a process group to kill."""
+        """Add a process group to those that the guardian kills if this process dies."""
         self._write(f"{group}\n")
 
     def forget_in_child(self) -> None:
@@ -84,7 +84,7 @@ class Guardian:
             self._process = None
 
     def close(self) -> None:
-        """Say farewell and wait for the guardian's end (milliseconds). Idempotent."""
+        """End the guardian without killing others, and wait for it (milliseconds). Idempotent."""
         if self._process is None:
             return
         self._write("done\n")

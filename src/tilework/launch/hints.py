@@ -73,7 +73,10 @@ def _shares(heads: int, parts: int) -> list[int]:
 
 
 def _sharded_layers(frames: Sequence[FrameType]) -> Iterator[tuple[int, int, str]]:
-    """Features, ranks and name of layers whose output features are sharded, innermost first."""
+    """(output features, number of ranks, name) of layers in ``frames``, innermost frame first.
+
+    Only layers of which the output features are sharded over these ranks.
+    """
     dtensor: Any = sys.modules.get("tilework.dtensor")
     if dtensor is None:
         return

@@ -53,7 +53,7 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 
 @dataclass(frozen=True)
 class Frontend:
-    """The parts of ``tilework run`` that a call from a larger program lacks."""
+    """The input, output and signals of ``tilework run``; ranks started by a program have none."""
 
     output: Output
     stdin: StandardInput
@@ -73,8 +73,9 @@ class Job:
     Args:
         settings: The settings of the launch.
         program: The program of each rank.
-        threads: torch's threads for each; None leaves it to the user's environment.
-        frontend: See above.
+        threads: The number of torch's threads in each rank; None: as the user's environment says.
+        frontend: The input, output and signals of ``tilework run``; None: a program starts the
+            ranks.
         cell: The notebook's cell that ranks print to; None: ranks share this process's stdio.
         nodes: The launchers on other hosts, which start more of the ranks.
     """
@@ -195,7 +196,7 @@ class Job:
         return TicketStore(self._store)
 
     def _note_end(self, rank: RankProcess) -> None:
-        """Tell ranks that may wait for this rank that it has ended."""
+        """Note in the store that ``rank`` has ended, for ranks that may wait for it."""
         rendezvous = self._rendezvous
         place = None if rendezvous is None else rendezvous.store or rendezvous.ends
         if rendezvous is None or place is None or len(self._ranks) < 2:
@@ -225,13 +226,16 @@ class Job:
             self._newcomers[started.pid] = time.time()
 
     def _has_come(self, rank: int) -> bool:
-        """True if a rank has come to the store: it may be part of a group."""
+        """True if ``rank`` has come to the store, or nobody knows: it may be part of a group."""
         with contextlib.suppress(DistError):
             return self._store is None or InitGeneration.has_come(self._store, rank)
         return True
 
     def _members(self, living: Sequence[RankProcess]) -> Sequence[RankProcess]:
-        """The ranks that train, without those that wait to be let in or were left behind."""
+        """Those of ``living`` that train.
+
+        Not among them are ranks that wait to be let in, or that the others have left behind.
+        """
         if self._ticket_store is None:
             return living
         try:
@@ -250,7 +254,7 @@ class Job:
         return [rank for rank in living if rank.rank in seats and let_in(rank)]
 
     def _prepare_rendezvous(self) -> Rendezvous:
-        """Make the place where ranks meet; the server does not serve yet."""
+        """The place where ranks meet: on a single host a new store server, to be started later."""
         if self._nodes is not None:
             return Rendezvous(self._nodes.secret, self._nodes.store_url, self._nodes.master)
         secret = secrets.token_bytes(_SECRET_BYTES)
@@ -287,7 +291,7 @@ class Job:
         )
 
     def _start_rank(self, plan: RankPlan, starter: Starter) -> RankProcess:
-        """Start one rank with its pipes, keeping one end of each."""
+        """Start the rank of ``plan``, and keep the launcher's ends of the pipes to it."""
         reader, writer = os.pipe()
         plan = dataclasses.replace(plan, report_fd=writer)
         ends, standard = None, Standard()
@@ -319,7 +323,7 @@ class Job:
         return sets[rank - self._place.first_rank] if sets else frozenset()
 
     def _drop_in_child(self, reader: int, ends: RankEnds | None) -> None:
-        """In a forked rank, close descriptors of the launcher, and those already duplicated."""
+        """In a forked rank, close the launcher's descriptors, and ``ends``, copied to 1 and 2."""
         os.close(reader)
         if ends is not None:
             ends.close()

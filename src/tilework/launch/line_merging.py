@@ -40,7 +40,7 @@ class _Pending:
 
 
 class LineMerger:
-    r"""Lines of ranks on their way to one screen. Pure: time is given.
+    r"""Merges equal lines of several ranks on the way to a screen. Pure: callers give the time.
 
     Args:
         ranks: The number of ranks that write here.
@@ -66,11 +66,11 @@ class LineMerger:
 
     @property
     def due(self) -> float | None:
-        """The time when the first line has waited long enough; None if none waits."""
+        """The time at which the first waiting line must be written; None if no line waits."""
         return self._queue[0].due if self._queue else None
 
     def feed(self, rank: int, prefix: bytes, data: bytes, now: float) -> bytes:
-        """Take a rank's whole lines, which have the prefix; return the bytes to write now."""
+        """Take whole lines of ``rank``, each with ``prefix``; return the bytes to write now."""
         lines = data.split(b"\n")[:-1]
         if len(lines) > _MOST_LINES:
             return self.flush() + data
@@ -79,14 +79,14 @@ class LineMerger:
         return self.take(now)
 
     def take(self, now: float) -> bytes:
-        """The lines that need not wait any longer."""
+        """Remove and return lines that have waited long enough, or that all ranks have printed."""
         out = b""
         while self._queue and (self._queue[0].due <= now or self._is_full(self._queue[0])):
             out += self._pop()
         return out
 
     def flush(self) -> bytes:
-        """All lines that wait."""
+        """Remove and return all lines that wait."""
         out = b""
         while self._queue:
             out += self._pop()
@@ -113,14 +113,14 @@ class LineMerger:
         self._last_of[rank] = self._count
 
     def _is_source(self, rank: int, text: bytes) -> bool:
-        """True for the line of source below a hidden warning."""
+        """True for the line of source code that follows a warning which was hidden."""
         if rank not in self._hiding:
             return False
         self._hiding.discard(rank)
         return text.startswith(b"  ")
 
     def _hides(self, rank: int, text: bytes) -> bool:
-        """True for a warning that another rank has given before."""
+        """True for a warning that was shown already, when another rank gave it."""
         if not _WARNING.match(text) or len(self._given) >= _MOST_WARNINGS:
             return False
         self._given[rank, text] += 1
@@ -147,7 +147,7 @@ def _prefix(prefixes: dict[int, bytes]) -> bytes:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """Ranks as ranges: ``0-3,6``."""
+    """Sorted ranks as text with ranges: ``0-3,6``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and parts[-1][-1] == rank - 1:

@@ -57,12 +57,12 @@ class LineAssembler:
         return out
 
     def finish(self) -> bytes:
-        """The last line if the newline is missing; else empty."""
+        """The last line, with prefix and newline, if it is incomplete; else empty."""
         rest, self._rest = self._rest, b""
         return self._lines(rest) if rest else b""
 
     def _lines(self, block: bytes) -> bytes:
-        """The block of lines with prefixes and the last newline, which it lacks."""
+        """The lines of ``block``, each with the prefix; adds the last newline, which is missing."""
         if self._terminal and (b"\r" in block or b"\x1b" in block):
             block = b"\n".join(_tidy(line) for line in block.split(b"\n"))
         return self.prefix + block.replace(b"\n", b"\n" + self.prefix) + b"\n"
@@ -74,7 +74,7 @@ def _tidy(line: bytes) -> bytes:
 
 
 def _last_state(line: bytes) -> bytes:
-    """The visible part of a line that a progress bar has rewritten."""
+    """The part of a line that is visible after a progress bar has rewritten it."""
     body = line.rstrip(b"\r")
     return body.rpartition(b"\r")[2] + line[len(body) :]
 

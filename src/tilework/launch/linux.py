@@ -14,7 +14,7 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when ``parent`` ends, or end now if it already has.
+    """Make the kernel kill this process when ``parent`` ends; exit now if it has ended already.
 
     Only on Linux; elsewhere the guardian (:mod:`tilework.launch.guardian`) does it. The kernel
     watches the *thread* that started this process: that thread must live as long as the job.
@@ -26,7 +26,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans(on: bool = True) -> bool:
-    """Become the parent of descendants whose own parent dies; True if that worked."""
+    """Become the parent of descendants whose parent dies; with ``on`` False, stop that.
+
+    True if it worked: only on Linux.
+    """
     return _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
@@ -37,7 +40,7 @@ def child_pids() -> list[int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """True if a process handles a signal, instead of ignoring it or dying of it."""
+    """True if process ``pid`` has a handler for a signal, instead of ignoring it or dying of it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:

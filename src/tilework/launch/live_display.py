@@ -52,7 +52,7 @@ class LiveDisplay:
         self._alternate = False
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes for the terminal after rank 0 wrote ``data``."""
+        """The bytes to write to the terminal when rank 0 has written ``data``."""
         data = self._partial + data
         cut = _PARTIAL.search(data)
         keep = cut is not None and len(data) - cut.start() <= _MAX_PARTIAL_BYTES
@@ -65,7 +65,7 @@ class LiveDisplay:
         return bytes(out)
 
     def above(self, lines: bytes) -> bytes:
-        """The bytes for the terminal after other ranks wrote whole ``lines``."""
+        """The bytes that show whole ``lines`` of other ranks above rank 0's display."""
         if not self._frame or self._alternate:
             return lines
         frame = bytes(self._frame)
@@ -77,7 +77,7 @@ class LiveDisplay:
         return erase + lines + frame
 
     def settle(self) -> bytes:
-        """Leave the terminal usable: cursor shown, colours off, at the start of a line."""
+        """The bytes that leave the terminal usable: cursor shown, colours off, on a new line."""
         out = (_SHOW if self._hidden else b"") + (_ALTERNATE_OFF if self._alternate else b"")
         if self._frame:
             out += b"\x1b[0m\n"
@@ -87,7 +87,7 @@ class LiveDisplay:
         return out
 
     def _token(self, token: bytes) -> bytes:
-        """The bytes to write for a token, whose effect on the frame is noted."""
+        """The bytes to write for ``token``, a piece of rank 0's output; also updates the frame."""
         if token in (_ALTERNATE_ON, _ALTERNATE_OFF):
             self._alternate = token == _ALTERNATE_ON
         if self._alternate:  # a full-screen program addresses the screen by itself
@@ -102,7 +102,7 @@ class LiveDisplay:
         return out
 
     def _note(self, token: bytes, out: bytes) -> None:
-        """Update the frame: the bytes to write again after erasing it."""
+        """Update the frame, the bytes that redraw the display, by ``token``, shown as ``out``."""
         if token in (_HIDE, _SHOW):
             self._hidden = token == _HIDE
             if not self._hidden:  # all but an unfinished line is final now
@@ -113,7 +113,7 @@ class LiveDisplay:
             self._frame += out
 
     def _ends_frame(self, token: bytes) -> bool:
-        """True if the text after ``token`` stays below the frame, instead of overwriting it."""
+        """True if the frame ends at ``token``: it is final, or the next frame overwrites it."""
         if token == b"\n":
             return not self._hidden
         one_line = b"\n" not in self._frame

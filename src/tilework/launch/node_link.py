@@ -31,10 +31,12 @@ Message = dict[str, Any]
 
 
 class NodeLink:
-    """This launcher's connections: on node 0 to all others, else to node 0, which relays.
+    """This launcher's connections: on node 0 to all other launchers, elsewhere to node 0.
+
+    Node 0 relays messages between the others.
 
     Args:
-        node: This node.
+        node: The number of this node.
         hosts: The name of each node's host.
         ranks: The number of ranks that each node starts.
     """
@@ -57,7 +59,7 @@ class NodeLink:
 
     @property
     def awaits_others(self) -> bool:
-        """True while another node, which needs this one's store, has not ended."""
+        """True on node 0 while another node, which needs the store of node 0, has not ended."""
         return bool(self._node == 0 and set(self._peers) - self._finished)
 
     @property
@@ -66,7 +68,7 @@ class NodeLink:
         return self._finished | {self._node} >= set(range(len(self._ranks)))
 
     def place_of(self, node: int) -> str:
-        """A node in words."""
+        """A node in words, for messages: the number, and the name of the host."""
         return f"node {node} ({self._hosts[node]})"
 
     def first_rank(self, node: int) -> int:
@@ -74,12 +76,12 @@ class NodeLink:
         return sum(self._ranks[:node])
 
     def ranks_of(self, node: int) -> str:
-        """A node's ranks in words."""
+        """The ranks that a node starts, in words, for messages."""
         first, count = self.first_rank(node), self._ranks[node]
         return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
 
     def add(self, node: int, peer: socket.socket) -> None:
-        """Take over a connection to a node."""
+        """Take over ``peer``, a connection to ``node``, in place of an earlier connection."""
         peer.settimeout(_SEND_SECONDS)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE:
@@ -122,7 +124,7 @@ class NodeLink:
         self._send({"kind": kind, "node": self._node, **facts}, but=self._node)
 
     def forget_in_child(self) -> None:
-        """Close a forked child's copies."""
+        """Close the copies of the connections in a forked child."""
         for peer in self._peers.values():
             peer.close()
         self._peers = {}

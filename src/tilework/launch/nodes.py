@@ -57,7 +57,7 @@ class NodePlace:
 
     @classmethod
     def alone(cls, ranks: int) -> NodePlace:
-        """The only node's, which starts all ranks."""
+        """The place of the only node, which starts all ``ranks`` ranks."""
         return cls(0, 1, 0, ranks)
 
 
@@ -140,7 +140,7 @@ class _Meeting:
         return Nodes(place, url, self._secret, master, link, server)
 
     def _introduce(self, store: Store) -> None:
-        """Register this node; raise if another launcher has the same number."""
+        """Register this node in the store; raise NodesError if another node has the same number."""
         settings = self._settings
         token = secrets.token_hex(8)
         mine = {
@@ -160,7 +160,10 @@ class _Meeting:
             )
 
     def _gather(self, store: Store) -> dict[str, Any]:
-        """The data of all nodes, once they are there; on node 0."""
+        """On node 0: wait for all nodes, and return the data on all of them.
+
+        Raises NodesError if nodes differ in settings that must be equal.
+        """
         keys = [f"node/{node}" for node in range(self._settings.nnodes)]
 
         def missing() -> list[int]:
@@ -182,14 +185,14 @@ class _Meeting:
         }
 
     def _refuse(self, store: Store, error: str, nodes: int) -> None:
-        """Tell all nodes why the job does not begin."""
+        """On node 0: tell all nodes ``error``, why the job does not begin, and raise NodesError."""
         store.set("table", json.dumps({"error": error}))
         with contextlib.suppress(DistStoreError):  # this node's store goes with this process
             store.wait([f"heard/{node}" for node in range(1, nodes)], _HEARD)
         raise NodesError(error)
 
     def _table(self, store: Store) -> dict[str, Any]:
-        """The data that node 0 has gathered; on other nodes."""
+        """On other nodes: wait for the data that node 0 has gathered, and return it."""
         waits = "waits for node 0, which waits for other nodes"
         self._wait_until(lambda: store.check(["table"]), lambda: waits)
         table: dict[str, Any] = json.loads(store.get("table"))
@@ -197,11 +200,13 @@ class _Meeting:
             store.set(f"heard/{self._me}", "")
             raise NodesError(table["error"])
         if self._me >= len(table["ranks"]):
-            raise NodesError(f"node 0 expects {len(table['ranks'])} nodes, this is {self._me}")
+            raise NodesError(
+                f"node 0 expects only {len(table['ranks'])} nodes, but this is node {self._me}"
+            )
         return table
 
     def _listen(self, store: Store, link: NodeLink, table: dict[str, Any]) -> None:
-        """Accept the other launchers' connections; on node 0."""
+        """On node 0: publish ``table``, and accept the connections of all other launchers."""
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((self._host, 0), family=family) as listener:
             token = secrets.token_hex(16)
@@ -213,7 +218,7 @@ class _Meeting:
                     peer, _ = listener.accept()
                 except TimeoutError:
                     missing = set(range(1, len(table["ranks"]))).difference(link.connected)
-                    raise NodesError(f"{_named(sorted(missing))} did not connect") from None
+                    raise NodesError(f"{_named(sorted(missing))} did not connect here") from None
                 greeting = _first_line(peer).partition(" ")
                 if greeting[0] == token and greeting[2].isdecimal():
                     link.add(int(greeting[2]), peer)

@@ -22,9 +22,10 @@ def in_notebook() -> bool:
 
 
 class CellOutput:
-    """The ranks' output, written to ``sys.stdout`` as whole lines with the rank in front.
+    """Writes the ranks' output to ``sys.stdout``, as whole lines with the rank in front.
 
-    A notebook shows everything written there, but at best parts of the process's descriptors.
+    A notebook shows everything that is written to ``sys.stdout``, but not all that processes write
+    to descriptors.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class CellOutput:
         return RankEnds(writer, writer)
 
     def start(self) -> None:
-        """Pass lines on, in a thread. Call it after all starts: no forks beside threads."""
+        """Start a thread that passes lines on. Call this last: no fork may follow."""
         self._thread = threading.Thread(target=self._pass_on, name="tilework cell", daemon=True)
         self._thread.start()
 

@@ -17,7 +17,10 @@ _POLL_SECONDS: Final = 0.01
 
 
 def reap_orphans(but: Collection[int]) -> None:
-    """Reap adopted processes that have ended; ``but`` are the process's own children."""
+    """Reap children of this process that have ended, except those in ``but``.
+
+    All other children are adopted: ranks have started them and left them behind.
+    """
     for pid in linux.child_pids():
         if pid not in but:
             with contextlib.suppress(ChildProcessError):
@@ -25,7 +28,7 @@ def reap_orphans(but: Collection[int]) -> None:
 
 
 def end_orphans(seconds: float, but: Collection[int]) -> list[str]:
-    """Wait for adopted processes to end, ``seconds`` seconds, then kill them.
+    """Wait ``seconds`` for adopted processes (children not in ``but``) to end, then kill the rest.
 
     Returns:
         The killed processes, as "1234 (name)".

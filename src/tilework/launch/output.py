@@ -49,14 +49,14 @@ class Screen:
         self._live = LiveDisplay(live_prefix) if self.is_terminal else None
 
     def lines_of(self, rank: int, prefix: bytes, data: bytes) -> None:
-        """Write a rank's whole lines, which have the prefix; perhaps a moment later."""
+        """Write whole lines of ``rank``, each with ``prefix``; they may wait for equal lines."""
         if data and self._merger is not None:
             data = self._merger.feed(rank, prefix, data, time.monotonic())
         self._write(data)
 
     @property
     def due(self) -> float | None:
-        """When :meth:`write_due` has something to write; None if nothing waits."""
+        """The time at which to call :meth:`write_due`; None if no line waits."""
         return None if self._merger is None else self._merger.due
 
     def write_due(self) -> None:
@@ -65,7 +65,7 @@ class Screen:
             self._write(self._merger.take(time.monotonic()))
 
     def lines(self, data: bytes) -> None:
-        """Write whole lines, after those that wait."""
+        """Write all lines that wait, then the whole lines in ``data``."""
         self._write((b"" if self._merger is None else self._merger.flush()) + data)
 
     def _write(self, data: bytes) -> None:
@@ -96,7 +96,7 @@ class RankStream:
         fd: The descriptor to read from; owned from here on.
         screen: The destination.
         assembler: Makes lines of the bytes; None: rank 0's live terminal.
-        log: The rank's file; None without.
+        log: The log file of this stream; None: no log.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RankStream:
         self._assembler = assembler
 
     def read(self) -> bool:
-        """Read a chunk and pass it on; False if there is none now. Does not block."""
+        """Read a chunk and pass it on; False if there is none now or any more. Does not block."""
         if self._fd < 0:
             return False
         try:
@@ -170,7 +170,7 @@ class LogFile:
         self.problem = ""
 
     def write(self, data: bytes) -> None:
-        """Append; after a failure do nothing."""
+        """Append ``data``; after a failed write, do nothing."""
         view = memoryview(data)
         try:
             while view and self._file is not None:
@@ -227,7 +227,7 @@ class Output:
         self._masters: list[tuple[int, int, int]] = []
 
     def open(self, rank: int) -> RankEnds:
-        """Make the pipes of one rank."""
+        """Make the pipes for the output of ``rank``; return the ends that the rank writes to."""
         stdout = self._connect(rank, "stdout", self.stdout)
         if self._merged and self._log_dir is None:
             return RankEnds(stdout, stdout)
@@ -299,7 +299,7 @@ class Output:
         return Screen(fd, self._prefix(0, wants_colour(fd)), merged_ranks)
 
     def _connect(self, rank: int, name: str, screen: Screen) -> int:
-        """Connect one stream of one rank; the rank's own end."""
+        """Connect stream ``name`` of ``rank`` to ``screen``; return the end for the rank."""
         prefix = self._prefix(rank, screen.is_terminal and wants_colour(screen.output.fileno()))
         log = None
         if self._log_dir is not None:
@@ -329,14 +329,14 @@ class Output:
 
 
 def wants_colour(fd: int) -> bool:
-    """True for a terminal with colours, without NO_COLOR."""
+    """True if ``fd`` is a terminal with colours, and NO_COLOR is not set."""
     if os.environ.get("NO_COLOR"):
         return False
     return os.isatty(fd) and os.environ.get("TERM") != "dumb"
 
 
 def _make_raw(fd: int) -> None:
-    """Let bytes pass a pseudo-terminal unchanged; the real one does the rest."""
+    """Make the pseudo-terminal ``fd`` pass bytes unchanged: the real terminal processes them."""
     attributes = termios.tcgetattr(fd)
     attributes[1] &= ~termios.OPOST
     attributes[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)

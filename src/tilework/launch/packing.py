@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Packed:
-    """A pickled value. Code that can report a failure loads it later."""
+    """A pickled value, which another interpreter loads later, where it can report a failure."""
 
     data: bytes
     """The pickled value."""
@@ -67,7 +67,7 @@ def pack(value: object) -> Packed:
         main = _how_to_recreate_main() if b"__main__" in data and not typed else {}
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"what goes to or comes from another interpreter must be picklable: {error}"
+            f"functions and values for another interpreter must be picklable: {error}"
         ) from error
     return Packed(data, main, _typed_sources() if typed else {})
 
@@ -86,7 +86,7 @@ def is_recreating_main() -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives functions that were typed in this ``__main__`` for their globals."""
+    """Unpickles functions that were typed in, with this process's ``__main__`` as their globals."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Find a class as pickle does, except for cloudpickle's maker of functions."""
@@ -103,11 +103,11 @@ def _in_main(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _typed_dumps(value: object) -> bytes:
-    """The pickled value, with typed code, which has no module to import."""
+    """The value, pickled with the code of typed functions, since no module has that code."""
     import cloudpickle  # type: ignore[import-untyped]
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        """cloudpickle with the files of code, from which tracebacks find the lines."""
+        """Keeps the file names of code, by which tracebacks find the lines of source."""
 
         dispatch_table = {**cloudpickle.Pickler.dispatch_table, CodeType: _code}  # noqa: RUF012
 
@@ -121,7 +121,7 @@ def _code(code: CodeType) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
 
 
 def _typed_sources() -> dict[str, Any]:
-    """The entries of linecache without a file."""
+    """The entries of ``linecache`` for code that was typed in, which is in no file."""
     entries = linecache.cache.items()
     return {name: entry for name, entry in entries if len(entry) == 4 and entry[1] is None}
 

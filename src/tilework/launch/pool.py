@@ -135,7 +135,11 @@ class RankPool:
                 self._raise_ended()
 
     def _collect(self, answers: dict[int, _Answer], seconds: float | None = None) -> None:
-        """Receive the ranks' answers, until all have answered or ``seconds`` have passed."""
+        """Put answers into ``answers``, until all ranks have answered or ``seconds`` have passed.
+
+        Without ``seconds``, the first failure ends the wait: ranks without an answer are
+        interrupted a second later.
+        """
         __tracebackhide__ = True
         deadline = None if seconds is None else time.monotonic() + seconds
         while missing := [link for r, link in enumerate(self._links) if r not in answers]:
@@ -195,7 +199,7 @@ class RankPool:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C until the end. Only the main thread is interrupted."""
+    """Hold back Ctrl-C until the block ends; only in the main thread, which alone gets it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -17,7 +17,7 @@ _MAX_REPORT_BYTES: Final = 6 * MAX_TRACEBACK_CHARS + (64 << 10)
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a process."""
+    """The end of a process: when the launcher noticed it, and the exit code."""
 
     time: float
     """``time.monotonic()`` when the launcher noticed."""
@@ -50,7 +50,7 @@ class RankProcess:
     _words: FailureReport | None = None
 
     def __post_init__(self) -> None:
-        """Get a descriptor that tells of the end, where the system has them."""
+        """Get a descriptor that tells when the process ends, if the system offers that."""
         os.set_blocking(self.report_fd, False)
         with contextlib.suppress(AttributeError, OSError):
             self._pidfd = os.pidfd_open(self.pid)
@@ -62,7 +62,7 @@ class RankProcess:
 
     @property
     def report(self) -> FailureReport | None:
-        """The failure report, once it was received."""
+        """The failure report; None before it was received."""
         if self._words is None and self._report:
             self._words = decode(bytes(self._report))[0]
         return self._words
@@ -74,11 +74,11 @@ class RankProcess:
 
     @property
     def end_fd(self) -> int | None:
-        """Readable when the process has ended; None where the launcher must ask."""
+        """The descriptor that is readable once the process has ended; None: the launcher polls."""
         return self._pidfd if self._pidfd >= 0 else None
 
     def check(self) -> None:
-        """Note the end if it has come. Does not block."""
+        """Note that the process has ended, if it has. Does not block."""
         if self.ending is None:
             code = self._poll()
             if code is not None:
@@ -113,7 +113,7 @@ class RankProcess:
             pass  # macOS: only an ended process is left in the group
 
     def reap(self) -> None:
-        """Give the process id back, and all descriptors. The process must have ended."""
+        """Reap the ended process, which frees the process id, and close all descriptors."""
         if not self._reaped:
             self._reaped = True
             with contextlib.suppress(ChildProcessError):
@@ -147,7 +147,10 @@ class RankProcess:
         return os.waitstatus_to_exitcode(status)
 
     def _lost(self) -> int:
-        """The exit code if other code of this program has waited for the child."""
+        """The exit code to assume if other code of this program has reaped the process.
+
+        It is the code in the failure report, or 0 without a report.
+        """
         self._reaped = True
         return self._words.exit_code if self._words is not None else 0
 

@@ -107,7 +107,7 @@ def _new_main(path: str | None, loader: object, spec: ModuleSpec | None) -> Modu
 
 
 def _set_first_path(folder: str | None) -> None:
-    """Replace the launcher's own first entry of ``sys.path``; None: remove it."""
+    """Replace the launcher's own first entry of ``sys.path`` by ``folder``; None: remove it."""
     if getattr(sys.flags, "safe_path", False):  # python -P: nothing was put there
         return
     sys.path[:1] = [] if folder is None else [folder]

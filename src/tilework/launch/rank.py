@@ -73,7 +73,10 @@ def enter(plan: RankPlan) -> None:
 
 
 def reset_signals() -> None:
-    """Restore Python's handlers, except for ignored signals (``nohup``); watch SIGUSR1."""
+    """Restore Python's handlers of signals; ignored signals (``nohup``) stay ignored.
+
+    Afterwards SIGUSR1 makes this rank write flight records, if a folder for them is set.
+    """
     signal.set_wakeup_fd(-1)
     for number in HANDLED_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -97,7 +100,10 @@ def resume_gc() -> None:
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Keep the collector from writing to memory that forks share, which would copy it."""
+    """Stop garbage collection in the block: it would write to memory that forks share.
+
+    Memory that is written to would be copied. Objects that exist already are exempt.
+    """
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
@@ -169,7 +175,10 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _report(error: BaseException, code: int, fd: int) -> None:
-    """Send the failure report; a pipe without a reader is not an error."""
+    """Send the failure report to the launcher, and call the program's own hook for exceptions.
+
+    A pipe without a reader is not an error.
+    """
     data = memoryview(encode(describe(error, code)))
     with contextlib.suppress(OSError):
         while data:
@@ -180,7 +189,7 @@ def _report(error: BaseException, code: int, fd: int) -> None:
 
 
 def abort_groups(reason: str) -> None:
-    """Tell peers the reason at once, before exit handlers run."""
+    """Abort this rank's groups: peers learn the reason at once, before exit handlers run."""
     world = sys.modules.get("tilework.comm.world")  # not loaded: no groups
     if world is not None:
         with contextlib.suppress(Exception):
@@ -229,7 +238,7 @@ def _close_files() -> None:
 
 
 def _depth(file: io.IOBase) -> int:
-    """0 for layers over files, 1 for buffers, 2 for raw files."""
+    """The order of closing: 0 for layers over files, 1 for buffers, 2 for raw files."""
     if isinstance(file, io.RawIOBase):
         return 2
     return 1 if isinstance(file, io.BufferedIOBase) and hasattr(file, "raw") else 0

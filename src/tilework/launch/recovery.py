@@ -28,7 +28,7 @@ class Answer(enum.Enum):
 
 @dataclass(frozen=True)
 class Happening:
-    """A line of the report on lost and new ranks."""
+    """A line of the report on lost and new ranks: time, rank and text."""
 
     #: Seconds since the ranks were started.
     seconds: float
@@ -40,7 +40,7 @@ class Happening:
 
 @dataclass
 class Recovery:
-    """The policy of one job, and the record of events.
+    """The policy of a job for ranks that die, and the record of lost and new ranks.
 
     Args:
         restarts: How often ranks may be started again, in total.
@@ -90,7 +90,7 @@ class Recovery:
         return Answer.END
 
     def note_finished(self, rank: int) -> None:
-        """Note that a rank has ended in order; told if the others went on without it."""
+        """Note that a rank has ended in order; reported only if the group went on without it."""
         seconds = time.monotonic() - self._began
         self._finished.append(Happening(seconds, rank, "ended (exit code 0)"))
 

@@ -35,7 +35,7 @@ _CONSEQUENCE_TEXTS: Final = re.compile(r"gloo/transport|Connection closed by pee
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of a rank that the launcher did not end."""
+    """The failure of a rank by itself, not because the launcher ended it."""
 
     rank: int
     """The global rank."""
@@ -78,7 +78,7 @@ class RankFailure:
 
     @property
     def is_echo(self) -> bool:
-        """True if the message repeats another rank's, which ended a group with it."""
+        """True if the message only repeats the error with which another rank aborted a group."""
         return self.report is not None and "aborted by rank " in self.report.summary
 
     @property

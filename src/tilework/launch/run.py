@@ -66,7 +66,7 @@ def _run_here(
     nodes: Nodes | None,
     cpus: CpuSets,
 ) -> int:
-    """Run this host's ranks."""
+    """Run the ranks of this host, and return the exit status."""
     if settings.start == "fork":
         _preload()
     flight = FlightFolder.choose(settings.log_dir, os.environ)
@@ -153,7 +153,7 @@ def _preload() -> None:
 
 
 def _occupy_standard_descriptors() -> None:
-    """Open descriptors closed by the caller (``<&-``), whose numbers our pipes would take."""
+    """Open /dev/null for closed standard streams (``<&-``), lest pipes get the numbers 0 to 2."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -19,7 +19,7 @@ ENDING_SIGNALS: Final = frozenset(
 
 
 def die_quietly() -> None:
-    """Make ending signals end this process silently, while there is nothing to clean up."""
+    """Make Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end this process silently, without a clean-up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         os._exit(128 + number)
@@ -58,7 +58,7 @@ class SignalInbox:
         self.forget_in_child()
 
     def fileno(self) -> int:
-        """Readable when there is a signal."""
+        """A descriptor that is readable when a signal has come."""
         return self._reader
 
     def read(self) -> list[int]:
@@ -78,7 +78,7 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 
 
 def _install(handlers: dict[int, object]) -> dict[int, object]:
-    """Install handlers for signals that are not ignored; returns the replaced handlers."""
+    """Install handlers for signals that are not ignored; return the handlers that these replace."""
     before: dict[int, object] = {}
     for number, handler in handlers.items():
         if signal.getsignal(number) is not signal.SIG_IGN:

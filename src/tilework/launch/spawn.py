@@ -196,11 +196,11 @@ def spawn(
 
 
 def _check_caller(start: StartMethod) -> None:
-    """Refuse a call that would never end, and warn of a call that may hang."""
+    """Raise if a rank that loads the main module calls spawn; warn of a fork beside threads."""
     if is_recreating_main():
         raise RuntimeError(
-            "spawn() was called while a rank it had started was loading the program: put the call "
-            'where only the program itself comes by, under if __name__ == "__main__":'
+            "a rank that spawn() had started called spawn() again while it loaded the program: put "
+            'the call under if __name__ == "__main__":, which ranks do not run'
         )
     others = [t.name for t in threading.enumerate() if t is not threading.current_thread()]
     if start == "fork" and others:

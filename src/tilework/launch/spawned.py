@@ -36,7 +36,9 @@ class PackedProgram:
 
 
 def payload(plan: RankPlan, program: Program) -> bytes:
-    """The data that all ranks of a launch share, for :func:`main`; rank and pipe are arguments.
+    """The bytes that :func:`main` of each rank of a launch reads; equal for all ranks.
+
+    The rank's number and the pipe for failures are arguments instead.
 
     Raises:
         TypeError: The function or its arguments cannot be pickled.
@@ -51,7 +53,7 @@ def payload(plan: RankPlan, program: Program) -> bytes:
 
 
 def main(rest: bytes, rank: int, report_fd: int) -> NoReturn:
-    """Become ``rank`` and run the program; exits as the interpreter does."""
+    """Make this process ``rank``, run the program, and exit as the interpreter does."""
     plan, packed = cast(tuple[RankPlan, PackedProgram], pickle.loads(rest))
     plan = RankPlan(
         rank=rank,

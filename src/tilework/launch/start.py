@@ -40,7 +40,7 @@ class Standard:
     stderr: int | None = None
 
     def pairs(self) -> list[tuple[int, int]]:
-        """(source, 0 to 2) for the descriptors that are not the launcher's own."""
+        """(descriptor, 0 to 2) for each standard stream that is not the launcher's own."""
         sources = (self.stdin, self.stdout, self.stderr)
         return [(fd, target) for target, fd in enumerate(sources) if fd is not None]
 
@@ -96,7 +96,7 @@ class ForkStarter:
         self._heap.close()
 
     def _live(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> NoReturn:
-        """The child's whole life; the call must never return into the launcher's frames."""
+        """Run the program in the forked child and exit; never return into the launcher's frames."""
         code = 1
         try:
             if has_terminal():
@@ -135,7 +135,7 @@ class FreshStarter:
             view = view[self._file.write(view) :]
 
     def start(self, plan: RankPlan, standard: Standard, drop: Callable[[], None]) -> int:
-        """Start an interpreter and return its process id. It has nothing to ``drop``."""
+        """Start an interpreter and return its process id; ``drop`` is not called."""
         own = [self._file.fileno(), plan.report_fd]
         # Numbers that clash with no descriptor that this process opens meanwhile or passes on.
         free = max([*own, *(fd for fd, _ in standard.pairs())]) + 1
@@ -156,7 +156,7 @@ class FreshStarter:
         )
 
     def close(self) -> None:
-        """Drop the file. Idempotent."""
+        """Close the file that ranks read. Idempotent."""
         self._file.close()
 
 
@@ -179,7 +179,10 @@ def _fork() -> int:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Hold back the signals that a launcher handles; a forked child resets their handlers first."""
+    """Hold back the signals that a launcher handles, until the block ends.
+
+    A child that is forked in the block resets the handlers before it gets a signal.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, inside.HANDLED_SIGNALS)
     try:
         yield

@@ -33,7 +33,11 @@ class StandardInput:
         return self._reader if self._reader >= 0 else None
 
     def wanted(self) -> bool:
-        """True if input should be polled: never while another job has the terminal."""
+        """True if the launcher should poll the terminal for input to pass on.
+
+        False without a terminal, after the end of input, and for a moment after another job had the
+        terminal.
+        """
         return self._writer >= 0 and time.monotonic() >= self._not_before
 
     @property
@@ -42,7 +46,7 @@ class StandardInput:
         return self._not_before if self._writer >= 0 and not self.wanted() else None
 
     def pass_on(self) -> None:
-        """Pass on a line from the readable terminal. Does not block."""
+        """Pass a line from the terminal, which is readable, on to rank 0. Does not block."""
         if not _in_foreground():
             # The input is for somebody else, and reading it would stop this process.
             self._not_before = time.monotonic() + _RECHECK_SECONDS

@@ -40,7 +40,7 @@ _LOOK_FOR_STOPPED_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a job."""
+    """The way in which a job has ended."""
 
     root: RankFailure | None = None
     """The failure to blame; None if no rank failed, or the user ended the job."""
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The endpoints that the loop serves besides the ranks; all optional."""
+    """Input, output, signals and callbacks that the loop serves besides the ranks; all optional."""
 
     output: Output | None = None
     stdin: StandardInput | None = None
@@ -287,7 +287,7 @@ class Supervisor:
                     self._tell_others(node_link.FAILED, **_told(failure))
 
     def _pass_ends_on(self) -> None:
-        """Report ranks that have ended while the job goes on."""
+        """Report each rank that has ended without a failure, once, while the job goes on."""
         for rank in self.ranks:
             if not rank.alive and rank.rank not in self._failures:
                 self._pass_end_on(rank)
@@ -302,7 +302,10 @@ class Supervisor:
     # Other hosts
 
     def _others_need_us(self) -> bool:
-        """True while other nodes still run without a failure; tells them of this node's end."""
+        """True while this launcher must stay, since other nodes run on without a failure.
+
+        Also tells the other nodes, once, that all ranks of this node have ended.
+        """
         link = self.around.link
         if link is None or self._stop_began is not None or self._failures:
             return False
@@ -316,7 +319,7 @@ class Supervisor:
             self.around.link.tell(kind, **facts)
 
     def _hear_others(self) -> None:
-        """Note messages of other nodes' launchers."""
+        """Act on messages of other nodes: the user ended the job, a rank failed, a node is lost."""
         for message in self.around.link.take() if self.around.link is not None else ():
             kind = message["kind"]
             if kind == node_link.INTERRUPTED and self._stop_began is None:
@@ -329,7 +332,7 @@ class Supervisor:
                 self._failures.setdefault(lost.rank, lost)
 
     def _failure_there(self, message: Message) -> RankFailure:
-        """The failure of a rank on another node."""
+        """The failure of a rank on another node, as that node's ``message`` tells it."""
         assert self.around.link is not None
         report, now = None, time.monotonic()
         if message["classes"]:
@@ -350,7 +353,11 @@ class Supervisor:
         )
 
     def _outlives(self, rank: RankProcess) -> bool:
-        """True if the job goes on although this rank has failed, or while this is undecided."""
+        """True if recovery deals with this rank's failure, now or once the process has ended.
+
+        The rank is started again, the job goes on without it, or recovery has noted the failure
+        that ends the job.
+        """
         recovery = self.around.recovery
         if rank.pid in self._outlived:
             return True
@@ -388,7 +395,10 @@ class Supervisor:
             self.around.on_failure(failure)
 
     def _end_outsiders(self) -> None:
-        """End ranks that were not part of the finish: stopped ranks, and those not let in."""
+        """Once a rank has finished, end living ranks if none of them belongs to the group.
+
+        Those are stopped ranks that the group left behind, and ranks that were not let in.
+        """
         living = [rank for rank in self.ranks if rank.alive]
         finished = any(rank.ending and rank.ending.code == 0 for rank in self.ranks)
         recovery = self.around.recovery
@@ -408,7 +418,7 @@ class Supervisor:
         return 0 < len(endings) < len(self.ranks) and not any(endings)
 
     def _blame_stopped(self) -> None:
-        """Note ranks as failed that stay stopped when all others have finished."""
+        """Note ranks as failed that stay stopped for 10 s after all others have finished."""
         living = [rank for rank in self.ranks if rank.alive]
         link, now = self.around.link, time.monotonic()
         waits = self._has_finished_ranks and (link is None or link.others_finished)
@@ -421,7 +431,7 @@ class Supervisor:
                 self._failures[rank.rank] = RankFailure(rank.rank, now, -signal.SIGSTOP)
 
     def _dump_flight_records(self, number: int) -> None:
-        """Make the ranks that listen for it write their flight records."""
+        """Send signal ``number`` to ranks that handle it, which makes them write flight records."""
         for rank in self.ranks:
             if rank.alive and rank.report is None and linux.catches(rank.pid, number):
                 rank.signal(number)

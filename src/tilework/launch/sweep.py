@@ -25,7 +25,7 @@ _LONGEST_SECONDS = 30.0
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that bear a mark, except for this one."""
+    """The process ids of all processes that bear ``mark``, but not of this process."""
     in_environment = f"{MARK_VARIABLE}={mark}".encode()
     in_mappings = f"{MAPPING}{mark}".encode()
     found = []
@@ -40,9 +40,10 @@ def marked(mark: str) -> list[int]:
 
 
 def map_mark(mark: str) -> bool:
-    """True if this process now has a page whose name has the mark, as forks will; only on Linux.
+    """Map a page that has the mark in the name, in this process and in later forks of it.
 
-    The page stays mapped. Python's own mmap would also keep a descriptor, which forks inherit.
+    True if that worked: only on Linux. The page stays mapped. Python's own mmap would also keep a
+    descriptor, which forks inherit.
     """
     try:
         fd = os.memfd_create(f"{MAPPING}{mark}", os.MFD_CLOEXEC)
@@ -60,7 +61,7 @@ def map_mark(mark: str) -> bool:
 
 
 def sweep(mark: str) -> None:
-    """Kill all marked processes, and those that they start meanwhile."""
+    """Kill all processes that bear ``mark``, and those that they start meanwhile."""
     quiet, deadline = 0, time.monotonic() + _LONGEST_SECONDS
     while quiet < _QUIET_LOOKS and time.monotonic() < deadline:
         found = marked(mark)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 #: Seconds from the first signal to SIGKILL. With the time that finding the cause takes
-#: (verdict.PATIENCE_SECONDS) everything has ended well within 3 s.
+#: (root_cause.PATIENCE_SECONDS) everything has ended well within 3 s.
 KILL_SECONDS: Final = 2.0
 
 
@@ -24,7 +24,7 @@ class TerminationStep:
 
 
 def after_failure() -> list[TerminationStep]:
-    """The steps after a failure: the failed rank may finish its exit handlers."""
+    """The steps after a failure: the failed rank has a second to finish exit handlers."""
     return [
         TerminationStep(0.0, signal.SIGTERM, spare_failed=True),
         TerminationStep(KILL_SECONDS / 2, signal.SIGTERM),
@@ -33,10 +33,12 @@ def after_failure() -> list[TerminationStep]:
 
 
 def after_signal(number: int, grace: float = KILL_SECONDS) -> list[TerminationStep]:
-    """The steps after a user's signal: ranks get the same signal, and run ``finally`` blocks.
+    """The steps after a user's signal: SIGINT after Ctrl-C, else SIGTERM; SIGTERM; SIGKILL.
+
+    SIGINT lets ranks run ``finally`` blocks.
 
     Args:
-        number: The signal.
+        number: The signal that the user sent to the launcher.
         grace: Seconds until ranks are killed.
     """
     first = number if number == signal.SIGINT else signal.SIGTERM
@@ -48,5 +50,5 @@ def after_signal(number: int, grace: float = KILL_SECONDS) -> list[TerminationSt
 
 
 def at_once() -> list[TerminationStep]:
-    """The steps for an end at once."""
+    """The only step of an end at once: SIGKILL to all ranks."""
     return [TerminationStep(0.0, signal.SIGKILL)]

@@ -49,7 +49,10 @@ def folded(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def _blocks(lines: Sequence[str]) -> list[tuple[re.Match[str] | None, list[str]]]:
-    """Frames, each with the lines of source, and single lines between frames."""
+    """The lines of a traceback in blocks: each frame with the lines of source below it.
+
+    A line between frames is a block by itself, with None in place of the frame.
+    """
     blocks: list[tuple[re.Match[str] | None, list[str]]] = []
     inside = ""
     for line in lines:

@@ -49,7 +49,7 @@ class OtherDevices:
         self._made: set[str] = set()
 
     def names(self, group: Any) -> dict[str, str]:
-        """The engines by device type, but the CPU; empty until torch has registered the group."""
+        """The engine of each device type but the CPU; empty before torch registers the group."""
         try:
             text = torch_dist.get_backend_config(group)
         except ValueError:
