@@ -95,8 +95,5 @@ class Sender:
         self._transport.send(to, encode(kind, self._rank, number, refs))
 
     def hello(self, to: int) -> bytes:
-        """The first message to rank ``to``.
-
-        It says whether this rank can open the memory files of ``to``.
-        """
+        """The first message to rank ``to``: can this rank open the memory files of ``to``?"""
         return b"".join(encode(MessageKind.HELLO, self._rank, int(self._probes[to].readable())))
