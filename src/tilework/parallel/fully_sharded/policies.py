@@ -48,8 +48,8 @@ class DataParallelMeshDims:
     """The axes of a mesh for all kinds of parallelism that are data parallel.
 
     Attributes:
-        shard: The axis that parameters are sharded over; a tuple of axes is flattened to an axis.
-        replicate: The axis of replicas; a tuple is flattened likewise. None: no replicas.
+        shard: The axis that parameters are sharded over; a tuple of axes is made a single axis.
+        replicate: The axis of replicas; a tuple is made a single axis. None: no replicas.
     """
 
     shard: str | tuple[str, ...]

@@ -286,7 +286,7 @@ class Unit:
             self._gathered = self._new_gathered(self.flats, async_op)
 
     def gather(self) -> GatheredParameters:
-        """Gather the full parameters, unless they are in memory, and return them. Collective."""
+        """Gather the full parameters, unless in memory, and return them. Collective; blocks."""
         self.start_gather(async_op=False)
         assert self._gathered is not None
         self._gathered.finish()
