@@ -132,7 +132,7 @@ def _own(placements: Any) -> Any:
 
 
 def _each(out_placements: Any) -> tuple[OnePlacements, ...]:
-    """The placements of each result."""
+    """The placements of each result, as a tuple: a list alone is for a single result."""
     if isinstance(out_placements, tuple) and not all(
         isinstance(item, Shard | Replicate | Partial) for item in out_placements
     ):
@@ -187,7 +187,7 @@ def _for_each(
 
 
 def _redistributed(value: Any, needed: OnePlacements, number: int, redistribute: bool) -> Any:
-    """The argument in the placements that it must have."""
+    """The argument in the placements ``needed``; redistributed if allowed, else an error."""
     if needed is None or not isinstance(value, DTensor):
         return value
     spec = value._spec
@@ -207,7 +207,10 @@ def _local(
     inputs: Sequence[Any],
     outs: Sequence[OnePlacements],
 ) -> Tensor:
-    """The local tensor of an input, at the place in the graph where these gradients arrive."""
+    """The local tensor of an input, whose local gradients will have the placements ``grad``.
+
+    None: the placements that follow from those of the inputs and results.
+    """
     if grad is None and value.requires_grad and torch.is_grad_enabled():
         grad = _gradient(value, inputs, outs)
     local = value.to_local(grad_placements=grad)
@@ -242,7 +245,7 @@ def _gradient(
 
 
 def _wrapped(value: Any, placements: OnePlacements, mesh: DeviceMesh, func: _Function) -> Any:
-    """A result, as a DTensor."""
+    """A result of the function as a DTensor; as it is if ``placements`` is None."""
     if isinstance(value, DTensor):
         raise TypeError(f"{_name(func)} in a local_map must return plain tensors, got {value!r}")
     if isinstance(value, Tensor) != (placements is not None):

@@ -140,7 +140,7 @@ def _on_locals(
 
 
 def _keep_digests(optimizer: Optimizer) -> None:
-    """Fix digests that were computed from the parameters' values, which the step will change."""
+    """Store digests that follow from the parameters' values, before the step changes the values."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.__class__ is DTensor and param._digest is None and param._made is None:

@@ -20,12 +20,12 @@ _SHOWN = 256
 
 
 def content_of(tensors: Sequence[Tensor], full: bool) -> int:
-    """A hash of the elements of tensors, or of samples of them. Local."""
+    """A hash of the elements of tensors; if not ``full``, of a sample of each large one. Local."""
     return hash(tuple([hash_of(tensor, full) for tensor in tensors]))
 
 
 def shown(tensor: Tensor) -> list[Any]:
-    """Some elements of a tensor, for :func:`apart`."""
+    """Up to ``_SHOWN`` elements of a tensor, as numbers, for :func:`apart`; none on meta."""
     return [] if tensor.is_meta else sample(tensor.detach(), _SHOWN).cpu().tolist()
 
 

@@ -253,7 +253,7 @@ class DTensorSpec:
         return spec
 
     def copy(self) -> DTensorSpec:
-        """An equal layout in another object. The identity tells when a tensor had the layout."""
+        """An equal layout in a new object, which a tensor gets with other data or other dims."""
         spec = DTensorSpec(self.mesh, self.placements, self.shape, self.order, self.splits)
         spec.strides, spec._by_strides = self.strides, self._by_strides
         return spec

@@ -46,7 +46,7 @@ from tilework.layout import Placement
 
 
 def local_with_grad(tensor: DTensorBase, placements: Sequence[Placement]) -> Tensor:
-    """The local tensor, whose gradient will have these placements."""
+    """The local tensor, for local operators whose gradient of it will have these placements."""
     spec = tensor._spec
     incoming = spec_of(spec.mesh, placements, spec.shape, spec.order)
     local = local_of(tensor)

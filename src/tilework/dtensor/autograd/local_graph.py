@@ -288,7 +288,7 @@ def _passed(
 
 
 def _show(tensor: DTensorBase, place: Place) -> None:
-    """Have the wrapper of a tensor show C++ the shape that the tensor had at a place."""
+    """Give the wrapper that torch's C++ code sees the shape that the tensor had at a place."""
     show_as(tensor, wrap_as(type(tensor), place.local.detach(), place.spec))
 
 
@@ -297,13 +297,11 @@ _LINK: Any = _Link._backward_cls
 
 
 def local_as(tensor: Tensor, spec: DTensorSpec, what: str) -> Tensor:
-    """The local tensor of ``tensor`` in another layout; a plain tensor counts as replicated.
-
-    Collective.
+    """The local tensor of ``tensor``, redistributed to the layout ``spec``. Collective.
 
     Args:
-        tensor: A DTensor or a plain tensor.
-        spec: The layout.
+        tensor: A DTensor, or a plain tensor, which counts as replicated.
+        spec: The layout of the result.
         what: The tensor's name in errors.
     """
     if not isinstance(tensor, DTensorBase):

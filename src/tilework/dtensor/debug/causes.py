@@ -144,7 +144,10 @@ def _count(more: int) -> None:
 
 
 def begin_operator(operator: str, gathered: bool = False) -> None:
-    """Report an operator that is about to move tensors. Called only if a block is open."""
+    """Report an operator that is about to move tensors; raise if it gathers within ``strict()``.
+
+    Called only if an ``explain`` or ``strict`` block is open.
+    """
     recorder = _recorder()
     recorder.operator, recorder.gathered = operator, gathered
     if gathered and recorder.strict:
@@ -250,7 +253,7 @@ def record_reduction(spec: DTensorSpec, axes: Sequence[int], tensors: Sequence[T
 
 
 def _cause(recorder: _Recorder) -> tuple[str, bool]:
-    """The operator, and True if a gradient moves for it."""
+    """The operator that causes the next collective, and True if a gradient moves for it."""
     if torch._C._current_graph_task_id() == -1:
         return recorder.operator, False
     node: Any = torch._C._current_autograd_node()

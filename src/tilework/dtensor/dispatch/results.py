@@ -100,7 +100,7 @@ def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[D
 
 
 def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
-    """The result. New tensors get the digest of the call; operands keep their digests."""
+    """Return ``result``. New tensors in it get the call's digest; operands keep their digests."""
     tensors = tensors_in(result)
     if len(tensors) == 1 and isinstance(tensors[0], DTensor):
         _own_its_memory(tensors[0], operands)
@@ -152,7 +152,7 @@ def full_value(tensor: Any, name: str) -> Any:
     Collective.
 
     Raises:
-        RuntimeError: This rank is outside the mesh that has them.
+        RuntimeError: This rank is outside the DTensor's mesh.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -282,7 +282,7 @@ def call_with_out(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _check_outs(name: str, outs: Sequence[Tensor], result: Any, inputs: Sequence[DTensor]) -> None:
-    """Raise, as torch does, if results cannot be written to ``out=``, before any is. Local."""
+    """Raise, as torch does, before a write, if some result cannot be written to ``out=``. Local."""
     values = tensors_in(result)
     if len(outs) != len(values):
         raise TypeError(f"{name} gives {len(values)} tensors, got {len(outs)} in out=")

@@ -105,7 +105,7 @@ def _base(func: Any, args: Any, kwargs: Any) -> DTensor | None:
 
 @dtensor_handler("is_inference")
 def _is_inference(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if made in inference mode. A copied view's local tensor never is: ask the owner."""
+    """True if a tensor was made in inference mode; for a copied view, if the owner was."""
     (tensor,) = args
     shows_memory = tensor._view_of is None or tensor._view_of is copied_views.WATCHED
     return bool(func(local_graph.plain(tensor if shows_memory else owner_of(tensor))))
@@ -218,7 +218,7 @@ def _repr(func: Any, args: Any, kwargs: Any) -> str:
 
 @dtensor_handler("__format__")
 def _format(func: Any, args: Any, kwargs: Any) -> str:
-    """As torch has it: the number of a tensor without dims, so that ``f"expert_{i}"`` is a name."""
+    """As in torch: a tensor without dims gives the number, as in ``f"expert_{i}"``; else repr()."""
     tensor, spec = args
     if tensor.dim() and spec:
         raise TypeError(f"the format {spec!r} is for one number, got {tensor!r}: format elements")

@@ -104,7 +104,7 @@ def _hash_of_other(tensor: Tensor, full: bool) -> int:
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:
-    """At most so many elements, at even distances in row-major order, as a tensor of one dim."""
+    """At most ``count`` elements, evenly spaced in row-major order, as a tensor of one dim."""
     gaps, last = count - 1, tensor.numel() - 1
     if last <= gaps:
         return tensor.reshape(-1)

@@ -111,7 +111,7 @@ def note_write(tensor: DTensorBase, digest: int) -> None:
 def note_gradient(tensor: DTensorBase, grad: DTensorBase) -> int:
     """Give a tensor's gradient a digest: of the backward passes, and of writes to the gradient.
 
-    It is the same whether a rank has asked for the gradient before, or not.
+    The digest is the same whether a rank has asked for the gradient before, or not.
 
     Args:
         tensor: The tensor.

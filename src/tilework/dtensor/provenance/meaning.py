@@ -65,7 +65,7 @@ def named_for(method: str) -> carrying:
 
 
 class Moved:
-    """Facts about a tensor that is about to move, which the local tensor does not have.
+    """Facts about a tensor that is about to move between ranks: where it comes from, and why.
 
     Args:
         digest: The provenance digest.
