@@ -1,9 +1,9 @@
-"""The launcher's word, in the job's store, on the ranks whose processes have ended.
+"""A list, which the launcher keeps in a store, of the ranks whose processes have ended.
 
-Where rank 0 serves that store, the launcher has a second store for this: rank 0 may be the rank
-that has ended, and a server of torch's may listen at the port.
+It is in the job's store. If rank 0 serves that store, the launcher has a second store for the list:
+rank 0 may be the rank that has ended, and a server of torch's may listen at the port.
 
-Without torch: the launcher writes it.
+This module does not import torch, since the launcher imports it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _KEY = "tilework/ended-ranks"
 
 
 class EndedRanks:
-    """The ranks of a job that have ended, in order or not, and were not started again.
+    """The list in a store of a job's ranks that have ended and were not started again.
+
+    A rank counts as ended whether its program failed or finished.
 
     Args:
-        store: The job's, or a view of it.
+        store: The store with the list, or a prefixed view of that store.
     """
 
     def __init__(self, store: Store) -> None:
@@ -38,9 +40,10 @@ class EndedRanks:
 
     @classmethod
     def at_launcher(cls, rank: int, size: int) -> EndedRanks | None:
-        """The ended ranks that the launcher of this process tells of at a place for this purpose.
+        """The list in the second store, which the launcher of this process serves for it.
 
-        None if there is no such place, or if this process was started as another rank.
+        None if there is no second store, or if the launcher started this process as another rank
+        than ``rank`` of ``size``.
         """
         environment = os.environ
         address = environment.get(ENDS_VARIABLE, "").removeprefix("unix:")
@@ -53,15 +56,15 @@ class EndedRanks:
         return None
 
     def add(self, rank: int) -> None:
-        """Say that a rank's process has ended."""
+        """Note in the store that the process of ``rank`` has ended."""
         self._store.append(_KEY, f"{rank} ")
 
     def remove(self, rank: int) -> None:
-        """Say that a rank was started again."""
+        """Note in the store that ``rank`` was started again."""
         self._store.append(_KEY, f"-{rank + 1} ")
 
     def among(self, ranks: Collection[int]) -> set[int]:
-        """Those of ``ranks`` that have ended. Asks the store once, or twice."""
+        """Those of ``ranks`` that the store lists as ended. Takes one or two requests."""
         ended: set[int] = set()
         if self._store.check([_KEY]):
             for number in map(int, self._store.get(_KEY).split()):

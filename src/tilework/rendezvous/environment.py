@@ -83,7 +83,7 @@ def integer(env: _Variables, name: str) -> int | None:
     """The integer in the environment variable ``name``; None if the variable is not set.
 
     Raises:
-        ValueError: The variable has no integer.
+        ValueError: The value of the variable is no integer.
     """
     text = env.get(name)
     if text is None:
@@ -122,7 +122,10 @@ def _open_mpi(env: _Variables) -> Settings | None:
 
 
 def _hydra(env: _Variables) -> Settings | None:
-    """MPICH and Intel MPI. Before SLURM: inside an allocation SLURM's variables are per node."""
+    """The settings of MPICH's and Intel MPI's mpirun; None if neither started this process.
+
+    Asked before SLURM: in a SLURM allocation mpirun's ranks see SLURM's variables too, by node.
+    """
     return _pmi(env) if "MPI_LOCALNRANKS" in env else None
 
 
@@ -172,7 +175,7 @@ def _one_node(env: _Variables, nodes: str) -> bool:
 
 
 def _tasks_here(env: _Variables) -> int | None:
-    """This node's number in a list such as ``4(x2),3``: four, four and three tasks per node."""
+    """The tasks on this node, by SLURM's list for all nodes: ``4(x2),3`` means 4, 4 and 3 tasks."""
     node, counts = integer(env, "SLURM_NODEID"), []
     listed = _first(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):

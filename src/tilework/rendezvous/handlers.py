@@ -52,7 +52,7 @@ _said_alone: set[int] = set()
 
 
 def tcp_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
-    """Meet at ``tcp://host:port``; rank 0 serves."""
+    """Yield a store, rank and world size for ``tcp://host:port``, where rank 0 serves the store."""
     parts = split_url(url)
     try:
         host, port = parts.hostname, parts.port
@@ -78,7 +78,7 @@ def tcp_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
 
 
 def unix_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
-    """Meet at ``unix:@name`` or ``unix:/path``; rank 0 serves."""
+    """Yield store, rank and world size for ``unix:@name`` or ``unix:/path``; rank 0 serves."""
     parts = split_url(url)
     name = unquote(parts.netloc + parts.path)
     if not name.startswith(("@", "/")):
@@ -91,7 +91,7 @@ def unix_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -
 
 
 def file_rendezvous(url: str, timeout: timedelta) -> _Meeting:
-    """Meet in the file of ``file:///path``."""
+    """Yield a FileStore, rank and world size for ``file:///path``."""
     parts = split_url(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise ValueError(
@@ -103,7 +103,7 @@ def file_rendezvous(url: str, timeout: timedelta) -> _Meeting:
 
 
 def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) -> _Meeting:
-    """Meet as the environment says."""
+    """Yield a store, rank and world size for ``env://``, as the environment variables say."""
     parts = split_url(url)
     if parts.netloc or parts.path:
         raise ValueError(f"expected env:// and nothing but a query behind it, got {url!r}")
@@ -123,7 +123,7 @@ def env_rendezvous(url: str, timeout: timedelta, secret: bytes | None = None) ->
 
 
 def _alone(asked: RankPlace) -> bool:
-    """True if neither the caller nor the environment speaks of other ranks."""
+    """True if this process is rank 0 of 1: ``asked`` and the environment name no other ranks."""
     return asked.rank in (UNSET, 0) and asked.world_size in (UNSET, 1) and not _is_launched()
 
 
@@ -132,7 +132,9 @@ def _is_launched() -> bool:
 
 
 def starting(ranks: int) -> str:
-    """The command that starts this program with so many ranks; empty if a launcher has started it.
+    """The command to start this program on ``ranks`` ranks, for messages.
+
+    Empty if a launcher has started this process.
 
     Example:
         >>> starting(2)
@@ -143,7 +145,7 @@ def starting(ranks: int) -> str:
 
 
 def _say_alone() -> None:
-    """Print a line on stderr, the first time in this process."""
+    """Print a line on stderr, once per process, which says that this process is rank 0 of 1."""
     if os.getpid() not in _said_alone:
         _said_alone.add(os.getpid())
         print(
@@ -166,7 +168,7 @@ def _check_launched(asked: RankPlace, settings: Settings | None) -> None:
 
 
 def _place(place: RankPlace, settings: Settings | None) -> RankPlace:
-    """``place``, completed from the environment."""
+    """``place``, with numbers that it lacks taken from the environment or ``settings``."""
     rank, world_size = place.rank, place.world_size
     if rank == UNSET:
         rank = _number("RANK", settings.rank if settings else None)
@@ -222,13 +224,13 @@ def _master_port() -> int:
 
 
 def _launcher_serves() -> bool:
-    """True if MASTER_ADDR is there for torch's own programs: the launcher has a store as well."""
+    """True if the launcher serves a store, and MASTER_ADDR is only for torch's own groups."""
     master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return bool(os.environ.get("TILEWORK_STORE")) and os.environ.get("TILEWORK_MASTER") == master
 
 
 def launcher_store(text: str, timeout: timedelta, secret: bytes | None) -> Store:
-    """The store at an address as TILEWORK_STORE has it. Raises ValueError if it is none."""
+    """Connect to the store at ``text``, which has the form of TILEWORK_STORE, else ValueError."""
     scheme, _, address = text.partition(":")
     if scheme == "unix" and address.startswith(("@", "/")):
         return UnixStore(address, timeout=timeout, secret=secret)
@@ -258,7 +260,7 @@ def _secret() -> bytes | None:
 
 
 def _job_address(job: str) -> str:
-    """A Unix socket's address that the ranks of ``job`` find by themselves."""
+    """A Unix socket's address made from the job's name: the same on all ranks of ``job``."""
     name = f"tilework-{os.geteuid()}-{hashlib.sha256(job.encode()).hexdigest()[:24]}"
     return f"@{name}" if sys.platform == "linux" else f"{tempfile.gettempdir()}/{name}"
 
@@ -287,7 +289,7 @@ def _hold(key: tuple[int, str, bytes | None], server: StoreServer) -> None:
 
 
 def _torchrun_store(host: str, port: int, timeout: timedelta) -> Store:
-    """The store of torchrun itself, which has taken MASTER_PORT and speaks torch's protocol."""
+    """Connect to the store that torchrun serves at MASTER_PORT, which speaks torch's protocol."""
     from tilework.store.torch_bridge import TorchStoreAdapter, connect_to_torch
 
     try:

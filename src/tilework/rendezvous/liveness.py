@@ -26,14 +26,14 @@ _threads: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
 
 
 def thread_identity() -> str:
-    """The identity of this thread, as a rank."""
+    """A text that names this thread as a rank; others pass it to :func:`has_ended`."""
     number = next(_numbers)
     _threads[number] = threading.current_thread()
     return f"thread {_place()} {os.getpid()} {number}"
 
 
 def process_identity() -> str:
-    """The identity of this process, as a rank."""
+    """A text that names this process as a rank; others pass it to :func:`has_ended`."""
     return f"process {_place()} {os.getpid()} {start_time(os.getpid()) or 0} {_mark()}"
 
 
@@ -54,7 +54,7 @@ def has_ended(identity: str) -> bool:
 
 @dataclass(slots=True)
 class _Mark:
-    """The memory file of this program.
+    """The memory file that marks the program which runs in this process: exec closes the file.
 
     Attributes:
         descriptor: The descriptor of the file; -1 before the file is made.
@@ -69,7 +69,7 @@ _own_mark = _Mark()
 
 
 def _mark() -> str:
-    """A descriptor that exec closes, and the file of it; "-" where there are none."""
+    """The mark of this program, ``descriptor:inode`` of the memory file; "-" where it has none."""
     with _own_mark.lock, contextlib.suppress(OSError):
         if _own_mark.descriptor < 0 and sys.platform == "linux":
             _own_mark.descriptor = os.memfd_create("tilework-program", os.MFD_CLOEXEC)
@@ -79,7 +79,10 @@ def _mark() -> str:
 
 
 def _has_lost(pid: int, mark: str = "-") -> bool:
-    """True if a process that lives has no such file any more; False where nobody may look."""
+    """True if process ``pid`` lives, but no longer has the memory file ``mark`` open.
+
+    The process then runs another program. False where this process may not look.
+    """
     descriptor, _, inode = mark.partition(":")
     if not inode:
         return False
@@ -92,7 +95,7 @@ def _has_lost(pid: int, mark: str = "-") -> bool:
 
 
 def _place() -> str:
-    """Names what a process number belongs to: this boot, and the namespace."""
+    """A name for the place where process numbers are unique: this boot and PID namespace."""
     try:
         return f"{_BOOT_ID.read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:  # another system
@@ -100,7 +103,7 @@ def _place() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Of a process that lives; None if it has ended, or waits to be reaped."""
+    """The start time, in clock ticks since boot, of a process; None if it has ended."""
     status = status_of(pid)
     return status.start_time if status is not None and status.is_alive else None
 
@@ -128,6 +131,6 @@ def status_of(pid: int) -> Status | None:
 
 
 def process_of(identity: str) -> tuple[int, int] | None:
-    """A rank's process, by start time and number; None for a thread, or in another place."""
+    """The start time and number of a rank's process; None for a thread, or on another host."""
     kind, place, pid, number = identity.split(" ")[:4]
     return (int(number), int(pid)) if (kind, place) == ("process", _place()) else None

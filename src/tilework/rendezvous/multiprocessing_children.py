@@ -1,7 +1,8 @@
 """The processes that multiprocessing has started from one process, which may be ranks.
 
-Nothing shows the rank of such a process. But where there are as many of them as ranks, each is one:
-then any that has ended, and has not said who it is, is a rank that will never come.
+The rank of such a process cannot be seen from outside. But if there are as many processes as ranks,
+each process is a rank. Then a process that has ended, and has not told its identity, is a rank that
+will never come.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ _Process = tuple[int, int]
 
 
 class MultiprocessingChildren:
-    """This process and those beside it, or those that it has started itself."""
+    """The processes that may be the ranks of a job with this process.
+
+    If multiprocessing started this process, these are the processes with the same parent. Else they
+    are this process and the processes that it has started.
+    """
 
     def __init__(self) -> None:
         self._own = _process(os.getpid())
@@ -51,19 +56,19 @@ class MultiprocessingChildren:
 
     @staticmethod
     def of_this_process() -> MultiprocessingChildren:
-        """Those of this process."""
+        """The object for this process, made anew in a forked child."""
         global _known
         if _known._own[0] != os.getpid():  # it was forked
             _known = MultiprocessingChildren()
         return _known
 
     def ended(self, size: int, identities: Collection[str], silent: int) -> int:
-        """The number of ranks of a job that ended before they said who they are; looks for them.
+        """The number of ranks that ended before they told their identity, as of a look now.
 
         Args:
-            size: How many ranks the job has.
-            identities: Of those that have said it, this one among them.
-            silent: How many have not.
+            size: The number of ranks of the job.
+            identities: The identities of the ranks that have told them, with this rank's.
+            silent: The number of ranks that have not told theirs.
         """
         self.look()
         count = self._count_missing(size, identities)
@@ -78,7 +83,7 @@ class MultiprocessingChildren:
         return count if now - since > patience else 0
 
     def look(self) -> None:
-        """See who is there, unless that was just done."""
+        """Update which processes live, unless the last look was a moment ago."""
         begun = time.monotonic()
         if self._has_none or begun < self._next_look or _process(self._root[1]) != self._root:
             return
@@ -88,7 +93,7 @@ class MultiprocessingChildren:
         self._next_look = now + (now - begun) / _SHARE
 
     def _living(self) -> Iterator[_Process]:
-        """The processes that live; those that wait to be reaped count as seen."""
+        """The processes that live now. Processes that wait to be reaped are added to those seen."""
         for pid in children(self._root[1]):
             status = status_of(pid)
             if status is None:
@@ -105,7 +110,10 @@ class MultiprocessingChildren:
         return command.endswith(_FRESH) or command == self._command
 
     def _count_missing(self, size: int, identities: Collection[str]) -> int:
-        """The number of those that are gone and never came; 0 unless each must be a rank."""
+        """The number of processes that have ended without an identity in ``identities``.
+
+        0 unless there were exactly ``size`` processes, since only then each must be a rank.
+        """
         came = {process_of(identity) for identity in identities}
         known = self._seen | ({self._root} & came)
         # What a rank has started need not be ranks, unless one of them is.
@@ -120,10 +128,7 @@ class MultiprocessingChildren:
 
 
 def _own_number() -> int:
-    """The number that multiprocessing gave to this process when it started it; 0 if it did not.
-
-    Where it has not been imported, it did not.
-    """
+    """The number that multiprocessing gave this process; 0 if it did not start this process."""
     module = sys.modules.get("multiprocessing.process")
     starter = None if module is None else module.parent_process()
     if module is None or starter is None:
@@ -143,12 +148,12 @@ def _is_launched() -> bool:
 
 
 def _process(pid: int) -> _Process:
-    """A process by start time and number; the time is 0 for a process that has ended."""
+    """The start time and number of process ``pid``; the time is 0 if it has ended."""
     return start_time(pid) or 0, pid
 
 
 def _read(process: _Process, what: str) -> bytes:
-    """A file of the system on a process; empty where it has ended."""
+    """The content of ``/proc/NUMBER/what`` for ``process``; empty if the process has ended."""
     try:
         return Path(f"/proc/{process[1]}/{what}").read_bytes()
     except OSError:

@@ -35,7 +35,7 @@ class RankPlace:
             )
 
     def needed(self, url: str) -> RankPlace:
-        """This place, if rank and world size are known.
+        """This object itself, after a check that rank and world size are given.
 
         Raises:
             ValueError: A number is missing; the error says how to give it.
@@ -49,7 +49,7 @@ class RankPlace:
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of ``url``. Raises TypeError or ValueError."""
+    """The parts of ``url``. Raises TypeError or ValueError if it is no URL with a scheme."""
     if not isinstance(url, str):
         raise TypeError(f"a rendezvous URL must be a str, got {type(url).__name__}: {url!r}")
     try:
@@ -65,7 +65,7 @@ def split_url(url: str) -> SplitResult:
 
 
 def query_of(url: str) -> dict[str, str]:
-    """The query's arguments. Raises ValueError where one is given twice or has no value."""
+    """The arguments in the query of ``url``. Raises ValueError if a name comes twice."""
     query: dict[str, str] = {}
     try:
         pairs = parse_qsl(split_url(url).query, keep_blank_values=True, strict_parsing=True)
@@ -81,7 +81,7 @@ def query_of(url: str) -> dict[str, str]:
 
 
 def merge(url: str, place: RankPlace) -> str:
-    """``url`` with ``place`` in the query. Raises ValueError if both disagree."""
+    """``url`` with the numbers of ``place`` in the query. Raises ValueError if both disagree."""
     query = query_of(url)
     for name in ("rank", "world_size"):
         value = getattr(place, name)
@@ -99,7 +99,7 @@ def merge(url: str, place: RankPlace) -> str:
 
 
 def place_of(url: str) -> RankPlace:
-    """The rank and world size in the query of ``url``, which may hold nothing else."""
+    """The rank and world size in the query of ``url``; ValueError if it has other arguments."""
     query = query_of(url)
     unknown = sorted(set(query) - {"rank", "world_size"})
     if unknown:

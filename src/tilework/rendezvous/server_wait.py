@@ -18,11 +18,15 @@ from tilework.store.pool import while_connecting
 
 
 class ServerWait:
-    """The wait of the rank at ``place``: it ends when rank 0 has, and is told of on stderr.
+    """Watches the other ranks while this rank waits for rank 0 to serve the store.
+
+    Within :meth:`during` the wait raises PeerLostError if another rank has ended. A wait that lasts
+    long is reported on stderr.
 
     Args:
-        where: The address, for messages; "" for that of the environment.
-        one_host: True if only processes of this host can reach it.
+        place: This rank, and the number of ranks.
+        where: The address of the store, for messages; "" for the address from the environment.
+        one_host: True if only processes of this host can reach that address.
     """
 
     def __init__(self, place: RankPlace, where: str, one_host: bool) -> None:
@@ -36,7 +40,7 @@ class ServerWait:
         self._notice = LateNotice(time.monotonic())
 
     def during(self) -> AbstractContextManager[None]:
-        """The context in which the store is made."""
+        """The context manager within which the caller makes the store."""
         return while_connecting(self._meanwhile)
 
     def _meanwhile(self, reason: str) -> None:

@@ -24,9 +24,10 @@ _MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT", "TILEWORK_STORE", "TORCHELASTIC_
 
 
 class Siblings:
-    """The other processes of this job, as far as the environment tells.
+    """The other ranks of this job among the processes with the same parent.
 
-    There are none where the environment names no rank, as where ranks are threads.
+    A process's environment tells the job and the rank. There are no siblings where the environment
+    of this process names no rank, for example where ranks are threads.
     """
 
     def __init__(self) -> None:
@@ -45,23 +46,23 @@ class Siblings:
 
     @staticmethod
     def of(rank: int, size: int) -> Siblings | None:
-        """The siblings of a rank in this process; None if the environment names another rank."""
+        """The siblings of this process; None if the environment says another rank or size."""
         known = _at_import if _at_import.is_of(rank, size) else Siblings()
         return known if known.is_of(rank, size) else None
 
     def is_of(self, rank: int, size: int) -> bool:
-        """True if the environment says that this process is that rank."""
+        """True if the environment says that this process is ``rank`` of ``size``."""
         mine = self._mine and (self._mine.rank, self._mine.world_size)
         return self._process == os.getpid() and mine == (rank, size)
 
     def ended(self, ranks: Collection[int]) -> set[int]:
-        """Those of ``ranks`` that were there and are not any more; looks now and then."""
+        """Those of ``ranks`` whose process was seen, but has been gone for 0.6 s by now."""
         self.look()
         now = time.monotonic()
         return {r for r in ranks if r in self._gone and now - self._gone[r] > _GONE_SECONDS}
 
     def look(self) -> None:
-        """See who is there, unless that was just done."""
+        """Update which ranks have a living process, unless the last look was a moment ago."""
         begun = time.monotonic()
         if self._job is None or begun < self._next_look:
             return
@@ -72,7 +73,7 @@ class Siblings:
         self._next_look = now + (now - begun) / _SHARE
 
     def _here(self) -> Iterator[int]:
-        """The ranks of which there is a process that lives."""
+        """The other ranks of this job of which a process lives now."""
         parent, known = os.getppid(), self._ranks
         self._ranks = {}
         for pid in children(parent):
@@ -98,7 +99,7 @@ class Siblings:
 
 
 def children(parent: int) -> Iterator[int]:
-    """The processes that it has started, those that wait to be reaped among them."""
+    """The numbers of the child processes of ``parent``, with those that wait to be reaped."""
     try:
         for thread in Path(f"/proc/{parent}/task").iterdir():
             yield from map(int, (thread / "children").read_text().split())
@@ -114,7 +115,7 @@ def _settings(environment: dict[str, str]) -> Settings | None:
 
 
 def _job(settings: Settings, environment: dict[str, str]) -> tuple[object, ...]:
-    """The ranks of one job have these in common."""
+    """A tuple that is equal for processes that are ranks of one job."""
     place = tuple(environment.get(name) for name in _MEETING_PLACE)
     return settings.launcher, settings.world_size, settings.job, *place
 

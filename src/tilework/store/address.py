@@ -22,36 +22,36 @@ _BACKLOG: Final = 4096
 
 
 class Address(ABC):
-    """The address that a server listens at."""
+    """An address at which a store's server listens and to which clients connect; base class."""
 
     @abstractmethod
     def listen(self) -> socket.socket:
-        """A socket bound here that listens. Raises DistNetworkError."""
+        """A new socket that listens at this address. Raises DistNetworkError if it cannot."""
 
     @abstractmethod
     def connect(self, timeout_seconds: float) -> socket.socket:
-        """Try once to connect. Raises OSError."""
+        """A new socket that is connected to this address. Tries once. Raises OSError."""
 
     @abstractmethod
     def bound(self, listener: socket.socket) -> Address:
-        """This address as ``listener`` has it (a port of 0 becomes the one that was picked)."""
+        """This address with the port of ``listener``, which the system picked if the port was 0."""
 
     @property
     @abstractmethod
     def hint(self) -> str:
-        """Advice for when nobody answers here."""
+        """Advice for the error message when no server answers at this address."""
 
     @property
     @abstractmethod
     def is_of_one_host(self) -> bool:
-        """True if only processes of this host reach it."""
+        """True if only processes of this host can reach this address."""
 
     def refuses(self, peer: socket.socket) -> str:
-        """Why this process will not talk to who is at the other end; empty if it will."""
+        """The reason to refuse the process at the other end of ``peer``; empty if there is none."""
         return ""
 
     def released(self) -> None:  # noqa: B027 (most leave nothing behind)
-        """Remove what the listening socket left behind, after it was closed."""
+        """Remove the file that the closed listening socket has left behind, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TcpAddress(Address):
         return all(ipaddress.ip_address(where[0]).is_loopback for _, where in resolved)
 
     def listen(self) -> socket.socket:
-        """Bind exactly the address that the host means: never all interfaces unless told so."""
+        """Listen on exactly the address of ``host``: on all interfaces only if it asks for them."""
         failures: list[OSError] = []
         for family, where in self._resolve_or_raise():
             listener: socket.socket | None = None
@@ -117,7 +117,7 @@ class TcpAddress(Address):
         ) from failures[-1]
 
     def connect(self, timeout_seconds: float) -> socket.socket:
-        """Try each address that the host means, once."""
+        """Try each address that the host resolves to, once; return the first connection."""
         failure: OSError = OSError("the host has no address")
         for family, where in self._resolve():
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -181,7 +181,7 @@ class UnixAddress(Address):
 
     @property
     def is_of_one_host(self) -> bool:
-        """True."""
+        """True: a Unix socket can be reached on this host only."""
         return True
 
     @property
@@ -193,7 +193,7 @@ class UnixAddress(Address):
         )
 
     def listen(self) -> socket.socket:
-        """Bind the name; a path that a killed server left behind is taken over."""
+        """Listen at the name; replace a socket file that a killed server left at the path."""
         listener: socket.socket | None = None
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -232,7 +232,7 @@ class UnixAddress(Address):
         return self
 
     def refuses(self, peer: socket.socket) -> str:
-        """Both ends must be the same user's: names can be taken by anyone."""
+        """A text if the process at the other end belongs to another user; else empty."""
         if not hasattr(socket, "SO_PEERCRED"):
             return ""  # Elsewhere the path's mode, 0600, has to do.
         size = struct.calcsize("3i")
@@ -243,7 +243,7 @@ class UnixAddress(Address):
         return "" if uid == own else f"it belongs to user {uid}, this process to user {own}"
 
     def released(self) -> None:
-        """Remove the path."""
+        """Remove the socket's file; a name in the abstract namespace has none."""
         if not self.abstract:
             with contextlib.suppress(OSError):
                 os.unlink(self.name)
@@ -254,7 +254,7 @@ class UnixAddress(Address):
         return b"\0" + name[1:] if self.abstract else name
 
     def _answers(self) -> bool:
-        """True if somebody may still use the path: only a socket that refuses is nobody's."""
+        """True if a server may still use the path; False if a socket there refuses connections."""
         try:
             if not stat.S_ISSOCK(os.lstat(self.name).st_mode):
                 return True
@@ -267,7 +267,7 @@ class UnixAddress(Address):
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """No delay for small messages; notice within about half a minute that a host went away."""
+    """Send small messages at once; detect within about 30 seconds that the other host is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -276,7 +276,7 @@ def tune_tcp(sock: socket.socket) -> None:
 
 
 def watch_closely(sock: socket.socket) -> None:
-    """Notice within a few seconds that the other host, or the link to it, is gone."""
+    """Detect within a few seconds that the other host, or the link to it, is gone."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
     for option, value in (*options, ("TCP_USER_TIMEOUT", 3500)):

@@ -29,9 +29,9 @@ _end: ContextVar[float | None] = ContextVar("tilework_answer_limit", default=Non
 
 @contextlib.contextmanager
 def answers_within(limit: timedelta) -> Iterator[None]:
-    """Give servers of stores this time, and a little more, for all requests made in here.
+    """Limit all requests to stores within the block, taken together, to ``limit`` and a bit more.
 
-    Waits for keys end then, too. Where one of these is in another, the shorter counts.
+    Waits for keys end by then, too. In nested blocks the limit that ends first counts.
     """
     seconds = checks.seconds(limit)
     grace = min(GRACE_SECONDS, max(_LEAST_GRACE_SECONDS, _GRACE_SHARE * seconds))
@@ -44,12 +44,15 @@ def answers_within(limit: timedelta) -> Iterator[None]:
 
 
 def left_seconds(seconds: float) -> float:
-    """The part of a wait that this context's task has time for."""
+    """``seconds``, or the time left in the enclosing :func:`answers_within` if that is shorter."""
     end = _end.get()
     return seconds if end is None else min(seconds, max(0.0, end - time.monotonic()))
 
 
 def answer_seconds(wait_seconds: float) -> float:
-    """The seconds after which a request that may take so long itself counts as not answered."""
+    """The seconds to wait for the answer to a request on which the server may wait itself.
+
+    That is ``wait_seconds`` and a bit more, or the time left in :func:`answers_within` if shorter.
+    """
     alone = wait_seconds + GRACE_SECONDS
     return min(alone, left_seconds(alone) + _LAST_SECONDS)

@@ -22,7 +22,7 @@ _FLOCK: Final = "hhqqi0q"
 
 
 class Arrivals(NamedTuple):
-    """The stores that were made at one place, over all processes."""
+    """Counts of the store objects that all processes have made on one file or server."""
 
     #: How many will be made, as whoever asks was told; all of them by ranks. 0: it was not told.
     expected: int
@@ -35,16 +35,17 @@ class Arrivals(NamedTuple):
 
 
 def hold_byte(descriptor: int, number: int) -> bool:
-    """Lock an arrival's byte of a file, until something closes ``descriptor``.
+    """Lock the byte of a store's file that stands for arrival ``number``.
 
-    The lock belongs to the open file: exec and the end of the process give it up, and every
-    process that has the file open sees that, in any namespace. False where there are no such locks.
+    The lock lasts until ``descriptor`` is closed, also by exec or the end of the process. Every
+    process that has the file open, in any namespace, can then see that the byte is free. Return
+    False where the system has no such locks.
     """
     return _ask(descriptor, "F_OFD_SETLK", number) is not None
 
 
 def is_free(descriptor: int, number: int) -> bool:
-    """True if no other open file holds this arrival's byte; False where that is not known."""
+    """True if nobody else has locked the byte of arrival ``number``; False if that is not known."""
     answer = _ask(descriptor, "F_OFD_GETLK", number)
     return answer is not None and struct.unpack(_FLOCK, answer)[0] == fcntl.F_UNLCK
 

@@ -1,4 +1,4 @@
-"""Waiting for each other through a store alone, before there is a group."""
+"""A barrier for ranks that share a store and have no group yet."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ def store_based_barrier(
 ) -> None:
     """Block until ``rendezvous_count`` ranks have called this with the same name and store.
 
-    Collective over those ranks. A name serves for one barrier per store. Each rank leaves a
-    number behind, so that a rank that gives up can name the missing ranks. The last rank wakes all.
+    Collective over those ranks. A name can be used for one barrier per store. Each rank writes
+    ``rank`` into the store; a rank that gives up can therefore name the missing ranks. The last
+    rank to come wakes all others.
 
     Args:
         rank: This rank's number, unique among the callers.
-        store: The store they share.
-        group_name: What they wait for.
-        rendezvous_count: How many they are.
-        timeout: How long to wait for the last one.
-        logging_interval: How often to log who is missing meanwhile.
-        ranks: Their numbers; ``range(rendezvous_count)`` unless given.
+        store: The store that all callers share.
+        group_name: The name of the barrier, the same for all callers.
+        rendezvous_count: The number of callers.
+        timeout: How long to wait for the last caller.
+        logging_interval: How often to log the missing ranks while this rank waits.
+        ranks: The numbers of all callers; ``range(rendezvous_count)`` unless given.
         meanwhile: Called now and then, with the ranks that have not come, while this rank waits.
             What it raises ends the wait.
 
@@ -67,7 +68,7 @@ def meet(
     logging_interval: timedelta,
     meanwhile: Callable[[Collection[int]], None] | None = None,
 ) -> bytes:
-    """:func:`store_based_barrier`; returns what the last rank to come had to say."""
+    """Wait as :func:`store_based_barrier` does; return the message of the last rank to come."""
     store, group_name = call.store, call.group_name
     limit = checks.seconds(timeout)
     deadline, interval = checks.Deadline(limit), checks.seconds(checks.positive(logging_interval))
@@ -92,10 +93,10 @@ def meet(
 
 
 class Barrier:
-    """The keys of one barrier, and their meaning.
+    """One barrier in a store: counts the ranks that have come, and waits for the last.
 
     Args:
-        message: Called on the last rank that comes; what it returns is told to all.
+        message: Called on the last rank that comes; the result becomes ``told`` on all ranks.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Barrier:
         self.store.append(self._arrived_key, f"{rank},")
 
     def complete(self) -> bool:
-        """Count the ranks that have come; if all have, wake those that wait."""
+        """Count the ranks that have come. If all have, wake those that wait, and return True."""
         if len(self.came()) < self.count:
             return False
         self.told = data_bytes(self._message())
@@ -127,14 +128,14 @@ class Barrier:
         return True
 
     def came(self) -> Collection[int]:
-        """The ranks that have come by now; this one is one of them."""
+        """The ranks that have come by now, read from the store; this rank is among them."""
         # One list, not one key per rank: a thousand ranks read it once each, not a thousand keys.
         text = self.store.get(self._arrived_key).decode()
         self._arrived = Counter(int(part) for part in text.split(",") if part)
         return self._arrived.keys()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the last one; whether it came."""
+        """Wait up to ``seconds`` for the last rank; return True if it came."""
         try:
             self.told = self.store.get(self._done_key, timedelta(seconds=seconds))
         except StoreTimeoutError:
@@ -147,7 +148,7 @@ class Barrier:
         return sorted(set(expected) - set(self._arrived))
 
     def describe(self) -> str:
-        """The ranks that have come and those that have not."""
+        """Text for messages: the ranks that have come, and those that have not."""
         came = f"{len(self._arrived)} of {self.count} ranks came"
         expected = range(self.count) if self._ranks is None else self._ranks
         missing = self.missing()

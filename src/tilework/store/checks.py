@@ -25,7 +25,7 @@ _KEYS_SHOWN: Final = 8
 
 
 def key_bytes(key: str) -> bytes:
-    """``key`` as UTF-8. Raises TypeError or ValueError where it cannot be a key."""
+    """``key`` as UTF-8. Raises TypeError or ValueError if it is not a valid key of a store."""
     if not isinstance(key, str):
         raise TypeError(f"a store's key must be a str, got {type(key).__name__}")
     try:
@@ -40,7 +40,7 @@ def key_bytes(key: str) -> bytes:
 
 
 def keys_bytes(keys: Sequence[str]) -> list[bytes]:
-    """Each of ``keys`` as UTF-8. A lone str is refused: it would mean a key for each letter."""
+    """Each of ``keys`` as UTF-8. Raises TypeError for a str, which would mean a key per letter."""
     if isinstance(keys, str | bytes):
         raise TypeError(f"expected a sequence of keys, got one {type(keys).__name__}: {keys!r}")
     return [key_bytes(key) for key in keys]
@@ -63,7 +63,7 @@ def data_bytes(value: str | bytes) -> bytes:
 
 
 def compare_set_bytes(expected: str | bytes, desired: str | bytes) -> tuple[bytes, bytes]:
-    """Both arguments of ``compare_set`` as bytes; together they must fit into one message."""
+    """Both arguments of ``compare_set`` as bytes; ValueError if one message cannot hold both."""
     old, new = data_bytes(expected), data_bytes(desired)
     if len(old) + len(new) > MAX_VALUE_BYTES:
         raise ValueError(
@@ -74,7 +74,7 @@ def compare_set_bytes(expected: str | bytes, desired: str | bytes) -> tuple[byte
 
 
 def amount_int(amount: int) -> int:
-    """The amount, checked.
+    """``amount`` itself, after a check that :meth:`Store.add` can take it.
 
     Raises:
         TypeError: The amount is not an integer.
@@ -96,7 +96,7 @@ def same_length(keys: Sequence[str], values: Sequence[str | bytes]) -> None:
 
 
 def positive(timeout: timedelta) -> timedelta:
-    """The timeout, checked.
+    """``timeout`` itself, after a check that it is a positive timedelta.
 
     Raises:
         TypeError: The timeout is not a timedelta.
@@ -112,7 +112,10 @@ def positive(timeout: timedelta) -> timedelta:
 
 
 def seconds(timeout: timedelta) -> float:
-    """The seconds of one wait; zero means: look once. Raises TypeError or ValueError."""
+    """``timeout`` in seconds, limited to 20 days; 0 means to look once, without a wait.
+
+    Raises TypeError or ValueError if ``timeout`` is no timedelta, or negative.
+    """
     if not isinstance(timeout, timedelta):
         raise TypeError(
             f"a timeout is a datetime.timedelta, got {type(timeout).__name__} {timeout!r}"
@@ -139,7 +142,7 @@ class Deadline:
 
 
 def show_key(key: bytes) -> str:
-    """``key`` for an error message; a stranger's need not be UTF-8."""
+    """``key`` as text for an error message; bytes that are not UTF-8 are replaced."""
     return repr(key.decode(errors="replace"))
 
 

@@ -1,4 +1,4 @@
-"""The store that lives in a server: each operation is one message there and one back."""
+"""The client of a store's server: each operation is one request and one answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilework.store.wire import Code, WireMessage
 
 
 class RemoteStore(Store):
-    """A store that lives in a server; :class:`TCPStore` and :class:`UnixStore` say where."""
+    """A client of a store's server; base class of :class:`TCPStore` and :class:`UnixStore`."""
 
     def __init__(
         self,
@@ -27,7 +27,10 @@ class RemoteStore(Store):
         secret: bytes | None,
         release: Callable[[], None] | None = None,
     ) -> None:
-        """Connect, within ``timeout``; ``release`` is called when the store closes, or cannot."""
+        """Connect to the server at ``where``, within ``timeout``.
+
+        ``release`` is called when this store is closed, or if it cannot connect.
+        """
         super().__init__(timeout)
         self._secret = secret
         self._pool = Pool(where, secret)
@@ -89,7 +92,7 @@ class RemoteStore(Store):
         return all(self._ask_number(Code.CHECK, *run) for run in runs)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` exist at once (with very many keys: batch after batch)."""
+        """Wait until all ``keys`` exist at once; of very many keys, one batch after the other."""
         limit = left_seconds(self._wait_seconds(timeout))
         deadline = Deadline(limit)
         for batch in wire.fit_into_messages([(name,) for name in checks.keys_bytes(keys)]):
@@ -130,14 +133,14 @@ class RemoteStore(Store):
     def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None]:
-        """Have ``value`` appended to ``key`` when this process ends; see the contract."""
+        """See :meth:`Store.append_on_disconnect`: ``value`` is appended when this process ends."""
         fields = [checks.key_bytes(key), checks.data_bytes(value)]
         if greeting is not None:
             fields += [checks.key_bytes(greeting[0]), checks.data_bytes(greeting[1])]
         return self._hold(wire.encode(Code.APPEND_ON_DISCONNECT, fields))
 
     def close(self) -> None:
-        """Close the connections, and the server if this store has it; threads that wait raise."""
+        """Close the connections, and the server if this store started it; waiting threads raise."""
         self._finalizer()
 
     @property
@@ -165,9 +168,10 @@ class RemoteStore(Store):
         ]
 
     def _hold(self, request: bytes, until_closed: bool = False) -> Callable[[], None]:
-        """Send a request that ends with a separate connection; the returned function revokes it.
+        """Send a request on a separate connection, and keep that connection open.
 
-        Closing the store revokes it too where it counts only ``until_closed``.
+        The server acts on the request when the connection closes, at the latest when this process
+        ends. The returned function revokes the request, and if ``until_closed`` also :meth:`close`.
         """
         revocation = wire.encode(Code.APPEND_ON_DISCONNECT, ())
         limit = checks.seconds(self._timeout)
@@ -184,7 +188,11 @@ class RemoteStore(Store):
     def _ask_waiting(
         self, code: Code, batch: list[bytes], keys: Sequence[str], limit: float, deadline: Deadline
     ) -> WireMessage:
-        """Ask for ``batch``, a part of ``keys``, within what is left of ``limit`` seconds."""
+        """The answer to a request ``code`` that waits for ``batch``, a part of ``keys``.
+
+        Raises StoreTimeoutError at ``deadline``; the error names ``keys``, and the caller's whole
+        ``limit`` in seconds.
+        """
         left = deadline.left()
         # Rounded up: a server that gives up early would cut the caller's time short.
         milliseconds = wire.encode_number(-int(-left * 1000 // 1))

@@ -20,7 +20,7 @@ AnyStore = TypeVar("AnyStore", bound="Store")
 
 
 class Store(ABC):
-    """Keys to bytes, shared by all ranks, with waiting reads and atomic updates.
+    """A map from keys to bytes that all ranks share, with waiting reads and atomic updates.
 
     Values are ``bytes``; ``str`` arguments are stored as UTF-8. Every method may be called from
     any thread. None is collective. Blocking methods (``get``, ``wait``, ``multi_get``) raise
@@ -44,11 +44,11 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """The time that blocking methods wait unless another is given."""
+        """The time that blocking methods wait if the call gives no other time."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long blocking methods of this object wait from now on. Positive."""
+        """Set how long blocking methods of this object wait from now on; must be positive."""
         self._timeout = checks.positive(timeout)
 
     @abstractmethod
@@ -71,7 +71,8 @@ class Store(ABC):
     def compare_set(self, key: str, expected: Data, desired: Data) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected``; return what it holds afterwards.
 
-        An absent key is set where ``expected`` is empty; otherwise ``expected`` is returned.
+        If ``key`` is absent, it is set if ``expected`` is empty; otherwise nothing changes, and
+        ``expected`` is returned.
         """
 
     @abstractmethod
@@ -96,13 +97,13 @@ class Store(ABC):
 
     @abstractmethod
     def list_keys(self) -> list[str]:
-        """All keys, in no order. Queues have none."""
+        """All keys, in no order. The names of queues are not among them."""
 
     @abstractmethod
     def queue_push(self, key: str, value: Data) -> None:
-        """Append ``value`` to the queue ``key``, which is made if need be. Never waits.
+        """Append ``value`` to the queue ``key``, which is made if absent. Never waits.
 
-        Queues have names of their own: one may be called as a key is.
+        Queues and keys are separate: a queue may have the same name as a key.
 
         Raises:
             DistStoreError: The queue has no room for more.
@@ -114,11 +115,12 @@ class Store(ABC):
 
         Args:
             key: The queue's name.
-            block: Whether to wait for a value, in the order in which callers came.
-            timeout: How long; the store's own time unless given.
+            block: Whether to wait while the queue is empty. Stores that do not poll serve the
+                callers that wait in the order in which they came.
+            timeout: How long to wait; the store's own time unless given.
 
         Raises:
-            QueueEmptyError: There is none, and ``block`` is false.
+            QueueEmptyError: The queue is empty, and ``block`` is false.
         """
 
     @abstractmethod
@@ -139,7 +141,7 @@ class Store(ABC):
             self.set(key, value)
 
     def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
-        """Block until ``world_size`` callers have come with the same ``key``, which serves once.
+        """Block until ``world_size`` callers have come with the same ``key``; use a key once.
 
         :func:`~tilework.store.store_based_barrier` can say who is missing.
         """
@@ -160,12 +162,13 @@ class Store(ABC):
     ) -> Callable[[], None] | None:
         """Have ``value`` appended to ``key`` when this process ends, or becomes another program.
 
-        The cause does not matter: a separate connection is kept open, and the server sees it close.
-        Call the returned function to revoke that. None where no server could do it.
+        It does not matter how the process ends: this process keeps a separate connection open, and
+        the server appends ``value`` when that connection closes. The returned function revokes
+        this. The result is None, and ``value`` is never appended, where no server does this.
 
         Args:
-            greeting: A key and a value that is appended to it now: whoever reads it knows
-                that the server also has the other value, since both arrive in one message.
+            greeting: Another key, and a value that is appended to that key at once. Whoever reads
+                it knows that the server has ``value`` as well, since one message carries both.
         """
         checks.key_bytes(key)
         checks.data_bytes(value)
@@ -174,12 +177,12 @@ class Store(ABC):
         return None
 
     def arrivals(self) -> Arrivals | None:
-        """The stores that were made here; None where nobody counts them."""
+        """Counts of the stores made on this server or file; None where nobody counts them."""
         return None
 
     @property
     def arrival_name(self) -> str:
-        """The name of this store among the arrivals; "" where nobody counts them."""
+        """The name by which :meth:`arrivals` would list this store as lost; "" if not counted."""
         return ""
 
     @property
@@ -195,8 +198,8 @@ class Store(ABC):
     def authenticated(self) -> bool:
         """True if only holders of the job's secret (or this process or user) can reach the store.
 
-        False unless a store knows better. What decodes to code, such as a pickled object, is
-        taken from authenticated stores only.
+        False unless the class of the store overrides this. Values that can run code when they are
+        decoded, such as pickled objects, are read from authenticated stores only.
         """
         return False
 
@@ -204,7 +207,7 @@ class Store(ABC):
     def secret(self) -> bytes | None:
         """The secret that the holders of this store share and never send; None if there is none.
 
-        Keys may follow from it: who reads the network does not know it.
+        Cryptographic keys may be derived from it, since it never crosses the network.
         """
         return None
 
@@ -220,5 +223,5 @@ class Store(ABC):
         self.close()
 
     def _wait_seconds(self, timeout: timedelta | None) -> float:
-        """Seconds that a blocking call with this ``timeout`` argument waits."""
+        """Seconds that a blocking call waits: ``timeout``, or the store's own time if None."""
         return checks.seconds(self._timeout if timeout is None else timeout)

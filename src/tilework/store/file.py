@@ -30,21 +30,22 @@ class FileStore(Store):
     """A store that any number of processes share through one file.
 
     The file is a log (see :mod:`tilework.store.records`): each change is one record, appended
-    under a lock, so ``set``, ``add``, ``compare_set``, ``append`` and ``delete_key`` are atomic
-    across processes, a killed writer leaves at most a torn last record, which is ignored and cut
-    off, and a full disk raises and changes nothing. The log only grows: meant for start-up, not
-    for bulk data. Waiting polls the file every 0.5 to 20 ms.
+    under a lock. Therefore ``set``, ``add``, ``compare_set``, ``append`` and ``delete_key`` are
+    atomic across processes. A killed writer leaves at most an incomplete last record, which readers
+    ignore and the next writer cuts off. If the disk is full, a change raises and changes nothing.
+    The log only grows: it is meant for start-up, not for bulk data. A wait polls the file every 0.5
+    to 20 ms.
 
-    What an earlier job left at ``path`` is still there: use a new path for each job.
+    Keys that an earlier job left at ``path`` still exist: use a new path for each job.
 
     Args:
         path: The file; created (mode 0600) if missing, an empty one is fine.
         world_size: How many stores will be made on ``path``, over all processes. If positive, the
             file is removed when the last of them closes.
-        timeout: How long blocking methods wait; also for the file's lock.
+        timeout: How long blocking methods wait, and how long any change waits for the file's lock.
 
     Raises:
-        DistStoreError: The file cannot be opened or written, is damaged, or is something else's.
+        DistStoreError: The file cannot be opened or written, is damaged, or is no store's file.
 
     Example:
         >>> import tempfile
@@ -197,7 +198,7 @@ class FileStore(Store):
         return self._look(lambda table: self._log.queues.length(name))
 
     def arrivals(self) -> Arrivals | None:
-        """The stores that were made on this file; None where the system has no locks for it."""
+        """Counts of the stores made on this file; None where the system lacks the locks for it."""
         if self._log.number == 0:
             return None
         with self._log.mutex:
@@ -208,12 +209,12 @@ class FileStore(Store):
 
     @property
     def arrival_name(self) -> str:
-        """This store's number among those on the file."""
+        """This store's number among the stores made on the file; empty where nobody counts them."""
         return str(self._log.number or "")
 
     @property
     def is_of_one_host(self) -> bool:
-        """True: locks on the file tell of other processes of this host only."""
+        """True: the locks that show which processes have ended work on one host only."""
         return True
 
     def close(self) -> None:
@@ -235,7 +236,7 @@ class FileStore(Store):
         changes: Callable[[Table], list[LogRecord]],
         result: Callable[[Table], bytes] = lambda table: b"",
     ) -> bytes:
-        """Append the records that ``changes`` makes of the present state, as one atomic step."""
+        """Append the records that ``changes(table)`` returns; return ``result(table)``. Atomic."""
         with self._log.mutex:
             self._ensure_open()
             with self._log.writing(checks.seconds(self._timeout)) as table:
@@ -253,7 +254,7 @@ class FileStore(Store):
     def _when_present(
         self, names: Sequence[bytes], timeout: timedelta | None, read: Callable[[Table], T]
     ) -> T:
-        """``read`` at a moment when all ``names`` exist."""
+        """The result of ``read(table)``, called when all ``names`` exist at once."""
         limit = self._wait_seconds(timeout)
         deadline, pause = checks.Deadline(limit), _FIRST_PAUSE
         lines = KeyWait(self)

@@ -13,10 +13,10 @@ from typing import Protocol
 
 
 class ForkAware(Protocol):
-    """Something with a method for the forked child, where only the forking thread lives."""
+    """An object that repairs itself in a forked child, where only the forking thread runs on."""
 
     def after_fork_in_child(self) -> None:
-        """Replace locks and drop descriptors; must not block or raise."""
+        """Replace locks and drop inherited descriptors; must not block or raise."""
 
 
 _watched: weakref.WeakSet[ForkAware] = weakref.WeakSet()

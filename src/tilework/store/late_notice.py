@@ -65,7 +65,7 @@ class LateNotice:
 
 
 class KeyWait:
-    """The lines on stderr of one wait for keys of a store.
+    """Prints lines on stderr while a wait for keys of a store lasts long.
 
     Args:
         store: The store, for messages.
@@ -96,6 +96,6 @@ class KeyWait:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 3, 4``; not too many of them."""
+    """``rank 3``, or ``ranks 3, 4``; at most 16 are named."""
     shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

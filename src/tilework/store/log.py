@@ -45,7 +45,7 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class Log:
-    """An open file, and the table and queues that the records make."""
+    """The open file of a FileStore, and the table and queues that the file's records result in."""
 
     def __init__(self, path: str, world_size: int, wait_seconds: float) -> None:
         self.path = path
@@ -76,7 +76,7 @@ class Log:
         return info.st_uid == os.geteuid() and info.st_mode & 0o022 == 0
 
     def refresh(self) -> None:
-        """Read what others have appended since; waits for nobody."""
+        """Apply the records that others have appended since. Locks only if one looks damaged."""
         size = os.fstat(self._fd).st_size
         if size == self._offset:
             return
@@ -89,7 +89,7 @@ class Log:
 
     @contextlib.contextmanager
     def writing(self, wait_seconds: float) -> Iterator[Table]:
-        """Lock the file, read all of it, and give the table: until the end nobody else writes."""
+        """Lock the file within the block, so that nobody else writes; yield the current table."""
         with self.mutex, self._flock(fcntl.LOCK_EX, wait_seconds):
             self._read_or_raise()
             yield self.table
@@ -116,14 +116,17 @@ class Log:
             self._apply(record)
 
     def lost(self) -> list[int]:
-        """The numbers of the users whose processes ended before they closed the file."""
+        """The numbers of the stores whose processes ended before they closed the file."""
         if self.number == 0:  # there are no such locks here
             return []
         others = set(range(1, self.opened + 1)) - self._closed_in_order - {self.number}
         return [number for number in sorted(others) if is_free(self._fd, number)]
 
     def close(self) -> None:
-        """Leave; the last of ``world_size`` users removes the file. Idempotent."""
+        """Note in the file that this store closes; the last of ``world_size`` stores removes it.
+
+        Idempotent.
+        """
         with self.mutex:
             if self._fd < 0:
                 return
@@ -227,7 +230,7 @@ class Log:
             ) from error
 
     def _read(self, size: int) -> None:
-        """Apply every whole record up to ``size``; what is torn is left for later."""
+        """Apply all complete records in the first ``size`` bytes, not an incomplete last record."""
         if size < self._offset:
             raise DamagedLogError("the file has become shorter")
         if self._offset == 0 and not self._read_magic():

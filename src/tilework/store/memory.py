@@ -138,7 +138,7 @@ class HashStore(Store):
         return self._locked(lambda _: self._queues.length(name))
 
     def close(self) -> None:
-        """Make threads that wait raise, and every later call of all who share the store."""
+        """Close the store for all threads that share it: waits and later calls raise."""
         with self._lock:
             self._closed = True
             self._table.wake_all()
@@ -166,7 +166,7 @@ class HashStore(Store):
     def _when_present(
         self, names: Sequence[bytes], timeout: timedelta | None, read: Callable[[], T]
     ) -> T:
-        """``read()`` under the lock, at a moment when all ``names`` exist."""
+        """The result of ``read()``, called under the lock when all ``names`` exist at once."""
         limit = self._wait_seconds(timeout)
         deadline, lines = checks.Deadline(limit), KeyWait(self)
         while True:

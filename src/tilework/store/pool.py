@@ -39,9 +39,9 @@ _while_connecting: ContextVar[Callable[[str], None] | None] = ContextVar(
 
 @contextlib.contextmanager
 def while_connecting(act: Callable[[str], None]) -> Iterator[None]:
-    """Call ``act`` now and then while a store is made here whose server is not there yet.
+    """Have ``act`` called after each failed attempt to connect a new store within the block.
 
-    It is told why the last attempt failed; what it raises ends the wait.
+    ``act`` gets the reason of the failure as text. An exception from ``act`` ends the wait.
     """
     token = _while_connecting.set(act)
     try:
@@ -55,14 +55,14 @@ class _HungUpError(Exception):
 
 
 class Channel:
-    """A connection, used by one thread at a time."""
+    """A client's connection to a store's server, used by one thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._inbox = wire.Inbox()
 
     def ask(self, request: bytes, wait_seconds: float, lines: KeyWait | None = None) -> WireMessage:
-        """Send one message and wait for the answer; print ``lines`` meanwhile.
+        """Send one message and wait for the answer; ``lines`` reports a long wait on stderr.
 
         Raises TimeoutError, GarbageError or _HungUpError; the channel is then of no more use.
         """
@@ -94,13 +94,13 @@ class Channel:
                 lines.look()
 
     def tell(self, request: bytes) -> None:
-        """Send one last message, and wait for nothing."""
+        """Send one last message, if the socket takes it at once; wait for no answer."""
         with contextlib.suppress(OSError):
             self._sock.setblocking(False)
             self._sock.send(request)
 
     def greet(self, secret: bytes | None, wait_seconds: float) -> None:
-        """Agree on the protocol, and prove the secret to each other. Raises DistNetworkError."""
+        """Greet the server; each side proves that it knows ``secret``. Raises DistNetworkError."""
         nonce = os.urandom(wire.NONCE_BYTES)
         answer = self.ask(wire.encode(Code.HELLO, (wire.MAGIC, nonce)), wait_seconds)
         expected = None
@@ -113,7 +113,7 @@ class Channel:
         self._inbox.limit_bytes = wire.MAX_MESSAGE_BYTES
 
     def interrupt(self) -> None:
-        """Wake the thread that waits in :meth:`ask`, from another one."""
+        """Make :meth:`ask` raise in the thread that waits there; called from another thread."""
         with contextlib.suppress(OSError):  # It may be gone already.
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -125,7 +125,8 @@ class Channel:
 def _check_welcome(answer: WireMessage, have_secret: bool, expected: bytes | None) -> None:
     """Raise unless ``answer`` welcomes this client, with the ``expected`` proof if it has a secret.
 
-    A server that asked for no proof gives none either: then nothing was ``expected``.
+    ``expected`` is None if the server asked for no proof. Such a server cannot prove that it knows
+    the secret, and a client with a secret refuses it.
     """
     if answer.code == Code.REFUSED:
         why = b" ".join(answer.fields).decode(errors="replace")
@@ -165,9 +166,10 @@ class Pool:
         watch_forks(self)
 
     def ask(self, request: bytes, wait_seconds: float, waits: KeyWait | None = None) -> WireMessage:
-        """The answer to a request, with which the server may wait for so long where it ``waits``.
+        """Send a request, and return the answer, for which the server may take ``wait_seconds``.
 
-        Raises DistNetworkError; StoreTimeoutError if none came.
+        ``waits`` reports a long wait on stderr. Raises DistNetworkError if the connection fails,
+        StoreTimeoutError if no answer came in time.
         """
         channel = self._take(wait_seconds)
         patience = answer_seconds(wait_seconds)
@@ -187,10 +189,11 @@ class Pool:
     def hold(
         self, first: bytes, last: bytes, wait_seconds: float, on_close: bytes = b""
     ) -> Callable[[], None]:
-        """Keep a connection for itself, on which ``first`` is asked, and in the end ``last``.
+        """Send the request ``first`` on a connection that is then kept open, and otherwise unused.
 
-        The returned function ends it; closing the pool tells ``on_close`` instead. Raises
-        DistNetworkError; StoreTimeoutError.
+        The returned function sends ``last``, and closes the connection. If the pool is closed
+        earlier, ``on_close`` is sent instead, unless it is empty. Raises DistNetworkError or
+        StoreTimeoutError.
         """
         channel = self._open_more(wait_seconds)
         patience = answer_seconds(wait_seconds)
@@ -270,7 +273,7 @@ class Pool:
         return self._open_more(wait_seconds)
 
     def _open_more(self, wait_seconds: float) -> Channel:
-        """A further connection, to a server that was there: if it is not, that is the news."""
+        """Open one more connection to a server that has answered before; raise if it is gone."""
         patience = answer_seconds(wait_seconds)
         deadline = Deadline(min(wait_seconds, patience))
         while True:
@@ -316,7 +319,7 @@ class Pool:
         channel.close()
 
     def _explain(self, error: Exception, patience: float) -> Exception:
-        """``error`` of one connection that was given so many seconds, for the store's user."""
+        """The error to raise for ``error`` on a connection that was given ``patience`` seconds."""
         server = f"the store server at {self.where}"
         if isinstance(error, TimeoutError):
             return StoreTimeoutError(
@@ -353,7 +356,7 @@ class Pool:
 
 
 def _lacks_means(error: BaseException) -> bool:
-    """True if this process may open no more files, or has no memory."""
+    """True if ``error`` says that this process may open no more files, or has no memory left."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENOMEM)
 
 

@@ -11,11 +11,11 @@ from tilework.store.contract import Data, Store
 
 
 class PrefixStore(Store):
-    """``store``, with every key prefixed by ``prefix`` and a slash.
+    """A view of ``store`` that puts ``prefix`` and a slash before every key.
 
-    So several groups can share a store, and their keys do not collide. The view has a separate
-    time-out, which begins as the store's. Closing the view leaves the store open. ``num_keys``
-    counts all keys of the store. Error messages name the keys with their prefix.
+    Several groups can share a store in this way without collisions of keys. The view has a
+    time-out of its own, at first that of the store. Closing the view leaves the store open.
+    ``num_keys`` counts all keys of the store. Error messages name the keys with their prefix.
 
     Example:
         >>> from tilework.store import HashStore
@@ -103,22 +103,22 @@ class PrefixStore(Store):
     def append_on_disconnect(
         self, key: str, value: Data, greeting: tuple[str, Data] | None = None
     ) -> Callable[[], None] | None:
-        """Have ``value`` appended to ``key`` when this process ends; see the contract."""
+        """See :meth:`Store.append_on_disconnect`: ``value`` is appended when this process ends."""
         here = None if greeting is None else (self._full(greeting[0]), greeting[1])
         return self._open_store().append_on_disconnect(self._full(key), value, here)
 
     def arrivals(self) -> Arrivals | None:
-        """As the underlying store."""
+        """The arrivals at the underlying store; see :meth:`Store.arrivals`."""
         return self._open_store().arrivals()
 
     @property
     def arrival_name(self) -> str:
-        """As the underlying store."""
+        """The arrival name of the underlying store."""
         return self._store.arrival_name
 
     @property
     def is_of_one_host(self) -> bool:
-        """As the underlying store."""
+        """True if only processes of this host can reach the underlying store."""
         return self._store.is_of_one_host
 
     def num_keys(self) -> int:
@@ -127,12 +127,12 @@ class PrefixStore(Store):
 
     @property
     def authenticated(self) -> bool:
-        """As the underlying store."""
+        """True if the underlying store is authenticated; see :attr:`Store.authenticated`."""
         return self._store.authenticated
 
     @property
     def secret(self) -> bytes | None:
-        """As the underlying store."""
+        """The secret of the underlying store; None if there is none."""
         return self._store.secret
 
     def __repr__(self) -> str:

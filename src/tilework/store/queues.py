@@ -17,7 +17,7 @@ MAX_QUEUE_BYTES: Final = 16 * MAX_VALUE_BYTES
 
 
 class Queues:
-    """Values under each key, first in, first out; a value goes to who has waited the longest."""
+    """First-in, first-out queues by key; a value goes to the taker that has waited longest."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, deque[bytes]] = {}
@@ -26,10 +26,10 @@ class Queues:
         self._takers: dict[bytes, dict[Taker, None]] = {}
 
     def push(self, key: bytes, value: bytes) -> None:
-        """Hand ``value`` to the first taker, or keep it.
+        """Hand ``value`` to the taker that has waited longest; keep it if no taker waits.
 
         Raises:
-            DistStoreError: The queue holds as many bytes as one may.
+            DistStoreError: The queue would hold more than MAX_QUEUE_BYTES.
         """
         takers = self._takers.get(key)
         if takers:
@@ -51,7 +51,7 @@ class Queues:
             )
 
     def pop(self, key: bytes) -> bytes | None:
-        """Take the oldest value; None if there is none."""
+        """Take the oldest value out of the queue ``key``; None if the queue is empty."""
         values = self._values.get(key)
         if not values:
             return None
@@ -62,12 +62,12 @@ class Queues:
         return value
 
     def first(self, key: bytes) -> list[bytes]:
-        """The oldest value, which stays; nothing if there is none."""
+        """A list of the oldest value, which stays in the queue; an empty list if there is none."""
         values = self._values.get(key)
         return [values[0]] if values else []
 
     def park(self, key: bytes, taker: Taker) -> None:
-        """Give ``taker`` the next value; to be called where there is none now."""
+        """Have ``taker`` called with the next value that is pushed; the queue must be empty now."""
         self._takers.setdefault(key, {})[taker] = None
 
     def unpark(self, key: bytes, taker: Taker) -> None:
@@ -78,5 +78,5 @@ class Queues:
             self._takers.pop(key, None)
 
     def length(self, key: bytes) -> int:
-        """The number of values."""
+        """The number of values in the queue ``key``."""
         return len(self._values.get(key, ()))

@@ -55,18 +55,18 @@ class LogRecord(NamedTuple):
 
 
 class DamagedLogError(Exception):
-    """Bytes that no writer of this format leaves behind, killed or not."""
+    """The file has bytes that no writer of this format leaves behind, not even a killed writer."""
 
 
 def pack(record: LogRecord) -> bytes:
-    """``record`` as it is written."""
+    """The bytes of ``record`` in the file, with header."""
     payload = _PAYLOAD.pack(record.kind, len(record.key)) + record.key + record.value
     sizes = struct.pack("!II", len(payload), zlib.crc32(payload))
     return sizes + struct.pack("!I", zlib.crc32(sizes)) + payload
 
 
 def record_bytes(header: bytes) -> int:
-    """Size of the whole record that ``header`` (12 bytes or more) begins."""
+    """Bytes of the record that begins with ``header`` (12 bytes or more), header included."""
     size, _, check = _HEADER.unpack_from(header)
     if zlib.crc32(header[:8]) != check:
         raise DamagedLogError("a record's header fails its checksum")
@@ -74,7 +74,7 @@ def record_bytes(header: bytes) -> int:
 
 
 def unpack(data: bytes) -> LogRecord:
-    """The record that is ``data``, header included."""
+    """Decode ``data``, one whole record with header. Raises DamagedLogError."""
     payload = data[HEADER_BYTES:]
     if zlib.crc32(payload) != _HEADER.unpack_from(data)[1]:
         raise DamagedLogError("a record fails its checksum")

@@ -20,7 +20,7 @@ _Send = Callable[[Code, Sequence[bytes]], None]
 
 
 class Client(Protocol):
-    """The connection that a request came by."""
+    """The connection from which a request came, and by which it is answered."""
 
     def ok(self, *fields: bytes) -> None: ...
     def send(self, code: Code, fields: Sequence[bytes] = ()) -> None: ...
@@ -43,7 +43,7 @@ class StoreState:
         self.worker_watchers: dict[Callable[[], None], None] = {}
 
     def join(self, worker: bytes) -> None:
-        """Note one more worker, or the same one again."""
+        """Add ``worker`` to the workers that joined; a name counts once. Call the watchers."""
         self.workers.add(worker)
         for watcher in list(self.worker_watchers):
             watcher()
@@ -56,7 +56,10 @@ def _keys(fields: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def _fields(fields: list[bytes], count: int) -> list[bytes]:
-    """``fields`` if they are a key and ``count - 1`` others, within their limits."""
+    """``fields`` itself, after a check: a key and ``count - 1`` values within the size limits.
+
+    Raises GarbageError.
+    """
     if len(fields) != count:
         raise GarbageError(f"expected {count} fields, got {len(fields)}")
     _keys(fields[:1])
@@ -142,7 +145,10 @@ def _when_present(
     timed_keys: tuple[int, list[bytes]],
     answer: Callable[[_Send], None],
 ) -> None:
-    """Call ``answer`` now if all keys exist, else park until they do or the time is up."""
+    """Call ``answer`` now if all keys exist, else park the request until they do.
+
+    ``timed_keys`` are milliseconds and keys; when this time is up, the client is sent TIMEOUT.
+    """
     (milliseconds, keys), table = timed_keys, state.table
 
     def ready() -> None:
@@ -161,7 +167,11 @@ def _when_present(
 
 
 def _join(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    """Count a worker. With a key as well, it is appended to that unless it leaves in order."""
+    """Count the worker that ``fields`` names.
+
+    With a key as second field, the worker's name is appended to that key if the connection closes
+    before the worker has closed the store.
+    """
     worker, *key = _fields(fields, 2 if len(fields) == 2 else 1)
     if key:
         client.append_on_disconnect((key[0], worker + b" "))
@@ -194,7 +204,10 @@ def _wait_workers(client: Client, state: StoreState, fields: list[bytes]) -> Non
 
 
 def _append_on_disconnect(client: Client, state: StoreState, fields: list[bytes]) -> None:
-    """Note what to append later, and append a greeting if there is one; no fields revoke it."""
+    """Note a key and a value to append when the client disconnects; no fields revoke this.
+
+    Two more fields are a greeting: a key, and a value that is appended to that key now.
+    """
     if not fields:
         client.append_on_disconnect(None)
     else:

@@ -27,7 +27,7 @@ class StoreServer:
     """Serves one store to clients of :class:`TCPStore` or :class:`UnixStore`.
 
     Listening and serving are two steps, so that a launcher can bind, fork ranks, and only then
-    start the thread; who connects in between waits. A forked child drops the inherited
+    start the thread; clients that connect in between wait. A forked child drops the inherited
     sockets: it neither serves nor keeps the address alive. ``close`` is idempotent, and also runs
     when the object is dropped and at exit.
 
@@ -50,7 +50,7 @@ class StoreServer:
 
     @classmethod
     def listen_tcp(cls, host: str, port: int, secret: bytes | None = None) -> StoreServer:
-        """Listen on exactly ``host``; a ``port`` of 0 picks a free one.
+        """Listen on exactly the address ``host``; a ``port`` of 0 picks a free port.
 
         Raises DistNetworkError if the address is in use or not this machine's.
         """
@@ -93,7 +93,7 @@ class StoreServer:
 
 
 def check_secret(secret: bytes | None) -> None:
-    """Raise unless ``secret`` is None or some bytes."""
+    """Raise TypeError or ValueError unless ``secret`` is None or bytes that are not empty."""
     if secret is not None and not isinstance(secret, bytes):
         raise TypeError(f"a store's secret must be bytes or None, got {type(secret).__name__}")
     if secret == b"":
@@ -101,7 +101,10 @@ def check_secret(secret: bytes | None) -> None:
 
 
 class _Running:
-    """The parts of a server to be undone; apart, so that dropping StoreServer undoes them."""
+    """The socket, thread and loop of a StoreServer.
+
+    An object of its own, which a finalizer can close after the StoreServer was dropped.
+    """
 
     def __init__(self, listener: socket.socket, where: Address, secret: bytes | None) -> None:
         self._listener = listener
@@ -172,7 +175,7 @@ def _serve(loop: asyncio.AbstractEventLoop, service: Service) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Allow as many connections as the system lets this process have."""
+    """Raise this process's limit of open files to the most that the system allows."""
     if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

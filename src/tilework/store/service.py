@@ -39,7 +39,7 @@ _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 
 class Service:
-    """A store and the clients of it. Everything runs in the loop's thread."""
+    """A store's contents, and the connections of all clients; runs in the event loop's thread."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Service:
         self._most_strangers = max(1, int(_descriptor_limit() * _STRANGERS_SHARE))
 
     def open(self) -> None:
-        """Start accepting."""
+        """Start accepting connections."""
         self._listener.setblocking(False)
         self.loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Close every connection."""
+        """Stop accepting connections, and close every connection."""
         if self._listener.fileno() >= 0:
             self.loop.remove_reader(self._listener.fileno())
         for connection in list(self._connections):
@@ -77,16 +77,16 @@ class Service:
             connection.sock.close()
 
     def forget(self, connection: Connection) -> None:
-        """Drop a connection that was closed."""
+        """Remove a closed connection from the list of connections."""
         self._connections.discard(connection)
         self._strangers.pop(connection, None)
 
     def greeted(self, connection: Connection) -> None:
-        """Count a connection as a client's from now on."""
+        """Note that ``connection`` has greeted, and is no stranger's any more."""
         self._strangers.pop(connection, None)
 
     def log_refusal(self, why: str) -> None:
-        """Log that a client was refused; each reason aloud once, lest a stranger fill the log."""
+        """Log that a client was refused: as a warning, and for a repeated reason as info."""
         level = logging.INFO if why in self._logged_refusals else logging.WARNING
         self._logged_refusals.add(why)
         _log.log(level, "the store server at %s refused a client: %s", self._where, why)
@@ -119,7 +119,7 @@ class Service:
             next(iter(self._strangers)).close()
 
     def _accept_failed(self, error: OSError) -> None:
-        """Stop accepting for a moment: the clients that are there must not suffer."""
+        """Stop accepting for a moment after ``error``; go on serving the connected clients."""
         if error.errno not in _OUT_OF_DESCRIPTORS:
             _log.error("the store server at %s cannot accept: %s", self._where, error)
         self.loop.remove_reader(self._listener.fileno())
@@ -138,7 +138,7 @@ def _descriptor_limit() -> int:
 
 
 class Connection:
-    """A client: bytes in and out, the greeting, and the request that waits for an answer."""
+    """A client's connection: bytes in and out, the greeting, and the request being answered."""
 
     def __init__(self, service: Service, sock: socket.socket, why_not: str) -> None:
         self.sock = sock
@@ -161,7 +161,10 @@ class Connection:
         self._loop.add_reader(self._fd, self._readable)
 
     def close(self) -> None:
-        """Close the socket and forget what was waited for. Idempotent."""
+        """Close the socket, and drop the parked request. Idempotent.
+
+        The value that was noted by :meth:`append_on_disconnect` is appended now.
+        """
         if self._fd < 0:
             return
         self._end_waiting()
@@ -176,7 +179,7 @@ class Connection:
                 self._service.state.table.append(*record)
 
     def send(self, code: Code, fields: Sequence[bytes] = ()) -> None:
-        """Send an answer; what the kernel does not take now follows when it does."""
+        """Send an answer; bytes that the socket does not take now follow when it is writable."""
         data = memoryview(wire.encode(code, fields))
         try:
             sent = self.sock.send(data)
@@ -194,19 +197,23 @@ class Connection:
     def park(
         self, milliseconds: int, expired: Callable[[], None], undo: Callable[[], None]
     ) -> None:
-        """Wait for something else to answer; ``expired`` answers when the time is up."""
+        """Leave the request unanswered until :meth:`answer_parked` is called.
+
+        After ``milliseconds`` ``expired`` is called, which is to answer. ``undo`` is called when
+        the wait ends in any way.
+        """
         after = min(max(0, milliseconds) / 1000, LONGEST_WAIT_SECONDS)
         self._unpark = undo
         self._deadline = self._loop.call_later(after, self._expire, expired)
 
     def append_on_disconnect(self, record: tuple[bytes, bytes] | None) -> None:
-        """Append a value to a key when this connection closes, whatever closes it."""
+        """Note a key and a value to append when this connection closes; None revokes this."""
         self._last_append = record
         if self.sock.family != getattr(socket, "AF_UNIX", None):
             watch_closely(self.sock)
 
     def answer_parked(self, code: Code, fields: Sequence[bytes]) -> None:
-        """The answer to the parked request."""
+        """Answer the parked request."""
         self._end_waiting()
         self.send(code, fields)
 

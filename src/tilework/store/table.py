@@ -14,7 +14,7 @@ from tilework.store.checks import MAX_INTEGER, MAX_VALUE_BYTES, show_key
 
 
 class Waiter:
-    """Someone who waits until several keys exist at once."""
+    """A callback that is to be called when several keys exist at once."""
 
     __slots__ = ("at", "keys", "ready")
 
@@ -27,7 +27,7 @@ class Waiter:
 
 
 class Table:
-    """Keys to values, with waiters."""
+    """The keys and values of a store, and the callbacks that wait for keys."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
@@ -72,7 +72,7 @@ class Table:
         return self.values.get(key, b"") == expected
 
     def append(self, key: bytes, value: bytes) -> None:
-        """Append to the value at ``key``, within the largest value's size."""
+        """Append to the value at ``key``. Raises DistStoreError if it would become too long."""
         self.check_append(key, value)
         self.set(key, self.values.get(key, b"") + value)
 
@@ -86,7 +86,7 @@ class Table:
             )
 
     def delete(self, key: bytes) -> bool:
-        """Remove ``key``; whether it existed."""
+        """Remove ``key``; return whether it existed."""
         return self.values.pop(key, None) is not None
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -98,7 +98,10 @@ class Table:
         return all(key in self.values for key in keys)
 
     def park(self, keys: Sequence[bytes], ready: Callable[[], None]) -> Waiter | None:
-        """Call ``ready`` once all ``keys`` exist; None, and no call, if they do already."""
+        """Have ``ready`` called once all ``keys`` exist, and return the waiter.
+
+        If all exist already, return None, and call nothing.
+        """
         waiter = Waiter(keys, ready)
         return waiter if self._seat(waiter) else None
 

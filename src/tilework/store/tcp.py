@@ -31,21 +31,21 @@ _PARTING_SECONDS = 1.0
 class TCPStore(RemoteStore):
     """A store that one rank serves over TCP and every rank uses.
 
-    Making one blocks until the server answers, and on the master until the workers came. The
+    The constructor blocks until the server answers, and on the master until the workers came. The
     server listens on exactly the address that ``host`` means: 127.0.0.1 cannot be reached from
-    elsewhere. With a ``secret`` both sides prove that they know it; nothing is encrypted. A
-    dead server is noticed at once, also by those who wait: they raise DistNetworkError.
+    other hosts. With a ``secret`` both sides prove that they know it; nothing is encrypted. When
+    the server ends, all calls raise DistNetworkError at once, also those that wait.
 
     Args:
         host: Name or address of the server's machine.
         port: The server's port; on the master, 0 picks a free port (see :attr:`port`).
         world_size: How many stores will be made, the master's included, where known.
         is_master: Whether this process serves. It does until this store is closed.
-        timeout: How long blocking methods wait; also for the server and the workers to come.
+        timeout: How long blocking methods wait, and the constructor for server and workers.
         wait_for_workers: Whether the master waits until ``world_size`` stores were made.
         multi_tenant: Whether to share the server that this process may have at this address.
         secret: The job's secret, the same on all ranks; None for none.
-        use_libuv: Accepted for torch's sake: there is one kind of server.
+        use_libuv: Ignored. torch's TCPStore has this argument; here is one kind of server.
 
     Raises:
         DistNetworkError: Nobody answers at the address, or it cannot be listened on, or what
@@ -93,7 +93,7 @@ class TCPStore(RemoteStore):
                 raise
 
     def arrivals(self) -> Arrivals | None:
-        """The stores that were made at this server; None where ``world_size`` was not given."""
+        """Counts of the stores made at this server; None where ``world_size`` was not given."""
         if self._expected is None:
             return None
         none = wire.encode_number(0)
@@ -134,7 +134,10 @@ class TCPStore(RemoteStore):
         self._checked(answer)
 
     def _give_up(self, error: StoreTimeoutError, came: int) -> None:
-        """Tell the workers that came why the store ends, and stay until they heard, or a moment."""
+        """Write ``error`` into the store, and wait up to a second until the workers have read it.
+
+        ``came`` is the number of stores that were made, the master's included.
+        """
         with contextlib.suppress(DistError):
             self.set(_GIVEN_UP_KEY, str(error))
             deadline = checks.Deadline(_PARTING_SECONDS)
@@ -144,7 +147,7 @@ class TCPStore(RemoteStore):
                 time.sleep(0.02)
 
     def _words(self, key: str) -> frozenset[str]:
-        """The words that were appended to a key."""
+        """The words, separated by spaces, in the value at ``key``; empty if there is no value."""
         return frozenset(self.get(key).decode().split() if self.check([key]) else ())
 
 
@@ -172,7 +175,7 @@ class _Tenants:
         watch_forks(self)
 
     def serve(self, where: TcpAddress, secret: bytes | None, shared: bool) -> _Lease:
-        """A server at ``where`` that runs; where ``shared``, perhaps one that ran already."""
+        """A lease of a server at ``where``: a new server, or if ``shared`` a running server."""
         with self._lock:
             server = self._shared.get((where, secret)) if shared else None
             if server is None:
@@ -195,7 +198,7 @@ class _Tenants:
         server.close()
 
     def after_fork_in_child(self) -> None:
-        """The servers stayed in the parent."""
+        """Forget the shared servers, which run in the parent process only."""
         self._lock = threading.RLock()
         self._shared.clear()
 

@@ -24,15 +24,15 @@ _LONGEST_PAUSE: Final = 0.02
 
 
 class TorchStoreAdapter(Store):
-    """A torch store behind tilework's contract.
+    """A store of torch.distributed, to be used as a tilework store.
 
-    For a store that exists already, such as the one that torchrun serves. It is not
-    closed by closing the adapter: torch closes a store when the last reference to it goes.
+    For a store that exists already, such as the store that torchrun serves. Closing the adapter
+    leaves torch's store open: torch closes a store when the last reference to it goes.
 
     Args:
         store: Any ``torch.distributed.Store``.
         timeout: How long blocking methods wait; the store's own time-out unless given.
-        authenticated: Whether only this job can reach it, if the caller knows.
+        authenticated: Whether only this job can reach torch's store, if the caller knows.
 
     Example:
         >>> import torch
@@ -166,7 +166,7 @@ class TorchStoreAdapter(Store):
 
     @property
     def authenticated(self) -> bool:
-        """As given at construction; torch's TCPStore authenticates nobody."""
+        """The constructor's ``authenticated``; torch's TCPStore itself lets everybody in."""
         return self._authenticated
 
     def __repr__(self) -> str:
@@ -198,7 +198,7 @@ def _text(value: bytes) -> str:
 def connect_to_torch(host: str, port: int, timeout: timedelta) -> c10d.Store:
     """A client of the ``torch.distributed.TCPStore`` that another process serves.
 
-    Blocks until it answers. Raises DistNetworkError if it does not within ``timeout``.
+    Blocks until the server answers. Raises DistNetworkError if it does not within ``timeout``.
     """
     try:
         return c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
@@ -285,9 +285,9 @@ def _bytes(value: Any) -> bytes:
 def as_torch_store(store: Store) -> c10d.Store:
     """``store`` as a ``torch.distributed.Store``, for torch's own process groups.
 
-    Keep ``store`` for as long as such a group lives; the result lives as long. Errors of the
-    store reach the Python caller of torch's function, from some of torch's groups inside another
-    RuntimeError. One of torch's stores behind :class:`TorchStoreAdapter` is handed back itself::
+    Keep ``store`` for as long as a group uses the result. Errors of ``store`` reach the Python
+    caller of torch's function; some of torch's groups wrap them in another RuntimeError. The result
+    for a :class:`TorchStoreAdapter` is torch's store that it adapts::
 
         group = torch.distributed.ProcessGroupGloo(as_torch_store(store), rank, size, timeout)
     """

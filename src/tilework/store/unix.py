@@ -14,14 +14,14 @@ from tilework.store.server import StoreServer, check_secret
 class UnixStore(RemoteStore):
     """A store that one process serves over a Unix socket; no port is opened.
 
-    Making one blocks until the server answers. Only processes of the same user can take part:
-    the kernel tells each side whose process the other one is.
+    The constructor blocks until the server answers. Only processes of the same user can take part:
+    the kernel tells each side which user the other process belongs to.
 
     Args:
         address: ``@name`` for Linux's abstract namespace, which leaves nothing on disk even after
             kill -9, otherwise a path.
         is_master: Whether this process serves. It does until this store is closed.
-        timeout: How long blocking methods wait; also for the server to come.
+        timeout: How long blocking methods wait, and the constructor for the server.
         secret: The job's secret, the same on all ranks; None for none.
 
     Raises:

@@ -8,7 +8,7 @@ big-endian::
     body    = field*                          at most MAX_FIELDS
     field   = size:u32 bytes
 
-It begins with a greeting, in messages of at most MAX_GREETING_BYTES::
+A connection begins with a greeting, in messages of at most MAX_GREETING_BYTES::
 
     client  HELLO      magic, client's nonce
     server  WELCOME                                            if the server has no secret
@@ -116,11 +116,11 @@ class WireMessage(NamedTuple):
 
 
 class GarbageError(Exception):
-    """Bytes that are not this protocol."""
+    """The other side sent bytes that do not follow this protocol."""
 
 
 def encode(code: Code, fields: Sequence[bytes] = ()) -> bytes:
-    """A message as it travels. Raises ValueError if it would be too long."""
+    """The bytes of a message on the wire. Raises ValueError if it would be too long."""
     size = sum(map(len, fields)) + _FIELD.size * len(fields)
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message takes at most {MAX_MESSAGE_BYTES} bytes, got {size}")
@@ -184,7 +184,7 @@ class Inbox:
         return WireMessage(whole[_HEADER.size - 1], decode_fields(whole, _HEADER.size))
 
     def _expect(self, data: bytes | bytearray) -> int:
-        """Size of the whole message that ``data`` begins, or of a header."""
+        """Bytes of the message that begins with ``data``; a header's, if ``data`` is shorter."""
         if len(data) < _HEADER.size:
             return _HEADER.size
         size = int(_HEADER.unpack_from(data)[0])
@@ -206,7 +206,7 @@ def same_proof(mine: bytes, theirs: bytes) -> bool:
 def fit_into_messages(groups: Sequence[tuple[bytes, ...]]) -> list[list[bytes]]:
     """The fields of ``groups`` in order, in runs that each fit into one message; groups stay whole.
 
-    At least one run, so that a request without keys is still asked.
+    There is always at least one run, if only an empty one: a request without keys is still sent.
     """
     runs: list[list[bytes]] = [[]]
     used_bytes = 0
