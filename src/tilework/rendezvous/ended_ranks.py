@@ -27,7 +27,7 @@ _KEY = "tilework/ended-ranks"
 class EndedRanks:
     """The list in a store of a job's ranks that have ended and were not started again.
 
-    A rank counts as ended whether its program failed or finished.
+    A rank counts as ended after a failure, and also after the program has finished.
 
     Args:
         store: The store with the list, or a prefixed view of that store.

@@ -162,8 +162,8 @@ def _check_launched(asked: RankPlace, settings: Settings | None) -> None:
     if asked.world_size > settings.world_size:
         raise ValueError(
             f"world_size={asked.world_size} was asked for, but {settings.launcher} has started "
-            f"{settings.world_size}, so the others would never come: leave out rank and "
-            "world_size, which the launcher gives, or start as many ranks"
+            f"{settings.world_size}; the other ranks would never come: leave out rank and "
+            f"world_size, which the launcher gives, or start {asked.world_size} ranks"
         )
 
 

@@ -1,7 +1,7 @@
 """The processes that multiprocessing has started from one process, which may be ranks.
 
 The rank of such a process cannot be seen from outside. But if there are as many processes as ranks,
-each process is a rank. Then a process that has ended, and has not told its identity, is a rank that
+each process is a rank. Then a process that has ended without telling an identity is a rank that
 will never come.
 """
 

@@ -64,7 +64,8 @@ class ServerWait:
 
     def _lost(self, which: str, ranks: Collection[int], reason: str) -> PeerLostError:
         return PeerLostError(
-            f"rank {self._rank}: lost {which} before the job's ranks met: it ended before "
-            f"it said who it is, or served the store {self._where} ({reason})",
+            f"rank {self._rank}: lost {which} before the job's ranks met: a process "
+            f"ended before it joined, or served the store {self._where} ({reason}); look at "
+            "the output of that rank",
             ranks=sorted(ranks),
         )

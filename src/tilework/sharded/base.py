@@ -29,7 +29,10 @@ BaseT = TypeVar("BaseT", bound="ShardedTensorBase")
 
 
 class ShardedTensorBase(TorchShardedNames, TiledTensor):
-    """Shards, and the metadata of the full tensor, without a group or communication."""
+    """Some shards of a tensor and the metadata of all shards, without a process group.
+
+    Base class of ShardedTensor, which has a group and communicates.
+    """
 
     _sharding_spec: ShardingSpec
     _metadata: ShardedTensorMetadata
@@ -47,7 +50,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         shard_map: ShardMap,
         group: ProcessGroup | NonMember | None,
     ) -> BaseT:
-        """A tensor of parts that are known to fit together."""
+        """A new tensor of these parts, unchecked: the caller knows that they fit together."""
         properties = metadata.tensor_properties
         device = shards[0].tensor.device if shards else _common_device(metadata)
         self = cls._wrap(metadata.size, properties.dtype, device, properties.requires_grad)
@@ -65,10 +68,10 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensorBase:
-        """A tensor of shards that are all known already, without any process group.
+        """A tensor of local shards and the metadata of all shards, without any process group.
 
-        Local; not collective. The metadata is checked for consistency. The caller ensures that it
-        is the same on all ranks.
+        Local; not collective. The metadata is checked for consistency. The caller ensures that the
+        metadata is the same on all ranks.
 
         Args:
             local_shards: This rank's shards; may be all shards.
@@ -77,8 +80,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
 
         Raises:
             ValueError: There are no shards, they overlap or leave a gap, the spec gives other
-                shards,
-                or the layout is not strided.
+                shards, or the layout is not strided.
         """
         metadata = sharded_tensor_metadata
         checks.check_metadata(metadata)
@@ -119,7 +121,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return self._shard_map.tiling
 
     def like(self: BaseT, tensors: Iterable[Tensor], **properties: Any) -> BaseT:
-        """A tensor of other local tensors with the same sharding. Local; not collective.
+        """A new tensor with this tensor's sharding and other local tensors. Local; not collective.
 
         Args:
             tensors: A tensor for each of :meth:`local_shards`, of the same size; any dtype or
@@ -144,7 +146,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return self._sharded_alike(shards, replace(metadata, tensor_properties=changed))
 
     def _sharded_alike(self: BaseT, shards: list[Shard], metadata: ShardedTensorMetadata) -> BaseT:
-        """A tensor with the same sharding and placements; unchecked."""
+        """A tensor of ``shards`` with this tensor's spec, owners and group; unchecked."""
         return self._assemble(
             self._sharding_spec, metadata, shards, self._shard_map, self._process_group
         )
@@ -171,7 +173,7 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
         return lines_html(overview_lines(self._overview(), WIDTH))
 
     def _overview(self) -> Overview:
-        """The owners of shards, and the ranks of the group without shards."""
+        """The overview for print(): the owners of shards, and the group's ranks without shards."""
         group, name = self._process_group, f"{type(self).__name__} "
         idle = () if group is None else {*group.global_ranks} - {*self.tiling.ranks}
         return overview(self._metadata, self._sharding_spec, name, idle)
@@ -213,7 +215,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def mark_parameter(tensor: Tensor, is_parameter: bool) -> None:
-    """Make torch.nn take ``tensor`` for a Parameter, or not."""
+    """Make torch.nn treat ``tensor`` as a Parameter if ``is_parameter``; else do nothing."""
     if is_parameter:
         tensor._is_param = True
 
@@ -224,7 +226,7 @@ def rebuild_base(
     spec: ShardingSpec,
     is_parameter: bool,
 ) -> ShardedTensorBase:
-    """The saved tensor."""
+    """The tensor that was pickled as these parts; pickle calls this to load a tensor."""
     checks.check_metadata(metadata)
     local = [Shard(tensor, shard) for tensor, shard in shards]
     shard_map = _map_by_placements(metadata)
@@ -234,14 +236,14 @@ def rebuild_base(
 
 
 def _map_by_placements(metadata: ShardedTensorMetadata) -> ShardMap:
-    """The owners that placements name; -1 for a worker or a device without an owner."""
+    """The rank that each shard's placement names; -1 if it names a worker or no owner."""
     places = [shard.placement for shard in metadata.shards_metadata]
     ranks = [None if place is None else place.rank() for place in places]
     return ShardMap(metadata, [-1 if rank is None else rank for rank in ranks])
 
 
 def _common_device(metadata: ShardedTensorMetadata) -> torch.device:
-    """The type of device of all shards; the CPU where they differ."""
+    """The device, without index, that all placements name; the CPU if their types differ."""
     places = [shard.placement for shard in metadata.shards_metadata]
     kinds = {place.device().type for place in places if place is not None}
     return torch.device(kinds.pop() if len(kinds) == 1 else "cpu")

@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 def flat_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
-    """The shape of a creation function's arguments: numbers, or one sequence.
+    """The shape that the arguments ``size`` mean: several numbers, or one sequence of numbers.
 
     Raises:
-        TypeError: They are neither numbers nor a sequence.
+        TypeError: The arguments are neither.
     """
     extents: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
     if isinstance(extents, str) or not all(isinstance(extent, int) for extent in extents):
@@ -40,7 +40,7 @@ def flat_size(size: Sequence[int | Sequence[int]]) -> torch.Size:
 
 
 def check_formats(layout: torch.layout, memory_format: torch.memory_format) -> None:
-    """Raise if shards cannot have this layout or format."""
+    """Raise ValueError unless the layout is strided and the memory format contiguous."""
     if layout != torch.strided:
         raise ValueError(
             f"Only torch.strided layout is currently supported for sharded tensors, got {layout}"
@@ -53,7 +53,7 @@ def check_formats(layout: torch.layout, memory_format: torch.memory_format) -> N
 
 
 def check_spec(spec: object) -> ShardingSpec:
-    """``spec`` itself; raise if it is not a sharding spec."""
+    """``spec`` itself; raise ValueError if it is not a sharding spec."""
     if not isinstance(spec, ShardingSpec):
         kind = type(spec)
         home = "" if kind.__module__ == "builtins" else f" (of {kind.__module__})"
@@ -70,7 +70,7 @@ def new_shards(
     rank: int,
     fill: Callable[[Shard], object] | None,
 ) -> list[Shard]:
-    """This rank's shards of a new tensor."""
+    """The new shards of ``rank``, which ``places`` puts on devices; ``fill`` writes to each."""
     shards = [
         Shard(_new_tensor(shard, device, metadata.tensor_properties), shard)
         for shard, (owner, device) in zip(metadata.shards_metadata, places, strict=True)
@@ -99,7 +99,7 @@ def _new_tensor(shard: ShardMetadata, device: torch.device, properties: TensorPr
 def metadata_by(
     spec: ShardingSpec, size: Sequence[int], properties: TensorProperties
 ) -> ShardedTensorMetadata:
-    """The metadata of a tensor of this size; checked if a user defined the spec's class."""
+    """The metadata that ``spec`` gives for this size; checked if a user defined the class."""
     metadata = check_spec(spec).build_metadata(torch.Size(size), properties)
     if type(spec) not in (ChunkShardingSpec, EnumerableShardingSpec):
         check_metadata(metadata)
@@ -117,7 +117,7 @@ def check_metadata(metadata: ShardedTensorMetadata) -> None:
 def given_or_inferred_spec(
     metadata: ShardedTensorMetadata, spec: ShardingSpec | None
 ) -> ShardingSpec:
-    """``spec`` itself, or the inferred one for None; raise if it gives other shards."""
+    """``spec``, or for None a spec of these shards; raise if ``spec`` gives other shards."""
     shards = metadata.shards_metadata
     if spec is None:
         return infer_sharding_spec_from_shards_metadata(shards)
@@ -126,13 +126,13 @@ def given_or_inferred_spec(
         odd = next(iter(set(expected) ^ set(shards)))
         raise ValueError(
             f"sharding_spec does not cut the tensor as sharded_tensor_metadata says: only one of "
-            f"them has {odd}"
+            f"the two has the shard {odd}; leave sharding_spec out, or pass the metadata's spec"
         )
     return spec
 
 
 def check_listed(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> None:
-    """Raise if the metadata lacks one of these shards."""
+    """Raise ValueError if ``metadata`` lists no shard with the box of a local shard."""
     listed = {shard.box for shard in metadata.shards_metadata}
     for shard in local_shards:
         if shard.metadata.box not in listed:
@@ -145,7 +145,7 @@ def check_listed(local_shards: Sequence[Shard], metadata: ShardedTensorMetadata)
 def own_shards(
     local_shards: Sequence[Shard], metadata: ShardedTensorMetadata, places: Sequence[Place]
 ) -> list[Shard]:
-    """``local_shards`` in the metadata's order; raise if the metadata gives this rank others."""
+    """``local_shards`` in the order of ``metadata``; raise if it lists others for this rank."""
     rank = get_rank()
     own = [
         s for s, (owner, _) in zip(metadata.shards_metadata, places, strict=True) if owner == rank
@@ -164,15 +164,15 @@ def own_shards(
     for wanted in own:
         if not by_box.get(wanted.box):
             raise ValueError(
-                f"rank {rank} was given shards at {[str(box) for box in by_box]}, but by "
-                f"sharded_tensor_metadata it has one at {wanted.box}"
+                f"rank {rank} was given shards at {[str(box) for box in by_box]}, but "
+                f"sharded_tensor_metadata gives rank {rank} a shard at {wanted.box}"
             )
         ordered.append(by_box[wanted.box].pop(0))
     return ordered
 
 
 def check_format_of(shard: Shard) -> None:
-    """Raise if shards may not have this local shard's layout or format."""
+    """Raise ValueError unless the tensor of ``shard`` is strided and contiguous."""
     # Checked before contiguity, which a sparse tensor does not have.
     check_formats(shard.tensor.layout, torch.contiguous_format)
     if not shard.tensor.is_contiguous():
@@ -183,7 +183,7 @@ def check_format_of(shard: Shard) -> None:
 
 
 def check_properties(shard: Shard, properties: TensorProperties, rank: int) -> None:
-    """Raise if a local shard's properties differ from the metadata."""
+    """Raise ValueError if the tensor of ``shard`` differs from ``properties`` of the metadata."""
     actual = named(TensorProperties.create_from_tensor(shard.tensor))
     for name, expected in named(properties).items():
         # Without an accelerator nothing is pinned, even on request.
@@ -196,7 +196,7 @@ def check_properties(shard: Shard, properties: TensorProperties, rank: int) -> N
 
 
 def named(properties: TensorProperties) -> dict[str, Any]:
-    """The properties that can differ between tensors, as plain data."""
+    """The dtype, requires_grad and pin_memory by name, as plain data that ranks can compare."""
     return {
         "dtype": str(properties.dtype),
         "requires_grad": properties.requires_grad,
@@ -210,9 +210,10 @@ def named(properties: TensorProperties) -> dict[str, Any]:
 def make_equal(
     make: Callable[[], T], describe: Callable[[T], str], what: str, group: AnyGroup
 ) -> T:
-    """The result of ``make()``, after all ranks have described theirs by the same text.
+    """The result of ``make()``, after a check that all ranks have made the same.
 
-    Collective; blocks. A rank outside the group only calls ``make``.
+    Ranks compare the texts that ``describe`` gives of their results; errors name the result
+    ``what``. Collective; blocks. A rank outside the group only calls ``make``.
 
     Raises:
         Exception: ``make`` raised, here or on another rank.
@@ -229,7 +230,7 @@ def make_equal(
 
 
 def describe(metadata: ShardedTensorMetadata) -> str:
-    """A line that is equal only for equal metadata."""
+    """A line of text on ``metadata``, for ranks to compare: equal only for equal metadata."""
     shards = metadata.shards_metadata
     boxes = [s.shard_offsets for s in shards], [s.shard_sizes for s in shards]
     contents = metadata.tensor_properties, boxes, [s.placement for s in shards]
@@ -242,7 +243,7 @@ def describe(metadata: ShardedTensorMetadata) -> str:
 
 
 def unsupported(func: Callable[..., Any], args: Any, kwargs: Any, hint: str = "") -> RuntimeError:
-    """The error for an operator that sharded tensors do not have."""
+    """The error for a call of ``func``, which cannot run on sharded tensors."""
     name, of = getattr(func, "__name__", str(func)), ""
     if name in ("__get__", "__set__", "__delete__"):
         of = f" of {getattr(getattr(func, '__self__', None), '__name__', 'a property')!r}"
@@ -254,7 +255,7 @@ def unsupported(func: Callable[..., Any], args: Any, kwargs: Any, hint: str = ""
 
 
 class _Word(str):
-    """Shown without quotes."""
+    """A str whose repr() has no quotes."""
 
     def __repr__(self) -> str:
         return str(self)

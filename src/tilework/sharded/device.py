@@ -11,7 +11,7 @@ _FORMATS = "'rank:<rank>/<device>', '<worker name>/<device>' or '<device>'"
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class RemoteDevice:
-    """A device and its owner.
+    """The placement of a shard: a device, and the rank or the RPC worker that owns it.
 
     Args:
         remote_device: ``"rank:<rank>/<device>"`` (a global rank) or ``"<worker name>/<device>"``
@@ -50,11 +50,11 @@ class RemoteDevice:
         object.__setattr__(self, "_device", device)
 
     def rank(self) -> int | None:
-        """The owner's global rank; None if it is named otherwise or not at all."""
+        """The owner's global rank; None if the owner is given by a worker's name, or not at all."""
         return self._rank
 
     def worker_name(self) -> str | None:
-        """The owner's name as an RPC worker; None if it is named otherwise or not at all."""
+        """The owner's name as an RPC worker; None if the owner is given by rank, or not at all."""
         return self._worker
 
     def device(self) -> torch.device:
@@ -85,7 +85,7 @@ class RemoteDevice:
 
 
 def covers(wanted: torch.device, device: torch.device) -> bool:
-    """True if ``device`` is ``wanted``, or of its type where ``wanted`` has no index.
+    """True if ``device`` is ``wanted``, or if ``wanted`` has no index and their types are equal.
 
     Example:
         >>> covers(torch.device("cuda"), torch.device("cuda:1"))

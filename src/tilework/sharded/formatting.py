@@ -65,7 +65,7 @@ class Overview:
         return math.prod(self.metadata.size) * self.metadata.tensor_properties.dtype.itemsize
 
     def colour_of(self, shard: ShardMetadata) -> str:
-        """The colour of the shard's owner, which differs between neighbours."""
+        """The name of the colour in which the shard's owner is shown; owners take turns."""
         names = [owner.name for owner in self.owners]
         return COLOURS[names.index(_owner_name(shard)) % len(COLOURS)]
 
@@ -82,7 +82,7 @@ def overview(
     name: str = "",
     idle_ranks: Iterable[int] = (),
 ) -> Overview:
-    """The overview of a tensor; ``idle_ranks`` are the group's ranks without shards."""
+    """The overview of a tensor; ``idle_ranks`` are those ranks of the group without shards."""
     idle = [ShardOwner(f"rank:{rank}", rank, (), (), 0) for rank in sorted(idle_ranks)]
     return Overview(name, spec, metadata, (*_owners(metadata), *idle))
 
@@ -95,7 +95,7 @@ def _owner_name(shard: ShardMetadata) -> str:
 
 
 def _owners(metadata: ShardedTensorMetadata) -> list[ShardOwner]:
-    """All owners of shards, also of empty shards, in the order of ranks."""
+    """All owners of shards, empty shards included: ranks in order, then workers."""
     by_name: dict[str, list[ShardMetadata]] = {}
     for shard in metadata.shards_metadata:
         by_name.setdefault(_owner_name(shard), []).append(shard)
@@ -152,7 +152,7 @@ def owner_names(owners: Iterable[ShardOwner]) -> str:
 
 
 def _spans(ranks: Sequence[int]) -> list[str]:
-    """The ranks with neighbouring numbers joined, as in ``0-3``."""
+    """The sorted ``ranks`` as texts, with consecutive numbers joined, as in ``0-3``."""
     runs = [
         [rank for _, rank in run]
         for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0])
@@ -161,7 +161,7 @@ def _spans(ranks: Sequence[int]) -> list[str]:
 
 
 def _loads(view: Overview) -> str:
-    """The bytes of each owner, or their range if owners have more than a few."""
+    """Text: the bytes that each owner holds, or least and most if there are many values."""
     by_load: dict[int, list[ShardOwner]] = {}
     for owner in view.owners:
         by_load.setdefault(owner.n_bytes, []).append(owner)

@@ -98,14 +98,14 @@ def _only_shard(
     if len(own) != (tensor is not None):
         raise ValueError(
             f"the spec gives rank {rank} {len(own)} shards, but local_tensor is "
-            f"{'None' if tensor is None else 'one'}: use init_from_local_shards for several, and "
-            f"None for none"
+            f"{'None' if tensor is None else 'a tensor'}: pass None on a rank without shards, and "
+            f"use init_from_local_shards for several shards on a rank"
         )
     return [] if tensor is None else [Shard(tensor, own[0])]
 
 
 def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
-    """This rank's shards and their common properties, after a check."""
+    """Check this rank's shards; return placements and common properties for the other ranks."""
     rank = get_rank()
     if not isinstance(local_shards, Sequence) or not all(
         isinstance(s, Shard) for s in local_shards
@@ -136,19 +136,22 @@ def _facts(local_shards: Sequence[Shard], group: AnyGroup) -> dict[str, Any]:
 def _agree_facts(
     facts: Callable[[], Facts], operation: str, group: AnyGroup
 ) -> tuple[list[int], Sequence[Facts]]:
-    """The ranks of the group and each rank's facts, which may differ only in local shards."""
+    """Exchange ``facts()`` in the group; return the ranks of the group, and each rank's facts.
+
+    Collective; blocks. All ranks raise if facts differ, except those on each rank's own shards.
+    """
     resolved = resolve(group)
     if isinstance(resolved, NonMember):
         raise ValueError(
             f"{operation}: rank {get_rank()} is not in the group of ranks "
-            f"{list(resolved.global_ranks)}, and cannot know what they bring: call it there only"
+            f"{list(resolved.global_ranks)}, and cannot know their shards: call it on them only"
         )
     by_rank = agree_equal(facts, group, _MISMATCH, own=("properties", "shards"))
     return get_process_group_ranks(group), by_rank
 
 
 def _common_properties(ranks: Sequence[int], by_rank: Sequence[Facts]) -> TensorProperties:
-    """The properties of all shards of all ranks."""
+    """The properties of all shards of all ranks; raise ValueError if ranks differ in them."""
     known = {
         rank: facts["properties"]
         for rank, facts in zip(ranks, by_rank, strict=True)

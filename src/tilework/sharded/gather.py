@@ -60,7 +60,7 @@ def gather(
 
 
 def _receive_buffer(out: Tensor, sent: torch.dtype, device: torch.device) -> Tensor:
-    """``out`` itself, or a buffer if ``out`` has another dtype or device."""
+    """``out`` itself, if it has the dtype ``sent`` and type of ``device``; else a new buffer."""
     if (out.dtype, out.device.type) == (sent, device.type):
         return out.detach()
     return torch.empty(out.shape, dtype=sent, device=device)
@@ -108,7 +108,10 @@ def full_tensor(tensor: ShardedTensorBase) -> Tensor:
 
 
 class _GatherTiles(torch.autograd.Function):
-    """All tiles on all ranks. Backward takes slices: all ranks have the same gradient."""
+    """Forward makes the full tensor of all tiles, on every rank of the group.
+
+    Backward gives each tile a slice of the full gradient, which is the same on all ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensorBase, *tiles: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tilework.sharded.base import ShardedTensorBase
 
 
 def graph_tiles(tensor: ShardedTensorBase) -> list[Tensor]:
-    """This rank's tiles, or the stand-in if there are none."""
+    """This rank's tiles; if it has none, a list of the stand-in, an empty tile in the graph."""
     return tensor.local_tiles() or [_stand_in(tensor)]
 
 
@@ -34,5 +34,5 @@ def _stand_in(tensor: ShardedTensorBase) -> Tensor:
 
 
 def keep_stand_in(tensor: ShardedTensorBase, stand_in: Tensor) -> None:
-    """Keep the rank's stand-in: the tensor's place in the graph."""
+    """Store ``stand_in``, an empty tile that holds the tensor's place in the autograd graph."""
     tensor.__dict__["_stand_in"] = (tensor._local_shards, stand_in)

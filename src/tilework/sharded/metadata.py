@@ -43,7 +43,7 @@ class Items(tuple[ItemT, ...]):
 
 
 def _explained(cls: type[ClassT]) -> type[ClassT]:
-    """A frozen class whose error tells how to get another value."""
+    """Decorate a frozen dataclass: the error of a change says how to make a changed copy."""
 
     def refuse(self: object, name: str, *value: object) -> NoReturn:
         raise FrozenInstanceError(
@@ -106,7 +106,7 @@ class ShardMetadata:
         return trusted_box(tuple(self.shard_offsets), tuple(self.shard_sizes))
 
     def moved(self, device: torch.device) -> ShardMetadata:
-        """The shard on ``device`` of its owner; the same shard if it is there."""
+        """This metadata with ``device`` of the same owner as placement; itself if already there."""
         if self.placement is None or covers(device, self.placement.device()):
             return self
         return replace(self, placement=self.placement.with_device(device))
@@ -125,7 +125,7 @@ _set_placement = ShardMetadata.__dict__["placement"].__set__
 def trusted_shard(
     offsets: Items[int], sizes: Items[int], placement: RemoteDevice | None
 ) -> ShardMetadata:
-    """The metadata of a shard, unchecked."""
+    """A ShardMetadata made without the checks of the constructor, which take time."""
     shard = _new(ShardMetadata)
     _set_offsets(shard, offsets)
     _set_sizes(shard, sizes)
@@ -198,7 +198,7 @@ class ShardedTensorMetadata:
         object.__setattr__(self, "size", torch.Size(self.size))
 
     def moved(self, device: torch.device) -> ShardedTensorMetadata:
-        """The tensor with all shards on ``device`` of their owners."""
+        """This metadata with every shard placed on ``device`` of the shard's owner."""
         moved = Items([shard.moved(device) for shard in self.shards_metadata])
         return replace(self, shards_metadata=moved)
 
@@ -209,7 +209,6 @@ class ShardedTensorMetadata:
 
 class ShardMap:
     """The owner of each shard of checked metadata. Tensors with equal shards share a map.
-
 
     Args:
         metadata: The metadata of the tensor.
@@ -229,7 +228,7 @@ class ShardMap:
 
     @cached_property
     def tiling(self) -> Tiling:
-        """The shards as tiles; made at the first call."""
+        """The shards as tiles with owners; computed at the first call."""
         shards = zip(self.metadata.shards_metadata, self.owners, strict=True)
         tiles = [trusted_tile(shard.box, (owner,)) for shard, owner in shards]
         return trusted_tiling(tuple(self.metadata.size), (tuple(tiles),))
@@ -279,7 +278,7 @@ class Shard:
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), place))
 
     def with_tensor(self, tensor: Tensor) -> Shard:
-        """The shard with other values, on whatever device they are."""
+        """A shard with the same box and owner, but ``tensor`` as values, on the device of that."""
         place = self.metadata.placement
         fits = place is None or covers(place.device(), tensor.device)
         return Shard(tensor, self.metadata if fits else self.metadata.moved(tensor.device))

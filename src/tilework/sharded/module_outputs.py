@@ -80,7 +80,7 @@ def collect_local_shard(module: ModuleT) -> ModuleT:
 
 @dataclass(frozen=True)
 class _Reshard:
-    """A forward hook; unlike a closure it can be pickled with the module."""
+    """The forward hook of :func:`reshard_output`; unlike a closure, it can be pickled."""
 
     spec: ShardingSpec
 
@@ -90,7 +90,7 @@ class _Reshard:
 
 @dataclass(frozen=True)
 class _Collect:
-    """A forward hook that can be pickled, too."""
+    """The forward hook of :func:`collect_local_shard`; it can be pickled, too."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return pytree.tree_map_only(ShardedTensor, _local_output, output)

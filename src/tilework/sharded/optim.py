@@ -246,7 +246,7 @@ class ShardedOptimizer(Optimizer):
         self._replace_tiles(name, tensor, moved)
 
     def _replace_tiles(self, name: str, tensor: ShardedTensor, full: Mapping[str, Any]) -> None:
-        """Give the inner optimizer the new shards instead of the old."""
+        """Replace old shards in the inner optimizer by those of ``tensor``, with state ``full``."""
         inner = self._inner_optimizer()
         for tile in self._tiles[name]:
             inner.state.pop(tile, None)
@@ -265,7 +265,7 @@ class ShardedOptimizer(Optimizer):
             options["params"][:] = [tile for own in names for tile in self._tiles[own]]
 
     def _states(self, name: str, gradients: bool = False) -> list[dict[str, Any]]:
-        """The states of each local tensor of a parameter."""
+        """The optimizer's states of each local tensor of a parameter; on request with gradients."""
         kept = self._inner_optimizer().state
         states = [dict(kept.get(tile, {})) for tile in self._tiles[name]]
         if gradients:
@@ -277,7 +277,7 @@ class ShardedOptimizer(Optimizer):
     def _entries(
         self, names: list[str], group: ProcessGroup, gradients: bool = False
     ) -> dict[str, dict[str, Entry]]:
-        """The entries of the states of one group's parameters on all ranks. Collective."""
+        """Descriptions of the parameters' states, on which ``group`` agrees. Collective; blocks."""
 
         def shards() -> dict[str, list[tuple[Tensor, State]]]:
             self._check_tiles()
@@ -289,7 +289,7 @@ class ShardedOptimizer(Optimizer):
         return agreed_entries(shards, group)
 
     def _by_process_group(self) -> dict[ProcessGroup, list[str]]:
-        """The names of sharded parameters by group, of the groups that this rank is in."""
+        """The names of sharded parameters by process group; only groups that this rank is in."""
         by_group: dict[ProcessGroup, list[str]] = {}
         for name, tensor in self.named_params.items():
             if isinstance(tensor, ShardedTensor):
@@ -303,13 +303,13 @@ class ShardedOptimizer(Optimizer):
             known, now = self._tiles[name], local_tensors(tensor)
             if len(known) != len(now) or any(a is not b for a, b in zip(known, now, strict=True)):
                 raise RuntimeError(
-                    f"the shards of parameter {name!r} are not those that this optimizer was made "
-                    f"with, so it would update nothing: use its reshard_({name!r}, spec), or make "
-                    f"a new one"
+                    f"the shards of parameter {name!r} were replaced after the optimizer was made: "
+                    f"it would update nothing; reshard by the optimizer's reshard_({name!r}, spec) "
+                    f"or make a new optimizer"
                 )
 
     def _matching_groups(self, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The saved options of each group, in the order of this optimizer's groups."""
+        """The saved parameter groups, in this optimizer's order; ValueError if they do not fit."""
         theirs = {frozenset(group["params"]): group for group in saved["param_groups"]}
         matching = []
         for names in self._names:
@@ -327,7 +327,7 @@ class ShardedOptimizer(Optimizer):
         return matching
 
     def _loaded_layouts(self, saved: Mapping[str, Any], names: list[str]) -> dict[str, str]:
-        """Descriptions of the values to load as the state of these parameters."""
+        """Texts on the saved states of these parameters, for ranks to compare before they load."""
         self._check_tiles()
         self._matching_groups(saved)
         layouts: dict[str, str] = {}
@@ -346,7 +346,7 @@ class ShardedOptimizer(Optimizer):
             )
 
     def _loaded(self, name: str, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The state of each local tensor of a parameter."""
+        """The states ``saved`` of a full parameter, cut for each local tensor of the parameter."""
         tensor = self.named_params[name]
         states: list[dict[str, Any]] = [{} for _ in self._tiles[name]]
         for key in sorted(saved):  # in the same order on all ranks

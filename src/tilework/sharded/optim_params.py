@@ -33,12 +33,12 @@ def named_params_with_sharded_tensor(
 
 
 def local_tensors(tensor: Tensor) -> list[Tensor]:
-    """This rank's tiles of a sharded parameter; a plain parameter itself."""
+    """This rank's tiles of a sharded parameter; for a plain parameter a list of itself."""
     return list(tensor.local_tiles()) if isinstance(tensor, ShardedTensor) else [tensor]
 
 
 def parameter_groups(named_params: Any) -> list[dict[str, Any]]:
-    """The parameter groups, each with the parameters by name."""
+    """``named_params`` as a list of parameter groups, each with a dict of named parameters."""
     listed = named_params if isinstance(named_params, Mapping) else list(named_params)
     if not listed:
         raise ValueError("the optimizer has no parameters: give it named_parameters() of a module")
@@ -47,7 +47,7 @@ def parameter_groups(named_params: Any) -> list[dict[str, Any]]:
 
 
 def named_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group with the parameters by name."""
+    """``group`` with the value of ``params`` as a dict from names to parameters, after a check."""
     params = group["params"]
     pairs = list(params.items() if isinstance(params, Mapping) else params)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

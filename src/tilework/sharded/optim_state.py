@@ -26,7 +26,9 @@ Entry = tuple[str, Any]
 def agreed_entries(
     parameters: Callable[[], Mapping[str, Sequence[tuple[Tensor, State]]]], group: ProcessGroup
 ) -> dict[str, dict[str, Entry]]:
-    """The entries of each parameter's state, also on ranks without a shard. Collective; blocks.
+    """The entries, short descriptions, of each parameter's states. Collective; blocks.
+
+    All ranks get the same, also ranks without a shard, which have no states of the parameter.
 
     Args:
         parameters: Returns, by name, this rank's shards and their states. May raise.
@@ -49,7 +51,7 @@ def agreed_entries(
 
 
 def _of_shards(name: str, shards: Sequence[tuple[Tensor, State]]) -> dict[str, Entry] | None:
-    """The entries of all of a rank's shards; None if it has no shards, or only empty shards."""
+    """The entries common to this rank's shards; None if there are no shards, or all are empty."""
     # Backward may skip a shard without elements: it then has no state.
     by_shard = [_entries(tensor, state) for tensor, state in shards if tensor.numel()]
     for entries in by_shard:
@@ -94,7 +96,7 @@ def full_state(
 ) -> dict[str, Any]:
     """The state of the full parameter: tensors sharded like the parameter, and plain values. Local.
 
-    They share memory with the shards' states.
+    The tensors share memory with ``states``, the states of this rank's shards.
     """
     state: dict[str, Any] = {}
     for key, (kind, value) in entries.items():
@@ -111,7 +113,7 @@ def full_state(
 
 
 def _received(kind: str, value: Any) -> Any:
-    """The value of an entry that another rank sent."""
+    """The value of a state, made from an entry that another rank sent."""
     return torch.tensor(value[1], dtype=getattr(torch, value[0])) if kind == "number" else value
 
 
@@ -120,7 +122,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def local_states(value: Any, parameter: Tensor) -> list[Any]:
-    """A state of the full parameter, as copies for each local tensor of the parameter.
+    """``value``, a state of the full parameter, as a copy for each local tensor of it.
 
     Collective over the parameter's group if ``value`` has another sharding.
     """

@@ -52,7 +52,7 @@ def _rows(owners: Sequence[ShardOwner]) -> list[list[ShardOwner]]:
 
 
 def _words(row: Sequence[ShardOwner], total_bytes: int) -> tuple[str, ...]:
-    """The owners, their shards, bytes, and share of all bytes."""
+    """The cells of a row of the table: owners, shards, bytes, and share of all bytes."""
     first, loads = row[0], sorted(owner.n_bytes for owner in row)
     if len(row) == 1:
         share = f"{first.n_bytes / total_bytes:.1%}"

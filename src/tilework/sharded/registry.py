@@ -40,7 +40,7 @@ def find_handler(func: Callable[..., Any], spec: ShardingSpec) -> Handler | None
 
 
 def _by_family(func: Callable[..., Any]) -> Handler | None:
-    """The built-in handler of a function that was not called before."""
+    """Find a family that makes the built-in handler of ``func``, and keep it; None if none does."""
     name, in_place = canonical_name(func)
     for family in _families:
         handler = family(func, name, in_place)

@@ -64,8 +64,8 @@ def check_ready(group: AnyGroup = None) -> None:
         )
     if get_world_size(group) != workers:
         raise ValueError(
-            f"init_rrefs=True takes all {workers} ranks, but the tensor is made by the "
-            f"{get_world_size(group)} of its group: make it without, or on all ranks"
+            f"init_rrefs=True takes all {workers} ranks, but the tensor's group has "
+            f"{get_world_size(group)}: leave out init_rrefs, or make the tensor on all ranks"
         )
 
 
@@ -118,7 +118,7 @@ def _send(shards: Sequence[Shard], numbers: Sequence[int]) -> None:
 
 
 def _receive(number: int, rrefs: list[rpc.RRef[Shard]], owner: int) -> None:
-    """Store the RRefs of another rank's shards. Called by that rank."""
+    """Store the RRefs to the shards of rank ``owner``, which calls this function by RPC."""
     shared = pending_tensors().by_number.get(number)
     if shared is None:
         raise RuntimeError(

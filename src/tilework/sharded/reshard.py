@@ -92,7 +92,10 @@ def _new_tiles(tensor: ShardedTensorBase, target: Tiling, through_autograd: bool
 
 
 class _MoveTiles(torch.autograd.Function):
-    """Tiles moved to another tiling; backward moves gradients back. Stand-ins if empty."""
+    """Forward moves tiles to another tiling; backward moves the gradients back.
+
+    A rank without tiles passes a stand-in, an empty tile, both ways.
+    """
 
     @staticmethod
     def forward(

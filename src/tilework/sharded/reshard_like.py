@@ -22,8 +22,8 @@ def reshard_like(source: Tensor, like: ShardedTensor) -> ShardedTensor:
     """
     if source.shape != like.shape:
         raise ValueError(
-            f"a tensor of size {tuple(source.shape)} has no values for one of size "
-            f"{tuple(like.shape)}"
+            f"cannot copy the values of a tensor of size {tuple(source.shape)} to a tensor of size "
+            f"{tuple(like.shape)}: the sizes must be equal"
         )
     tiles = [tile.detach() for tile in _tiles(source, like)]
     placed = zip(tiles, like.local_tiles(), strict=True)
@@ -45,7 +45,7 @@ def _tiles(source: Tensor, like: ShardedTensor) -> list[Tensor]:
     if outside:
         raise ValueError(
             f"ranks {outside} hold shards of the tensor, but are not in the group of ranks "
-            f"{members} that is to get it: reshard it onto those first"
+            f"{members} that is to get the values: reshard the tensor onto ranks {members} first"
         )
     plan = transfer_plan(source.tiling, like.tiling, get_rank())
     return run_plan(plan, source.local_tiles(), group, dtype=source.dtype)

@@ -24,7 +24,7 @@ from tilework.sharded.specs import ShardingSpec
 
 
 class _Loading:
-    """The group that tensors are being loaded onto."""
+    """This rank's setting of :func:`load_with_process_group`; None outside of it."""
 
     group: AnyGroup = None
 
@@ -97,7 +97,7 @@ RankInfo = tuple[int, int, int, int]
 
 
 def rank_info(group: AnyGroup) -> RankInfo:
-    """This rank's numbers in the group and in the world, saved with a tensor."""
+    """This rank's group rank and global rank, and both sizes: saved with a tensor."""
     return get_rank(group), get_rank(), get_world_size(group), get_world_size()
 
 
@@ -114,7 +114,7 @@ def group_to_load_onto(saved: RankInfo) -> ProcessGroup | NonMember:
     """The group of a tensor that is being loaded.
 
     Raises:
-        RuntimeError: There is no default group, or this rank has other numbers than when it saved.
+        RuntimeError: There is no default group, or ranks or sizes differ from those at saving.
     """
     check_there_is_a_group()
     group = current_process_group()

@@ -35,7 +35,7 @@ def shard_tensor(
     src_rank: int = 0,
     process_group: AnyGroup = None,
 ) -> ShardedTensor:
-    """A sharded tensor with one rank's values.
+    """A sharded tensor with the values of ``tensor`` on rank ``src_rank``.
 
     Collective over the group; blocks. An error on one rank raises on all ranks before anything has
     moved. The result shares no memory with ``tensor``. It requires a gradient if ``tensor`` does,
@@ -122,7 +122,7 @@ def shard_parameter(
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
-    """The tensor of this name in ``module``, which can be replaced."""
+    """The attribute ``name`` of ``module``; raise unless it is a tensor that can be replaced."""
     kind = type(module).__name__
     if not hasattr(module, name):
         raise AttributeError(f"{kind} has no attribute `{name}`")
@@ -139,12 +139,12 @@ def tensor_of(module: nn.Module, name: str) -> Tensor:
 
 
 def as_parameter(tensor: ShardedTensor) -> nn.Parameter:
-    """A parameter of these shards."""
+    """An nn.Parameter that shares the shards of ``tensor``."""
     return nn.Parameter(tensor, requires_grad=tensor.requires_grad)
 
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace the attribute of this name by a parameter."""
+    """Replace the attribute ``name`` of ``module`` by ``parameter``."""
     old = getattr(module, name)
     if name not in module._parameters:  # else the place among the parameters stays
         delattr(module, name)
@@ -206,7 +206,10 @@ class ShardRequest:
         if self.src_rank not in ranks:
             raise ValueError(f"src_rank={self.src_rank} is not part of the group of ranks {ranks}")
         if self.tensor.is_meta and get_rank() == self.src_rank:
-            raise ValueError(f"{self.name} is a meta tensor on src_rank={self.src_rank}: no values")
+            raise ValueError(
+                f"{self.name} is a meta tensor on src_rank={self.src_rank}, without values: pass "
+                f"a tensor with values on that rank"
+            )
 
     def _check_cover(self) -> None:
         try:
@@ -223,7 +226,7 @@ class ShardRequest:
             parse_and_validate_remote_device(self.group, shard.placement)
 
     def scatter(self) -> ShardedTensor:
-        """Move the values from ``src_rank``. Collective, after ranks have agreed on the facts."""
+        """Send the values of ``src_rank`` to the shards' owners. Collective; call facts() first."""
         tensor, rank = self.tensor.detach(), get_rank()
         sharded = ShardedTensor(
             self.spec,

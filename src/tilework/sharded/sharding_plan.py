@@ -41,7 +41,7 @@ class Sharder(ABC):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The specs of a module's parameters and outputs; a value.
+    """The specs of a module's parameters and outputs; immutable.
 
     Names are those of ``named_parameters()`` and ``named_modules()``; ``""`` is the module itself.
     In a parameter's name each part between dots may have wildcards: ``"layers.*.weight"`` names
@@ -101,7 +101,7 @@ class ShardingPlanner(ABC):
 def shard_module(
     module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: AnyGroup = None
 ) -> None:
-    """Shard a module by a plan, with one rank's values.
+    """Shard a module in place by a plan, with the values of rank ``src_rank``.
 
     Collective over the group; blocks. All ranks first check the whole plan: an error on one rank
     raises on all ranks, and the module does not change. Parameters that are shared between modules
@@ -115,7 +115,7 @@ def shard_module(
         process_group: The group; the default group if None.
 
     Raises:
-        AttributeError: The module has no attribute of a name, or none that fits a wildcard.
+        AttributeError: The module has no attribute of a name or wildcard in the plan.
         RuntimeError: A parameter belongs to a submodule that a Sharder is to shard.
         ValueError: A spec does not fit, a parameter gets two, or ranks have different plans.
         TypeError: A Sharder did not return a module.
@@ -177,7 +177,7 @@ class _ResolvedPlan:
             self._require(name, self.modules)
 
     def facts(self) -> Mapping[str, Any]:
-        """The facts that ranks must agree on."""
+        """The facts by name, for ranks to compare: what the plan does to the module."""
         facts: dict[str, Any] = {}
         for request in self.requests.values():
             facts.update(request.facts())
@@ -189,7 +189,7 @@ class _ResolvedPlan:
         return facts
 
     def names_of(self, tensor: Tensor) -> list[str]:
-        """All names of one tensor."""
+        """All names under which the module has ``tensor``."""
         names = [name for name, parameter in self.parameters.items() if parameter is tensor]
         if names:
             return names
@@ -242,7 +242,7 @@ class _ResolvedPlan:
                 )
 
     def _is_requested(self, name: str, tensor: Tensor, spec: ShardingSpec) -> bool:
-        """True if the same tensor is to be sharded under another name already."""
+        """True if another name of the same tensor is already in the requests; specs must agree."""
         for other, request in self.requests.items():
             if request.tensor is tensor:
                 if request.spec != spec:

@@ -33,7 +33,7 @@ _CACHED_SIZES = 16
 
 
 class ShardingSpec(ABC):
-    """The shards of a tensor of any size. Equal specs give equal shards."""
+    """A rule that cuts tensors of any size into shards with owners. Equal specs, equal shards."""
 
     #: :func:`tilework.sharded.shard_tensor`, set by that module, which imports this one.
     _shard_tensor: ClassVar[Callable[..., Any]]
@@ -42,7 +42,7 @@ class ShardingSpec(ABC):
     def build_metadata(
         self, tensor_sizes: Sequence[int], tensor_properties: TensorProperties
     ) -> ShardedTensorMetadata:
-        """The shards of a tensor of this size.
+        """The metadata, with all shards and owners, of a tensor of this size.
 
         Raises:
             ValueError: The spec does not fit a tensor of this size.
@@ -59,7 +59,7 @@ class ShardingSpec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Moved(ShardingSpec):
-    """A user's spec, moved to other devices."""
+    """A user-defined spec, with the shards on another device of the same owners."""
 
     spec: ShardingSpec
     device: torch.device
@@ -231,7 +231,7 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
     Takes n log n time for n shards.
 
     Raises:
-        ValueError: Two shards do; the error names them.
+        ValueError: Two shards overlap; the error names them.
 
     Example:
         >>> two = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [2], "rank:1/cpu")]

@@ -90,7 +90,7 @@ def pre_load_state_dict_hook(
 
 
 def _fit_parameters(parameters: dict[str, Tensor], state_dict: dict[str, Any]) -> None:
-    """Replace values by values in the parameters' layouts."""
+    """Put values of ``state_dict`` into the layouts of the parameters. Collective; blocks."""
     values = {
         key: state_dict[key]
         for key, parameter in parameters.items()

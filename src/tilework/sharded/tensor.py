@@ -106,7 +106,7 @@ class ShardedTensor(ShardedTensorBase):
 
     @classmethod
     def _with_rrefs(cls, make: Callable[[], ShardedTensor], init_rrefs: bool) -> ShardedTensor:
-        """The tensor that ``make()`` returns without communicating; with RRefs if asked for."""
+        """The tensor that ``make()`` returns; with ``init_rrefs``, ranks also exchange RRefs."""
         if not init_rrefs:
             return make()
         # Either all ranks come to the exchange, or none.
@@ -239,8 +239,7 @@ class ShardedTensor(ShardedTensorBase):
 
         Raises:
             ValueError: ``out`` is missing on ``dst``, has another shape, or is given on another
-                rank, or
-                ``dst`` is not in the group. Raised on every rank.
+                rank, or ``dst`` is not in the group. Raised on every rank.
         """
         gather.gather(self, dst, out, enforce_dtype, dtype)
 
@@ -270,7 +269,7 @@ class ShardedTensor(ShardedTensorBase):
         return self._reshard_(resharding_spec, through_autograd=not graph_tiles(self)[0].is_leaf)
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Reshard to another tensor, as :meth:`reshard`; gradients flow back to this tensor.
+        """A new tensor with these values in other shards; gradients flow back to this tensor.
 
         Collective over the group, and so is backward through the result. The result has no
         ``remote_shards``.
@@ -311,7 +310,6 @@ class ShardedTensor(ShardedTensorBase):
                 current device of the given kind; another index is ignored with a warning.
             kwargs: As for ``args``, and ``process_group``: the group of the result, where the
                 present group does not serve the new device.
-                one does not serve the new device.
 
         Raises:
             RuntimeError: A memory format other than contiguous or preserved.
@@ -360,7 +358,7 @@ def _rebuild(
     init_rrefs: bool,
     on_device: Tensor,
 ) -> ShardedTensor:
-    """The saved tensor, on the current group, with shards on the device of ``on_device``."""
+    """A pickled tensor, loaded onto the current group and the device of ``on_device``."""
 
     def make() -> ShardedTensor:
         group = serialization.group_to_load_onto(saved_by)

@@ -66,7 +66,7 @@ def _check_format(memory_format: torch.memory_format | None) -> None:
 
 
 def _own_device(device: torch.device) -> torch.device:
-    """This rank's current device of the same type."""
+    """This rank's current device of the type of ``device``; warn if ``device`` is another."""
     current = _current_device(device.type)
     if device.index not in (None, current.index):
         warnings.warn(

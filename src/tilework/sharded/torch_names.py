@@ -12,15 +12,15 @@ class TorchShardedNames:
 
     @classmethod
     def _init_from_local_shards(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """``init_from_local_shards``."""
+        """Call ``init_from_local_shards``; this is torch's name for it."""
         return cls.init_from_local_shards(*args, **kwargs)
 
     @classmethod
     def _init_from_local_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """``init_from_local_tensor``."""
+        """Call ``init_from_local_tensor``; this is torch's name for it."""
         return cls.init_from_local_tensor(*args, **kwargs)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """``from_local_shards_and_global_metadata``."""
+        """Call ``from_local_shards_and_global_metadata``; this is torch's name for it."""
         return cls.from_local_shards_and_global_metadata(*args, **kwargs)

@@ -27,7 +27,7 @@ def assemble(
     shards: list[Shard],
     group: AnyGroup,
 ) -> BaseT:
-    """A tensor of this class on ``group``; ``placed`` has the shards' owners and devices."""
+    """A ``cls`` tensor on ``group``; ``placed`` has the owner and device of each shard."""
     owners = [owner for owner, _ in placed]
     return cls._assemble(spec, metadata, shards, ShardMap(metadata, owners), resolve(group))
 
@@ -49,7 +49,7 @@ def wrap_results(
     device: torch.device | None = None,
     group: AnyGroup = None,
 ) -> BaseT:
-    """A tensor sharded as ``operand``, of results of :func:`graph_tiles` on it.
+    """A tensor sharded as ``operand``, of results for each of ``graph_tiles(operand)``.
 
     Args:
         operand: The tensor.

@@ -93,7 +93,7 @@ def meet(
 
 
 class Barrier:
-    """One barrier in a store: counts the ranks that have come, and waits for the last.
+    """A barrier in a store: counts the ranks that have come, and waits for the last.
 
     Args:
         message: Called on the last rank that comes; the result becomes ``told`` on all ranks.

@@ -208,7 +208,8 @@ class RemoteStore(Store):
             raise DistStoreError(b" ".join(answer.fields).decode(errors="replace"))
         if answer.code not in (Code.OK, Code.TOO_LONG):
             raise DistNetworkError(
-                f"the store server at {self._pool.where} sent an unexpected answer ({answer.code})"
+                f"the store server at {self._pool.where} sent an unexpected answer "
+                f"({answer.code}): check that all ranks run the same version of tilework"
             )
         return answer
 

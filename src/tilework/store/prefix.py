@@ -14,7 +14,7 @@ class PrefixStore(Store):
     """A view of ``store`` that puts ``prefix`` and a slash before every key.
 
     Several groups can share a store in this way without collisions of keys. The view has a
-    time-out of its own, at first that of the store. Closing the view leaves the store open.
+    separate time-out, at first that of the store. Closing the view leaves the store open.
     ``num_keys`` counts all keys of the store. Error messages name the keys with their prefix.
 
     Example:

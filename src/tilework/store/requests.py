@@ -224,7 +224,10 @@ def _list_keys(client: Client, state: StoreState, fields: list[bytes]) -> None:
         raise GarbageError("list_keys takes nothing")
     keys = list(state.table.values)
     if len(keys) > wire.MAX_FIELDS or sum(map(len, keys)) + 4 * len(keys) > wire.MAX_MESSAGE_BYTES:
-        raise DistStoreError(f"the store's {len(keys)} keys do not fit into one answer")
+        raise DistStoreError(
+            f"list_keys: the store's {len(keys)} keys do not fit into one message; ask for the "
+            "keys that you know with check"
+        )
     client.ok(*keys)
 
 

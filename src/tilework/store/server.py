@@ -103,7 +103,7 @@ def check_secret(secret: bytes | None) -> None:
 class _Running:
     """The socket, thread and loop of a StoreServer.
 
-    An object of its own, which a finalizer can close after the StoreServer was dropped.
+    A separate object, which a finalizer can close after the StoreServer was dropped.
     """
 
     def __init__(self, listener: socket.socket, where: Address, secret: bytes | None) -> None:

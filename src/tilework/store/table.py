@@ -57,7 +57,7 @@ class Table:
             ) from None
         if not -MAX_INTEGER - 1 <= total <= MAX_INTEGER:
             raise DistStoreError(
-                f"add would take key {show_key(key)} to {total}, beyond 64 signed bits"
+                f"add would take key {show_key(key)} to {total}, more than 64 signed bits hold"
             )
         return total
 
@@ -82,7 +82,7 @@ class Table:
         if total > MAX_VALUE_BYTES:
             raise DistStoreError(
                 f"append would take key {show_key(key)} to {total} bytes; "
-                f"a value takes at most {MAX_VALUE_BYTES}"
+                f"a value takes at most {MAX_VALUE_BYTES}: use several keys"
             )
 
     def delete(self, key: bytes) -> bool:
