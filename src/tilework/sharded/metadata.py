@@ -278,7 +278,7 @@ class Shard:
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), place))
 
     def with_tensor(self, tensor: Tensor) -> Shard:
-        """A shard with the same box and owner, but ``tensor`` as values, on the device of that."""
+        """A shard with this box and owner, the values ``tensor``, and the device of ``tensor``."""
         place = self.metadata.placement
         fits = place is None or covers(place.device(), tensor.device)
         return Shard(tensor, self.metadata if fits else self.metadata.moved(tensor.device))

@@ -170,8 +170,9 @@ class RemoteStore(Store):
     def _hold(self, request: bytes, until_closed: bool = False) -> Callable[[], None]:
         """Send a request on a separate connection, and keep that connection open.
 
-        The server acts on the request when the connection closes, at the latest when this process
-        ends. The returned function revokes the request, and if ``until_closed`` also :meth:`close`.
+        When the connection closes, at the latest when this process ends, the server appends a value
+        that the request names. The returned function revokes this, and also :meth:`close` if
+        ``until_closed``.
         """
         revocation = wire.encode(Code.APPEND_ON_DISCONNECT, ())
         limit = checks.seconds(self._timeout)

@@ -82,7 +82,7 @@ class Service:
         self._strangers.pop(connection, None)
 
     def greeted(self, connection: Connection) -> None:
-        """Note that ``connection`` has greeted, and is no stranger's any more."""
+        """Note that ``connection`` has greeted, and no longer counts as a stranger."""
         self._strangers.pop(connection, None)
 
     def log_refusal(self, why: str) -> None:

@@ -286,8 +286,8 @@ def as_torch_store(store: Store) -> c10d.Store:
     """``store`` as a ``torch.distributed.Store``, for torch's own process groups.
 
     Keep ``store`` for as long as a group uses the result. Errors of ``store`` reach the Python
-    caller of torch's function; some of torch's groups wrap them in another RuntimeError. The result
-    for a :class:`TorchStoreAdapter` is torch's store that it adapts::
+    caller of torch's function; some of torch's groups wrap them in another RuntimeError. For a
+    :class:`TorchStoreAdapter` the result is torch's own store, which the adapter holds. Use::
 
         group = torch.distributed.ProcessGroupGloo(as_torch_store(store), rank, size, timeout)
     """
