@@ -34,11 +34,11 @@ _KINDS = (
 
 @unrecorded
 def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
-    """The results of ``make()`` on each rank of the group; or its error, on every rank.
+    """Call ``make()`` on every rank of the group; return all ranks' results, on every rank.
 
-    Collective; blocks. If ``make`` fails on one rank, no other rank is left waiting: the failing
-    rank raises the original error, other ranks an error of the same builtin class that names the
-    rank.
+    The results are in the order of group ranks. Collective; blocks. If ``make`` fails on one rank,
+    no other rank is left waiting: the failing rank raises the original error, other ranks an error
+    of the same builtin class that names the rank.
 
     Args:
         make: Makes this rank's contribution, without communication. It must be plain data (numbers,
@@ -86,23 +86,24 @@ def agree_equal(
     hint: str = "",
     error: type[ValueError | DistBackendError] = ValueError,
 ) -> list[Facts]:
-    """The facts of each rank of the group; raises unless all ranks have equal facts.
+    """Exchange the facts of each rank; raise on every rank unless all ranks have equal facts.
 
-    Collective; blocks. A rank outside the group only checks the rank's own arguments, and gets an
-    empty list.
+    Returns the facts of all ranks, in the order of group ranks. Collective; blocks. A rank outside
+    the group only calls ``facts``, and gets an empty list.
 
     Args:
         facts: Makes this rank's facts, plain data by name, as ``make`` of :func:`agree` does.
         group: The group; None: the default group.
-        what: The start, such as "all ranks must make the same mesh:"; ``{name}`` in it
-            stands for the name of the fact that differs.
+        what: The start of the error's message, such as "all ranks must make the same mesh:";
+            ``{name}`` in it stands for the name of the fact that differs.
         own: Names of facts that may differ between ranks.
-        hint: The end of the message: the next step.
+        hint: The end of the error's message: the next step.
         error: The class of the error.
 
     Raises:
         Exception: ``facts`` raised, here or on another rank.
-        ValueError: A fact differs, or a rank lacks it; or ``error`` instead. On every rank.
+        ValueError: A fact differs between ranks, or a rank lacks a fact. Raised on every rank; the
+            class is ``error`` if that is given.
 
     Example:
         >>> from tilework.testing import run_ranks
@@ -131,7 +132,9 @@ def check_equal(
     hint: str = "",
     error: type[ValueError | DistBackendError] = ValueError,
 ) -> None:
-    """Raise if gathered facts differ between ranks, as :func:`agree_equal` does.
+    """Raise if ``facts``, gathered from all ranks, differ between ranks. Local.
+
+    The error is that of :func:`agree_equal`.
 
     Args:
         facts: The facts of each rank.
@@ -159,7 +162,7 @@ def check_equal(
 
 
 def _listed(name: str, values: Mapping[int, Any]) -> str:
-    """Each different value with the first rank that has it, a few of them."""
+    """Text for an error: each different value (at most 8), with the first rank that has it."""
     first_ranks: dict[str, int] = {}
     for rank, value in values.items():
         first_ranks.setdefault(_short(value), rank)
@@ -173,7 +176,10 @@ def _short(value: Any) -> str:
 
 
 def _gather(report: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
-    """The report of each rank; ``data`` is this rank's pickled report. Collective."""
+    """The reports of all ranks, in the order of group ranks. Collective.
+
+    ``report`` is this rank's report, and ``data`` is the pickle of it.
+    """
     digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "big") >> 1
     row = torch.tensor([digest, len(data)], device=device_of(pg))
     rows = row.new_empty(pg.size(), 2)

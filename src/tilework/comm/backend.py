@@ -17,7 +17,10 @@ from tilework.store.contract import Store
 
 @dataclass(frozen=True, slots=True)
 class DistributedBackendOptions:
-    """The arguments of a backend's function that makes a group."""
+    """The arguments for a registered backend's function that makes a group.
+
+    See ``extended_api`` of :meth:`Backend.register_backend`.
+    """
 
     #: An empty store that only this group's ranks use.
     store: Store
@@ -36,7 +39,7 @@ class DistributedBackendOptions:
 
 
 class BackendPlugin(NamedTuple):
-    """A registered backend."""
+    """A backend that was registered with :meth:`Backend.register_backend`."""
 
     #: The function that makes a group of this backend, on each rank of the group.
     creator_fn: Callable[..., ProcessGroup]
@@ -173,7 +176,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The backend of a device's tensors if the program names no backend.
+    """The name of the backend that serves tensors on ``device`` if the program names none.
 
     Raises:
         ValueError: No backend serves the device here.
@@ -232,7 +235,7 @@ def is_mpi_available() -> bool:
 
 
 def is_xccl_available() -> bool:
-    """False: tilework's groups have no such backend.
+    """Always False: tilework has no XCCL backend.
 
     Example:
         >>> is_xccl_available()

@@ -6,10 +6,11 @@ import enum
 
 
 class Capability(enum.Enum):
-    """A promise of the contract that a backend need not keep.
+    """A promise of the process-group contract that a backend is allowed not to keep.
 
-    A process group lists broken promises in ``lacks``; the shipped suite skips the tests of these
-    promises, and names the tests.
+    A backend's class lists in ``lacks`` the promises that it does not keep. The contract's test
+    suite (:mod:`tilework.testing.groups`) skips the tests of these promises; each skip names the
+    promise.
     """
 
     #: Operations on tensors of different sizes raise NotImplementedError.

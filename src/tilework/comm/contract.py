@@ -27,7 +27,7 @@ from tilework.layout.torch_callers import refuse_torch_caller
 
 @dataclass(frozen=True, slots=True)
 class MessageWait:
-    """The wait of a thread for a message."""
+    """A thread's wait until a message of a group is sent or received."""
 
     #: The group rank at the other end; -1: any.
     peer: int
@@ -68,7 +68,7 @@ class Work(ABC):
         """
 
     def synchronize(self) -> None:
-        """Wait: on the CPU there is no stream that could wait instead."""
+        """Block until the operation is done, as :meth:`wait` does."""
         self.wait()
 
     block_current_stream = synchronize
@@ -104,7 +104,7 @@ class Work(ABC):
 
 
 class CompletedWork(Work):
-    """Work that was done before it was returned."""
+    """The Work of an operation that was done before the call returned."""
 
     def __init__(self, outputs: Sequence[Tensor] = (), source: int | None = None) -> None:
         self._outputs = outputs
@@ -121,7 +121,7 @@ class CompletedWork(Work):
 
 
 class SeveralWorks(Work):
-    """Several works in order, as one."""
+    """A Work that stands for several Works in order: it is done when all of them are done."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.works = works
@@ -150,7 +150,7 @@ class SeveralWorks(Work):
 
 @dataclass(slots=True)
 class Options:
-    """The options of an operation, which ignores fields that it does not need.
+    """The options of one call of an operation. An operation ignores fields that it does not need.
 
     The names are those that backends for torch.distributed expect on their ``opts``.
     """
@@ -166,16 +166,17 @@ class Options:
 
 
 def shape_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
-    """The shape in the arguments of a creation function: numbers, or one sequence."""
+    """The shape that the arguments of ``empty(*size)`` mean: numbers, or a sequence of them."""
     dims: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
     return torch.Size(dims)
 
 
 class FastPath:
-    """The fast path of operations. This class is for backends without a fast path.
+    """Calls from Python to the core that skip all preparation, for plain contiguous tensors.
 
-    Each call does the complete operation, or starts it, or does nothing. If it does nothing, the
-    caller uses the group's methods, which prepare tensors and raise errors about arguments.
+    A call does the complete operation, or starts it, or refuses: then nothing has happened, and the
+    caller uses the group's methods, which prepare tensors and raise errors about arguments. This
+    base class, for backends without a fast path, refuses every call.
     """
 
     def run(
@@ -189,12 +190,13 @@ class FastPath:
         out_rows: Sequence[int] | None = None,
         /,
     ) -> bool:
-        """Run a collective, and block until it is done; False if nothing was done.
+        """Run a collective, and block until it is done. Returns False if the call is refused.
 
         Args:
             operation: The name of a function of ``comm.operations.collectives``.
-            inputs: Read on this rank: a tensor, one for each rank, or nothing.
-            outputs: Written on this rank, likewise; for a broadcast always the tensor.
+            inputs: The tensor that is read on this rank, or a tensor for each rank; None: nothing.
+            outputs: The tensor that is written on this rank, or a tensor for each rank; None:
+                nothing. A broadcast passes the tensor here on every rank, also on the root.
             reduce_op: The reduction, if the operation reduces.
             root: The root's rank within the group.
             in_rows: Rows of dim 0 for each rank, if ``inputs`` is not divided equally.
@@ -213,23 +215,23 @@ class FastPath:
         out_rows: Sequence[int] | None = None,
         /,
     ) -> Work | None:
-        """Start a collective, as :meth:`run`; the Work, or None if nothing was done."""
+        """Start a collective with the arguments of :meth:`run`; return the Work, None: refused."""
         return None
 
     def send(self, tensor: Tensor, dst: int, tag: int, /) -> bool:
-        """Send, and block until the tensor may be reused; False if nothing was done."""
+        """Send to group rank ``dst``; block until the tensor may be reused. False: refused."""
         return False
 
     def recv(self, tensor: Tensor, src: int, tag: int, /) -> int:
-        """Receive, from any rank for ``src=-1``; the source, or -2 if nothing was done."""
+        """Receive from group rank ``src`` (-1: any); block; return the sender, or -2 if refused."""
         return -2
 
     def isend(self, tensor: Tensor, dst: int, tag: int, /) -> Work | None:
-        """Start to send; the Work, or None if nothing was done."""
+        """Start to send to group rank ``dst``; return the Work, None if refused."""
         return None
 
     def irecv(self, tensor: Tensor, src: int, tag: int, /) -> Work | None:
-        """Start to receive, from any rank for ``src=-1``; the Work, or None."""
+        """Start to receive from group rank ``src`` (-1: any); return the Work, None if refused."""
         return None
 
 
@@ -245,7 +247,7 @@ _OURS = (
 
 
 class Successors(Protocol):
-    """The maker of a group's successors."""
+    """Makes the group that replaces a group after ranks were lost, or were started again."""
 
     def shrink(
         self, group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None
@@ -258,7 +260,10 @@ _Kind = TypeVar("_Kind", bound="_Slots")
 
 
 class _Slots:
-    """The attributes of a group that the core reads in memory: slots have a fixed offset."""
+    """The attributes of a group that the core reads directly from the object's memory.
+
+    They are ``__slots__`` because a slot has a fixed offset.
+    """
 
     __slots__ = ("fast_path", "global_ranks", "group_ranks")
 
@@ -346,7 +351,7 @@ class ProcessGroup(_Slots, TorchMethods):
         return self.getBackendName()
 
     def check_options(self, opts: object) -> None:
-        """Raise TypeError for options of another library: torch's own code passes those."""
+        """Raise TypeError unless ``opts`` are :class:`Options`, as when torch's own code calls."""
         if not isinstance(opts, Options):
             raise TypeError(f"{self!r} is {_OURS}")
 
@@ -368,7 +373,10 @@ class ProcessGroup(_Slots, TorchMethods):
 
     @classmethod
     def reduces(cls, op: AnyReduceOp, dtype: torch.dtype) -> bool:
-        """True if the backend natively reduces ``dtype`` with ``op``, which is defined for it."""
+        """True if the backend itself can reduce ``dtype`` with ``op``.
+
+        Callers ask only for pairs that :func:`~tilework.comm.reduce_op.check_reduction` permits.
+        """
         return True
 
     # -- operations: a backend overrides those that it supports --------------------------
@@ -475,15 +483,18 @@ class ProcessGroup(_Slots, TorchMethods):
         self.barrier(Options(timeout=timeout)).wait()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        """Send the one tensor to ``dst``. Not collective. The Work ends when it is reusable."""
+        """Send the tensor in ``tensors`` to group rank ``dst``. Not collective.
+
+        The Work is done when the tensor may be overwritten.
+        """
         self._lacks("send")
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """Receive from ``src`` into the one tensor. Not collective."""
+        """Receive from group rank ``src`` into the tensor in ``tensors``. Not collective."""
         self._lacks("recv")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Receive from the rank that sends first. Not collective."""
+        """Receive into the tensor in ``tensors`` from the rank that sends first. Not collective."""
         self._lacks("recv_anysource")
 
     def empty(self, *size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -513,7 +524,7 @@ class ProcessGroup(_Slots, TorchMethods):
         return torch.empty(shape_of(size), dtype=dtype)
 
     def agree(self, flag: bool) -> bool:
-        """True on every rank if ``flag`` is true on all ranks: a common decision of all ranks.
+        """True on every rank if ``flag`` is true on all ranks, else False on every rank.
 
         Collective; blocks. If a rank died, all other ranks raise PeerLostError.
 
@@ -545,10 +556,11 @@ class ProcessGroup(_Slots, TorchMethods):
         return ()
 
     def blocked(self) -> Sequence[tuple[int, int, str]]:
-        """The group ranks that wait in an operation which this rank has not called.
+        """The group ranks that wait for this rank in an operation that this rank has not called.
 
-        Each comes with the operation's number, and words for it. Local, never blocks for long. Only
-        a wait of the rank's own thread counts, since the rank can do nothing else in that time.
+        Each element is the group rank, the operation's number, and a description of the operation.
+        Only waits of a rank's own thread count, because the rank can do nothing else in that time.
+        Local, never blocks for long.
         """
         return ()
 
@@ -560,10 +572,11 @@ class ProcessGroup(_Slots, TorchMethods):
         return ()
 
     def waiting(self) -> tuple[int, Sequence[int]] | None:
-        """The number of the operation that the calling thread waits in, and the ranks to come.
+        """The collective that the calling thread waits in, and the ranks that it waits for.
 
-        Group ranks, some of which may have come. None if the calling thread is not this rank's own,
-        or waits in no collective of this group, or only up to an explicit limit.
+        The collective is given by number, the ranks are group ranks; some of them may have come
+        meanwhile. None if the calling thread is not this rank's own thread, waits in no collective
+        of this group, or waits with an explicit time limit.
         """
         return None
 
@@ -576,11 +589,14 @@ class ProcessGroup(_Slots, TorchMethods):
         return None
 
     def message_wait(self) -> MessageWait | None:
-        """The message that the calling thread waits for, if known. Never blocks."""
+        """The wait of the calling thread for a message of this group; None if none is known.
+
+        Never blocks.
+        """
         return None
 
     def why_aborted(self) -> DistBackendError | None:
-        """The error of every operation since the group was aborted; None before. Local."""
+        """The error that every operation raises once the group is aborted; None before. Local."""
         return None
 
     def abort_for(self, kind: str, ranks: Sequence[int], text: str) -> None:
@@ -600,7 +616,7 @@ class ProcessGroup(_Slots, TorchMethods):
 
     def get_sequence_number_for_group(self) -> int:
         """The number of collectives that this rank has entered on this group."""
-        raise NotImplementedError(f"backend {self.name()!r} counts no sequence numbers")
+        raise NotImplementedError(f"backend {self.name()!r} does not count collectives")
 
     @property
     def authenticated(self) -> bool:
@@ -621,7 +637,8 @@ class ProcessGroup(_Slots, TorchMethods):
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the time that later operations may wait for other ranks."""
         raise NotImplementedError(
-            f"backend {self.name()!r} cannot change a group's timeout; make the group with it"
+            f"backend {self.name()!r} cannot change the timeout of a group that exists; pass "
+            f"timeout= when you make the group"
         )
 
     def abort(self, reason: str = "abort() was called") -> None:

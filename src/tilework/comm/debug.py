@@ -10,7 +10,10 @@ logger = logging.getLogger("tilework")
 
 
 class DebugLevel(enum.Enum):
-    """OFF: nothing. INFO: groups made and ended. DETAIL: every operation as well."""
+    """The amount of log messages.
+
+    OFF: nothing. INFO: groups made and ended. DETAIL: every operation as well.
+    """
 
     OFF = "OFF"
     INFO = "INFO"
@@ -22,7 +25,7 @@ _level = DebugLevel.OFF
 
 
 def get_debug_level() -> DebugLevel:
-    """The level in force.
+    """The debug level of this process.
 
     Example:
         >>> set_debug_level(DebugLevel.OFF)
@@ -33,7 +36,7 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Put ``level`` in force for this process; messages go to the logger ``tilework``.
+    """Set the debug level of this process; messages go to the logger ``tilework``.
 
     Example:
         >>> set_debug_level(DebugLevel.OFF)

@@ -144,7 +144,10 @@ def _plan_world(
     limit: timedelta,
     group_name: str,
 ) -> GroupPlan:
-    """The plan of the default group; waits until all ranks have come, with equal arguments."""
+    """Wait until all ranks have called init_process_group with equal arguments.
+
+    Returns the plan by which this rank makes the default group.
+    """
     ranks, name = tuple(range(size)), group_name or DEFAULT_GROUP_NAME
     with answers_within(limit):
         generation = InitGeneration(store, rank)
@@ -184,13 +187,13 @@ def _check_store_arguments(init_method: str | None, rank: int, world_size: int) 
         )
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
-            f"with store, rank and world_size are needed, 0 <= rank < world_size; got "
+            f"with store, rank and world_size must be given, too, and 0 <= rank < world_size; got "
             f"rank={rank}, world_size={world_size}"
         )
 
 
 class _Successors:
-    """The makers of groups' successors."""
+    """Makes the group that replaces a group, by the functions of ``comm.elastic``."""
 
     def shrink(
         self, group: ProcessGroup, exclude: Sequence[int], timeout: timedelta | None
@@ -214,9 +217,10 @@ def shrink_group(
     """The group of the ranks of ``group`` that are left, after ranks were lost or are to leave.
 
     Collective over the ranks that are left; blocks. Call it after an operation has raised
-    PeerLostError or CollectiveTimeoutError. It aborts this rank's other groups, so that ranks that
-    wait in another group come here, too. The ranks agree on who is left, even if more ranks die
-    during the call. Each rank that calls and lives gets the same group; the old group is closed.
+    PeerLostError or CollectiveTimeoutError. The call aborts this rank's other groups, so that ranks
+    that wait in another group come here, too. The ranks agree on who is left, even if more ranks
+    die during the call. Each rank that calls and lives gets the same group; the old group is
+    closed.
 
     The new group numbers the ranks in the old order; ``group.origins`` has the old numbers. If
     ``group`` is the default group, the new group becomes the default group: group ranks are the new
@@ -320,7 +324,7 @@ def destroy_process_group(group: AnyGroup = None) -> None:
 def abort_process_group(group: AnyGroup = None, reason: str = "abort was called") -> None:
     """Make every present and future operation on ``group`` raise, on all ranks of the group.
 
-    Not collective; does not wait. They raise PeerLostError, as if this rank had died.
+    The operations raise PeerLostError, as if this rank had died. Not collective; does not wait.
 
     Args:
         group: None: the default group.
@@ -494,7 +498,10 @@ def _check_ranks(
 
 
 def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
-    """A name that all callers find without communication; other ranks need no counts."""
+    """The name of the next new group: the same on all ranks that make the group, without messages.
+
+    ``local``: only ``members`` make the group, so only groups of these members count.
+    """
     if not local:
         return f"group_{next(world.group_count)}"
     count = world.local_counts[members] = world.local_counts.get(members, 0) + 1
@@ -505,11 +512,14 @@ def _next_name(world: World, members: tuple[int, ...], local: bool) -> str:
 def _agree(
     wait: GroupWait, asked: str, limit: timedelta, check: Callable[[], None] | None = None
 ) -> None:
-    """Meet the awaited ranks, and check that all ask for the same group.
+    """Wait for all ranks of ``wait``, and check that all of them ask for the same group.
+
+    ``asked`` describes the group that this rank asks for; ``check`` is called again and again
+    during the wait.
 
     Raises:
-        CollectiveMismatchError: On every rank: ranks ask for different groups, or one waits in
-            another operation.
+        CollectiveMismatchError: On every rank: ranks ask for different groups, or a rank waits
+            in another operation.
         PeerLostError: A rank ended.
         DistStoreError: Some rank did not come in time.
     """

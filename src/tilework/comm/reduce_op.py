@@ -64,7 +64,8 @@ class ReduceOp(metaclass=_ReduceOpMeta):
     - AVG, PREMUL_SUM: floating-point and complex dtypes.
     - BAND, BOR, BXOR: integers and bool.
 
-    MIN and MAX hand on NaN. float16 and bfloat16 accumulate in float32 and are rounded once.
+    MIN and MAX give NaN if a contribution is NaN. float16 and bfloat16 accumulate in float32 and
+    are rounded once.
 
     Example:
         >>> ReduceOp(ReduceOp.SUM) == ReduceOp.SUM
@@ -95,10 +96,12 @@ class ReduceOp(metaclass=_ReduceOpMeta):
 
     @staticmethod
     def from_torch(op: Any) -> AnyReduceOp:
-        """The reduction for a reduction of torch.distributed.
+        """The reduction of tilework with the same name as ``op``, a reduction of torch.distributed.
+
+        A reduction of tilework is returned unchanged.
 
         Raises:
-            TypeError: ``op`` is not a reduction of torch.distributed.
+            TypeError: ``op`` is not a reduction of torch.distributed, or is PREMUL_SUM.
 
         Example:
             >>> import torch.distributed
@@ -109,7 +112,10 @@ class ReduceOp(metaclass=_ReduceOpMeta):
             return op
         name = _name_in_torch(op)
         if name not in RedOpType.__members__ or name == "PREMUL_SUM":
-            raise TypeError(f"{op!r} is no reduction of torch.distributed's that tilework has")
+            raise TypeError(
+                f"from_torch takes a reduction of torch.distributed that tilework has, too "
+                f"(for PREMUL_SUM use make_premul_sum); got {op!r}"
+            )
         return RedOpType[name]
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -224,7 +230,7 @@ def supports_complex(reduceOp: AnyReduceOp) -> bool:
 
 
 def check_reduction(op: AnyReduceOp, dtype: torch.dtype) -> None:
-    """Raise ValueError unless ``op`` is defined for ``dtype``, TypeError unless a reduction."""
+    """Raise TypeError if ``op`` is no reduction, ValueError if it is not defined for ``dtype``."""
     kind = op if op.__class__ is RedOpType else getattr(op, "type", None)
     legal = _LEGAL.get(dtype)
     if legal is not None and kind in legal:

@@ -17,11 +17,11 @@ class TorchMethods:
     # The contract is above this module: ``opts`` are Options, and each returns a Work.
 
     def _allgather_base(self: Any, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """``allgather_into_tensor``."""
+        """The same as ``allgather_into_tensor``: torch's name."""
         return self.allgather_into_tensor(output, input, opts)
 
     def _reduce_scatter_base(self: Any, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """``reduce_scatter_tensor``."""
+        """The same as ``reduce_scatter_tensor``: torch's name."""
         return self.reduce_scatter_tensor(output, input, opts)
 
     def alltoall_base(
@@ -32,7 +32,7 @@ class TorchMethods:
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Any:
-        """``alltoall_single``."""
+        """The same as ``alltoall_single``: torch's name."""
         sizes = list(output_split_sizes), list(input_split_sizes)
         return self.alltoall_single(output, input, *sizes, opts)
 
@@ -64,16 +64,20 @@ class TorchMethods:
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _as_one(self, works: list[Any]) -> Any:
-        """Several works in order, as one."""
+        """A Work that is done when all of ``works`` are done."""
         raise NotImplementedError
 
     def _get_backend(self: Any, device: torch.device | str) -> Any:
-        """The group's backend for tensors of a device: the group itself if it is one."""
+        """The group that serves tensors on ``device``.
+
+        This is a part of this group if each device type has a separate backend, else this group
+        itself.
+        """
         by_device = getattr(self, "by_device", {})
         return by_device.get(torch.device(device).type, self)
 
     def shutdown(self: Any) -> None:
-        """``close``: leave the group. Not collective."""
+        """The same as ``close``: leave the group. Not collective."""
         self.close()
 
     @property

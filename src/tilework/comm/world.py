@@ -39,7 +39,7 @@ StateT = TypeVar("StateT")
 
 
 class NonMember:
-    """Stands for a group on the ranks outside it; knows who is inside.
+    """Stands for a group on a rank outside the group; has the group's name and the members' ranks.
 
     All such objects equal ``GroupMember.NON_GROUP_MEMBER``. Operations on them warn once and do
     nothing.
@@ -82,7 +82,7 @@ class group(metaclass=_GroupMeta):
 
 @dataclass(slots=True)
 class GroupRecord:
-    """The World's record of one registered group."""
+    """A registered group, with the store, the backends and the timeout that it was made with."""
 
     group: ProcessGroup
     store: Store
@@ -92,14 +92,14 @@ class GroupRecord:
 
 
 class _Slots:
-    """The attribute of a World that the core reads in memory."""
+    """The attribute of a World that the core reads directly from the object's memory."""
 
     __slots__ = ("default_group",)
 
 
 @dataclass(eq=False)
 class World(_Slots):
-    """A rank's groups."""
+    """All state of one rank: the groups, the store, and the state that higher layers keep."""
 
     #: Made by a function, because a default value would clash with the slot.
     default_group: ProcessGroup | None = field(default_factory=lambda: None)
@@ -129,14 +129,14 @@ class World(_Slots):
     borrowed: set[ProcessGroup] = field(default_factory=set)
 
     def borrow(self, record: GroupRecord) -> ProcessGroup:
-        """Register a group that another World made and will close."""
+        """Register a group that another World made and will close; return the group."""
         if record.group not in self.records:
             self.records[record.group] = record
             self.borrowed.add(record.group)
         return record.group
 
     def register(self, record: GroupRecord, name: str, ranks: Sequence[int], desc: str) -> None:
-        """Name a group and keep a record of it."""
+        """Register the group of ``record``: set the group's name, global ranks and description."""
         if not self.records:
             self.notes = Notes(threading.current_thread())
             if self is not _process_world:
@@ -177,7 +177,7 @@ class World(_Slots):
         return record
 
     def forget(self, group: ProcessGroup) -> None:
-        """Close one group."""
+        """Unregister ``group``, and close it unless another World made it."""
         record = self.records.pop(group, None)
         if group in self.borrowed:
             self.borrowed.remove(group)
@@ -185,10 +185,10 @@ class World(_Slots):
             record.group.close()
 
     def succeed(self, group: ProcessGroup, seats: tuple[int, ...]) -> None:
-        """Make a registered group the default group, and close all others, since ranks are
-        renumbered.
+        """Make ``group`` the default group after ranks got new numbers; close all other groups.
 
-        State of higher layers for the old groups is dropped, by ``forget_groups()``.
+        ``seats`` holds the number that each rank was started with. Objects of :meth:`state` are
+        told to forget the old groups, by ``forget_groups()``.
         """
         for known in reversed(list(self.records)):
             if known is not group:
@@ -204,8 +204,8 @@ class World(_Slots):
     def state(self, kind: type[StateT]) -> StateT:
         """The object of class ``kind`` that a higher layer keeps for this rank.
 
-        ``kind()`` makes the object at the first call. It outlives the groups, and is closed with
-        the World if it has a method ``close``.
+        ``kind()`` makes the object at the first call. The object outlives the groups, and is closed
+        with the World if it has a method ``close``.
         """
         state = self.states.get(kind)
         if state is None:
@@ -234,13 +234,13 @@ class World(_Slots):
             store.close()
 
     def end_watch(self) -> None:
-        """End the watch over the ranks that met at the store."""
+        """Stop watching whether the processes of the other ranks still run."""
         watch, self.watch = self.watch, None
         if watch is not None:
             watch.close()
 
     def abort(self, reason: str) -> None:
-        """Make every operation on every group raise PeerLostError, on all ranks."""
+        """Make every operation on every group of this rank raise PeerLostError, on all ranks."""
         for known in list(self.records):
             known.abort(reason)
 
@@ -256,7 +256,7 @@ _live: WeakSet[World] = WeakSet()
 
 
 def live_worlds() -> list[World]:
-    """The Worlds of all ranks that live in this process, in no order."""
+    """The Worlds in this process that have or had a group, in no order."""
     return list(_live)
 
 
@@ -341,13 +341,17 @@ def get_default_store() -> Store:
 
 
 def resolve(group: AnyGroup) -> ProcessGroup | NonMember:
-    """``group``, or the default group for None; for a group of torch's the group under it."""
+    """The tilework group that ``group`` means; None means the default group.
+
+    For a process group of torch.distributed it is the tilework group that runs the operations.
+    """
     return current_world().default() if group is None else native_group(group)
 
 
 def native_group(group: Any) -> ProcessGroup | NonMember:
-    """This library's group for ``group``: the group itself, or the group under a group of torch's.
+    """The tilework group that ``group`` means: ``group`` itself if it is one of tilework's.
 
+    For a process group of torch.distributed it is the tilework group that runs the operations.
     Local.
 
     Raises:
@@ -371,7 +375,10 @@ def native_group(group: Any) -> ProcessGroup | NonMember:
 
 
 def member(group: AnyGroup, operation: str) -> ProcessGroup | None:
-    """``group`` if this rank is in it; otherwise None, with a warning once."""
+    """The tilework group that ``group`` means (None: the default group), if this rank is in it.
+
+    On a rank outside the group: None, with a warning at the first call of ``operation``.
+    """
     if group is None:
         default = _world.get().default_group
         return current_world().default() if default is None else default
@@ -441,7 +448,10 @@ def get_world_size(group: AnyGroup = None) -> int:
 
 
 def get_process_group_ranks(group: AnyGroup) -> list[int]:
-    """The global ranks of ``group``, in the order of group ranks; known on all ranks."""
+    """The global ranks of ``group``, in the order of group ranks.
+
+    Ranks outside the group may ask, too.
+    """
     return list(_registered_ranks(resolve(group)))
 
 
@@ -523,7 +533,7 @@ def _own_record(group: AnyGroup) -> GroupRecord:
 
 
 def get_pg_count() -> int:
-    """The number of this rank's groups."""
+    """The number of groups that this rank has, including the default group."""
     return len(current_world().records)
 
 
@@ -531,7 +541,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """This rank's number on the host: LOCAL_RANK, or the variable of mpirun or srun.
 
     Raises:
-        RuntimeError: LOCAL_RANK is not set, and there is no ``fallback_rank``.
+        RuntimeError: None of the variables is set, and there is no ``fallback_rank``.
         ValueError: LOCAL_RANK is not a number.
 
     Example:
