@@ -249,7 +249,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [finding["kind"] for finding in told["findings"]] == ["waiting"]
     assert told["findings"][0]["awaited"] == [1]
     assert [rank["rank"] for rank in told["ranks"]] == [0]
-    assert "rank-1.json is left out: it is no JSON, or is cut off" in told["problems"][0]
+    assert "rank-1.json is left out: the file is not JSON, or is cut off" in told["problems"][0]
 
 
 def test_on_a_terminal_it_is_in_colour(
@@ -295,13 +295,16 @@ def test_records_of_an_earlier_run_are_left_out(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "it is no JSON, or is cut off"),
-        ("\x00\xff" * 100, "it is no JSON, or is cut off"),
-        (json.dumps(record(1))[:-20], "it is no JSON, or is cut off"),
-        ("[" * 100_000, "it is no JSON, or is cut off"),
-        ("9" * 10_000, "it is no JSON, or is cut off"),
-        ("[1]", "it is no flight record of tilework"),
-        (json.dumps(record(1, tilework_flight=3)), "it is of version 3, this tilework reads 2"),
+        ("", "the file is not JSON, or is cut off"),
+        ("\x00\xff" * 100, "the file is not JSON, or is cut off"),
+        (json.dumps(record(1))[:-20], "the file is not JSON, or is cut off"),
+        ("[" * 100_000, "the file is not JSON, or is cut off"),
+        ("9" * 10_000, "the file is not JSON, or is cut off"),
+        ("[1]", "the file is not a flight record of tilework"),
+        (
+            json.dumps(record(1, tilework_flight=3)),
+            "the file is of version 3, but this tilework reads version 2",
+        ),
         (json.dumps(record(3)), "the file name and the record differ: the record is of rank 3"),
         (json.dumps(record(-1)), "'rank' of the record must be a whole number from 0"),
         (json.dumps(record(1, host=[])), "'host' of the record must be a text"),
@@ -309,7 +312,7 @@ def test_records_of_an_earlier_run_are_left_out(
         (json.dumps(record(1, written=float("nan"))), "must be a time in seconds, got nan"),
         (json.dumps(record(1, groups=[{}])), "a group lacks 'name'"),
         (json.dumps(record(1, faults=[[]] * 99)), "must be a list of at most 8"),
-        (" " * (17 << 20), "it has more than 16 MiB"),
+        (" " * (17 << 20), "the file has more than 16 MiB"),
     ],
 )
 def test_a_file_that_is_no_record(

@@ -243,7 +243,7 @@ def test_ranks_without_end_are_refused() -> None:
     document["groups"][0]["ranks"] = [[0, 1 << 15]] * 3
     with pytest.raises(FlightRecordError, match="more than 65536 ranks"):
         decode(json.dumps(document).encode())
-    for runs, message in (([[3, 1]], "ranks from 3 to 1"), ([7], "pairs of first and last, got 7")):
+    for runs, message in (([[3, 1]], "got 3 to 1"), ([7], "a pair of numbers, got 7")):
         document["groups"][0]["ranks"] = runs
         with pytest.raises(FlightRecordError, match=message):
             decode(json.dumps(document).encode())

@@ -30,13 +30,17 @@ class Wait:
 
     @property
     def place(self) -> str:
-        """The operation, for a person."""
+        """The name of the group and the number of the operation, as words."""
         number = f", operation #{self.entry.number}" if self.entry.number else ""
         return f"group {self.group.name!r}{number}"
 
 
 def waits(history: History) -> list[Wait]:
-    """All waits: each rank's first in each group, and all messages that have not arrived."""
+    """All waits in the records.
+
+    For each rank and group: the first collective that runs or failed, and each message that runs or
+    failed.
+    """
     return [
         wait
         for group in history.groups
@@ -107,10 +111,11 @@ def _gave_up(entry: Entry) -> bool:
 
 
 def circles(held_up: Mapping[int, Sequence[Wait]], most: int = 16) -> list[list[Wait]]:
-    """Cycles of ranks that wait for each other: each wait, followed by the awaited rank's wait.
+    """Cycles of ranks that wait for each other, each as a list of waits.
 
-    The shortest cycle through each rank that is in no earlier cycle, at most ``most`` cycles.
-    Linear in the number of waits and of awaited ranks.
+    In a cycle, each wait is for the rank of the next wait, and the last is for the rank of the
+    first. There is the shortest cycle through each rank that is in no earlier cycle, at most
+    ``most`` cycles. Linear in the number of waits and of awaited ranks.
     """
     graph = _Graph(held_up)
     cycles: list[list[Wait]] = []
@@ -192,7 +197,11 @@ class _Graph:
         return components
 
     def cycle_from(self, start: int, component: Sequence[int]) -> list[Wait]:
-        """The shortest way from ``start`` back to ``start`` in a component, breadth first."""
+        """The waits on the shortest way from rank ``start`` back to ``start``; empty if there is
+        none.
+
+        All ranks on the way are in ``component``.
+        """
         inside = set(component)
         #: By rank: the wait that led to the rank.
         reached: dict[int, Wait] = {}

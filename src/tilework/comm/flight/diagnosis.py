@@ -76,7 +76,7 @@ def _slow_ranks(history: History) -> Iterator[Finding]:
 
 
 class _Telling:
-    """The text for a history."""
+    """Makes findings, in words, from the history of all ranks."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -114,7 +114,9 @@ class _Telling:
         return Finding("deadlock", text, tuple(details), first.group.name, number, tuple(ranks))
 
     def _operation(self, group: Group) -> Finding | None:
-        """The first operation of a group that failed or is stuck."""
+        """A finding about the first collective of ``group`` that failed, is stuck or differs
+        between ranks; None if there is none.
+        """
         diverged, stopped = group.first_divergence(), group.first_stuck()
         if diverged is not None and (stopped is None or diverged <= stopped):
             return self._mismatch(group, diverged)
@@ -150,7 +152,11 @@ class _Telling:
         return Finding(kind, text, tuple(details), group.name, number, waiting, tuple(absent))
 
     def _messages(self, all_waits: Sequence[Wait]) -> Iterator[Finding]:
-        """A finding for each kind of message; shapes and tags do not count."""
+        """A finding for each set of waiting messages that are alike.
+
+        Alike messages have the same group, ranks, direction and call site; shapes and tags may
+        differ.
+        """
         alike: dict[tuple[object, ...], list[Wait]] = {}
         for wait in all_waits:
             entry = wait.entry
@@ -204,7 +210,7 @@ class _Telling:
         return lines
 
     def _missing(self, absent: Sequence[int]) -> str:
-        """The part of a headline about the ranks that are waited for."""
+        """The end of a headline: the awaited ranks ``absent`` as late, lost or without a record."""
         lost = [rank for rank in absent if self._is_lost(rank)]
         silent = [rank for rank in absent if self._is_silent(rank)]
         late = [rank for rank in absent if rank not in lost and rank not in silent]
@@ -222,7 +228,11 @@ class _Telling:
         return rank not in self._history.records and rank not in self._history.lost
 
     def _where(self, rank: int, group: Group | None) -> str:
-        """The place of a rank that others wait for."""
+        """A line about ``rank``, which others wait for: the last collective, the waits and the
+        fault.
+
+        The last collective is that in ``group``; None: in any group.
+        """
         if self._is_lost(rank):
             return f"rank {rank} left no record; the others saw it die or leave"
         record = self._history.records.get(rank)
@@ -254,7 +264,10 @@ class _Telling:
         return f"was last in #{last.number} {_call(last)}, {_ending(last, record)}"
 
     def _other_tags(self, wait: Wait) -> list[str]:
-        """Messages between the same ranks with other tags."""
+        """A line about a message of the peer that would match ``wait`` if the tag were equal.
+
+        Empty if there is none.
+        """
         entry = wait.entry
         wanted = "recv" if is_send(entry) else "send"
         others = [
@@ -274,7 +287,7 @@ def _call(entry: Entry) -> str:
 
 
 def _by_call(entries: Mapping[int, Entry]) -> list[str]:
-    """A line for each different call, with the ranks that made it."""
+    """A line for each different call in ``entries``, with the ranks that made the call."""
     ranks: dict[str, list[int]] = {}
     for rank, entry in sorted(entries.items()):
         ranks.setdefault(_call(entry), []).append(rank)
@@ -282,7 +295,10 @@ def _by_call(entries: Mapping[int, Entry]) -> list[str]:
 
 
 def _failures(entries: Mapping[int, Entry]) -> list[str]:
-    """The first failure; other failures are consequences."""
+    """A line with the words of the first failure in ``entries``; empty if none has failed.
+
+    Other failures are consequences of the first.
+    """
     lines = [
         f'rank {rank} said "{_first_line(entry.outcome.removeprefix(FAILED))}"'
         for rank, entry in sorted(entries.items(), key=lambda item: _causality(item[1]))

@@ -101,7 +101,7 @@ class Record:
 
 
 def file_name(rank: int) -> str:
-    """The file name of a rank's record, within the folder of all."""
+    """The file name of a rank's record, in the folder with the records of all ranks."""
     return f"rank-{rank}.json"
 
 
@@ -120,23 +120,23 @@ def decode(data: bytes) -> Record:
         FlightRecordError: The data is not a record, is cut off, or has another version.
     """
     if len(data) > MAX_FILE_BYTES:
-        raise FlightRecordError(f"it has more than {MAX_FILE_BYTES >> 20} MiB")
+        raise FlightRecordError(f"the file has more than {MAX_FILE_BYTES >> 20} MiB")
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise FlightRecordError(f"it is no JSON, or is cut off: {error}") from None
+        raise FlightRecordError(f"the file is not JSON, or is cut off: {error}") from None
     if not isinstance(document, dict) or _MARK not in document:
-        raise FlightRecordError("it is no flight record of tilework")
+        raise FlightRecordError("the file is not a flight record of tilework")
     if document[_MARK] != VERSION:
         raise FlightRecordError(
-            f"it is of version {_shown(document[_MARK])}, this tilework reads {VERSION}: explain "
-            f"it with the tilework that wrote it"
+            f"the file is of version {_shown(document[_MARK])}, but this tilework reads version "
+            f"{VERSION}: explain the record with the tilework that wrote it"
         )
     return _record(_Fields(document, "the record"))
 
 
 def _shortened(value: Any) -> Any:
-    """A value with every text cut to the limit of readers."""
+    """``value`` with every string in it cut to the length that :func:`decode` accepts."""
     if isinstance(value, str):
         return value if len(value) <= MAX_TEXT_CHARS else f"{value[: MAX_TEXT_CHARS - 1]}…"
     if isinstance(value, dict):
@@ -168,7 +168,7 @@ def _expanded(runs: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
 
 
 class _Fields:
-    """A JSON object whose fields are taken out by type."""
+    """A JSON object. Each method returns a field, or raises if the field has another type."""
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
@@ -243,7 +243,7 @@ def printable(text: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value from a stranger, for a message."""
+    """``value``, from a file that nobody vouches for, as short printable text for an error."""
     text = printable(f"{value!r}" if not isinstance(value, list | dict) else type(value).__name__)
     return text if len(text) <= 40 else f"{text[:40]}…"
 
@@ -254,10 +254,12 @@ def _rank(value: object) -> int:
 
 def _run(value: object) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2:
-        raise FlightRecordError(f"ranks must be pairs of first and last, got {_shown(value)}")
+        raise FlightRecordError(f"a range of ranks must be a pair of numbers, got {_shown(value)}")
     first, last = map(_rank, value)
     if last < first:
-        raise FlightRecordError(f"ranks from {first} to {last} are none")
+        raise FlightRecordError(
+            f"a range of ranks must not end before it begins, got {first} to {last}"
+        )
     return first, last
 
 
@@ -313,7 +315,7 @@ def _entry(value: object) -> Entry:
 
 
 def latest(entries: Sequence[Entry], limit: int) -> tuple[Entry, ...]:
-    """The last ``limit`` entries, and earlier entries that still run."""
+    """The last ``limit`` entries, after at most ``limit`` earlier entries that still run."""
     cut = max(0, len(entries) - limit)
     running = [entry for entry in entries[:cut] if entry.outcome == "running"]
     return (*running[-limit:], *entries[cut:])

@@ -37,9 +37,10 @@ _OWN_FOLDER: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), ""
 
 
 def note_fault(cause: BaseException | str) -> None:
-    """Write the calling rank's record, because of ``cause``; do nothing without a folder.
+    """Write the calling rank's flight record, because of the fault ``cause``. For error paths.
 
-    Never raises and never blocks on other ranks. For error paths.
+    Does nothing unless TILEWORK_FLIGHT_DIR names a folder. Never raises and never blocks on other
+    ranks.
     """
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if not folder:
@@ -55,7 +56,10 @@ def note_fault(cause: BaseException | str) -> None:
 
 
 def write_all() -> None:
-    """Write the records of all ranks of this process; do nothing without a folder. Never raises."""
+    """Write the flight records of all ranks of this process. Never raises.
+
+    Does nothing unless TILEWORK_FLIGHT_DIR names a folder.
+    """
     folder = os.environ.get(DIRECTORY_VARIABLE)
     if folder:
         for rank, worlds in _ranks().items():
@@ -79,7 +83,7 @@ def _ranks() -> dict[int, list[World]]:
 
 
 def _rank_of(world: World) -> int | None:
-    """The global rank that a World belongs to; None without groups."""
+    """The global rank that a World belongs to; None if the World has no group."""
     group = next(iter(list(world.records)), None)
     return None if group is None else group.global_ranks[group.rank()]
 
@@ -97,7 +101,7 @@ def _write(rank: int, worlds: Sequence[World], folder: str) -> None:
 
 
 def _record(rank: int, worlds: Sequence[World]) -> Record:
-    """A rank's present record."""
+    """The flight record of ``rank`` at this moment; ``worlds`` are the rank's Worlds."""
     faults = sorted((f for world in worlds for f in world.notes.faults), key=lambda f: f.time)
     groups = [group for world in worlds for group in list(world.records)]
     return Record(
@@ -114,7 +118,7 @@ def _record(rank: int, worlds: Sequence[World]) -> Record:
 
 
 def _written_before(path: str) -> bool:
-    """True if this process wrote a record there while it had groups."""
+    """True if ``path`` holds a record that this process wrote while it had groups."""
     try:
         with open(path, "rb") as file:
             before = document.decode(file.read(document.MAX_FILE_BYTES + 1))
@@ -124,7 +128,11 @@ def _written_before(path: str) -> bool:
 
 
 def _job() -> str:
-    """An id that tells launches apart in a folder that several launches use."""
+    """An id that is equal on all ranks of a launch, made from the job's secret; "" without a
+    secret.
+
+    It tells launches apart whose records are in one folder.
+    """
     secret = os.environ.get("TILEWORK_SECRET", "")
     return hashlib.blake2b(secret.encode(), digest_size=8).hexdigest() if secret else ""
 

@@ -38,7 +38,7 @@ class Group:
     _absent: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, rank: int, log: GroupLog) -> None:
-        """Add the record of one rank."""
+        """Add the operations that one rank recorded in this group."""
         self.calls[rank] = {entry.number: entry for entry in log.entries if entry.number}
         self.messages[rank] = [entry for entry in log.entries if not entry.number]
         for number, entry in self.calls[rank].items():
@@ -51,11 +51,13 @@ class Group:
         return self._lasts.get(rank)
 
     def at(self, number: int) -> dict[int, Entry]:
-        """The ranks' calls with a number."""
+        """The calls of collective ``number`` of the group, by global rank."""
         return self._by_number.get(number, {})
 
     def absent(self, number: int) -> tuple[int, ...]:
-        """The ranks that have not come, and ranks without a record. Cached."""
+        """The ranks that have not entered collective ``number``; also ranks without a record.
+        Cached.
+        """
         if number not in self._absent:
             lasts = ((rank, self._lasts.get(rank)) for rank in self.ranks)
             self._absent[number] = tuple(
@@ -64,12 +66,18 @@ class Group:
         return self._absent[number]
 
     def first_stuck(self) -> int | None:
-        """The first operation that some rank has entered and not completed."""
+        """The number of the first collective that runs or failed on some rank; None if there is
+        none.
+        """
         numbers = (e.number for calls in self.calls.values() for e in calls.values() if stuck(e))
         return min(numbers, default=None)
 
     def first_divergence(self) -> int | None:
-        """The first operation that ranks name differently."""
+        """The number of the first collective that ranks called in different ways.
+
+        Different ways are different operations, or arguments that do not match. None if there is
+        none.
+        """
         for number in sorted(self._by_number):
             entries = self.at(number).values()
             differ = len({family(entry) for entry in entries}) > 1
@@ -92,7 +100,7 @@ def failed(entry: Entry) -> bool:
 
 
 def family(entry: Entry) -> str:
-    """The operation's name, common to all forms of it."""
+    """The name of an operation without variants: ``all_gather_into_tensor`` is ``all_gather``."""
     name = entry.what.partition(" ")[0]
     return _ALIASES.get(name, name)
 

@@ -11,7 +11,7 @@ from tilework.comm.flight.document import MAX_FAULTS, RecordedFault
 
 @dataclass(slots=True)
 class Notes:
-    """The notes on one rank; part of its World."""
+    """Facts about one rank for the flight record, besides operations; part of the rank's World."""
 
     #: The rank's own thread, which made the first group.
     thread: threading.Thread | None = None
@@ -21,6 +21,6 @@ class Notes:
     complained: bool = False
 
     def add(self, fault: RecordedFault) -> None:
-        """Keep a fault, if there is room."""
+        """Keep a fault, unless as many faults are kept as a record may have."""
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(fault)

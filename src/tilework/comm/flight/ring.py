@@ -106,7 +106,10 @@ class Pending(Protocol):
         ...
 
     def fault(self) -> tuple[str, tuple[int, ...], str] | None:
-        """The fault that the operation ended with, if any."""
+        """The kind of the fault that ended the operation, the ranks at fault, and a text.
+
+        None if the operation runs or has succeeded.
+        """
         ...
 
 
@@ -119,9 +122,9 @@ _EMPTY: Final[_Slot] = [-1, "", None, None, 0.0, 0.0, "", None, 0]
 
 
 def capacity_setting() -> int:
-    """The setting of TILEWORK_FLIGHT_ENTRIES, within bounds; the default if unset.
+    """The number of operations that a ring keeps: TILEWORK_FLIGHT_ENTRIES, or the default.
 
-    A diagnostic must not stop a program, so an invalid value counts as unset.
+    An invalid value counts as unset, because a diagnostic must not stop a program.
     """
     text = os.environ.get(CAPACITY_VARIABLE, "")
     return min(int(text), _MAX_CAPACITY) if text.isdecimal() else DEFAULT_CAPACITY
@@ -182,12 +185,15 @@ class Ring:
         return slot
 
     def end(self, slot: Slot, failure: str = "") -> None:
-        """Note that the operation is over, and the reason of a failure. Once per operation."""
+        """Note that the operation of ``slot`` has ended, and ``failure``, the reason if it failed.
+
+        To be called once per operation.
+        """
         slot[_OUTCOME] = failure
         slot[_ENDED] = _now()
 
     def follow(self, slot: Slot, pending: Pending) -> None:
-        """Ask ``pending`` for the outcome for as long as nobody has called :meth:`end`.
+        """Let :meth:`entries` ask ``pending`` for the outcome until :meth:`end` is called.
 
         ``pending`` is kept alive, so it must not hold tensors.
         """
@@ -215,7 +221,11 @@ def _entry(slot: _Slot) -> Entry:
 
 
 def outcome(ended: float | None, result: str | Pending | None) -> str:
-    """An entry's outcome, from the end and the result; a Pending result is asked."""
+    """The outcome of an operation as text: "running", "done", or "failed: " and the reason.
+
+    ``ended`` is the time of the end, or None. ``result`` is the reason of a failure ("": none), or
+    an object that is asked for the outcome.
+    """
     if isinstance(result, str) or ended is not None:
         return f"{FAILED}{result}" if result else DONE
     if result is None or not result.done():

@@ -62,7 +62,9 @@ class Straggler:
 
 
 def own_times(entries: Sequence[Entry], others: Sequence[Entry] = ()) -> dict[int, float]:
-    """A rank's own seconds before each collective but the first of a group, by number.
+    """The rank's own time in seconds before each collective of a group, by the collective's number.
+
+    The first collective has no own time.
 
     Args:
         entries: The rank's operations in the group.
@@ -81,13 +83,16 @@ def own_times(entries: Sequence[Entry], others: Sequence[Entry] = ()) -> dict[in
 
 
 def without(entries: Iterable[Entry], own: Iterable[Entry]) -> list[Entry]:
-    """The entries without the entries of one group."""
+    """``entries`` without those in ``own``; entries are compared by identity."""
     known = {id(entry) for entry in own}
     return [entry for entry in entries if id(entry) not in known]
 
 
 class _Waits:
-    """The times that a rank spent in operations of any group, without overlaps."""
+    """The times that a rank spent in messages, and in collectives of other groups.
+
+    Asynchronous operations are left out: other operations began while they ran.
+    """
 
     def __init__(self, entries: Sequence[Entry], others: Sequence[Entry]) -> None:
         candidates = [*others, *(entry for entry in entries if not entry.number)]
@@ -100,7 +105,9 @@ class _Waits:
         self._starts = [start for start, _ in self._spans]
 
     def seconds(self, start: float, end: float) -> float:
-        """The seconds in operations between two times."""
+        """The seconds that the rank spent in these operations between the times ``start`` and
+        ``end``.
+        """
         first = max(0, bisect_right(self._starts, start) - 1)
         last = bisect_left(self._starts, end)
         spans = self._spans[first:last]

@@ -39,9 +39,10 @@ _watch = _Watch()
 
 
 def arm() -> None:
-    """Begin to listen for the signals, if a folder is set and nobody else handles them.
+    """Begin to listen for the signals that ask for flight records.
 
-    Idempotent. Only the main thread can do it; elsewhere this does nothing.
+    Does nothing unless TILEWORK_FLIGHT_DIR names a folder; leaves out a signal that has a handler.
+    Idempotent. Only the main thread can begin to listen; in other threads this does nothing.
     """
     if _watch.thread is not None or not os.environ.get(DIRECTORY_VARIABLE):
         return
@@ -64,7 +65,10 @@ def arm() -> None:
 
 @contextlib.contextmanager
 def armed() -> Iterator[None]:
-    """:func:`arm` during a block, unless it was armed before."""
+    """Listen for the signals, as after :func:`arm`, during a block.
+
+    If the process listened before the block, it listens after the block, too.
+    """
     before = _watch.thread
     arm()
     try:
@@ -96,13 +100,16 @@ def _is_free(number: int) -> bool:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Handle a signal if another wake-up descriptor is set, as by asyncio."""
+    """Python's handler of a signal: wakes the thread that writes records.
+
+    It is needed where another library, such as asyncio, has set the wake-up descriptor.
+    """
     with contextlib.suppress(OSError):
         os.write(_watch.writer, bytes([number]))
 
 
 def _serve(reader: int) -> None:
-    """Write records until the pipe is closed."""
+    """Write the records of all ranks after each signal, until the pipe is closed."""
     while numbers := os.read(reader, 4096):
         # A user's handler also wakes the pipe.
         if any(signal.getsignal(number) is _on_signal for number in set(numbers)):

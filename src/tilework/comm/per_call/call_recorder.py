@@ -23,7 +23,7 @@ class CallRecorder(Protocol):
     """A recorder of the calls of one thread."""
 
     def call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-        """The result of a call, which becomes one instruction of the program."""
+        """Call ``function``; record one instruction of the program; return the result."""
         ...
 
 
@@ -46,7 +46,7 @@ def current_recorder() -> CallRecorder | None:
 
 
 def recorded(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose calls become instructions; the recorder sees nothing inside.
+    """Wrap ``function``: a recorder sees each call as one instruction, and no calls inside.
 
     Example:
         >>> recorded(abs)(-3)
@@ -64,7 +64,7 @@ def recorded(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def unrecorded(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that a program leaves out: it compares or prepares, and computes no value.
+    """Wrap ``function``, which compares or prepares: a recorder sees no calls, nor calls inside.
 
     Example:
         >>> unrecorded(abs)(-3)
@@ -85,14 +85,14 @@ def unrecorded(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse_count(name: str) -> None:
-    """Refuse a part of a step that behaves differently in later calls, by a Python counter.
+    """Raise if this thread records: ``name``, the caller, does not do the same in each step.
 
     Raises:
         CaptureError: This thread records.
     """
     if _recording.recorder is not None:
         raise CaptureError(
-            f"{name} counts steps, and does something else in some: a program would repeat what it "
-            f"does in this step. Leave it out of the captured step, or run the step without "
-            f"capture()"
+            f"{name} counts steps, and does not do the same in each step, but a captured program "
+            f"would repeat this step. Leave {name} out of the captured step, or run the step "
+            f"without capture()"
         )

@@ -56,7 +56,7 @@ class _Threads:
             self._expected += 1
 
     def callback_ended(self) -> None:
-        """Remove a future from the count."""
+        """Remove a future from the count of :meth:`expect_callback`."""
         with self._lock:
             self._expected -= 1
 

@@ -28,7 +28,10 @@ _BETWEEN = os.path.join(_TESTING, "generators.py")
 
 
 class _Inside(dict[str, bool]):
-    """True for names of library files; computed once per name."""
+    """By file name: True for files of this package, of torch and of the interpreter.
+
+    Test suites in ``tilework.testing`` count as the user's files. Computed once per name.
+    """
 
     def __missing__(self, name: str) -> bool:
         testing = name.startswith(_TESTING) and name != _BETWEEN

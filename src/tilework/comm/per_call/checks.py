@@ -20,7 +20,11 @@ _REAL_OF = {
 
 
 def check_tensor(value: Any, name: str) -> Tensor:
-    """The tensor with memory to move: ``value``, or the result that it wraps, after a wait."""
+    """The tensor whose elements a collective can move; raises if ``value`` has none.
+
+    This is ``value`` itself, or the tensor inside a functional collective's result, after a wait.
+    ``name`` is the argument's name, for errors.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {value!r} of {type(value)}")
     is_plain = type(value) in _PLAIN
@@ -74,7 +78,10 @@ def refuse_parts(value: Tensor, name: str) -> None:
 
 
 def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tensor]:
-    """The tensors with memory to move, of a list of ``count`` (None: of any length)."""
+    """The result of :func:`check_tensor` for each element of the list ``values``.
+
+    Raises unless the list has ``count`` tensors; None: any number.
+    """
     if not isinstance(values, (list, tuple)):
         raise TypeError(f"{name} must be a list of tensors, got {type(values)}")
     tensors = [check_tensor(value, f"{name}[{i}]") for i, value in enumerate(values)]
@@ -86,7 +93,10 @@ def check_tensors(values: Any, name: str, count: int | None = None) -> list[Tens
 
 
 def same_dtype(*groups: Tensor | Sequence[Tensor], mix_complex: bool = True) -> None:
-    """Check that all tensors have the same dtype; with ``mix_complex`` complex counts as real."""
+    """Raise ValueError unless all tensors have the same dtype.
+
+    With ``mix_complex``, complex64 counts as float32, and complex128 as float64.
+    """
     first = None
     for tensors in groups:
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
@@ -103,7 +113,7 @@ def same_dtype(*groups: Tensor | Sequence[Tensor], mix_complex: bool = True) -> 
 
 
 def same_device(*groups: Tensor | Sequence[Tensor]) -> None:
-    """Check that all tensors are on the same device."""
+    """Raise ValueError unless all tensors are on the same device."""
     first = None
     for tensors in groups:
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
@@ -117,30 +127,34 @@ def same_device(*groups: Tensor | Sequence[Tensor]) -> None:
 
 
 def elements(tensor: Tensor) -> int:
-    """The number of real elements that move."""
+    """The number of elements of ``tensor``, where a complex number counts as two."""
     return 2 * tensor.numel() if tensor.is_complex() else tensor.numel()
 
 
 def same_elements(a: Tensor, a_name: str, b: Tensor, b_name: str) -> None:
-    """Check that both tensors have the same number of elements."""
+    """Raise ValueError unless both tensors have the same number of elements."""
     if elements(a) != elements(b):
         raise ValueError(
-            f"{a_name} has shape {list(a.shape)} and {b_name} has shape {list(b.shape)}: they "
-            f"must have as many elements"
+            f"{a_name} has shape {list(a.shape)} and {b_name} has shape {list(b.shape)}: both "
+            f"must have the same number of elements"
         )
 
 
 def stacked_elements(whole: Tensor, whole_name: str, part: Tensor, part_name: str, n: int) -> None:
-    """Check that ``whole`` has room for exactly ``n`` parts."""
+    """Raise ValueError unless ``whole`` has exactly the elements of ``n`` tensors like ``part``."""
     if elements(whole) != n * elements(part):
         raise ValueError(
-            f"{whole_name} must have as many elements as {part_name} from each of {n} ranks: got "
-            f"{list(whole.shape)} for {n} x {list(part.shape)}"
+            f"{whole_name} must have {n} times the elements of {part_name}, for {n} ranks: got "
+            f"shapes {list(whole.shape)} and {list(part.shape)}"
         )
 
 
 def check_splits(tensor: Tensor, splits: Sequence[int] | None, name: str, size: int) -> list[int]:
-    """The rows of ``tensor`` for each rank, as in ``splits``; empty for equal parts."""
+    """The numbers of rows (dim 0) of ``tensor`` for each of ``size`` ranks: ``splits``, checked.
+
+    An empty list stands for equal parts, if ``splits`` is None or empty. ``name`` is the argument's
+    name, for errors.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if tensor.numel() and rows % size:
@@ -165,10 +179,12 @@ def group_root(
     name: str,
     default: int | None = None,
 ) -> int:
-    """The root's group rank, from a global rank or a group rank.
+    """The root's group rank, from the global rank ``root`` or the group rank ``group_root``.
+
+    If neither is given, the root is the global rank ``default``.
 
     Raises:
-        ValueError: Both or neither were given, or the rank is not part of the group.
+        ValueError: Both were given, or neither and no ``default``, or the rank is not in the group.
     """
     if group_root is None:
         known = pg.group_ranks.get(root)  # the usual case, in one step

@@ -14,16 +14,16 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def core_first(inputs: str = "", outputs: str = "") -> Callable[[_Function], _Function]:
-    """A decorator for public operations that the fast path knows by the function's name.
+    """A decorator for public operations, which lets the core try each call before the function.
 
-    A call has two ways. The core takes calls on groups with a fast path whose tensors need no
-    preparation. The function gets all other calls, and calls that the core refuses. The function
-    must do the same as the core, because it gets every call while a profiler
-    watches. docs/algorithms/entrances.md shows all entrances of the core.
+    The core takes calls on groups with a fast path whose tensors need no preparation. The function
+    gets all other calls, and every call while a profiler watches. So the function must do the same
+    as the core, which knows the operation by the function's name. docs/algorithms/entrances.md
+    shows all entrances of the core.
 
     Args:
         inputs: The parameter for the tensors that the operation reads on this rank; "" for none.
-        outputs: The parameter for the tensors that it writes; "" for none.
+        outputs: The parameter for the tensors that the operation writes on this rank; "" for none.
 
     Example:
         >>> import pickle, types

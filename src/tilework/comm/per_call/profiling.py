@@ -99,7 +99,7 @@ class ProfilerEvent:
         self._record: Any = None
 
     def of_waiting(self) -> AbstractContextManager[Any]:
-        """The event of waiting for the operation."""
+        """A context manager for the event ``tilework:wait …``, during a wait for the operation."""
         return self._event(f"tilework:wait {self._name}", ())
 
     def __enter__(self) -> None:

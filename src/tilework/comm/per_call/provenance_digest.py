@@ -51,7 +51,7 @@ VARIABLE = "TILEWORK_VERIFY"
 
 @cache
 def is_off() -> bool:
-    """True if the environment turns comparisons off."""
+    """True if TILEWORK_VERIFY=off turns comparisons between ranks off."""
     return os.environ.get(VARIABLE) == "off"
 
 
@@ -91,7 +91,7 @@ def enter(digest: int, operator: object, tensor: object) -> int:
 
 
 def leave(before: int) -> None:
-    """Restore the digest from before the last :func:`enter`."""
+    """Restore the digest from before the last :func:`enter`, which returned ``before``."""
     set_digest(before)
     purpose = _carried.purpose
     _carried.purpose = None if purpose is None else purpose[2]
@@ -138,7 +138,11 @@ class carrying:
 
 
 def named(title: str) -> str:
-    """An operation's title with the purpose: the outermost operator, the innermost tensor."""
+    """``title``, an operation's title, with words for the purpose that :class:`carrying` set.
+
+    The words name the operator of the outermost block and the tensor of the innermost block.
+    Without a purpose, the result is ``title``.
+    """
     purpose = _carried.purpose
     operator: object = ""
     tensor: object = None
@@ -155,7 +159,9 @@ def named(title: str) -> str:
 
 
 def advice(text: str, has_died: bool = False) -> str:
-    """The next step after a failure; "" if there is no advice.
+    """Advice to append to an error's message; "" if there is none for this message.
+
+    There is advice for collectives of DTensors, and of passes of wrapped modules.
 
     Args:
         text: The message so far.

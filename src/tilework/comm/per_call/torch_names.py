@@ -15,7 +15,7 @@ ATTRIBUTE = "torch_names"
 def torch_names(
     ignored: Mapping[str, Any] | None = None, **names: str
 ) -> Callable[[_Function], _Function]:
-    """A decorator: calls may name parameters as torch does.
+    """A decorator that lets calls use torch's names of parameters, besides the function's own.
 
     Args:
         ignored: Parameters of torch's that mean nothing here, with the permitted value, or a
@@ -62,5 +62,7 @@ def torch_names(
 def _check_ignored(function: str, name: str, value: Any, allowed: Any) -> None:
     if allowed(value) if callable(allowed) else value == allowed:
         return
-    only = "" if callable(allowed) else f"can only be {allowed!r} here, "
+    only = (
+        "cannot have this value here, " if callable(allowed) else f"can only be {allowed!r} here, "
+    )
     raise NotImplementedError(f"{function}(): torch's parameter {name!r} {only}got {value!r}")
