@@ -53,7 +53,7 @@ def test_what_names_no_group_is_refused() -> None:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         with pytest.raises(RuntimeError, match="needs mesh_dim"):
             functional.all_reduce(torch.ones(1), "sum", mesh)
-        with pytest.raises(TypeError, match="a group as a list is that of its global ranks"):
+        with pytest.raises(TypeError, match="a list as group must have global ranks"):
             like_torch.all_reduce(torch.ones(1), "sum", ["a"])
         with pytest.raises(TypeError, match="both 'op' and torch's name"):
             like_torch.all_reduce(torch.ones(1), "sum", reduceOp="sum")

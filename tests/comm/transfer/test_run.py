@@ -521,7 +521,7 @@ WRONG: dict[str, tuple[Callable[[int], object], str]] = {
     ),
     "rank": (
         lambda rank: run_plan(plan(ROWS, COLUMNS, 1 - rank), [torch.ones(3, 4)]),
-        "was given the plan of rank",
+        "was given a plan made for rank",
     ),
     "tiles": (
         lambda rank: run_plan(plan(ROWS, COLUMNS, rank), ["nonsense"]),  # type: ignore[list-item]

@@ -264,8 +264,7 @@ def scatter(
 
     Args:
         tensor: The tensor to divide, on ``src``. On other ranks only the dtype and the other dims
-            count:
-            pass a tensor without rows.
+            count: pass a tensor without rows.
         src: The root's global rank.
         sizes: The size of each rank's part of ``scatter_dim``, the same list on every rank.
         scatter_dim: May be negative.
@@ -483,7 +482,7 @@ def _shares(tensor: Tensor, dim: int, size: int, sizes: Sequence[int] | None) ->
     if rows % size:
         raise ValueError(
             f"dim {dim} of a tensor of shape {list(tensor.shape)} does not divide equally among "
-            f"{size} ranks; say how much each rank has"
+            f"{size} ranks; give the size for each rank"
         )
     return [rows // size] * size
 
@@ -496,6 +495,6 @@ def _check_permutation(destinations: Sequence[int], size: int) -> None:
         or (taken and not 0 <= taken[0] <= taken[-1] < size)
     ):
         raise ValueError(
-            f"src_dst must give each of the {size} ranks a destination of its own (0 to "
+            f"src_dst must give each of the {size} ranks a different destination (0 to "
             f"{size - 1}) or -1, got {list(destinations)}"
         )

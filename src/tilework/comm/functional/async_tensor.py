@@ -90,7 +90,7 @@ def attached(value: Tensor, work: Work) -> AsyncTensor:
 
 
 class _Attach(torch.autograd.Function):
-    """Pass gradients of the wrapper, which C++ code computes, on to the value."""
+    """In autograd, the step from ``value`` to the wrapper: passes gradients on to ``value``."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, work: Work) -> Tensor:
@@ -106,7 +106,7 @@ def _peek(tensor: AsyncTensor) -> Tensor:
 
 
 def _plain(value: Any, get: Callable[[AsyncTensor], Tensor]) -> Any:
-    """``value`` with every AsyncTensor in it replaced."""
+    """``value``, also nested lists, tuples and dicts, with ``get(x)`` for each AsyncTensor x."""
     if isinstance(value, AsyncTensor):
         return get(value)
     if value.__class__ is tuple or value.__class__ is list:
@@ -117,7 +117,10 @@ def _plain(value: Any, get: Callable[[AsyncTensor], Tensor]) -> Any:
 
 
 def _check_written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise if C++ would write to a wrapper: the graph would track the wrapper, not the value."""
+    """Raise if ``func`` writes to an AsyncTensor that requires a gradient.
+
+    The graph would track the write to the wrapper, and not to the value.
+    """
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

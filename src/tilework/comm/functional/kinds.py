@@ -116,9 +116,10 @@ _NONLINEAR = frozenset({"min", "max", "product"})
 
 
 def pull_back(op: str, x: Tensor | None, total: Tensor, group: GroupOrName) -> Tensor:
-    """The gradient of this rank's ``x``; ``total`` is the result's gradient, over all uses.
+    """The gradient of this rank's ``x``, the input of a reduction by ``op``.
 
-    Collective for the reductions that need ``x`` (min, max, product).
+    ``total`` is the gradient of the result, summed over all ranks that have the result. Collective
+    for the reductions that need ``x`` (min, max, product).
     """
     factor = factor_of(op)
     if factor is not None:
@@ -133,7 +134,11 @@ def pull_back(op: str, x: Tensor | None, total: Tensor, group: GroupOrName) -> T
 
 
 def _share(x: Tensor, op: str, group: GroupOrName) -> Tensor:
-    """1 where only this rank has the extremum, 1/k where k ranks with this rank do, else 0."""
+    """The share of each element of this rank's ``x`` in the gradient of a minimum or maximum.
+
+    1 where only this rank has the extremum, 1/k where k ranks with this rank do, else 0.
+    Collective.
+    """
     extremum = run(AllReduce, x, group, op)
     mine = ((x == extremum) | (x.isnan() & extremum.isnan())).to(x.dtype)
     return mine / run(AllReduce, mine, group, "sum")
@@ -299,7 +304,10 @@ class Permute(FunctionalCollective):
 
 
 def inverse(destinations: Sequence[int]) -> list[int]:
-    """The source of each rank; -1 for none."""
+    """For each rank, the rank that sends to it; -1 if no rank does.
+
+    ``destinations`` has, for each rank, the rank that it sends to, or -1.
+    """
     sources = [-1] * len(destinations)
     for source, destination in enumerate(destinations):
         if destination >= 0:
@@ -356,7 +364,7 @@ class ScatterToGroup(FunctionalCollective):
 
 
 class GatherFromGroup(AllGather):
-    """Every rank's rows, on every rank; each rank keeps the rank's part of the gradient."""
+    """Every rank's rows, on every rank. Backward: this rank's rows of the result's gradient."""
 
     name = "gather_from_group"
 
@@ -379,7 +387,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _front(x: Tensor, dim: int, async_op: bool) -> Tensor:
-    """Move ``dim`` of ``x`` to the front, contiguous; a copy if the collective is asynchronous."""
+    """``x`` with ``dim`` moved to the front, contiguous; always a copy if ``async_op`` is true."""
     moved = _rows_first(x, dim).resolve_conj().resolve_neg()
     return _copy(moved) if async_op else moved.contiguous()
 
@@ -389,7 +397,10 @@ def _rows_first(x: Tensor, dim: int) -> Tensor:
 
 
 def _with_rows(x: Tensor, dim: int, rows: int) -> Tensor:
-    """An empty tensor like ``x`` with ``rows`` in ``dim``, which follow each other in memory."""
+    """An uninitialised tensor of the shape of ``x``, but with size ``rows`` in ``dim``.
+
+    In memory ``dim`` is the outermost dim.
+    """
     # Collectives know only rows, so results for other dims lie transposed in memory. They are made
     # without views, because autograd allows nobody to write to views that a function returns.
     shape = [*x.shape[:dim], rows, *x.shape[dim + 1 :]]

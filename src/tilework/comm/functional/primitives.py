@@ -18,14 +18,14 @@ from tilework.comm.reduce_op import AnyReduceOp
 
 
 def all_reduce(group: ProcessGroup, tensor: Tensor, op: AnyReduceOp, async_op: bool) -> Work | None:
-    """Reduce ``tensor`` in place."""
+    """Reduce every rank's ``tensor``, in place on every rank."""
     if not async_op and group.fast_path.run("all_reduce", tensor, tensor, op):
         return None
     return group.allreduce([tensor], Options(op, asyncOp=async_op))
 
 
 def broadcast(group: ProcessGroup, tensor: Tensor, root: int, async_op: bool) -> Work | None:
-    """Broadcast ``tensor``, which is written on all ranks but ``root``."""
+    """Copy the ``tensor`` of group rank ``root`` into ``tensor`` on all other ranks."""
     if not async_op and group.fast_path.run("broadcast", None, tensor, None, root):
         return None
     return group.broadcast([tensor], Options(rootRank=root, asyncOp=async_op))
@@ -34,7 +34,7 @@ def broadcast(group: ProcessGroup, tensor: Tensor, root: int, async_op: bool) ->
 def all_gather(
     group: ProcessGroup, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool
 ) -> Work | None:
-    """Gather every rank's ``tensor``, each into a tensor of ``outputs``."""
+    """Gather, on every rank, the ``tensor`` of each rank r into ``outputs[r]``."""
     if not async_op and group.fast_path.run("all_gather", tensor, outputs):
         return None
     return group.allgather([list(outputs)], [tensor], Options(asyncOp=async_op))
@@ -43,7 +43,7 @@ def all_gather(
 def all_gather_into_tensor(
     group: ProcessGroup, out: Tensor, tensor: Tensor, async_op: bool
 ) -> Work | None:
-    """Gather every rank's ``tensor`` into ``out``, one after the other."""
+    """Gather, on every rank, the ``tensor`` of each rank into ``out``, in the order of ranks."""
     if not async_op and group.fast_path.run("all_gather_into_tensor", tensor, out):
         return None
     return group.allgather_into_tensor(out, tensor, Options(asyncOp=async_op))
@@ -52,7 +52,7 @@ def all_gather_into_tensor(
 def reduce_scatter(
     group: ProcessGroup, out: Tensor, inputs: Sequence[Tensor], op: AnyReduceOp, async_op: bool
 ) -> Work | None:
-    """Reduce every rank's ``inputs``, one for each rank; this rank's result is ``out``."""
+    """Reduce all ranks' ``inputs[r]`` into ``out`` of rank r, for each rank r."""
     if not async_op and group.fast_path.run("reduce_scatter", inputs, out, op):
         return None
     return group.reduce_scatter([out], [list(inputs)], Options(op, asyncOp=async_op))
@@ -61,7 +61,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     group: ProcessGroup, out: Tensor, tensor: Tensor, op: AnyReduceOp, async_op: bool
 ) -> Work | None:
-    """Reduce every rank's ``tensor``; ``out`` is this rank's part of equal parts."""
+    """Reduce all ranks' ``tensor``; ``out`` of rank r is the r-th of the result's equal parts."""
     if not async_op and group.fast_path.run("reduce_scatter_tensor", tensor, out, op):
         return None
     return group.reduce_scatter_tensor(out, tensor, Options(op, asyncOp=async_op))
@@ -70,7 +70,7 @@ def reduce_scatter_tensor(
 def all_to_all(
     group: ProcessGroup, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool
 ) -> Work | None:
-    """Send a tensor of ``inputs`` to each rank; receive a tensor of ``outputs`` from each."""
+    """Send ``inputs[r]`` to each rank r, and receive ``outputs[r]`` from rank r."""
     if not async_op and group.fast_path.run("all_to_all", inputs, outputs):
         return None
     return group.alltoall(list(outputs), list(inputs), Options(asyncOp=async_op))
@@ -83,7 +83,10 @@ def all_to_all_single(
     rows: tuple[Sequence[int], Sequence[int]],
     async_op: bool,
 ) -> Work | None:
-    """Exchange rows of ``tensor``; ``rows`` counts rows sent to, and received from, each rank."""
+    """Send rows of ``tensor`` to each rank, and receive rows of ``out`` from each rank.
+
+    ``rows`` has the numbers of rows sent to each rank, and those received from each rank.
+    """
     sent, received = rows
     if not async_op and group.fast_path.run(
         "all_to_all_single", tensor, out, None, 0, sent, received

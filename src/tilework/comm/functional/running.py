@@ -29,7 +29,7 @@ GroupOrName = ProcessGroup | str
 
 
 class MeshLike(Protocol):
-    """A mesh with groups."""
+    """A mesh, which gives the process group along an axis by ``get_group``."""
 
     def get_group(self, mesh_dim: Any = None) -> Any: ...
 
@@ -62,24 +62,30 @@ class FunctionalCollective(ABC):
         """
 
     def empty(self, x: Tensor, group_rank: Callable[[], int]) -> Tensor:
-        """A tensor like the result of ``x`` (here: like ``x``), with undefined elements."""
+        """A tensor like the result for the input ``x``, with undefined elements, for traces.
+
+        Here the result is like ``x``. ``group_rank()`` gives this rank's number in the group.
+        """
         return empty_like(x)
 
     @abstractmethod
     def adjoint(self, grad: Tensor, x: Tensor | None, group: GroupOrName) -> Tensor:
-        """The input's gradient, from the result's. Collective; the result is differentiable.
+        """The gradient of the input, from ``grad``, that of the result. Collective; differentiable.
 
-        ``x`` is the input if ``keeps_input``.
+        ``x`` is the input if ``keeps_input``, else None.
         """
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """A dense tensor of the same shape, with undefined elements."""
+    """A dense tensor of the shape of ``x``, with undefined elements."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def run(kind: type[FunctionalCollective], x: Tensor, group: GroupOrName, *args: Any) -> Tensor:
-    """Run ``kind(*args)`` of ``x`` on ``group``: now, or as operators of a trace."""
+    """The result of the collective ``kind(*args)`` on ``x``, over ``group``.
+
+    The collective is started now, or written as operators into the trace.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")
     checks.refuse_parts(x, "tensor")
@@ -112,7 +118,7 @@ def _operators(
 def begin(
     collective: FunctionalCollective, group: ProcessGroup, x: Tensor
 ) -> tuple[Tensor, Work | None]:
-    """Start ``collective``; return the result, and the work, or None if it is done already."""
+    """Start ``collective`` on ``x``; return the result and the Work; None if it is done already."""
     x = checks.check_tensor(x, "tensor")
     async_op = x.nbytes > AT_ONCE_BYTES
     out, work = collective.start(group, x, async_op)
@@ -123,7 +129,10 @@ def begin(
 
 
 class _Call:
-    """A call with the group, since backward may run in another World."""
+    """A collective, with the arguments and the group of one call.
+
+    It holds the group itself and not the name, since backward may run in another World.
+    """
 
     __slots__ = ("args", "collective", "group", "kind", "wait", "work")
 
@@ -141,7 +150,7 @@ class _Call:
         self.work: Work | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        """Start the call; the result has values once ``work`` is done."""
+        """Start the collective on ``x``; the result has values once ``self.work`` is done."""
         if self.wait and traced(x):  # a transform within a trace
             return _operators(self.kind, x, self.group, self.args)
         out, work = begin(self.collective, self.group, x)
@@ -176,7 +185,7 @@ class _Differentiable(torch.autograd.Function):
         call = ctx.call
         if call.collective.keeps_input:
             raise NotImplementedError(
-                f"forward-mode derivatives of {call.kind.name} are there for linear reductions "
+                f"forward-mode derivatives of {call.kind.name} exist for linear reductions "
                 f"only (sum, avg, premul_sum); use reverse mode"
             )
         return run(call.kind, tangent, call.group, *call.args)
@@ -188,7 +197,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def check_batched(kind: type[FunctionalCollective]) -> None:
-    """Raise unless ``kind`` may be mapped by one call on the whole batch."""
+    """Raise unless torch.vmap of ``kind`` can be one call on the whole batch."""
     if not kind.elementwise:
         raise NotImplementedError(
             f"torch.vmap of {kind.name} is not implemented; call it outside the mapped function, "
@@ -234,13 +243,13 @@ def _root_of(name: str, rank: int) -> int:
 
 @constant
 def _name_of(*group: Any) -> str:
-    """The name of the group of a mesh, of a mesh's axis, or of some ranks."""
+    """The name of the group that a mesh, a mesh and an axis, or a list of ranks stands for."""
     alone = len(group) == 1 and not isinstance(group[0], int)
     return _member(group[0] if alone else group).group_name
 
 
 class _ByRanks(dict[tuple[int, ...], ProcessGroup]):
-    """The groups that programs named by lists of ranks, by ranks."""
+    """The groups that :func:`_group_of_ranks` has made on this rank, by their global ranks."""
 
     def forget_groups(self) -> None:
         """Forget all groups, since ranks have new numbers."""
@@ -248,7 +257,10 @@ class _ByRanks(dict[tuple[int, ...], ProcessGroup]):
 
 
 def _group_of_ranks(ranks: Sequence[int]) -> ProcessGroup | NonMember:
-    """The group of some ranks. The first call makes the group: collective over the ranks."""
+    """The group of the global ``ranks``; on a rank outside it a NonMember.
+
+    The first call for these ranks makes the group: collective over them.
+    """
     world = current_world()
     numbers = tuple(int(rank) for rank in ranks)
     if numbers == world.default().global_ranks:
@@ -264,15 +276,18 @@ def _group_of_ranks(ranks: Sequence[int]) -> ProcessGroup | NonMember:
 
 
 def _from_mesh(group: Any) -> Any:
-    """The group that a mesh, a mesh and an axis, or a list of ranks stands for."""
+    """The group that a mesh, a mesh and an axis, or a list of ranks stands for.
+
+    Another ``group`` is returned as it is.
+    """
     if isinstance(group, tuple) and len(group) == 2 and hasattr(group[0], "get_group"):
         mesh, axis = group
         return mesh.get_group(axis)
     if isinstance(group, list | tuple):
         if not all(isinstance(rank, int) for rank in group):
             raise TypeError(
-                f"a group as a list is that of its global ranks, such as [0, 1], or a pair of a "
-                f"mesh and one of its axes; got {group!r}"
+                f"a list as group must have global ranks, such as [0, 1], or be a pair of a mesh "
+                f"and an axis, such as (mesh, 'tp'); got {group!r}"
             )
         return _group_of_ranks(group)
     return group.get_group() if hasattr(group, "get_group") else group
@@ -296,7 +311,7 @@ def _member(group: Any) -> ProcessGroup:
 def named(
     group: AnyGroup | str | MeshLike | tuple[MeshLike, int | str] | Sequence[int],
 ) -> GroupOrName:
-    """The group of a ``group`` argument, or its name within a trace.
+    """The group that a ``group`` argument stands for; under torch.compile, the group's name.
 
     Raises:
         ValueError: This rank is not in the group, or no group has that name.
@@ -314,7 +329,7 @@ def named(
 
 
 def size_of(group: GroupOrName) -> int:
-    """The number of ranks."""
+    """The number of ranks in ``group``."""
     return _size_of(group) if isinstance(group, str) else group.size()
 
 

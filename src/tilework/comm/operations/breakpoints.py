@@ -13,7 +13,7 @@ from tilework.comm.world import current_world, get_rank
 
 
 class _Calls(Counter[str]):
-    """This rank's calls of :func:`breakpoint`, by call site."""
+    """The number of this rank's calls of :func:`breakpoint`, by call site."""
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
@@ -28,7 +28,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         timeout_s: Seconds that the others wait; None: the group's timeout.
 
     Raises:
-        CollectiveTimeoutError: The rank stopped for longer.
+        CollectiveTimeoutError: The rank stayed in the debugger for longer than ``timeout_s``.
 
     Example:
         >>> import tilework.distributed as dist

@@ -16,7 +16,7 @@ _works: ContextVar[list[Work] | None] = ContextVar("tilework_coalesced", default
 
 
 class CoalescedWork(SeveralWorks):
-    """The operations of one :func:`coalescing_manager` block."""
+    """The Work that stands for all operations of a :func:`coalescing_manager` block."""
 
     works: list[Work]
 
@@ -61,9 +61,10 @@ def coalescing_manager(
 
 
 class _CoalescingPath(FastPath):
-    """A group's fast path while some block coalesces: collectives of the block do not block.
+    """A group's fast path while a :func:`coalescing_manager` block is open on this rank.
 
-    So collectives use the fast path without asking whether they are coalesced.
+    A collective within the block is started, and the block waits for it at the end. Other
+    collectives of the group block, as without the block.
     """
 
     def __init__(self, path: FastPath) -> None:
@@ -83,7 +84,7 @@ class _CoalescingPath(FastPath):
 
 
 class _FastPaths:
-    """The fast paths of this rank's groups, which do not block collectives while coalescing."""
+    """Exchanges the fast paths of this rank's groups while a block is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class _FastPaths:
 
     @contextmanager
     def coalescing(self) -> Iterator[None]:
-        """Replace the fast paths of all groups."""
+        """Give each group of this rank a :class:`_CoalescingPath` while the block is open."""
         with self._lock:
             self._blocks += 1
             if self._blocks == 1:
@@ -116,12 +117,16 @@ class _FastPaths:
 
 
 def options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
-    """The options of a collective at this call site."""
+    """The options of a collective; within :func:`coalescing_manager` it is always asynchronous."""
     return Options(op, root, None, async_op or _works.get() is not None)
 
 
 def finish(work: Work, async_op: bool) -> Work | None:
-    """The return value of a collective: None once it is done, or if it is coalesced."""
+    """Wait for ``work`` if the collective blocks; return the value that the collective returns.
+
+    This is ``work`` if ``async_op`` is true, else None. Within :func:`coalescing_manager` it is
+    None, and the block waits at the end.
+    """
     works = _works.get()
     if works is not None:
         works.append(work)

@@ -473,9 +473,9 @@ def all_to_all(
     """``output_tensor_list[r]`` becomes rank r's ``input_tensor_list[this rank]``.
 
     Args:
-        output_tensor_list: One tensor per rank, with the size that this rank sends.
+        output_tensor_list: For each rank r a tensor of the size that rank r sends to this rank.
             Overwritten.
-        input_tensor_list: One tensor per rank.
+        input_tensor_list: For each rank r the tensor to send to rank r.
 
     Example:
         >>> import torch, tilework.distributed as dist

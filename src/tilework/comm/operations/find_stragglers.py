@@ -14,7 +14,7 @@ _Key = tuple[str, tuple[int, ...]]
 
 
 def find_stragglers(group: AnyGroup = None) -> list[Straggler]:
-    """The ranks of a group that the others wait for, the slowest first; the same on all of them.
+    """The ranks of a group that the other ranks wait for, the slowest first; equal on every rank.
 
     Collective; blocks. The result comes from the flight records: the last operations, some
     hundreds, of the group and of the groups within it (a mesh's). A rank's own time is the time

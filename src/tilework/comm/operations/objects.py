@@ -97,7 +97,11 @@ def load_plain(data: bytes) -> Any:
 
 
 def _ready(group: AnyGroup, operation: str, weights_only: bool) -> ProcessGroup | None:
-    """The group if this rank is in it and may unpickle what comes over it."""
+    """The group that ``group`` means, if this rank is in it; None outside.
+
+    Raises if strangers may send data over the group, unless ``weights_only`` is true: unpickling
+    would run code of theirs. ``operation`` is the caller's name, for the error.
+    """
     pg = member(group, operation)
     if pg is None or weights_only or pg.authenticated:
         return pg
@@ -128,7 +132,10 @@ def _room(pg: ProcessGroup, size: int) -> Tensor:
 
 
 def _padded(pg: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """``data`` and the sizes to gather; padded unless the backend takes uneven sizes."""
+    """``data`` and ``sizes``, each rank's number of bytes, as a gather needs them.
+
+    Both are padded to the largest size unless the backend takes uneven sizes.
+    """
     if pg.uneven_sizes:
         return data.to(device_of(pg)), list(sizes)
     padded = _room(pg, max(sizes))
@@ -167,16 +174,20 @@ def all_gather_object(
 def all_gather_pickled(
     data: bytes, sizes: Sequence[int], pg: ProcessGroup, weights_only: bool
 ) -> list[Any]:
-    """Each rank's unpickled object; all ranks know the lengths. Collective; blocks."""
+    """The objects of all ranks, in the order of group ranks. Collective; blocks.
+
+    ``data`` is this rank's pickled object; ``sizes`` are the lengths of all ranks' pickles.
+    """
     received = _all_parts(pg, _as_tensor(data), sizes)
     return [_load(part, weights_only) for part in received]
 
 
 def _all_parts(pg: ProcessGroup, own: Tensor, sizes: Sequence[int]) -> Sequence[memoryview]:
-    """The bytes of each rank.
+    """The bytes of all ranks, in the order of group ranks. Collective.
 
-    If all ranks have similar numbers of bytes, the data comes padded in a single tensor, because a
-    tensor per rank costs more than the padding.
+    ``own`` are this rank's bytes; ``sizes`` are the numbers of bytes of all ranks. If the numbers
+    are similar, the data comes padded in a single tensor, because a tensor per rank costs more than
+    the padding.
     """
     most = max(sizes)
     if pg.uneven_sizes and most * len(sizes) > 2 * sum(sizes):
@@ -246,7 +257,7 @@ def broadcast_object_list(
     """Copy the objects of rank ``src``'s list into every rank's list.
 
     Args:
-        object_list: As long on every rank; overwritten except on ``src``.
+        object_list: A list of the same length on every rank; overwritten except on ``src``.
         src: The root's global rank (0 if neither ``src`` nor ``group_src`` is given).
         device: Accepted for torch's sake; the group's device is used.
 
@@ -285,7 +296,7 @@ def scatter_object_list(
     *,
     weights_only: bool = False,
 ) -> None:
-    """``scatter_object_output_list[0]`` becomes rank ``src``'s input for this rank.
+    """``scatter_object_output_list[0]`` becomes rank ``src``'s input object r, on each rank r.
 
     Args:
         scatter_object_output_list: A list that is not empty; the first element is overwritten.
@@ -337,7 +348,9 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
 ) -> None:
-    """Send the objects to rank ``dst``. Not collective; the receiver's list must be as long.
+    """Send the objects to rank ``dst``, which receives into a list of the same length.
+
+    Not collective.
 
     Args:
         dst: The receiver's global rank (0 if neither ``dst`` nor ``group_dst`` is given).
@@ -380,7 +393,8 @@ def recv_object_list(  # noqa: PLR0913
 ) -> int:
     """Receive objects from rank ``src`` (from any rank if none is given) into the list.
 
-    Not collective. The sender's list must be as long. ``use_batch`` is accepted for torch's sake.
+    Not collective. The sender's list must have the same length. ``use_batch`` is accepted for
+    torch's sake.
 
     Returns:
         The sender's global rank; -1 on a rank outside the group.

@@ -29,7 +29,7 @@ def on_rank(rank: int, fn: Callable[[], T], group: AnyGroup = None) -> T:
         rank: The global rank.
         fn: A function with a picklable result or error; other ranks get copies. Other ranks do not
             call it, and may pass None.
-        group: The ranks; None: all.
+        group: The group of the ranks that call; None: the default group.
 
     Raises:
         Exception: The error of ``fn``. Other ranks raise the same class, with the rank in a note,
@@ -87,7 +87,7 @@ def _pickled_error(error: Exception) -> bytes:
 
 
 def _told(data: bytes, rank: int) -> Exception:
-    """The error that another rank raised."""
+    """The error to raise on this rank, for the error of ``fn`` on ``rank``, pickled in ``data``."""
     error, text = pickle.loads(data)
     if not isinstance(error, Exception):
         return RuntimeError(f"rank {rank}: {text}")
@@ -105,7 +105,7 @@ def assert_same(value: Any, what: str = "the value", group: AnyGroup = None) -> 
     Args:
         value: Plain data and tensors, which may be nested.
         what: The name of the value, for messages.
-        group: The ranks; None: all.
+        group: The group of the ranks that call; None: the default group.
 
     Raises:
         ValueError: Ranks have different values; the error names the part and the ranks.

@@ -21,12 +21,14 @@ def isend(
     tag: int = 0,
     group_dst: int | None = None,
 ) -> Work | None:
-    """Start sending ``tensor`` to rank ``dst``. Does not block; do not touch it until done.
+    """Start sending ``tensor`` to rank ``dst``. Does not block.
+
+    Do not touch the tensor until the Work is done.
 
     Args:
         tensor: The tensor to send.
         dst: The receiver's global rank; or give ``group_dst``, the receiver's group rank.
-        tag: The receiver's must be equal. Messages with the same tag arrive in order.
+        tag: The receiver must give the same tag. Messages with the same tag arrive in order.
 
     Returns:
         The Work; None on a rank outside the group, with a warning once.
@@ -63,12 +65,13 @@ def irecv(
 ) -> Work | None:
     """Start receiving into ``tensor`` from rank ``src``, or from any rank if ``src`` is not given.
 
-    Does not block; leave the tensor untouched until done. ``work.source_rank()`` is the sender.
+    Does not block. Do not touch the tensor until the Work is done. ``work.source_rank()`` is the
+    sender.
 
     Args:
         tensor: Overwritten; must have the dtype and the number of elements of the message.
         src: The sender's global rank; or give ``group_src``, the sender's group rank.
-        tag: The sender's must be equal.
+        tag: The sender must have given the same tag.
 
     Returns:
         The Work; None on a rank outside the group, with a warning once.
@@ -203,7 +206,9 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
-    """Start several messages at once, in any order among the ranks. Does not block.
+    """Start several messages at once. Does not block.
+
+    Ranks may list messages between them in different orders.
 
     Returns:
         One Work per message.

@@ -11,9 +11,10 @@ from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 
 
 def all_reduce_sparse(tensor: Tensor, op: AnyReduceOp, group: ProcessGroup) -> None:
-    """Sum COO tensors of equal shape over all ranks, whose entries may differ. Blocks.
+    """Sum a sparse COO tensor over all ranks, in place on every rank. Blocks.
 
-    Every rank receives all ranks' entries, so the cost grows with their total number.
+    The shape is the same on every rank, the entries may differ. Every rank receives all ranks'
+    entries, so the cost grows with their total number.
 
     Raises:
         ValueError: ``op`` is not SUM, or the layout is not COO.

@@ -27,7 +27,9 @@ def identity_element(op: RedOpType, dtype: torch.dtype) -> bool | int | float:
         return _all_ones(dtype) if op is RedOpType.BAND else _limits(dtype)[1]
     if op is RedOpType.MAX:
         return _limits(dtype)[0]
-    raise NotImplementedError(f"ReduceOp.{op} has no identity element, so no tensor is made of it")
+    raise NotImplementedError(
+        f"ReduceOp.{op} has no identity element, so no tensor can be made terms of it"
+    )
 
 
 def _limits(dtype: torch.dtype) -> tuple[int, int]:

@@ -66,12 +66,15 @@ def _advise(block: mmap.mmap, advice: str) -> None:
 
 
 def _aligned(block: mmap.mmap) -> int:
-    """The offset of the block's first huge page."""
+    """The offset, in bytes, of the first huge page in ``block``."""
     return -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _HUGE_PAGE
 
 
 def _suitable_block(nbytes: int) -> mmap.mmap | None:
-    """A suitable block; gives unsuitable blocks back to the kernel."""
+    """A free block of a suitable size for ``nbytes``; None if there is none.
+
+    Gives all other free blocks back to the kernel.
+    """
     suitable = None
     while (block := _oldest()) is not None:
         room = len(block) - _HUGE_PAGE

@@ -20,13 +20,13 @@ MOVED = frozenset(_INTEGER_OF_SIZE.values())
 
 
 class LocalTiles:
-    """A rank's tensors of a tiling.
+    """The tensors of one rank for the tiles of a tiling that the rank holds.
 
     Args:
         tiling: The tiling.
         rank: The global rank.
-        tensors: Aligned with ``tiling.of(rank)``.
-        dtype: The dtype to view the memory as; of the elements' size.
+        tensors: A tensor for each tile of ``tiling.of(rank)``, in that order.
+        dtype: The dtype to view the tensors as, with elements of the same size.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LocalTiles:
 
 @dataclass
 class LocalTransfer:
-    """The side of one rank in a plan: the pieces to send, receive and keep, and the memory."""
+    """This rank's side of a plan: the pieces to send, receive and keep, and the memory."""
 
     pg: ProcessGroup
     plan: Plan
@@ -72,7 +72,7 @@ class LocalTransfer:
 
     @cached_property
     def nothing(self) -> Tensor:
-        """A tensor without elements, for peers without a part."""
+        """A tensor without elements, for peers that nothing is sent to or received from."""
         return self.empty(0)
 
     @property
@@ -86,19 +86,19 @@ class LocalTransfer:
         return RedOpType(self.plan.source.reduce_op)
 
     def empty(self, *sizes: int) -> Tensor:
-        """Memory for elements in flight."""
+        """An uninitialised tensor for elements in flight, of ``memory_dtype``."""
         return torch.empty(sizes, dtype=self.memory_dtype, device=self.device)
 
     def source_view(self, piece: Piece) -> Tensor:
-        """The view of a piece that this rank sends or keeps."""
+        """The view of this rank's source tensor that holds a piece to send or keep."""
         return self.source.view(piece.src_tile, piece.box)
 
     def target_view(self, piece: Piece) -> Tensor:
-        """The view to write a received or kept piece into."""
+        """The view of this rank's target tensor to write a received or kept piece into."""
         return self.target.view(piece.dst_tile, piece.box)
 
     def keep(self) -> None:
-        """Copy the pieces that this rank keeps."""
+        """Copy the pieces that this rank keeps, from the source tensors to the target tensors."""
         for piece in self.plan.keeps:
             self.target_view(piece).copy_(self.source_view(piece))
 

@@ -13,12 +13,14 @@ ViewOf = Callable[[Piece], Tensor]
 
 
 class PackedRows:
-    """The rows for each round's parts, at one end of an exchange.
+    """A contiguous row of elements for each peer in each round, at one end of an exchange.
+
+    A row is a view of a tensor where the elements are contiguous, else a part of a buffer.
 
     Args:
-        view_of: The view of a piece.
-        empty: Makes the buffer.
-        most: The most elements of all parts of a round.
+        view_of: Gives the view of a piece.
+        empty: Makes the buffer, of a number of elements.
+        most: The most elements that any round moves: the size of the buffer.
     """
 
     def __init__(self, view_of: ViewOf, empty: Callable[[int], Tensor], most: int) -> None:
@@ -30,7 +32,10 @@ class PackedRows:
         self._buffered: list[tuple[Tensor, Tensor]] = []
 
     def rows(self, streams: Sequence[Sequence[PieceRange]]) -> list[Tensor]:
-        """A row for each stream's parts. Rows in the buffer are valid until the next round."""
+        """A row for each stream, which is the list of a peer's parts in this round.
+
+        Rows in the buffer are valid until the next call.
+        """
         viewed = [[view for part in parts for view in self.views(part)] for parts in streams]
         rows = [self._in_place(views) for views in viewed]
         scattered = [peer for peer, row in enumerate(rows) if row is None]
@@ -54,7 +59,7 @@ class PackedRows:
         return views[0].view(-1) if len(views) == 1 and views[0].is_contiguous() else None
 
     def views(self, part: PieceRange) -> list[Tensor]:
-        """The views of the part's elements, as few as possible."""
+        """Views of tensors that hold the part's elements together, as few as possible."""
         piece = self._view_of(part.piece)
         if part.volume == piece.numel():
             return [piece]
@@ -63,7 +68,7 @@ class PackedRows:
         return self.blocks(part)
 
     def blocks(self, part: PieceRange) -> list[Tensor]:
-        """The views of the part's elements, of the same shapes at both ends."""
+        """Views that hold the part's elements together, of the same shapes at both ends."""
         piece = self._view_of(part.piece)
         return [piece[block] for block in blocks(piece.shape, part.start, part.stop)]
 

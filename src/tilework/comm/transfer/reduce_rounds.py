@@ -18,11 +18,11 @@ from tilework.layout import Box, Piece
 
 
 def rounds_to_reduce(local: LocalTransfer, room: int) -> int:
-    """The number of rounds that this rank needs to keep within the buffers.
+    """The number of rounds that keeps this rank's data in flight within the buffers.
 
-    In each round the rank sends terms of some regions, receives all terms of other regions,
-    and reduces these. The memory of a round is what is sent in one direction; in the other
-    direction it is the received terms, and the copies made to reduce them.
+    In each round the rank sends terms of some regions, receives all terms of other regions, and
+    reduces these. The buffer for sending holds the terms to send. The buffer for receiving holds
+    the received terms, and the copies made to reduce them.
 
     Args:
         local: This rank's part of the plan, with the tensors.
@@ -52,7 +52,9 @@ def _weight(dtype: torch.dtype) -> int:
 
 
 class ReducingTensors:
-    """The tensors to move pieces between, with a reduction on arrival.
+    """The source and target tensors of a plan in rounds, for a plan that reduces.
+
+    The terms that arrive in a round are reduced into the target at the end of the round.
 
     Args:
         local: The rank's pieces and tensors.
@@ -78,7 +80,7 @@ class ReducingTensors:
         return self._regions[tile]
 
     def begin(self, number: int) -> None:
-        """Make room for a round's regions."""
+        """Make memory for all terms of the regions that round ``number`` brings."""
         terms = len(self._local.plan.source.terms)
         self._arriving = {
             tile: [(b, self._local.empty(terms, *b.sizes)) for b in self._regions_of(tile)[number]]
@@ -87,14 +89,14 @@ class ReducingTensors:
         }
 
     def target_view(self, piece: Piece) -> Tensor:
-        """The view to write an arriving piece into."""
+        """The view of the round's memory to write an arriving piece into."""
         for box, terms in self._arriving[piece.dst_tile]:
             if box.contains(piece.box):
                 return terms[piece.term][piece.box.relative_to(box).slices]
         raise LookupError(f"{piece} belongs to no region of this round")
 
     def finish(self) -> None:
-        """Reduce the round's regions into the target."""
+        """Reduce the terms of the round's regions, and write the results to the target tensors."""
         op = self._local.reduce_op.value
         for tile, boxes in self._arriving.items():
             for box, terms in boxes:

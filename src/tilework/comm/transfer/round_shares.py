@@ -33,11 +33,13 @@ class PieceRange(NamedTuple):
 
 
 def rounds_for(elements: int, room: int, streams: int) -> int:
-    """The number of rounds that keeps shares of ``streams`` streams within ``room`` elements.
+    """A number of rounds, large enough that each round's shares have at most ``room`` elements.
+
+    Each of ``streams`` streams has a share in each round.
 
     Args:
-        elements: The total number of all streams.
-        room: The limit for the shares of one round; a round moves at least an element of each
+        elements: The number of elements of all streams together.
+        room: The limit for all shares of one round; a round moves at least an element of each
             stream.
         streams: The number of streams; each share may be an element longer than an equal share.
     """
@@ -45,7 +47,7 @@ def rounds_for(elements: int, room: int, streams: int) -> int:
 
 
 def shares(pieces: Sequence[Piece], rounds: int) -> list[list[PieceRange]]:
-    """A stream's share in each round.
+    """Split a stream, ``pieces`` in order, into a share for each round: the parts to move.
 
     Example:
         >>> piece = Piece(Box((0, 0), (4, 2)), 0, 1, 0, 0, 0)
@@ -70,7 +72,10 @@ def shares(pieces: Sequence[Piece], rounds: int) -> list[list[PieceRange]]:
 
 
 def _unit(sizes: Sequence[int], limit: int) -> int:
-    """The number of elements of a box's largest part (row, plane) that should stay whole."""
+    """The size of the largest part of a box (row, plane, …) that has at most ``limit`` elements.
+
+    A stream is split only between parts of this size.
+    """
     unit = 1
     for size in reversed(sizes):
         if unit * size > limit:
@@ -80,7 +85,9 @@ def _unit(sizes: Sequence[int], limit: int) -> int:
 
 
 def blocks(sizes: Sequence[int], start: int, stop: int) -> list[Block]:
-    """The blocks of a shape with the elements from ``start`` to ``stop``, in order.
+    """The blocks that together hold the elements from ``start`` to ``stop``, in order.
+
+    ``sizes`` is the shape of the tensor; elements count in row-major order, without ``stop``.
 
     Example:
         >>> blocks((3, 4), 2, 8)
@@ -109,7 +116,7 @@ def _in_row(sizes: Sequence[int], row: int, start: int, stop: int) -> list[Block
 
 
 def regions(box: Box, rounds: int) -> list[list[Box]]:
-    """Cut a box into ``rounds`` nearly equal regions of some boxes, in row-major order.
+    """Cut a box into ``rounds`` nearly equal regions in row-major order; a region has some boxes.
 
     Example:
         >>> [list(map(str, region)) for region in regions(Box((0, 0), (4, 2)), 2)]
@@ -133,7 +140,7 @@ def _part_of(box: Box, block: Block) -> Box:
 def region_shares(
     pieces: Sequence[Piece], rounds: int, regions_of: Callable[[int], list[list[Box]]]
 ) -> list[list[PieceRange]]:
-    """The parts of each piece in each round: the parts in the target tile's region.
+    """For each round, the parts of the pieces that lie in the round's region of the target tile.
 
     Args:
         pieces: The pieces, in order.

@@ -37,7 +37,7 @@ def rounds_needed(local: LocalTransfer, buffer_bytes: int) -> int:
 
 
 def run_in_rounds(local: LocalTransfer, mode: RunMode) -> None:
-    """Run the plan in the mode that all ranks have agreed on.
+    """Run the plan of ``local`` in rounds, in the mode that all ranks have agreed on.
 
     Collective, unless no data moves between ranks.
     """
@@ -64,36 +64,39 @@ def run_in_rounds(local: LocalTransfer, mode: RunMode) -> None:
 
 
 def _of_others(streams: Sequence[Sequence[Piece]], me: int) -> list[Sequence[Piece]]:
-    """The streams without the pieces that this rank keeps."""
+    """The streams by group rank, with an empty stream for this rank ``me``."""
     return [() if peer == me else pieces for peer, pieces in enumerate(streams)]
 
 
 def _by_round(
     streams: Sequence[Sequence[Piece]], tensors: _MovingTensors | ReducingTensors
 ) -> list[Streams]:
-    """The parts of each stream, for each round."""
+    """For each round, the parts of each stream that the round moves."""
     return list(zip(*[tensors.shares(pieces) for pieces in streams], strict=True))
 
 
 def _most(rounds: Sequence[Streams]) -> int:
-    """The most elements of a round."""
+    """The largest number of elements that a round moves."""
     return max(sum(part.volume for parts in streams for part in parts) for streams in rounds)
 
 
 def _all_to_all(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-    """Each rank sends different elements to each other rank. Collective."""
+    """Send ``outgoing[r]`` to each rank r, and receive ``incoming[r]`` from rank r. Collective."""
     collectives.all_to_all(incoming, outgoing, pg)
 
 
 def _all_gather(pg: ProcessGroup, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-    """Each rank sends the same elements to all other ranks. Collective."""
+    """Send the tensor in ``outgoing`` to all ranks, and receive ``incoming[r]`` from rank r.
+
+    Collective.
+    """
     (mine,) = outgoing
     incoming[pg.rank()] = mine
     collectives.all_gather(incoming, mine, pg)
 
 
 class _MovingTensors:
-    """The tensors to move pieces between, without a reduction."""
+    """The source and target tensors of a plan in rounds, for a plan that does not reduce."""
 
     def __init__(self, local: LocalTransfer, rounds: int) -> None:
         self._rounds = rounds

@@ -138,18 +138,24 @@ def _run(local: LocalTransfer, buffer_bytes: int) -> None:
 
 
 def _fill(local: LocalTransfer) -> None:
-    """Write the identity element to the tiles of a partial target that get no value."""
+    """Write the identity element of the reduction to the target's tiles that no piece arrives for.
+
+    Only a partial target has tiles like these.
+    """
     for tile in local.plan.fills:
         local.target.tensors[tile].view(local.dtype).fill_(local.identity)
 
 
 def _identity(plan: Plan, dtype: torch.dtype) -> bool | int | float:
-    """The element for tiles that get no value; 0 if there are none."""
+    """The element that :func:`_fill` writes; 0 if there is nothing to fill."""
     return identity_element(RedOpType(plan.target.reduce_op), dtype) if plan.fills else 0
 
 
 def _has_room(local: LocalTransfer, buffer_bytes: int) -> bool:
-    """True if a collective's memory besides source and result fits the buffer."""
+    """True if a single collective needs no more than ``buffer_bytes`` for copies of elements.
+
+    Always true for plans that reduce, and for backends that copy nothing.
+    """
     if local.plan.reduces or not local.pg.holds_copies:
         return True
     size = local.dtype.itemsize
@@ -164,7 +170,9 @@ def _check_plan(plan: Plan, pg: ProcessGroup) -> None:
         raise TypeError(f"plan must be a tilework.layout.Plan, got {type(plan)}")
     me = pg.global_ranks[pg.rank()]
     if plan.rank != me:
-        raise ValueError(f"rank {me} was given the plan of rank {plan.rank}: make its own")
+        raise ValueError(
+            f"rank {me} was given a plan made for rank {plan.rank}: pass plan(…, rank={me})"
+        )
     outside = {*plan.source.ranks, *plan.target.ranks}.difference(pg.global_ranks)
     if outside:
         raise ValueError(
@@ -226,6 +234,6 @@ def _check_writable(out: Sequence[Tensor]) -> None:
         if repeated or tensor.is_conj() or tensor.is_neg():
             raise ValueError(
                 f"cannot write to out[{i}], of shape {list(tensor.shape)} and strides "
-                f"{list(tensor.stride())}: its elements share memory, or are not what memory "
-                f"says (a conj() or an imaginary part); pass a plain tensor"
+                f"{list(tensor.stride())}: elements share memory, or memory holds other numbers "
+                f"(a lazy conj() or an imaginary part); pass a plain tensor"
             )

@@ -29,7 +29,7 @@ _MOST_TILES = 4
 
 @dataclass(frozen=True, slots=True)
 class RunMode:
-    """A way to run a plan, as one rank proposes it, or as it suits all."""
+    """A way to run a plan, as one rank proposes it, or as all ranks have agreed on it."""
 
     rounds: int
     """The number of rounds that keeps within the buffers."""
@@ -42,7 +42,7 @@ class RunMode:
 def agree_on_mode(
     pg: ProcessGroup, plan: Plan, dtype: torch.dtype, device: torch.device, proposed: RunMode
 ) -> RunMode:
-    """The mode that suits every rank. Collective.
+    """Exchange the modes that ranks propose; return the mode that suits all ranks. Collective.
 
     Raises:
         CollectiveMismatchError: On every rank: ranks run different plans.
@@ -59,7 +59,10 @@ def agree_on_mode(
 
 
 def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn:
-    """Raise ``error`` on this rank, and on all ranks that wait to agree. Collective."""
+    """Raise ``error`` on this rank, and an error that names this rank on all other ranks.
+
+    Collective: this rank calls it instead of :func:`agree_on_mode`, which the other ranks call.
+    """
 
     def give_up() -> NoReturn:
         raise error
@@ -71,7 +74,10 @@ def refuse(pg: ProcessGroup, error: Exception, device: torch.device) -> NoReturn
 def _exchange(
     pg: ProcessGroup, row: list[int], words: Callable[[], str], device: torch.device
 ) -> list[list[int]]:
-    """Every rank's row; raises if plans differ or a rank refuses."""
+    """The ``row`` of each rank; raises on every rank if plans differ or a rank refuses. Collective.
+
+    ``words`` describes this rank's plan for the error, or raises if this rank refuses.
+    """
     own = torch.tensor(row, dtype=torch.int64, device=device)
     gathered = torch.empty(pg.size() * len(row), dtype=torch.int64, device=device)
     collectives.all_gather_into_tensor(gathered, own, pg)

@@ -20,7 +20,10 @@ _Finder = Callable[[LocalTransfer], CollectiveCall | None]
 
 
 def single_call(local: LocalTransfer) -> CollectiveCall | None:
-    """The plan's single collective; None without one, or if this rank's memory does not fit."""
+    """The call that runs the whole plan as one collective.
+
+    None if the plan is no single collective, or if this rank's tensors would need packing.
+    """
     collective = local.plan.collective
     if local.plan.reduces:
         backend = backend_for(local.pg, local.device.type)
@@ -33,13 +36,13 @@ def single_call(local: LocalTransfer) -> CollectiveCall | None:
 
 
 def same_for_all(streams: Sequence[Sequence[Piece]]) -> bool:
-    """True if every rank gets the same elements."""
+    """True if this rank sends the same elements to every rank: all ``streams`` are equal."""
     first = [(piece.src_tile, piece.box) for piece in streams[0]]
     return all([(p.src_tile, p.box) for p in stream] == first for stream in streams)
 
 
 def _outgoing(local: LocalTransfer) -> list[Tensor] | None:
-    """A tensor for each rank, if each gets at most one piece that needs no packing."""
+    """The tensor to send to each rank; None if a rank gets several pieces, or packing is needed."""
     return _tensors(local, local.sends, local.source_view)
 
 
@@ -64,7 +67,7 @@ def _tensors(
 
 
 def _fits(local: LocalTransfer, tensors: Sequence[Tensor]) -> bool:
-    """True if the backend takes these sizes in one operation."""
+    """True if all ``tensors`` have the same size, or the backend takes different sizes."""
     return local.pg.uneven_sizes or len({tensor.numel() for tensor in tensors}) == 1
 
 
@@ -156,7 +159,10 @@ def _reduce_scatter(local: LocalTransfer) -> CollectiveCall | None:
 
 
 def _in_order_of_ranks(local: LocalTransfer) -> bool:
-    """True if each rank r brings term r, and no other, of this rank's only tile."""
+    """True if each group rank r sends exactly term r of this rank's only target tile.
+
+    Also true if this rank has no target tile, or an empty tile.
+    """
     (tile, *_) = [*local.target.tensors, None]
     if tile is None or local.plan.target.tiles[tile].box.empty:
         return True
