@@ -80,7 +80,7 @@ def test_values() -> None:
         (lambda: MeshSpec.of([0], ("",)), ValueError, "not empty"),
         (lambda: MeshSpec.of([0], ("a",)).axis("b"), KeyError, "Invalid mesh_dim_name 'b'"),
         (lambda: MeshSpec.of([0]).axis("b"), KeyError, "not named"),
-        (lambda: MeshSpec.of([0]).axis(1), IndexError, "axis 1 of a mesh"),
+        (lambda: MeshSpec.of([0]).axis(1), IndexError, "axis 1 does not exist in a mesh"),
         (lambda: MeshSpec.of([0]).line(0, 3), ValueError, "rank 3 is not in the mesh"),
         (lambda: MeshSpec.of([[0]]).through([0, -2], 0), ValueError, "taken once"),
     ],

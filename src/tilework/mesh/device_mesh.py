@@ -98,7 +98,8 @@ class DeviceMesh(MeshSlicing):
         """A mesh over groups that exist. Local; makes no groups.
 
         Args:
-            group: One group, for a mesh of one axis, or one for each axis of ``mesh``.
+            group: The group of a mesh of one axis; or a sequence with the group along each axis of
+                ``mesh`` through this rank.
             device_type: Where tensors on the mesh live.
             mesh: The global ranks; may be left out for one group.
             mesh_dim_names: A name for each axis.
@@ -110,7 +111,8 @@ class DeviceMesh(MeshSlicing):
         if mesh is None:
             if len(groups_of_axes) != 1:
                 raise ValueError(
-                    f"{len(groups_of_axes)} groups need a mesh that says how they cross"
+                    f"from_group got {len(groups_of_axes)} groups and no mesh: pass mesh, the grid "
+                    f"of global ranks whose axes the groups are"
                 )
             mesh = get_process_group_ranks(groups_of_axes[0])
         check_device_type(device_type)
@@ -133,18 +135,19 @@ class DeviceMesh(MeshSlicing):
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
-        """The mesh of the same ranks, on the groups that one of torch.distributed's runs on. Local.
+        """The mesh of tilework on the same ranks and groups as a mesh of torch.distributed. Local.
 
-        Where tilework has no default group yet, torch's becomes it. A mesh that came from
-        :meth:`to_torch` gives the one that it was made of.
+        If tilework has no default group yet, torch's default group becomes tilework's default
+        group. For a mesh that :meth:`to_torch` returned, the result is the mesh that was converted.
 
         Args:
             mesh: A torch.distributed.device_mesh.DeviceMesh, after
                 ``torch.distributed.init_process_group("tilework")``.
 
         Raises:
-            TypeError: It is no such mesh, or the groups are on torch's own backends.
-            ValueError: tilework's ranks are numbered otherwise than torch's.
+            TypeError: ``mesh`` is no mesh of torch.distributed, or the mesh's groups are on torch's
+                own backends.
+            ValueError: tilework's default group numbers the ranks in another order than torch's.
         """
         if isinstance(mesh, DeviceMesh):
             return mesh
@@ -170,11 +173,12 @@ class DeviceMesh(MeshSlicing):
         return device_mesh
 
     def to_torch(self) -> Any:
-        """torch.distributed's mesh of the same ranks.
+        """A mesh of torch.distributed on the same ranks as this mesh.
 
-        If this mesh came from a mesh of torch's, that mesh or the part of it. Else a mesh with new
-        groups, which is made once: collective over *all* ranks of torch's default group; blocks.
-        A mesh that :meth:`flatten` made, or with axes in another order, needs new groups, too.
+        If this mesh, or the mesh that it is a part of, came from a mesh of torch's, the result is
+        that mesh or the same part of it. Otherwise the first call makes a mesh with new groups:
+        collective over *all* ranks of torch's default group; blocks. A mesh that :meth:`flatten`
+        made, or with axes in another order, needs new groups, too.
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
@@ -195,7 +199,10 @@ class DeviceMesh(MeshSlicing):
         return DeviceMesh.from_torch(mesh)
 
     def _part_in_torch(self) -> Any:
-        """The part of the root's mesh of torch's that has the same ranks; None if there is none."""
+        """The mesh of torch's on the same ranks, as a part of the mesh that the root came from.
+
+        None if the root came from no mesh of torch's, or if there is no part on these ranks.
+        """
         whole, names = self._flat_of or self, self.mesh_dim_names
         part = torch_part(self._root._torch, whole.mesh_dim_names)
         if part is None or names is None or whole is self:
@@ -204,7 +211,7 @@ class DeviceMesh(MeshSlicing):
 
     @property
     def _is_current_rank_part_of_mesh(self) -> NoReturn:
-        """Refuse torch.distributed.tensor, which asks this of a mesh before anything else."""
+        """Raises TypeError: torch.distributed.tensor, which asks this first, cannot use it."""
         raise TypeError(f"{self!r} is {_OURS}")
 
     def __bool__(self) -> bool:
@@ -219,7 +226,10 @@ class DeviceMesh(MeshSlicing):
     _get_or_create_default_group = _is_current_rank_part_of_mesh
 
     def _link(self, mesh: Any) -> None:
-        """Remember that torch's mesh is of the same ranks."""
+        """Remember that this mesh and ``mesh``, a mesh of torch's, have the same ranks.
+
+        :meth:`to_torch` and :meth:`from_torch` then return the other mesh.
+        """
         if self._torch is None:
             self._torch = mesh
         mesh._tilework_mesh = self
@@ -257,7 +267,10 @@ class DeviceMesh(MeshSlicing):
 def find_or_make(
     device_type: str, shape: Sequence[int], ranks: Sequence[int], names: Sequence[str] | None
 ) -> DeviceMesh:
-    """The mesh that was pickled: this rank's own, else a new one (collective then)."""
+    """The mesh for unpickling: this rank's mesh of the same content, else a new mesh.
+
+    To make a new mesh is collective over all ranks.
+    """
     spec = MeshSpec(tuple(shape), tuple(ranks), None if names is None else tuple(names))
     known = current_world().state(MeshesOfRank).known.get((device_type, spec))
     return known or DeviceMesh(device_type, spec)

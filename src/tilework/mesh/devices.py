@@ -8,7 +8,7 @@ from tilework.comm.world import get_rank
 
 
 def check_device_type(device_type: str) -> None:
-    """Raise RuntimeError unless it is a kind of device, such as "cuda", without an index."""
+    """Raise RuntimeError unless ``device_type`` is a kind of device, as "cuda", without index."""
     try:
         if not isinstance(device_type, str | torch.device):
             raise RuntimeError
@@ -20,17 +20,17 @@ def check_device_type(device_type: str) -> None:
         ) from None
     if index is not None:
         raise RuntimeError(
-            f"device_type must be a kind of device without an index, such as 'cpu' or 'cuda': each "
-            f"rank's own is meant; got {device_type!r}"
+            f"device_type must be a kind of device without an index, such as 'cpu' or 'cuda', for "
+            f"each rank has a device of that kind; got {device_type!r}"
         )
 
 
 def check_device_is_there(device_type: str, what: str) -> None:
-    """Raise RuntimeError if this process has no device of a kind.
+    """Raise RuntimeError if this process has no device of the kind ``device_type``.
 
     Args:
         device_type: The kind, such as "cuda".
-        what: Needs it; for the error.
+        what: The name of the thing that needs the device, for the error.
     """
     if device_type in ("cpu", "meta"):
         return

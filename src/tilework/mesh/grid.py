@@ -20,7 +20,7 @@ from tilework.mesh.torch_names import TorchMeshNames
 
 @dataclass(eq=False)
 class MeshesOfRank:
-    """The meshes of one rank."""
+    """The meshes that one rank has made, and those that are current by ``with mesh:``."""
 
     #: Those that ``with mesh:`` made the current ones, innermost last.
     entered: list[Any] = field(default_factory=list)
@@ -30,12 +30,12 @@ class MeshesOfRank:
     )
 
     def forget_groups(self) -> None:
-        """Forget meshes of ranks that have other numbers now."""
+        """Forget all meshes, because ranks have got other numbers."""
         self.known.clear()
 
 
 class MeshGrid(TorchMeshNames):
-    """A mesh as far as it needs no other mesh."""
+    """Methods of a mesh that concern no other mesh: the ranks, this rank's place, the groups."""
 
     _groups: list[ProcessGroup]
     #: The mesh of which this is a part, or this mesh.
@@ -88,7 +88,7 @@ class MeshGrid(TorchMeshNames):
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The axes' names."""
+        """The names of the axes; None if the axes have no names."""
         return self.spec.names
 
     @property
@@ -107,7 +107,7 @@ class MeshGrid(TorchMeshNames):
         return self.spec.descending_axis()
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """The number of ranks along an axis; of all if None."""
+        """The number of ranks along an axis; of the whole mesh if ``mesh_dim`` is None."""
         flat = self._flattened(mesh_dim)
         if flat is not None:
             return flat.size()
@@ -118,11 +118,11 @@ class MeshGrid(TorchMeshNames):
         return get_rank()
 
     def get_coordinate(self) -> list[int] | None:
-        """This rank's index along each axis; None if it is not in the mesh."""
+        """This rank's index along each axis; None if this rank is not in the mesh."""
         return None if self._coordinate is None else list(self._coordinate)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This rank's index along an axis, which may be left out if there is but one.
+        """This rank's index along an axis, which may be left out in a mesh of a single axis.
 
         Raises:
             RuntimeError: This rank is not in the mesh, or the axis must be given.
@@ -133,9 +133,10 @@ class MeshGrid(TorchMeshNames):
         return self._here()[self._axis(mesh_dim, "get_local_rank")]
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """The group along an axis through this rank; the axis may be left out if there is but one.
+        """The group of the ranks along an axis through this rank.
 
-        The group numbers ranks in ascending order of global ranks, whatever the axis's order.
+        The axis may be left out in a mesh of a single axis. The group numbers ranks in ascending
+        order of global ranks, whatever the axis's order.
 
         Raises:
             RuntimeError: This rank is not in the mesh, or the axis must be given.
@@ -148,15 +149,15 @@ class MeshGrid(TorchMeshNames):
         return self._groups[axis]
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The groups of all axes through this rank."""
+        """The group through this rank along each axis, in the order of axes."""
         self._here()
         return list(self._groups)
 
     def axes_group(self, axes: Iterable[int]) -> ProcessGroup:
-        """The group of the ranks along some axes through this rank; axes of length 1 do not count.
+        """The group of the ranks along several axes through this rank, as along a single axis.
 
-        The first time, over more than one axis, it is collective over these ranks and blocks, as a
-        group is made. It is remembered, and found again by the mesh's parts.
+        If more than one of the axes is longer than 1, the first call makes the group: collective
+        over these ranks; blocks. Later calls return the same group, also on parts of the mesh.
 
         Args:
             axes: Numbers of one or more axes.
@@ -176,7 +177,10 @@ class MeshGrid(TorchMeshNames):
         return known[ranks]
 
     def _flattened(self, name: int | str | None) -> MeshGrid | None:
-        """The mesh that flatten() has made by a name; None where it is an axis here, or nothing."""
+        """The mesh that flatten() has made by the name ``name``.
+
+        None if ``name`` is an axis of this mesh, or if flatten() has made none of that name.
+        """
         if not isinstance(name, str) or name in (self.mesh_dim_names or ()):
             return None
         made: MeshGrid | None = self._root._flat.get(name)
@@ -190,7 +194,7 @@ class MeshGrid(TorchMeshNames):
         if self._coordinate is None:
             raise RuntimeError(
                 f"rank {get_rank()} is not in the mesh of ranks {list(self.spec.ranks)}: "
-                f"ask get_coordinate() first, which is None here"
+                f"ask get_coordinate() first, which is None on ranks outside the mesh"
             )
         return self._coordinate
 
@@ -206,6 +210,9 @@ class MeshGrid(TorchMeshNames):
 
 
 def seats_of(ranks: Iterable[int]) -> tuple[int, ...]:
-    """The seats of ranks, which stay when ranks get other numbers."""
+    """The seat of each rank: the number that the rank was started with.
+
+    Seats stay when the ranks get other numbers.
+    """
     seats = current_world().seats
     return tuple(seats[rank] if rank < len(seats) else rank for rank in ranks)

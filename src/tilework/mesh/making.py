@@ -31,7 +31,7 @@ def init_device_mesh(
         backend_override: As for :class:`DeviceMesh`.
 
     Raises:
-        RuntimeError: The job has not as many ranks.
+        RuntimeError: The job has another number of ranks than the shape.
         ValueError: An axis would have no ranks.
         TypeError: The shape is one number, or has something else than numbers.
 
@@ -62,11 +62,13 @@ def init_device_mesh(
 
 
 def mesh_or_current(mesh: Any) -> DeviceMesh:
-    """The mesh that a function was given; the innermost of ``with mesh:`` for None.
+    """``mesh`` as a DeviceMesh; for None, the mesh of the innermost ``with mesh:`` block.
+
+    A mesh of torch.distributed is converted by :meth:`DeviceMesh.from_torch`.
 
     Raises:
-        RuntimeError: None is given or active.
-        TypeError: It is no mesh, or torch's on groups of torch's own.
+        RuntimeError: ``mesh`` is None, and there is no ``with mesh:`` block.
+        TypeError: ``mesh`` is no mesh, or a mesh of torch's on groups of torch's own backends.
     """
     if mesh is None:
         return current_mesh()
@@ -81,7 +83,7 @@ def mesh_or_current(mesh: Any) -> DeviceMesh:
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the innermost ``with mesh:``.
+    """The mesh of the innermost ``with mesh:`` block on this rank.
 
     Raises:
         RuntimeError: No mesh is active.

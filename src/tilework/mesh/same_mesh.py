@@ -13,7 +13,7 @@ from tilework.rendezvous.handlers import starting
 
 
 def ranks_there(needed: int) -> str:
-    """The number of ranks that there are, for a message, and how to start as many as needed."""
+    """The end of an error: the number of ranks of the job, and advice to get ``needed`` ranks."""
     size = get_world_size()
     if size > needed:
         return f"are {size}. Use DeviceMesh(…) for a mesh of some of the ranks"
@@ -24,7 +24,10 @@ def ranks_there(needed: int) -> str:
 
 
 def check_same(device_type: str, spec: MeshSpec, override: Any) -> tuple[str | None, ...]:
-    """The backend of each axis. Raise unless all ranks make one mesh, and exist. Collective."""
+    """Raise on every rank unless all ranks make the same mesh, of ranks that exist. Collective.
+
+    Returns the backend of the groups along each axis; None: the default group's backend.
+    """
     backends: tuple[str | None, ...] = ()
 
     def facts() -> dict[str, Any]:

@@ -20,14 +20,14 @@ class MeshSlicing(MeshGrid):
     """The operations of :class:`~tilework.mesh.DeviceMesh` that give another mesh."""
 
     def __getitem__(self: _Mesh, names: str | Sequence[str]) -> _Mesh:
-        """The part of the mesh through this rank along the named axes, in their order.
+        """The part of the mesh through this rank along the named axes, in the order of the names.
 
-        Local; shares the mesh's groups. Axes made by :meth:`flatten` can be named too. It is the
-        same mesh each time.
+        Local; shares the mesh's groups. Axes made by :meth:`flatten` can be named, too. The same
+        names give the same mesh object each time.
 
         Raises:
             KeyError: There is no axis of that name.
-            TypeError: They are no names.
+            TypeError: ``names`` are not names.
             RuntimeError: This rank is not in the mesh.
         """
         wanted = (names,) if isinstance(names, str) else names
@@ -62,7 +62,10 @@ class MeshSlicing(MeshGrid):
         return self._related(part, groups)
 
     def _part(self, names: Sequence[str]) -> MeshSpec:
-        """The grid through this rank along named axes, of which flatten() may have made some."""
+        """The spec of the part through this rank along the axes ``names``.
+
+        Some of the axes may be made by flatten().
+        """
         if all(self._flattened(name) is None for name in names):
             return self.spec.through(names, get_rank())
         for name in names:
@@ -73,9 +76,10 @@ class MeshSlicing(MeshGrid):
         return MeshSpec(shape, self._root.spec.through(axes, get_rank()).ranks, tuple(names))
 
     def root_axes(self, name: str) -> tuple[str, ...]:
-        """The axes, of the mesh of which this is a part, that a name stands for.
+        """The axes of the root mesh that the axis ``name`` consists of.
 
-        Several for what :meth:`flatten` has made.
+        The root is the mesh that this mesh is a part of. An axis that :meth:`flatten` made consists
+        of several axes.
 
         Raises:
             KeyError: There is no axis of that name.
@@ -91,18 +95,18 @@ class MeshSlicing(MeshGrid):
     def flatten(
         self: _Mesh, mesh_dim_name: str | None = None, backend_override: Any = None
     ) -> _Mesh:
-        """All ranks of this mesh along one axis; the mesh itself if it has one of that name.
+        """A mesh of one axis with all ranks of this mesh; this mesh itself if it is that already.
 
-        Collective over the ranks of this mesh (on each rank, its own part); blocks. The result is
-        remembered: it is returned again, and found by its name, as an axis, in the mesh that this
-        one is a part of: ``mesh["dp_cp", "tp"]``.
+        Collective over the ranks of this mesh (each rank calls it on the part through that rank);
+        blocks. The result is remembered: later calls return it, and the mesh that this mesh is a
+        part of has it as an axis, by name: ``mesh["dp_cp", "tp"]``.
 
         Args:
-            mesh_dim_name: The axis's name; by default the names joined by underscores.
+            mesh_dim_name: The axis's name; by default all names joined by underscores.
             backend_override: The backend of the group: a name, or a pair of it and options.
 
         Raises:
-            ValueError: The mesh it is part of has an axis of that name.
+            ValueError: The mesh that this mesh is a part of has another axis of that name.
         """
         self._here()
         spec = self.spec.flattened(mesh_dim_name)
@@ -134,14 +138,14 @@ class MeshSlicing(MeshGrid):
     ) -> _Mesh:
         """A new mesh of the same ranks, with one axis replaced by several.
 
-        Collective over the ranks of this mesh (on each rank, its own part); blocks. The other axes
-        share their groups.
+        Collective over the ranks of this mesh (each rank calls it on the part through that rank);
+        blocks. The groups of the other axes are shared with this mesh.
 
         Args:
             dim: The axis, by number or name.
             mesh_sizes: The lengths of the new axes; the product is the length of the old axis.
-            mesh_dim_names: Their names.
-            backend_override: The backend of their groups, as for :class:`DeviceMesh`.
+            mesh_dim_names: The names of the new axes.
+            backend_override: The backends of the new axes' groups, as for :class:`DeviceMesh`.
 
         Raises:
             ValueError: The lengths or names do not fit.
@@ -172,10 +176,12 @@ class MeshSlicing(MeshGrid):
 
     @staticmethod
     def concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
-        """The part of one mesh along the axes of several parts of it, in their order. Local.
+        """The part of a mesh along all axes of ``meshes``, which are parts of it. Local.
+
+        The axes are in the order of ``meshes``.
 
         Raises:
-            ValueError: They are not parts of one mesh, have no names, or share an axis.
+            ValueError: ``meshes`` are not parts of one mesh, have no names, or share an axis.
 
         Example:
             >>> from tilework.mesh import DeviceMesh, init_device_mesh
@@ -200,20 +206,21 @@ class MeshSlicing(MeshGrid):
     def shrink(self: _Mesh, axis: int | str = 0) -> _Mesh:
         """The mesh of the ranks that are left, once the default group has shrunk or grown.
 
-        Collective over all ranks of the default group; makes new groups; blocks. In a mesh of
-        one axis the ranks that were lost are left out. In a mesh of several a slice across ``axis``
-        goes as a whole if it has lost a rank, so that the other axes keep their lengths:
-        of ``dp=3 tp=2`` without rank 3 the first and the last row are left. Ranks of such a slice
-        that live are outside the new mesh. A rank that was started again is in the place of before.
+        Collective over all ranks of the default group; makes new groups; blocks. A mesh of one axis
+        loses the ranks that were lost. A mesh of several axes loses whole slices across ``axis``: a
+        slice (the ranks with the same index along ``axis``) goes if a rank in it was lost, so that
+        the other axes keep their lengths. Of ``dp=3 tp=2`` without rank 3, rows 0 and 2 are left.
+        Ranks that live in a lost slice are outside the new mesh. A rank that was started again has
+        the same place as before.
 
-        Tensors on the old mesh, whose groups are closed, are to be laid out anew.
+        The groups of the old mesh are closed: tensors on it must be laid out on the new mesh.
 
         Args:
             axis: The axis that becomes shorter, of which ranks hold replicas as a rule.
 
         Raises:
-            ValueError: No slice is whole; on all ranks.
-            RuntimeError: It is a part of another mesh: that is to shrink.
+            ValueError: A rank was lost in every slice; on all ranks.
+            RuntimeError: This mesh is a part of another mesh: shrink that mesh.
 
         Example:
             >>> import tilework.distributed as dist
@@ -254,8 +261,8 @@ class MeshSlicing(MeshGrid):
 
     @abstractmethod
     def _made_by_all(self: _Mesh, spec: MeshSpec) -> _Mesh:
-        """A mesh on the same devices, with new groups. Collective over all ranks."""
+        """A mesh of ``spec`` on the same devices, with new groups. Collective over all ranks."""
 
     @abstractmethod
     def _from_torch(self: _Mesh, mesh: Any) -> _Mesh:
-        """The mesh of the ranks of torch's ``mesh``."""
+        """The mesh of tilework on the ranks and groups of ``mesh``, a mesh of torch's."""

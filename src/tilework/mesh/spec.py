@@ -16,15 +16,17 @@ _SHAPE = "mesh_shape has the number of ranks along each axis, as (2, 4)"
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
-    """Global ranks in a grid. Equal by content; never communicates; needs no ranks to exist.
+    """Global ranks in a grid, as a value: equal by content, without groups or communication.
+
+    The ranks need not exist.
 
     Args:
         shape: The number of ranks along each axis.
-        ranks: All of them in row-major order: the last axis runs fastest.
-        names: One for each axis; None if they have none.
+        ranks: All global ranks in row-major order: the last axis runs fastest.
+        names: A name for each axis; None: the axes have no names.
 
     Raises:
-        ValueError: The numbers do not fit, or a rank or a name comes twice.
+        ValueError: ``ranks`` or ``names`` do not fit ``shape``, or a rank or a name comes twice.
 
     Example:
         >>> mesh = MeshSpec.regular((2, 3), ("dp", "tp"))
@@ -59,7 +61,7 @@ class MeshSpec:
 
     @classmethod
     def regular(cls, shape: Sequence[int], names: Iterable[str] | None = None) -> MeshSpec:
-        """The mesh of the ranks from 0 on."""
+        """The mesh of ``shape`` with ranks 0, 1, 2, … in row-major order."""
         shape = whole_numbers(shape, _SHAPE)
         ranks = tuple(range(math.prod(shape)))
         return cls(shape, ranks, None if names is None else tuple(names))
@@ -70,7 +72,7 @@ class MeshSpec:
 
         Raises:
             ValueError: The sequences are ragged.
-            TypeError: Something in them is no integer.
+            TypeError: A rank is not an integer.
         """
         nested = ranks.tolist() if hasattr(ranks, "tolist") else ranks
         if isinstance(nested, int):
@@ -100,7 +102,7 @@ class MeshSpec:
 
         Raises:
             KeyError: There is no axis of that name.
-            IndexError: There are not so many axes.
+            IndexError: There is no axis of that number.
         """
         if isinstance(which, str):
             if self.names is None or which not in self.names:
@@ -110,11 +112,11 @@ class MeshSpec:
                 )
             return self.names.index(which)
         if not -self.ndim <= which < self.ndim:
-            raise IndexError(f"axis {which} of a mesh that has {self.ndim}: {self}")
+            raise IndexError(f"axis {which} does not exist in a mesh of {self.ndim} axes: {self}")
         return which % self.ndim
 
     def coordinate(self, rank: int) -> Ints | None:
-        """The coordinate of a rank along each axis; None if it is not in the mesh."""
+        """The index of ``rank`` along each axis; None if the rank is not in the mesh."""
         if rank not in self.ranks:
             return None
         rest, places = self.ranks.index(rank), []
@@ -176,10 +178,10 @@ class MeshSpec:
         return found
 
     def flattened(self, name: str | None = None) -> MeshSpec:
-        """The same ranks along one axis.
+        """A mesh of one axis with the same ranks in the same order.
 
         Args:
-            name: The axis's; by default the names joined by underscores.
+            name: The axis's name; by default all names joined by underscores.
         """
         if name is None and self.names is not None:
             name = "_".join(self.names)
@@ -188,7 +190,7 @@ class MeshSpec:
     def unflattened(
         self, axis: int | str, sizes: Sequence[int], names: Iterable[str] | None
     ) -> tuple[MeshSpec, int]:
-        """The same ranks with an axis replaced by several, and the number of the first of them.
+        """The mesh with one axis replaced by several, and the number of the first new axis.
 
         Raises:
             ValueError: The product of the sizes is not the axis's length, or the names do not fit.
@@ -203,28 +205,31 @@ class MeshSpec:
         lengths = whole_numbers(sizes, _SHAPE)
         if math.prod(lengths) != self.shape[number]:
             raise ValueError(
-                f"axis {axis!r} has {self.shape[number]} ranks, which are not {lengths}: the "
-                f"product of the sizes is the axis's length"
+                f"axis {axis!r} has {self.shape[number]} ranks, but the product of the sizes "
+                f"{lengths} is {math.prod(lengths)}: both must be equal"
             )
         inner = None if names is None else _checked_names(names, len(lengths))
         if (inner is None) != (self.names is None):
-            raise ValueError(f"all axes have names, or none: the mesh {self} was to get {inner}")
+            raise ValueError(
+                f"all axes must have names, or none: mesh {self} cannot get axes of names {inner}"
+            )
         shape = (*self.shape[:number], *lengths, *self.shape[number + 1 :])
         known = self.names or ()
         all_names = (*known[:number], *(inner or ()), *known[number + 1 :]) or None
         return MeshSpec(shape, self.ranks, all_names), number
 
     def without(self, lost: Collection[int], axis: int | str = 0) -> MeshSpec:
-        """The mesh that is left without some ranks: whole slices across an axis, in their order.
+        """The mesh without each slice across ``axis`` that has a rank of ``lost``.
 
-        Every slice that has one of them goes as a whole, so that the other axes keep their lengths.
+        A slice is the ranks with the same index along ``axis``. Slices go as a whole, so that the
+        other axes keep their lengths.
 
         Args:
-            lost: Ranks; those that are not in the mesh do not count.
+            lost: Global ranks; ranks outside the mesh do not count.
             axis: The axis that becomes shorter.
 
         Raises:
-            ValueError: No slice is whole.
+            ValueError: Every slice has a rank of ``lost``.
 
         Example:
             >>> mesh = MeshSpec.regular((3, 2), ("dp", "tp"))

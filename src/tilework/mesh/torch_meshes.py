@@ -12,13 +12,15 @@ from tilework.comm.world import current_world, native_group
 
 
 def is_torch_mesh(value: Any) -> bool:
-    """True for a mesh of torch.distributed's."""
+    """True if ``value`` is a mesh of torch.distributed."""
     kind = type(value)
     return kind.__name__ == "DeviceMesh" and kind.__module__.startswith("torch.distributed")
 
 
 def adopt_torch_world() -> bool:
-    """True if torch's default group has become the default one here too: there is no other. Local.
+    """Make torch's default group tilework's default group, too, unless tilework made one itself.
+
+    True if the default group has changed. Local.
 
     Raises:
         ValueError: tilework's default group numbers the ranks otherwise.
@@ -42,9 +44,10 @@ def adopt_torch_world() -> bool:
 
 
 def torch_part(mesh: Any, names: tuple[str, ...] | None) -> Any:
-    """The part of a mesh of torch's along the named axes; None if it has none, or there is none.
+    """The part of ``mesh``, a mesh of torch.distributed, along the axes ``names``. Local.
 
-    Local. torch takes axes in the order of the mesh only; and any axis made by flattening.
+    None if ``mesh`` or ``names`` is None, or if torch refuses the names: it takes axes in the order
+    of the mesh only, and any axis made by flattening.
     """
     if mesh is None or names is None:
         return None
@@ -57,9 +60,10 @@ def torch_part(mesh: Any, names: tuple[str, ...] | None) -> Any:
 
 
 def flattened_in_torch(mesh: Any, name: str) -> Any:
-    """The mesh of torch's with all axes as one; None if the root has an axis of that name.
+    """``mesh``, a mesh of torch.distributed, with all axes flattened to an axis ``name``.
 
-    Collective over all ranks of torch's default group the first time.
+    None if torch refuses, because the root mesh has an axis of that name. The first time this is
+    collective over all ranks of torch's default group.
     """
     try:
         return mesh._flatten(name)
@@ -68,7 +72,9 @@ def flattened_in_torch(mesh: Any, name: str) -> Any:
 
 
 def new_torch_mesh(device_type: str, ranks: Tensor, names: tuple[str, ...] | None) -> Any:
-    """A mesh of torch's, with new groups. Collective over all ranks of torch's default group.
+    """A mesh of torch.distributed with new groups.
+
+    Collective over all ranks of torch's default group.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.

@@ -10,7 +10,7 @@ class TorchMeshNames:
     """Methods of a mesh under the names that they have in torch."""
 
     def _flatten(self: Any, mesh_dim_name: str | None = None, backend_override: Any = None) -> Any:
-        """:meth:`DeviceMesh.flatten`."""
+        """The same as :meth:`DeviceMesh.flatten`."""
         return self.flatten(mesh_dim_name, backend_override)
 
     def _unflatten(
@@ -20,29 +20,30 @@ class TorchMeshNames:
         mesh_dim_names: Iterable[str],
         backend_override: Any = None,
     ) -> Any:
-        """:meth:`DeviceMesh.unflatten`."""
+        """The same as :meth:`DeviceMesh.unflatten`."""
         return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
 
     @classmethod
     def _concatenate(cls: Any, device_mesh_list: Sequence[Any]) -> Any:
-        """:meth:`DeviceMesh.concatenate`."""
+        """The same as :meth:`DeviceMesh.concatenate`."""
         return cls.concatenate(device_mesh_list)
 
 
 def backends_of_axes(
     override: Any, names: Sequence[str] | None, ndim: int
 ) -> tuple[str | None, ...]:
-    """The backend of the groups along each axis; None: that of the default group.
+    """The backend of the groups along each axis; None: the default group's backend.
 
     Args:
-        override: A backend's name, or a pair of it and options, by axis (a number or a name); or a
-            sequence with one, or None, for each axis; or None.
-        names: The axes'.
-        ndim: Their number.
+        override: A dict of backends by axis (a number or a name); a sequence with a backend or None
+            for each axis; or None. A backend is a name, or a pair of a name and options, which are
+            ignored.
+        names: The names of the axes; None: they have no names.
+        ndim: The number of axes.
 
     Raises:
         ValueError: An axis does not exist or is named twice, or the sequence has another length.
-        TypeError: It is something else.
+        TypeError: ``override`` or a backend in it has another type.
 
     Example:
         >>> backends_of_axes({"tp": "gloo"}, ("dp", "tp"), 2)
@@ -67,8 +68,8 @@ def backends_of_axes(
         number = known.index(axis) if axis in known else axis
         if not isinstance(number, int) or not 0 <= number < ndim or number in backends:
             raise ValueError(
-                f"backend_override names axis {axis!r}, and the mesh has "
-                f"{', '.join(known) or f'{ndim} without names'}, each to be named once at most"
+                f"backend_override names axis {axis!r}, which does not exist or is named twice; "
+                f"the mesh has the axes {', '.join(known) or f'0 to {ndim - 1}'}"
             )
         backends[number] = _backend_name(backend)
     return tuple(backends.get(number) for number in range(ndim))
