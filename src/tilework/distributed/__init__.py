@@ -252,7 +252,7 @@ __all__ = [
 if not TYPE_CHECKING:  # which would take any name for one that is here
 
     def __getattr__(name: str) -> Any:
-        """An underscored name, as some of torch's module have them; or an error about a name."""
+        """The object with an underscored name of torch's module; an error for any other name."""
         if name in distributed_c10d.__all__:
             return getattr(distributed_c10d, name)
         return refuse_left_out(__name__, name)

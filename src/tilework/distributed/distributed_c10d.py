@@ -64,17 +64,17 @@ def _get_process_group_name(group: AnyGroup) -> str:
 
 
 def _get_group_size_by_name(group_name: str) -> int:
-    """The number of ranks of this rank's group of that name."""
+    """The number of ranks in this rank's group of the name ``group_name``."""
     return _resolve_process_group(group_name).size()
 
 
 def _get_default_timeout(backend: str) -> timedelta:
-    """The time that operations wait for other ranks unless another is given."""
+    """The time that operations of any backend wait for other ranks, unless another is given."""
     return DEFAULT_TIMEOUT
 
 
 def _get_pg_default_device(group: AnyGroup = None) -> torch.device:
-    """The device that object collectives of ``group`` go over."""
+    """The device of the tensors that carry the objects of ``group``'s object collectives."""
     resolved = resolve(group)
     if isinstance(resolved, NonMember):
         raise ValueError(f"this rank is not in {resolved!r}")
@@ -92,7 +92,10 @@ def _set_pg_timeout(timeout: timedelta, group: AnyGroup = None) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """The names of ``tilework.distributed``, and one that stands above it: imported when asked."""
+    """A name of ``tilework.distributed``, or ``_compute_bucket_assignment_by_size``.
+
+    Raises AttributeError for other names.
+    """
     if name == "_compute_bucket_assignment_by_size":
         from tilework.parallel.data_parallel import buckets
 

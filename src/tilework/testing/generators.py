@@ -68,10 +68,10 @@ def own_generators() -> Iterator[None]:
 
 
 class OwnDraws(TorchFunctionMode):
-    """While entered: this thread fills plain tensors from the rank's own generator.
+    """While entered, random functions of torch draw from the rank's own generator in this thread.
 
-    Functions of torch that draw run with the state of the rank's generator in torch's default
-    generator, one thread at a time. A rank that seeds thus gets the numbers of a separate process,
+    A random function runs while torch's default generator has the state of the rank's generator, in
+    a single thread at a time. A rank that seeds thus gets the numbers of a separate process,
     whatever other ranks draw meanwhile.
     """
 
@@ -96,7 +96,7 @@ class OwnDraws(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The result of ``func``, with numbers of this rank's generator if it draws any."""
+        """The result of ``func``, which draws from this rank's generator if it draws at all."""
         keywords = kwargs or {}
         drawing = getattr(func, "__name__", "") in _DRAWING
         if not drawing or keywords.get("generator") is not None:
@@ -122,7 +122,7 @@ def _of_class(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """The result of the first class of tensors that takes ``func``."""
+    """Call ``func`` as the first of the tensor classes ``types`` that implements it; the result."""
     for kind in types:
         result = kind.__torch_function__(func, types, args, kwargs)  # type: ignore[attr-defined]
         if result is not NotImplemented:
@@ -135,7 +135,7 @@ _draws: ContextVar[OwnDraws | None] = ContextVar("tilework_draws", default=None)
 
 
 class _Patch:
-    """Replaces torch's functions for as long as somebody needs it."""
+    """Replaces torch's functions of random state from the first ``enter`` to the last ``leave``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,9 +181,10 @@ def _of_rank(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forking(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``fork_rng`` in which a rank still draws from its own generator.
+    """A replacement of ``fork_rng`` within which a rank still draws from the rank's own generator.
 
-    torch recomputes checkpointed layers in it, within backward, where all modes are off.
+    torch recomputes checkpointed layers within ``fork_rng`` in backward, where :class:`OwnDraws`
+    and all other modes are off.
     """
 
     @wraps(original)

@@ -52,7 +52,7 @@ class Host:
         return _run("ip", "netns", "exec", self.name, *command)
 
     def sent_bytes(self) -> int:
-        """The number of bytes sent over the link, with all headers."""
+        """The number of bytes that this host has sent over the link, with all headers."""
         return int(self.run("cat", f"/sys/class/net/{self.interface}/statistics/tx_bytes"))
 
 
@@ -128,7 +128,11 @@ def joined(
     backend: str | None = "hybrid",
     timeout: timedelta = timedelta(seconds=30),
 ) -> Iterator[dist.Store]:
-    """Make this process, which must have no other thread, a rank of a group of all ranks."""
+    """Make this process rank ``rank`` of a default group of all ranks, on ``hosts[host_of[rank]]``.
+
+    Gives the store that the ranks met at. The process must have no other thread, and stays on the
+    host after the block.
+    """
     hosts[host_of[rank]].enter()
     address, size = hosts[host_of[0]].address, len(host_of)
     with dist.TCPStore(address, _PORT, size, rank == 0, timeout, secret=b"two hosts") as store:

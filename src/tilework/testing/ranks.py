@@ -38,7 +38,7 @@ _GRACE_SECONDS = 3.0
 
 @dataclass
 class _Outcome:
-    """The end of a rank."""
+    """The result of a rank's program, or the error and the time of the error."""
 
     result: Any = None
     error: BaseException | None = None
@@ -92,7 +92,7 @@ def run_ranks(
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, got {n}")
     if kind not in get_args(Kind):
-        raise ValueError(f"ranks are of kind 'threads' or 'processes', got {kind!r}")
+        raise ValueError(f"kind must be 'threads' or 'processes', got {kind!r}")
     program = _Program(fn, args, n, backend, timeout, init)
     with watch.armed():
         outcomes = _in_threads(program) if kind == "threads" else _in_processes(program)
@@ -118,7 +118,7 @@ def _raise_first(outcomes: Sequence[_Outcome], failed: Sequence[int]) -> NoRetur
 
 @dataclass
 class _Program:
-    """The program of each rank."""
+    """The program that each rank runs, and the arguments of :func:`run_ranks` for it."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -128,7 +128,10 @@ class _Program:
     init: bool
 
     def run(self, rank: int, store: Store, default_backend: str) -> Any:
-        """Run the program on one rank, in a separate World."""
+        """Run the program as rank ``rank``, in the current World; return the program's result.
+
+        With ``init``, make the default group before, and destroy it after.
+        """
         if not self.init:
             return self.fn(rank, *self.args)
         init_process_group(
@@ -309,7 +312,7 @@ def _pickled(outcome: _Outcome) -> bytes:
 
 
 def _collect(program: _Program, children: Sequence[_Child]) -> None:
-    """Read the ranks' outcomes until all have ended, or time is up."""
+    """Read the outcomes of forked ranks from the pipes until all have ended, or time is up."""
     deadline = time.monotonic() + program.timeout.total_seconds() + 1.0
     with selectors.DefaultSelector() as selector:
         for child in children:

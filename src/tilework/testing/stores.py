@@ -72,7 +72,7 @@ _WRONG_VALUES: Sequence[Callable[[Store], object]] = (
 
 
 class Background:
-    """A call in a separate thread."""
+    """A call of ``fn`` in a separate thread, which begins at once."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         self._fn = fn
@@ -81,7 +81,7 @@ class Background:
         self._thread.start()
 
     def result(self) -> Any:
-        """The result of the call; raises its exception."""
+        """Wait for the call; return the result, or raise the exception of the call."""
         self._thread.join(LONG.total_seconds())
         assert not self._thread.is_alive(), "the call has not come back"
         if isinstance(self._outcome, BaseException):
@@ -122,7 +122,7 @@ class StoreContract(ABC):
 
     @pytest.fixture
     def pair(self, tmp_path: Path) -> Iterator[Pair]:
-        """Two ends of one store, with a time-out that does not pass."""
+        """Two handles of one store, with a timeout that no test reaches."""
         with self.open_pair(tmp_path) as pair:
             for store in pair:
                 store.set_timeout(LONG)

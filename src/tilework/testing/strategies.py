@@ -32,7 +32,7 @@ _EXACT = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 def dtypes() -> st.SearchStrategy[torch.dtype]:
-    """Any dtype of the contract."""
+    """Any dtype that process groups support."""
     return st.sampled_from(DTYPES)
 
 
@@ -54,7 +54,7 @@ def cases() -> st.SearchStrategy[Case]:
 
 @dataclass(frozen=True)
 class RandomOperation:
-    """An operation of a program."""
+    """An operation of a random program, with the arguments."""
 
     #: The name of the operation.
     operation: str
@@ -74,7 +74,7 @@ class RandomOperation:
         return self.case.make(self.seed + 3 * rank + part)
 
     def value(self, rank: int, part: int = 0) -> Tensor:
-        """:meth:`contribution`, contiguous."""
+        """The values of :meth:`contribution` in a contiguous tensor."""
         return self.case.value(self.seed + 3 * rank + part)
 
     def rows(self, src: int, dst: int) -> int:
@@ -97,7 +97,7 @@ class RandomProgram:
 
 @st.composite
 def steps(draw: st.DrawFn, n: int) -> RandomOperation:
-    """Any operation with arguments that are legal on ``n`` ranks."""
+    """Any operation, with arguments that are legal on ``n`` ranks."""
     case = draw(cases())
     return RandomOperation(
         operation=draw(st.sampled_from(sorted(OPERATIONS))),
@@ -111,7 +111,7 @@ def steps(draw: st.DrawFn, n: int) -> RandomOperation:
 
 @st.composite
 def programs(draw: st.DrawFn, max_ranks: int = 4, max_steps: int = 12) -> RandomProgram:
-    """A few ranks and a few operations.
+    """A program of at most ``max_ranks`` ranks and ``max_steps`` operations.
 
     Example:
         >>> from hypothesis import given

@@ -46,7 +46,7 @@ def all_gather(tensor: Tensor, group: Group = None) -> tuple[Tensor, ...]:
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Group = None) -> tuple[Tensor, ...]:
-    """Each rank's ``tensor`` on rank ``dst``; zeros on the others.
+    """Each rank's ``tensor`` on rank ``dst``; zeros on the other ranks.
 
     Example:
         >>> import torch
@@ -86,7 +86,7 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: Group = None) -> Ten
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Op = ReduceOp.SUM, group: Group = None
 ) -> Tensor:
-    """The combination of the ``input_list[rank]`` of all ranks, for this rank. Differentiable.
+    """The reduction of all ranks' ``input_list[r]``, on each rank r. Differentiable.
 
     ``output`` receives the result, too.
 
@@ -105,11 +105,11 @@ def reduce_scatter(
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Group = None
 ) -> tuple[Tensor, ...]:
-    """The tensors that each rank has for this rank.
+    """The tensors that each rank sends to this rank, in the order of the ranks.
 
     Args:
-        output_tensor_list: A tensor for each rank, of the shape of the tensor that the rank sends.
-        input_tensor_list: A tensor for each rank, to send to it.
+        output_tensor_list: For each rank a tensor of the shape that the rank sends; overwritten.
+        input_tensor_list: For each rank the tensor to send to that rank.
 
     Example:
         >>> import torch
@@ -135,7 +135,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
 ) -> Tensor:
-    """The rows that each rank's ``input`` has for this rank, in the shape of ``output``.
+    """The rows that all ranks send to this rank, in the shape of ``output``.
 
     Args:
         output: A tensor that receives rows (dim 0) from each rank, in the order of the ranks.
@@ -156,12 +156,12 @@ def all_to_all_single(
 
 
 def _rows(stacked: Tensor) -> tuple[Tensor, ...]:
-    """The rows of a collective's result, each of which waits for it."""
+    """Wait for ``stacked``, the result of a collective; return a tensor for each row (dim 0)."""
     return tuple(api.wait_tensor(stacked).unbind(0))
 
 
 def _filled(output: Tensor, result: Tensor) -> Tensor:
-    """``result``, whose values ``output`` gets, too."""
+    """Copy ``result``, the result of a collective, into ``output``; return the result."""
     result = api.wait_tensor(result)
     output.detach().copy_(result.detach())
     return result

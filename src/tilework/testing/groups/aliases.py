@@ -14,7 +14,7 @@ _F32 = torch.float32
 
 
 class AliasSuite(GroupSuite):
-    """Operations in place: as if the input had been copied first, or refused."""
+    """Outputs that share memory with inputs: as if the input had been copied first, or refused."""
 
     def test_all_gather_in_place(self, n: int) -> None:
         def body(rank: int) -> None:

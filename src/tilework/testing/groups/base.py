@@ -32,7 +32,7 @@ LONG = timedelta(seconds=20)
 
 
 def needs(*promises: Capability) -> Callable[[Tests], Tests]:
-    """Mark a test, or a class of tests, that needs all ``promises`` of a backend."""
+    """Mark a test, or a class of tests: skipped for backends that lack any of ``promises``."""
 
     def mark(tests: Tests) -> Tests:
         if isinstance(tests, type):
@@ -92,7 +92,7 @@ class GroupSuite(ABC):
             metafunc.parametrize("async_op", [False, True], ids=["sync", "async"])
 
     def cases(self) -> Iterator[Case]:
-        """Shapes, dtypes and layouts to try every operation with."""
+        """The shapes, dtypes and layouts that every operation is tried with."""
         return cases(self.dtypes)
 
     def sums(self) -> Iterator[Case]:
@@ -105,7 +105,7 @@ class GroupSuite(ABC):
 
 
 def finish(work: dist.Work | None, async_op: bool) -> None:
-    """Check that the synchronous form returned None, or wait for the asynchronous one."""
+    """Wait for ``work`` if ``async_op`` is true; else check that the operation returned None."""
     if not async_op:
         assert work is None, f"a synchronous operation returned {work!r}"
         return
@@ -155,13 +155,13 @@ def refused(*words: str) -> Iterator[None]:
 
 
 def started(work: dist.Work | None) -> dist.Work:
-    """The Work that an asynchronous operation must return."""
+    """``work``, which an asynchronous operation returned, after a check that it is a Work."""
     assert isinstance(work, dist.Work), f"an asynchronous operation returned {work!r}"
     return work
 
 
 def inside(group: AnyGroup) -> dist.ProcessGroup:
-    """A group that this rank must be a member of."""
+    """``group``, after a check that this rank is in it."""
     assert isinstance(group, dist.ProcessGroup), f"a member was given {group!r}"
     return group
 

@@ -76,7 +76,7 @@ _ODD = {
 
 @needs(Capability.COMPARISON)
 class MismatchSuite(GroupSuite):
-    """Ranks that call different things all raise CollectiveMismatchError, naming both."""
+    """Ranks that call different things all raise CollectiveMismatchError, which names the calls."""
 
     def assert_mismatch(self, common: _Call, odd: _Call, *words: str) -> None:
         """Rank 1 of three calls ``odd``, the others ``common``; all ranks must raise soon."""
@@ -440,7 +440,7 @@ class TimeoutSuite(GroupSuite):
 
 
 class MisuseSuite(GroupSuite):
-    """Nonsense within one call is a ValueError or TypeError; nothing moves, the group lives."""
+    """Wrong arguments of a call raise ValueError or TypeError; nothing moves, the group lives."""
 
     def test_wrong_list_lengths(self) -> None:
         one = [torch.ones(2)]

@@ -12,7 +12,7 @@ _F32 = torch.float32
 
 
 def parcel(src: int, dst: int) -> int:
-    """The number of rows that ``src`` sends to ``dst``: uneven, sometimes none."""
+    """The number of rows that rank ``src`` sends to rank ``dst``: uneven, sometimes none."""
     return (src + 2 * dst) % 4
 
 

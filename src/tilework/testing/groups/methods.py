@@ -12,7 +12,7 @@ _F32 = torch.float32
 
 
 def mine(rank: int, *shape: int) -> torch.Tensor:
-    """The contribution of a rank."""
+    """The tensor that ``rank`` contributes, of ``shape`` or of 4 elements."""
     return pattern(rank, shape or (4,), _F32)
 
 

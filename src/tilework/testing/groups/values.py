@@ -93,13 +93,13 @@ class Case:
         return f"{self.layout} {self.dtype} of shape {list(self.shape)}"
 
     def value(self, seed: int) -> Tensor:
-        """The values of :meth:`make`, contiguous and fresh."""
+        """The values of :meth:`make` in a new contiguous tensor."""
         if self.layout == "expanded":
             return self.make(seed).clone(memory_format=torch.contiguous_format)
         return pattern(seed, self.shape, self.dtype)
 
     def make(self, seed: int) -> Tensor:
-        """The contribution of ``seed`` in this layout."""
+        """A tensor in this layout, with values that follow from ``seed``."""
         if self.layout == "expanded" and self.shape:
             thin = pattern(seed, (1, *self.shape[1:]), self.dtype)
             return thin.expand(self.shape)
