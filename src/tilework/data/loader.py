@@ -27,26 +27,29 @@ class DataLoader(TorchDataLoader[T_co]):
     with a batch of ``global_batch_size`` rows, for any number of ranks. The seed, the epoch and the
     rank seed the random numbers of workers: ranks augment differently, and a run can be repeated.
 
-    :meth:`state_dict` counts the rows that were taken, so another number of ranks can go on there.
+    :meth:`state_dict` counts the rows that all ranks have taken, and a loader on another number of
+    ranks can go on there.
 
     Args:
         dataset: A dataset with a length, or an iterable dataset. Each rank iterates over the whole
-            of an iterable dataset, in each worker, and keeps every n-th row.
-        batch_size: Rows in a batch of this rank.
+            of an iterable dataset, in each worker, and keeps every n-th row, for n ranks.
+        batch_size: The number of rows in a batch of one rank.
         shuffle: Whether each epoch has another order; not for iterable datasets.
-        global_batch_size: Rows in a step of all ranks, instead of ``batch_size``.
+        global_batch_size: The number of rows in a step of all ranks together, instead of
+            ``batch_size``.
         seed: The seed of the order and of the workers; the same on each rank.
-        uneven: Where rows do not divide evenly: see :class:`DistributedSampler`. With ``"keep"``
-            ranks may have different numbers of batches: train within ``join()``.
+        uneven: What happens if rows do not divide evenly: see :class:`DistributedSampler`. With
+            ``"keep"`` ranks may have different numbers of batches: train within ``join()``.
         drop_last: Whether a last batch that is not full is left out.
         group: The ranks that share the rows; None: the default group, or this process alone if
             there is none.
         mesh: The mesh along whose axes rows are divided, instead of a group: ``mesh["dp"]``.
-        options: The rest of torch's, such as ``num_workers`` and ``collate_fn``.
+        options: Other options of torch's DataLoader, such as ``num_workers``.
 
     Raises:
-        ValueError: Contradictory arguments; or ranks were given different ones (on every rank).
-        TypeError: A sampler is given: rows are taken by the loader's own.
+        ValueError: Arguments contradict each other; or, on every rank, ranks were given different
+            arguments.
+        TypeError: A sampler is given, but the loader makes the sampler itself.
 
     Example:
         >>> from tilework.testing import run_ranks
@@ -102,15 +105,15 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is iterated, or comes next."""
+        """The number of the epoch that is being iterated; between epochs, of the next epoch."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, from the start of it."""
+        """Let the next iteration be this epoch, from the first row on."""
         self._epoch, self._resume_at, self._taken_before, self._batches = epoch, 0, 0, 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """This rank's batches; after a resumption, first those that are left of the epoch."""
+        """This rank's batches of one epoch; after :meth:`load_state_dict`, of the epoch's rest."""
         if self._seeded is not None:
             place = (self._seed * 1_000_003 + self._epoch) * 65_537 + self._division.rank
             self._seeded.manual_seed(place % (1 << 63))
@@ -134,9 +137,9 @@ class DataLoader(TorchDataLoader[T_co]):
         return cast(int, self.batch_size) * self._division.ranks
 
     def state_dict(self) -> dict[str, int]:
-        """The place of the loop: the epoch, and the rows of the epoch that the ranks have taken.
+        """The epoch, and the number of rows that all ranks together have taken in it.
 
-        Local, and alike on ranks that are at the same step. A batch counts once it was returned.
+        Local, and equal on ranks that are at the same step. A batch counts once the loop got it.
         """
         taken = self._resume_at or self._taken_before + self._batches * self._rows_of_a_step
         if self._own_sampler is not None:
@@ -146,15 +149,16 @@ class DataLoader(TorchDataLoader[T_co]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next iteration go on where :meth:`state_dict` was taken. Local.
 
-        Of an iterable dataset the rows before are read again, and left out.
+        An iterable dataset is read again from the start, and the earlier rows are skipped.
 
         Raises:
-            ValueError: The state is that of another seed, or of a longer dataset.
+            ValueError: The state has another seed, or more rows than the dataset has.
         """
         if state["seed"] != self._seed:
             raise ValueError(
                 f"the state was saved with seed={state['seed']}, and this loader has "
-                f"seed={self._seed}: it would take rows in another order"
+                f"seed={self._seed}: it would take rows in another order. "
+                f"Make the loader with the saved seed"
             )
         taken = state["rows_taken"]
         if self._own_sampler is not None:
@@ -162,14 +166,14 @@ class DataLoader(TorchDataLoader[T_co]):
         elif taken % self._rows_of_a_step:
             raise ValueError(
                 f"cannot resume an iterable dataset after {taken} rows in steps of "
-                f"{self._rows_of_a_step} rows: take the batch size that it was saved with"
+                f"{self._rows_of_a_step} rows: use the batch size that the state was saved with"
             )
         self.set_epoch(state["epoch"])
         self._resume_at = taken
 
 
 class _RankRows(IterableDataset[Any]):
-    """The rows of one rank in the stream of an iterable dataset."""
+    """An iterable dataset of this rank's rows: every ``ranks``-th row of another dataset."""
 
     def __init__(self, dataset: IterableDataset[Any], division: Division) -> None:
         self.dataset, self.division = dataset, division
@@ -194,7 +198,7 @@ def _check(
     global_batch_size: int | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Raise if one rank's arguments alone are wrong."""
+    """Raise if the arguments of this rank are wrong, whatever other ranks were given."""
     for name in ("sampler", "batch_sampler"):
         if options.get(name) is not None:
             raise TypeError(
@@ -214,7 +218,7 @@ def _check(
 
 
 def _rows_of_a_batch(batch_size: int | None, global_batch_size: int | None, ranks: int) -> int:
-    """The number of rows in a batch of one rank."""
+    """The number of rows in a batch of one rank; raises if the global batch is not divisible."""
     if global_batch_size is None:
         return 1 if batch_size is None else batch_size
     rows, rest = divmod(global_batch_size, ranks)

@@ -18,9 +18,10 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
 
     Args:
         length: The number of rows.
-        shuffle: Whether each epoch has another order; else all have that of the dataset.
-        seed: Of the order.
-        epoch: Added to the seed, as torch's DistributedSampler does: both give the same order.
+        shuffle: True: each epoch has another order. False: all have the order of the dataset.
+        seed: The seed of the order.
+        epoch: The number of the epoch, which is added to the seed. The order is the same as that of
+            torch's DistributedSampler.
 
     Example:
         >>> epoch_order(4, shuffle=False, seed=0, epoch=0).tolist()
@@ -35,11 +36,11 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
 class Division:
     """A division of rows among ranks: rank r takes every ``ranks``-th row, beginning with row r.
 
-    So if each rank takes ``b`` rows at a time, the ranks together take the next ``b * ranks`` rows
-    of the order, whatever their number: batches are those of one process.
+    If each rank takes ``b`` rows at a time, the ranks together take the next ``b * ranks`` rows of
+    the order. Their batches together are those of one process, whatever the number of ranks.
 
     Raises:
-        ValueError: The rank does not fit their number, or ``uneven`` is not one of the three.
+        ValueError: The rank is not from 0 to ``ranks - 1``, or ``uneven`` is not valid.
     """
 
     rank: int
@@ -57,14 +58,14 @@ class Division:
             raise ValueError(f"uneven must be one of {expected}, got {self.uneven!r}")
 
     def count(self, length: int) -> int:
-        """The number of rows that this rank has of ``length``."""
+        """The number of rows that this rank gets of ``length`` rows."""
         full, rest = divmod(length, self.ranks)
         if self.uneven == "pad":
             return full + (rest > 0)
         return full if self.uneven == "drop" else full + (self.rank < rest)
 
     def part(self, order: Tensor, start: int = 0) -> Tensor:
-        """This rank's rows of ``order``, once the ranks have taken the first ``start`` of it.
+        """This rank's rows of ``order`` after the first ``start`` rows, which ranks have taken.
 
         Example:
             >>> order = epoch_order(5, shuffle=False, seed=0, epoch=0)

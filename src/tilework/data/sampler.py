@@ -26,10 +26,11 @@ class DistributedSampler(Sampler[int]):
     Args:
         dataset: Anything that has a length, the same on each rank.
         num_replicas: The number of ranks that share the rows; None: those of ``mesh`` or ``group``.
-        rank: This rank's number among them; together with ``num_replicas``.
-        shuffle: Whether each epoch has another order; the order is torch's.
+        rank: This rank's number among these ranks. Give both ``rank`` and ``num_replicas``, or
+            neither.
+        shuffle: Whether each epoch has another order; the order is that of torch's class.
         seed: The seed of the order; the same on each rank.
-        drop_last: Torch's name for ``uneven="drop"``.
+        drop_last: True means ``uneven="drop"``, as in torch.
         uneven: The treatment of rows that do not divide evenly. ``"pad"`` repeats the first rows,
             so that all ranks have the same number; ``"drop"`` leaves out the last rows; ``"keep"``
             gives some ranks one row more, for evaluation or for training within ``join()``.
@@ -39,7 +40,8 @@ class DistributedSampler(Sampler[int]):
             tensor-parallel group, for example.
 
     Raises:
-        ValueError: Contradictory arguments; or ranks were given different ones (on every rank).
+        ValueError: Arguments contradict each other; or, on every rank, ranks were given different
+            arguments.
         TypeError: The dataset has no length.
 
     Example:
@@ -106,7 +108,7 @@ class DistributedSampler(Sampler[int]):
         return self.division.count(self._length)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's rows of the epoch, in order; the first time after a resumption, the rest."""
+        """This rank's rows of the epoch, in order; after :meth:`resume`, once only the rest."""
         start, self._start = self._start, 0
         order = epoch_order(self._length, self.shuffle, self.seed, self.epoch)
         return self._counted(self.division.part(order, start).tolist(), start)
@@ -117,32 +119,32 @@ class DistributedSampler(Sampler[int]):
             yield row
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which gives the order; torch's habit at the start of each epoch.
+        """Choose the epoch, which decides the order. Call it at the start of each epoch.
 
-        An epoch that was resumed goes on with the rows that are left.
+        A resumed epoch, if it is chosen again, goes on with the rows that are left.
         """
         if epoch != self.epoch:
             self._start = self._taken = 0
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and the number of rows of it that all ranks together have taken. Local.
+        """The epoch, and the number of rows that all ranks together have taken in it. Local.
 
-        A row counts once the sampler has handed it out. torch's DataLoader asks for rows before
-        they are used if it has workers; :class:`tilework.data.DataLoader` counts those used.
+        A row counts once the sampler has handed it out. torch's DataLoader with workers asks for
+        rows before they are used; :class:`tilework.data.DataLoader` only counts used rows.
         """
         return {"epoch": self.epoch, "taken": self._taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a state of :meth:`state_dict`, of as many ranks or of others. Local.
+        """Go on from a state of :meth:`state_dict`, perhaps of another number of ranks. Local.
 
         Raises:
-            ValueError: The epoch has not as many rows.
+            ValueError: The dataset has fewer rows than were taken.
         """
         self.resume(state["epoch"], state["taken"])
 
     def resume(self, epoch: int, taken: int) -> None:
-        """Let the next iteration begin within an epoch.
+        """Let the next iteration go on in an epoch after the rows that were taken.
 
         Args:
             epoch: The epoch.
@@ -150,7 +152,7 @@ class DistributedSampler(Sampler[int]):
                 may have been more ranks or fewer then.
 
         Raises:
-            ValueError: The epoch has not as many rows.
+            ValueError: The dataset has fewer rows than were taken.
         """
         if not 0 <= taken <= self._length:
             raise ValueError(f"cannot resume after {taken} rows: the dataset has {self._length}")
@@ -163,9 +165,9 @@ def divide(
     mesh: DeviceMesh | None,
     facts: Callable[[], Mapping[str, Any]],
 ) -> Division:
-    """The division among the ranks of a group or mesh, once they have the same ``facts``.
+    """Divide rows among the ranks of a group or mesh, once all have given equal ``facts``.
 
-    Collective over these ranks; blocks.
+    Collective over these ranks; blocks. Without a group and a mesh: all ranks, or this process.
 
     Raises:
         ValueError: Both a group and a mesh are given, this rank is in neither, or facts differ.
