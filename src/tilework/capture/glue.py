@@ -26,13 +26,15 @@ _TensorGuards: Any = getattr(_guards, "TensorGuards", None)
 
 
 class ProgramConditions(NamedTuple):
-    """The conditions of a program besides its inputs.
+    """The conditions under which a recorded program may run, besides the layouts of inputs.
 
     Attributes:
-        options: Options of optimizers, which are inputs.
-        way: Objects on the way to the inputs: (place, object).
-        constants: Numbers, texts and flags that the step may have read: (place, value).
-        guards: Comparisons of options, and their results.
+        options: Floats of optimizers, such as learning rates, which are inputs and may change.
+        way: The objects that lead to inputs: (place, object). The same object must be there.
+        constants: Numbers, texts and flags that the step may have read: (place, value). The value
+            must be equal.
+        guards: Comparisons of options by the step: (function, arguments, recorded result). The
+            result must be the same.
     """
 
     options: list[Option]
@@ -42,7 +44,7 @@ class ProgramConditions(NamedTuple):
 
 
 class _Source:
-    """Lines of a function, and the objects that they name."""
+    """A generated Python function: lines of code, and the objects that names in them mean."""
 
     def __init__(self) -> None:
         self.scope: dict[str, Any] = {
@@ -54,7 +56,7 @@ class _Source:
         self._names: dict[int, str] = {}
 
     def name(self, thing: Any) -> str:
-        """A name for an object."""
+        """The name by which the code refers to an object."""
         if thing is None or thing is True or thing is False:
             return repr(thing)
         name = self._names.get(id(thing))
@@ -64,7 +66,7 @@ class _Source:
         return name
 
     def read(self, place: StatePlace) -> str:
-        """Python code that reads a place."""
+        """A Python expression that reads a place."""
         owner = self.name(place.owner)
         if place.how == "item":
             key = repr(place.key) if isinstance(place.key, str | int) else self.name(place.key)
@@ -81,7 +83,7 @@ class _Source:
         return f"{owner}.{place.key}"
 
     def function(self, name: str, parameter: str) -> Callable[..., Any]:
-        """The function of the lines."""
+        """Compile the lines into a function of this name and these parameters."""
         text = f"def {name}({parameter}):\n" + "\n".join(f"    {line}" for line in self.lines)
         exec(compile(text, f"<{name} of a program>", "exec"), self.scope)
         function: Callable[..., Any] = self.scope[name]
@@ -89,10 +91,11 @@ class _Source:
 
 
 def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Tensor] | None]:
-    """The function before a program: from the leaves of the arguments to the inputs.
+    """Make the function that runs before a program: it checks conditions and returns the inputs.
 
-    It returns None if something has changed; the record may still hold then. Layouts of inputs that
-    stay the same tensors are left to :func:`layouts_hold`.
+    It takes the leaves of the arguments. It returns None if a check fails; the record may hold
+    nevertheless. It does not check layouts of inputs that must be the same tensors as before:
+    :func:`layouts_hold` does.
     """
     source = _Source()
     checks = [f"{source.read(place)} is {source.name(thing)}" for place, thing in held.way]
@@ -130,10 +133,10 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
 
 
 def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that tells whether tensors still have their current layouts.
+    """Make a function that tells later whether tensors still have the layouts that they have now.
 
-    It may return False for unchanged layouts under other modes of torch. Dynamo's guards take
-    0.07 µs a tensor, reads by Python 0.4.
+    It may return False for unchanged layouts if modes of torch, such as autocast, differ. Dynamo's
+    guards take 0.07 µs a tensor, and comparisons in Python 0.4.
     """
     if _TensorGuards is None:
         known = list(map(memory_layout_of, tensors))
@@ -148,12 +151,14 @@ def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def write_leave(
     graph: Graph, tree: Any, index_of: Callable[[Any], int]
 ) -> Callable[[list[Any], int | None], Any]:
-    """The function behind a program: puts values into their places, and returns the step's result.
+    """Make the function that runs after a program: it sets places, and returns the step's result.
+
+    It takes the values that outlive the call, and the size of the call.
 
     Args:
         graph: The program.
-        tree: The tree of the result.
-        index_of: Returns the index of a value or number among those that outlive a call.
+        tree: The structure of the step's result (torch's TreeSpec).
+        index_of: Returns the position of a value or number among those that outlive a call.
     """
     source = _Source()
 

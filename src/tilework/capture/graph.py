@@ -23,7 +23,7 @@ ITEM: Callable[[Tensor], Any] = Tensor.item
 
 @dataclass(eq=False, slots=True)
 class ProgramMemory:
-    """Memory that several values may show."""
+    """Memory that several values of a program may be tensors in."""
 
     nbytes: int
 
@@ -34,7 +34,7 @@ class Value:
 
     Attributes:
         number: The number of the value in the program.
-        memory: The memory that the tensor shows; None: not a tensor.
+        memory: The memory that the tensor's elements lie in; None: not a tensor.
         text: The shape and dtype, for people.
         shape: The shape when the step was recorded.
         dtype: The dtype; None: not a tensor.
@@ -51,19 +51,19 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Instruction:
-    """A call of a function.
+    """A call of a function in a program.
 
     Attributes:
-        function: An operator of torch's, or another function that has the same effect at each call.
+        function: An operator of torch, or another function that has the same effect at each call.
         args: The arguments, a tree with values and numbers in it.
         kwargs: The keyword arguments, in the same form.
         outputs: The result's leaves in order; None: a leaf that nothing needs.
-        form: The result's tree: "leaf", "flat" (a sequence of leaves) or "deep".
+        form: The structure of the result: "leaf", "flat" (a sequence of leaves) or "deep".
         writes: Memory that the instruction writes to.
         kind: "operator", "collective", "wait", "draw" (which changes a generator) or "call".
         site: The line of the user's program.
         name: The function's name, for people.
-        nbytes: The bytes that a collective takes from this rank.
+        nbytes: The bytes of this rank's input of a collective.
     """
 
     function: Callable[..., Any]
@@ -78,12 +78,12 @@ class Instruction:
     nbytes: int = 0
 
     def inputs(self) -> Iterator[Value]:
-        """The values among the arguments, also values that numbers are computed from."""
+        """The values among the arguments, and those that numbers among them are computed from."""
         return values_in((self.args, self.kwargs))
 
 
 def values_in(tree: Any) -> Iterator[Value]:
-    """The values in a tree, also values that its numbers are computed from."""
+    """The values in a tree, and those that numbers in the tree are computed from."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Value):
             yield leaf
@@ -93,14 +93,15 @@ def values_in(tree: Any) -> Iterator[Value]:
 
 @dataclass(eq=False, slots=True)
 class Input:
-    """A tensor that the program reads where the step found it.
+    """A tensor from outside of a program, which is read in each call at the same place.
 
     Attributes:
         value: The value in the program.
         path: The place: see :mod:`~tilework.capture.places`.
-        tensor: The tensor that was there, and has to be, if ``layout`` is None.
-        layout: The required layout of another tensor; for a DTensor's local tensor the layout of
-            the DTensor. None for arguments, whose layout is in the key of a call.
+        tensor: The tensor that was there in the recorded call. If ``layout`` is None and it is not
+            an argument, the same tensor must be there in each call.
+        layout: The layout that a tensor at the place must have; for a DTensor's local tensor, the
+            layout of the DTensor. None for arguments, whose layouts the key of a call has.
     """
 
     value: Value
@@ -110,12 +111,15 @@ class Input:
 
     @property
     def is_argument(self) -> bool:
-        """True for an argument of the step."""
+        """True if the tensor is an argument of the step, or the local tensor of an argument."""
         return self.path.__class__ is Argument
 
     @property
     def may_change(self) -> bool:
-        """True if another tensor of the same layout may be at the place, not an argument."""
+        """True if a later call may find another tensor of the same layout at the place.
+
+        False for arguments, and for local tensors of DTensors.
+        """
         return self.layout is not None and not self.is_local
 
     @property
@@ -126,13 +130,13 @@ class Input:
 
 @dataclass(eq=False, slots=True)
 class Graph:
-    """A program.
+    """A program: what a recorded step did, as instructions on values.
 
     Attributes:
         inputs: Tensors from outside, in the order in which the step came to them.
-        instructions: In the order of the step.
-        result: The result of the step, with values for tensors.
-        places: Places that hold other tensors after the call: (path, tree of values).
+        instructions: The instructions, in the order of the step.
+        result: The leaves of the step's result, with values in the place of tensors.
+        places: The places where the step has put other tensors, such as gradients: (path, value).
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -141,11 +145,11 @@ class Graph:
     places: list[tuple[Any, Any]] = field(default_factory=list)
 
     def kept(self) -> list[Value]:
-        """The values that outlive the call."""
+        """The values that outlive a call: those of the result, and those put into places."""
         return list(values_in((self.result, [tree for _, tree in self.places])))
 
     def drop_dead(self) -> None:
-        """Drop instructions whose results nothing needs: trials of layouts and strides, mostly.
+        """Drop operators whose results nothing needs: trials of layouts and strides, mostly.
 
         Collectives stay, because other ranks take part in them. Random draws stay, because the
         generator counts them.
@@ -176,7 +180,7 @@ class Graph:
             ]
 
     def last_uses(self) -> list[list[Value]]:
-        """By instruction, the values that nothing needs afterwards."""
+        """For each instruction, the values that are needed for the last time there."""
         kept = {value.number for value in self.kept()}
         seen: set[int] = set(kept)
         result: list[list[Value]] = []

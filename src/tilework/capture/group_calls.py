@@ -52,13 +52,13 @@ _WRITTEN: dict[str, tuple[int, ...]] = {
 
 
 class GroupCall:
-    """An operation of a group, as programs run it.
+    """A call of a group's method, such as an all-reduce, as an instruction of a program.
 
     Args:
         group: The group.
         method: The name of the group's method.
-        opts: The options of the call; None: the method takes none, and returns a Work.
-        others: Arguments after the tensors.
+        opts: The options of the call; None if the method takes no options: it returns a Work.
+        others: The arguments between the tensors and the options.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GroupCall:
         self._fast = None if fast is None or self.is_async else fast
 
     def __call__(self, *tensors: Any) -> Work | None:
-        """Run the operation; returns the Work if the operation was started and not waited for."""
+        """Run the operation, and wait for it; if it is asynchronous, return the Work instead."""
         if self._fast is not None:
             name, source, target = self._fast
             if self.group.fast_path.run(
@@ -90,16 +90,16 @@ class GroupCall:
         return self.method in ("send", "recv", "recv_anysource")
 
     def text(self) -> str:
-        """The operation and the ranks, for people."""
+        """The method and the group's ranks, for people."""
         return f"{self.method} of ranks {list(self.group.global_ranks)}"
 
 
 class RecordedWork(Work):
-    """A Work whose wait is recorded.
+    """A Work that notes when the program first waits for it.
 
     Args:
         work: The Work.
-        note: Records the wait; called once.
+        note: Called once, when the program first waits; records the wait.
     """
 
     def __init__(self, work: Work, note: Callable[[], None]) -> None:
@@ -134,10 +134,10 @@ class RecordedWork(Work):
 
 
 class RecordedGroups:
-    """The groups of this rank, whose operations are recorded until :meth:`leave`.
+    """Records the operations of all groups of this rank until :meth:`leave`.
 
     Args:
-        keep: Called before each operation with the tensors, and with those that it will write.
+        keep: Called before each operation with the tensors, and with those that are written.
         note: Called with each operation after it ran: the call, the tensors and the written
             tensors. Returns the function to call when the program waits for the operation.
     """

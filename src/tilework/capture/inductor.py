@@ -55,7 +55,7 @@ torch.library.register_fake("tilework_capture::call", lambda *_: None, lib=_libr
 
 
 class _Direct(torch._ops.OpOverload):
-    """The operator, called by compiled code without torch's dispatcher."""
+    """The custom operator; compiled code calls it directly, without torch's dispatcher."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and args[2].__class__ is Tensor:
@@ -67,15 +67,16 @@ torch.ops.tilework_capture.call.default.__class__ = _Direct
 
 
 class _Call:
-    """An instruction that runs unchanged, on the tensors that a compiled program passes.
+    """An instruction that a compiled program calls unchanged, by the custom operator.
 
     Args:
         each: The instruction.
         written: The values that the instruction writes to, in the order in which they are passed.
         read: The values that the instruction only reads.
-        numbers: Numbers among the arguments, passed after the values as tensors.
-        program: The program, which keeps the size, and objects that are not tensors.
-        digest: Gives the digest of the collective, if the instruction is one.
+        numbers: Numbers among the arguments, passed as tensors after the values in ``read``.
+        program: The compiled program, which keeps the size, and objects that are not tensors.
+        digest: Gives the digest of the collective in the current call; None for other
+            instructions.
     """
 
     def __init__(
@@ -153,12 +154,12 @@ class Compiled:
 
     Args:
         graph: The program.
-        options: Numbers that are set before a call.
+        options: The numbers for options of optimizers, which each call passes.
         groups: The groups of the program's collectives.
-        inputs: Tensors as the program takes.
-        python: The program as Python, for calls that no compiled program serves.
-        size: Of a program of several sizes, that of the inputs. It is compiled for all sizes, and
-            again for a size of which something does not hold that the compiler has assumed.
+        inputs: Inputs of a call, by which the program is compiled.
+        python: The program as Python, for inputs that the compiled program cannot take.
+        size: The size of ``inputs``, for a program of several sizes; else None. The program is
+            compiled for all sizes, and again for a size that breaks the compiler's assumptions.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class Compiled:
         self._function_at(self.size, [each.detach() for each in inputs])
 
     def add_call(self, call: _Call) -> int:
-        """Keep a call; returns the call's number in the process."""
+        """Keep a call, and return the number by which the custom operator finds it."""
         global _next_number
         with _compiling:
             _next_number += 1
@@ -205,12 +206,15 @@ class Compiled:
         return number
 
     def digest_of(self, group: Any, number: int) -> Callable[[], int]:
-        """A function for the digest, in the current call, of a group's collective."""
+        """A function that gives the digest of a group's ``number``-th collective in a call."""
         place, digests = self._groups.index(group), self._digests
         return lambda: digests[place] + number
 
     def __call__(self, *args: Any) -> list[Any]:
-        """Run the program, with the arguments of Python code: inputs, options, digests."""
+        """Run the program, and return the values that outlive the call.
+
+        Arguments: the inputs, the size if there are several, the options, each group's digest.
+        """
         count, options = self._count, self._options
         # Local tensors of other classes as plain ones, which is all that compiled code takes.
         inputs = [x if x.__class__ is Tensor else x.as_subclass(Tensor) for x in args[:count]]
@@ -237,7 +241,7 @@ class Compiled:
                 self.objects.clear()
 
     def _function_at(self, size: int, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        """The compiled program for a size, also for later calls; compiles it if there is none."""
+        """The compiled program that serves a size; compiles one if none does."""
         found = [function for symbols, function in self._variants if symbols.hold(size)]
         function = found[0] if found else self._compiled_for(size, inputs)
         self._functions[size] = function
@@ -273,7 +277,7 @@ def _compile(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
 
 
 class _Writer:
-    """Writes a program as an FX graph."""
+    """Writes a program's instructions as an FX graph."""
 
     def __init__(
         self, graph: Graph, options: Sequence[Number], compiled: Compiled, is_sized: bool
@@ -334,7 +338,7 @@ class _Writer:
         if each.name == ALIAS and each.args[0].number not in self._inputs:
             raise CaptureError(
                 f"Inductor lays out tensors in memory as it likes, and the operator at {each.site} "
-                f"takes a tensor that is known by its memory alone: use backend='python'"
+                f"takes a tensor that is known only by its memory: use backend='python'"
             )
         if any(isinstance(leaf, Number) for leaf in tree_leaves((each.args, each.kwargs))):
             if not self._with_numbers(each):
@@ -381,7 +385,7 @@ class _Writer:
         return self._op(aten.empty.memory_format, shape, dtype=value.dtype, device=value.device)
 
     def _call(self, each: Instruction) -> None:
-        """Write an unchanged instruction, by the custom operator."""
+        """Write a call of the custom operator, which runs the instruction unchanged."""
         memories = set(map(id, each.writes))
         values = {value.number: value for value in each.inputs() if value.memory is not None}
         numbers = [x for x in tree_leaves((each.args, each.kwargs)) if isinstance(x, Number)]
@@ -411,7 +415,7 @@ class _Writer:
     # -- numbers -----------------------------------------------------------------------------
 
     def number(self, number: Any) -> Any:
-        """A number as a tensor without dims; a plain number unchanged."""
+        """The node that has a program's number as a tensor without dims; others unchanged."""
         if isinstance(number, Value):
             return self.nodes[number.number]
         if not isinstance(number, Number):
@@ -428,7 +432,10 @@ class _Writer:
         return node
 
     def _with_numbers(self, each: Instruction) -> bool:
-        """Write an operator whose scalars are numbers; False: there is no form with tensors."""
+        """Write an operator with numbers of the program as scalars, in a form that takes tensors.
+
+        False, and nothing is written, if the operator has no such form.
+        """
         packet = each.name.split(".")[1]
         in_place = packet.endswith("_")
         name = packet.rstrip("_") if in_place else packet

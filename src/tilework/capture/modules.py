@@ -36,10 +36,10 @@ from tilework.parallel.fully_sharded.unit import as_program, is_in_forward
 
 
 def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A function or module that runs recorded programs; see :class:`CompiledFunction`.
+    """Make a function that runs recorded programs in place of ``function``.
 
-    ``DistributedDataParallel`` is not changed around the program of its module: the hooks of the
-    parameters reduce the gradients from the backward program.
+    See :class:`CompiledFunction`. For ``DistributedDataParallel`` only the module within is
+    recorded: the hooks of the parameters reduce the gradients from the backward program.
     """
     owner = _module_of(function)
     if not isinstance(owner, DistributedDataParallel):
@@ -59,7 +59,7 @@ def compiled_function(function: Callable[..., Any], backend: str) -> Callable[..
 
 
 def _module_of(function: Any) -> nn.Module | None:
-    """The module that a function is, or is a method of."""
+    """The module that ``function`` is, or is a method of; None if there is none."""
     owner = getattr(function, "__self__", function)
     return owner if isinstance(owner, nn.Module) else None
 
@@ -68,11 +68,12 @@ class CompiledFunction:
     """A function or module whose calls run recorded programs; collective as the function is.
 
     Args:
-        function: The function.
+        function: The function or module to record.
         backend: "python" or "inductor", as for ``capture``.
 
     Raises:
-        CaptureError: In the second call, if the function cannot be recorded.
+        CaptureError: In a call that is recorded (the second, and each call with other layouts):
+            the function cannot be recorded.
     """
 
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
@@ -123,7 +124,7 @@ class CompiledFunction:
             differs = known[-1][0].forward.what_changed() if known else "shapes, layouts or flags"
             raise CaptureError(
                 f"a compiled function would be recorded for the {MOST_PROGRAMS + 1}th time, since "
-                f"calls differ ({differs}): pad to a few sizes"
+                f"calls differ ({differs}): pad inputs to a few sizes"
             )
         passes, result = _record(self._function, leaves, args, kwargs)
         if passes is not None:
@@ -135,9 +136,9 @@ class CompiledFunction:
         return result
 
     def _unify(self, last: _Passes, others: Sequence[_Passes]) -> None:
-        """Merge passes of three input sizes into programs of any size, if only the size differs.
+        """Make programs of any size from passes of three sizes, if only the size differs.
 
-        ``last`` was just recorded; two of ``others``, recorded before, are merged with the pass.
+        ``last`` was just recorded. Two of ``others``, which were recorded before, join it.
         """
         found = None
         for other, third in combinations(others, 2):
@@ -155,7 +156,11 @@ class CompiledFunction:
 def _of_three(
     one: _Passes, other: _Passes, third: _Passes
 ) -> tuple[StepRecord, tuple[_Passes, ...]] | None:
-    """The merged record of three passes, and the passes; None if they cannot merge. Local."""
+    """A record for any size, merged from two of three passes and checked by the third. Local.
+
+    Returns:
+        The record and the three passes; None if they differ in more than the size.
+    """
     made = [unified(one.joint, each.joint) for each in (other, third)]
     if made[0] is None or made[1] is None:
         return None
@@ -165,7 +170,7 @@ def _of_three(
 
 
 class _Joint(StepCall):
-    """A call that takes the gradients of the results at once."""
+    """A call that runs the function and then takes the gradients of the results."""
 
     def run(self) -> Any:
         recorder: Any = current_recorder()
@@ -185,7 +190,7 @@ class _Joint(StepCall):
 
 
 def _needing_grad(places: StatePlaces, leaves: Sequence[Any]) -> list[Tensor]:
-    """The tensors that the function can reach and that need gradients, each once."""
+    """The tensors with ``requires_grad`` among places and arguments, each once."""
     found: dict[int, Tensor] = {}
     for tensor in (*[tensor for place, tensor in places.slots if place.how != "grad"], *leaves):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -195,7 +200,7 @@ def _needing_grad(places: StatePlaces, leaves: Sequence[Any]) -> list[Tensor]:
 
 @contextmanager
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Leave out hooks of gradients: autograd calls them with the program's gradients."""
+    """Remove hooks of gradients within the block: autograd calls them after the program."""
     found = [plain(tensor)._backward_hooks for tensor in tensors]
     kept = [(hooks, dict(hooks)) for hooks in found if hooks]
     for hooks, _ in kept:
@@ -221,7 +226,12 @@ def _some_grad(out: Any) -> Tensor:
 def _record(
     function: Callable[..., Any], leaves: list[Any], args: Any, kwargs: Any
 ) -> tuple[_Passes | None, Any]:
-    """Record both passes of a call. Collective as the function is."""
+    """Run a call and record both passes. Collective as the function is.
+
+    Returns:
+        The programs and the result. The programs are None if the call made groups or optimizer
+        states, which later calls do not make.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     needed: list[Tensor] = []
     call = _Joint(function, name, leaves, args, kwargs)
@@ -241,9 +251,10 @@ class _Passes:
     Args:
         joint: The record of both passes.
         count: The number of leaves of the arguments.
-        sources: By tensor whose gradient is taken, a function that gives the tensor in a call.
-        tree: The tree of the function's result.
-        needs_grad: By leaf of the result, whether the leaf requires a gradient.
+        sources: For each tensor whose gradient is taken, a function from the leaves of a call's
+            arguments to the tensor.
+        tree: The structure of the function's result (torch's TreeSpec).
+        needs_grad: For each leaf of the result, True if it requires a gradient.
     """
 
     def __init__(
@@ -283,16 +294,22 @@ class _Passes:
             ProgramConditions([], [], [], []),
         )
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
-            raise CaptureError(f"{joint.name} returns one of its arguments or parameters")
+            raise CaptureError(
+                f"{joint.name} returns one of its arguments or parameters, which a compiled "
+                f"function cannot do: return a copy (clone())"
+            )
 
     def of_several_sizes(self, joint: StepRecord) -> _Passes:
-        """Passes like this, of a merged record for inputs of any size. Collective."""
+        """The programs of ``joint``, a record of the same function for any size. Collective."""
         made = _Passes(joint, self._count, self._needed, self._tree, self._needs_grad)
         made.backend = self.backend
         return made
 
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any], size: int | None) -> Any:
-        """The result of a call; the inputs fulfil the conditions of the program."""
+        """Run the forward program with autograd, and return the result.
+
+        The caller has checked the inputs. ``size`` is None for programs of one size.
+        """
         if self.backend == "inductor" and not self.forward.was_compiled:
             self.forward.compile(inputs, size)
         needed = [source(leaves) for source in self._needed]
@@ -310,7 +327,7 @@ class _Passes:
     def run_forward(
         self, inputs: Sequence[Tensor], size: int | None
     ) -> tuple[list[Any], list[Any]]:
-        """The local results, and the values that the backward pass needs."""
+        """Run the forward program; return the local results, and the values saved for backward."""
         kept = self.forward.compute(inputs, [], size)
         for place, leaf in self.forward.graph.places:
             place.set(self.forward.built(leaf, kept, size))
@@ -321,7 +338,7 @@ class _Passes:
     def run_backward(
         self, saved: Sequence[Any], grads: Sequence[Any], size: int | None
     ) -> list[Any]:
-        """The local gradients of the tensors that need some."""
+        """Run the backward program; return the local gradients of tensors that need some."""
         inputs = [*saved, *[grads[i] for i in self._grad_order]]
         if self.backend == "inductor" and not self.backward.was_compiled:
             self.backward.compile(inputs, size)
@@ -330,14 +347,14 @@ class _Passes:
         return [None if x is None else kept[self.backward.index_of(x)] for x in values]
 
     def differentiable(self) -> list[bool]:
-        """For each local result, True if a gradient comes back for it."""
+        """For each local result of the forward program, True if it requires a gradient."""
         outs = [value_in(leaf) for leaf in self._outs]
         results = [value for leaf in self._leaves if (value := value_in(leaf)) is not None]
         return [value in outs for value in results]
 
 
 class _Apply(torch.autograd.Function):
-    """Both programs of a call, for autograd."""
+    """The autograd function that runs the forward and the backward program of a call."""
 
     @staticmethod
     def forward(
@@ -366,7 +383,10 @@ class _Apply(torch.autograd.Function):
 
 
 def value_in(leaf: Any) -> Value | None:
-    """The value in a leaf of a record's result; None if the leaf is no tensor."""
+    """The value of a leaf of a program's result; of a DTensor, that of the local tensor.
+
+    None if the leaf is not a tensor.
+    """
     if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
         return leaf[1]  # type: ignore[no-any-return]
     return leaf if isinstance(leaf, Value) else None
@@ -382,7 +402,7 @@ def _crossing(
     after: Sequence[Instruction],
     grads: Sequence[Any],
 ) -> list[Value]:
-    """The values that the backward program takes from the forward program."""
+    """The values of the forward program that the backward program uses, to be saved."""
     made = {each.value.number: each.value for each in inputs}
     for each in before:
         made.update({out.number: out for out in each.outputs if out is not None})
@@ -394,7 +414,7 @@ def _crossing(
 def _sources(
     needed: Sequence[Tensor], joint: StepRecord, count: int
 ) -> list[Callable[[Sequence[Any]], Tensor]]:
-    """By tensor that needs a gradient, a function for the local tensor in a later call."""
+    """For each tensor of ``needed``, a function that finds the local tensor in a later call."""
     paths = {id(each.tensor): each for each in joint.graph.inputs}
 
     def source(tensor: Any) -> Callable[[Sequence[Any]], Tensor]:

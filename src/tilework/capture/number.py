@@ -27,7 +27,7 @@ _QUIET = 1 << 51
 
 @dataclass
 class NumberBook:
-    """The numbers of one recording."""
+    """The numbers that were made while one step is recorded."""
 
     #: By tag minus one. They stay, as autograd keeps operators' floats for the backward pass.
     numbers: list[Number] = field(default_factory=list)
@@ -37,10 +37,10 @@ class NumberBook:
     guards: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = field(default_factory=list)
 
     def find(self, value: float) -> Number | float:
-        """The Number that a float stands for, if there is one; else the float.
+        """The Number that a NaN with a tag stands for; any other float unchanged.
 
         Raises:
-            CaptureError: Python computed the float from a Number.
+            CaptureError: A function such as math.exp computed the float from a Number.
         """
         if value == value:
             return value
@@ -59,14 +59,14 @@ class NumberBook:
 
 
 class Number(float):
-    """A number of a program.
+    """A number of a program that is only known when the program runs.
 
     Args:
         value: The value in the call that is recorded.
         function: Computes the number from ``inputs`` when the program runs; None: the program sets
             the number before the call, and comparisons become guards.
-        inputs: Numbers, Python numbers and values of the program.
-        book: The numbers of the recording.
+        inputs: The arguments of ``function``: Numbers, Python numbers and values of the program.
+        book: All numbers of the recording.
     """
 
     value: float
@@ -221,7 +221,7 @@ class Number(float):
 
 
 def value_of(number: Any) -> Any:
-    """The value of a Number in the call that is recorded; other things unchanged."""
+    """The float that a Number is in the recorded call; other objects unchanged."""
     return number.value if isinstance(number, Number) else number
 
 

@@ -14,14 +14,14 @@ from tilework.errors import CaptureError
 
 
 class Option(NamedTuple):
-    """A float among an optimizer's options.
+    """A float among an optimizer's options, such as a learning rate, as an input of a program.
 
     Attributes:
         optimizer: The optimizer.
-        group: The number of the group of parameters.
-        key: The option.
-        part: The place in the option where that is a tuple, such as betas; else None.
-        number: The number for the option in the program.
+        group: The position in ``optimizer.param_groups``.
+        key: The name of the option.
+        part: The position in the option if that is a tuple, such as betas; else None.
+        number: The number that stands for the option in the program.
     """
 
     optimizer: Optimizer
@@ -31,24 +31,25 @@ class Option(NamedTuple):
     number: Number
 
     def text(self) -> str:
-        """The option in words."""
+        """The option in words, such as "lr of group 0 of SGD"."""
         part = "" if self.part is None else f"[{self.part}]"
         return f"{self.key}{part} of group {self.group} of {type(self.optimizer).__name__}"
 
     def get(self) -> Any:
-        """The value now."""
+        """The value that the optimizer has now."""
         value = self.optimizer.param_groups[self.group][self.key]
         return value if self.part is None else value[self.part]
 
 
 class OptimizerOptions:
-    """Replace floats of ``param_groups``, such as learning rates, by inputs of a recorded program.
+    """Replace floats of ``param_groups``, such as learning rates, by Numbers within a block.
 
-    A context manager: the floats come back at the end of the block.
+    The step is recorded in the block, and the Numbers become inputs of the program. At the end of
+    the block the floats come back. An option that the step has changed raises CaptureError.
 
     Args:
         optimizers: The optimizers whose floats are replaced.
-        book: The inputs and numbers of the recording.
+        book: The numbers of the recording, which the new Numbers join.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], book: NumberBook) -> None:

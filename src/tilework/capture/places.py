@@ -49,12 +49,12 @@ _MOST = 200_000
 
 
 class StatePlace(NamedTuple):
-    """A part of an object.
+    """The place of a part of an object, where a step may find a tensor or a number.
 
     Attributes:
-        owner: The object.
-        how: "item", "attribute", "cell", "grad" for the local gradient of a tensor, "bytes" for
-            the checksum of a numpy array, or "length".
+        owner: The object that has the part.
+        how: The kind of part: "item", "attribute", "cell" (of a closure), "grad" (the local
+            gradient of a tensor), "bytes" (the checksum of a numpy array), or "length".
         key: The key of the item, or the name of the attribute.
         text: The place in words, as a program would write it.
     """
@@ -65,7 +65,7 @@ class StatePlace(NamedTuple):
     text: str
 
     def get(self) -> Any:
-        """The thing that is there now.
+        """The object at this place now.
 
         Raises:
             LookupError: Nothing is there.
@@ -86,7 +86,7 @@ class StatePlace(NamedTuple):
             raise LookupError(str(error)) from None
 
     def set(self, value: Any) -> None:
-        """Put a value there."""
+        """Put a value into this place."""
         if self.how == "item":
             self.owner[self.key] = value
         elif self.how == "cell":
@@ -100,10 +100,10 @@ class StatePlace(NamedTuple):
 
 
 class Argument:
-    """The place of an input that is an argument: a leaf, or the local tensor of a leaf.
+    """The place of a tensor among the arguments of a call: a leaf, or a leaf's local tensor.
 
     Args:
-        number: The number of the leaf.
+        number: The position among the leaves of the arguments.
         is_dtensor: True if the leaf is a DTensor.
     """
 
@@ -113,18 +113,18 @@ class Argument:
         self.number, self.is_dtensor = number, is_dtensor
 
     def of(self, leaves: Sequence[Any]) -> Tensor:
-        """The argument's tensor among the leaves of a call's arguments."""
+        """The tensor at this place, given the leaves of a call's arguments."""
         leaf: Any = leaves[self.number]
         return leaf._local_tensor if self.is_dtensor else leaf  # type: ignore[no-any-return]
 
 
 def is_dtensor(thing: Any) -> bool:
-    """True for a DTensor."""
+    """True if ``thing`` is a DTensor."""
     return thing.__class__ is DTensor
 
 
 def memory_layout_of(tensor: Any) -> tuple[Any, ...]:
-    """The layout of a tensor: everything except the elements."""
+    """The shape, dtype, strides, device and ``requires_grad`` of a tensor."""
     shape = tuple(tensor.shape)
     return shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
 
@@ -139,7 +139,7 @@ class StatePlaces:
 
     Args:
         step: The step.
-        arguments: Arguments of the call that are neither tensors nor containers of tensors.
+        arguments: Leaves of the call's arguments, such as modules, that are searched, too.
     """
 
     def __init__(self, step: Callable[..., Any], arguments: Sequence[Any] = ()) -> None:
@@ -167,11 +167,11 @@ class StatePlaces:
         self._walk()
 
     def find(self, tensor: Tensor) -> StatePlace | None:
-        """The place of a tensor; None: the search has not found it."""
+        """The place where the search found a tensor; None if the step cannot reach the tensor."""
         return self.tensors.get(id(tensor))
 
     def plain_tensors(self) -> list[Tensor]:
-        """The tensors of the places, without DTensors and sparse tensors."""
+        """The strided tensors at the places, without DTensors (but not without local tensors)."""
         known = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor)}
         return [
             tensor
@@ -180,7 +180,7 @@ class StatePlaces:
         ]
 
     def way_to(self, place: StatePlace) -> list[tuple[StatePlace, Any]]:
-        """The places on the way to a place, from the step on, and the object at each."""
+        """The places that lead from the step to a place, in order, and the object at each."""
         way: list[tuple[StatePlace, Any]] = []
         found = self._found_at.get(id(place.owner), place.owner)
         while (step := self.parents.get(id(found))) is not None:
@@ -193,13 +193,16 @@ class StatePlaces:
         return [each for each in self._kept if isinstance(each, torch.Generator)]
 
     def generator(self, given: torch.Generator) -> torch.Generator | None:
-        """The step's generator for an object of torch; None: the step has made the generator."""
+        """The step's generator that is in the state of ``given``, torch's object for a generator.
+
+        None if there is none: the step has made the generator itself.
+        """
         state = given.get_state()
         same = (each for each in self.generators() if torch.equal(each.get_state(), state))
         return next(same, None)
 
     def showing(self, tensor: Tensor) -> Tensor | None:
-        """A tensor at some place that shows the same storage; None: there is no such tensor."""
+        """A tensor at some place that shares storage with ``tensor``; None if there is none."""
         storage = tensor.untyped_storage()._cdata
         for known in self._kept:
             if isinstance(known, Tensor) and known.layout is torch.strided:
@@ -209,11 +212,11 @@ class StatePlaces:
         return None
 
     def is_users(self, place: StatePlace) -> bool:
-        """False if a place belongs to an object that a library keeps for itself."""
+        """True if a place belongs to the program; False if it is in an object of a library."""
         return place.how == "grad" or self._is_users.get(id(place.owner), True)
 
     def kind_of(self, place: StatePlace) -> type:
-        """The class of a place's object; for an item of a module's dict, the module's class."""
+        """The class of a place's owner; for an item of a module's dict, the class of the module."""
         return type(self._found_at.get(id(place.owner), place.owner))
 
     # -- the search --------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class StatePlaces:
                 self._name(found.__code__)
 
     def _take(self, place: StatePlace, value: Any, found: Any, is_users: bool) -> None:
-        """Note the value at a place, and search it."""
+        """Note the value at a place of ``found``, and queue it for the search."""
         if isinstance(value, Tensor):
             self._add(place, value, found)
         elif value is None or isinstance(value, bool | int | float | str):
@@ -287,7 +290,7 @@ class StatePlaces:
                 (self._todo if is_users else self._later).append((value, place.text, is_users))
 
     def _name(self, code: types.CodeType) -> None:
-        """Note the names in code of the step, and search what they name."""
+        """Note the names in code of the step, and search attributes with such names."""
         names = set(_names_in(code)) - self._names
         self._names |= names
         for name in list(self._unnamed) if names & _ANY_NAME else names:
@@ -295,7 +298,7 @@ class StatePlaces:
                 self._take(place, value, found, True)
 
     def _name_none(self) -> None:
-        """Search the attributes that the code does not name, as they may hold inputs."""
+        """Search attributes that the code does not name for tensors: libraries may read them."""
         for waiting in self._unnamed.values():
             for place, value, found in waiting:
                 self._take(place, value, found, False)
@@ -333,7 +336,7 @@ class StatePlaces:
 
 
 def _is_users(found: Any) -> bool:
-    """True if numbers in an object belong to the program, not to a library."""
+    """True if numbers in an object belong to the user's program, not to a library."""
     if isinstance(found, nn.Module | dict | list | tuple | set | types.CellType | type):
         return True
     if isinstance(found, types.FunctionType):
@@ -344,7 +347,7 @@ def _is_users(found: Any) -> bool:
 
 
 def _has_users_code(found: Any) -> bool:
-    """True for an object whose attributes only the program's code reads."""
+    """True for an object whose attributes are read by the user's code only, not by a library."""
     if isinstance(found, types.ModuleType):
         return True
     kind = found if isinstance(found, type) else type(found)
@@ -356,7 +359,7 @@ def _has_users_code(found: Any) -> bool:
 
 
 def _name_of(place: StatePlace, found: Any) -> str | None:
-    """The name that code needs to reach a place; None: it needs no name."""
+    """The name that code must contain to reach a place of ``found``; None if it needs no name."""
     key = place.key
     if isinstance(found, type) and key in ("__init__", "__new__", "__post_init__"):
         return found.__name__
@@ -367,7 +370,7 @@ def _name_of(place: StatePlace, found: Any) -> str | None:
 
 
 def is_users_class(kind: type | types.ModuleType) -> bool:
-    """True for a class or Python module of the program, not of an installed package."""
+    """True for a class or Python module of the user's program, not of an installed package."""
     is_class = isinstance(kind, type)
     name = kind.__module__ if is_class else kind.__name__
     if name.partition(".")[0] in sys.stdlib_module_names:
@@ -382,12 +385,12 @@ def _is_of_package(found: Any) -> bool:
 
 
 def _is_searched(found: Any) -> bool:
-    """True for a class or Python module whose attributes a step refers to."""
+    """True for a class or Python module of the user, whose attributes are searched."""
     return isinstance(found, type | types.ModuleType) and is_users_class(found)
 
 
 def _parts_of(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """The parts of an object, each with the place."""
+    """The parts of an object: the place of each, with the object there."""
     for kinds, parts in _KINDS:
         if isinstance(found, kinds):
             return parts(found, text)
@@ -421,7 +424,7 @@ def _parts_of_cell(cell: types.CellType, text: str) -> Iterator[tuple[StatePlace
 
 
 def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """The attributes of a Python module or of a class, also of base classes."""
+    """The places and values of the attributes of a Python module or class, and of its bases."""
     if not _is_searched(found):
         return
     spaces = found.__mro__ if isinstance(found, type) else (found,)

@@ -95,9 +95,9 @@ class Program(Generic[P, T]):
     """A captured step; see :func:`capture`.
 
     Args:
-        step: The step.
-        backend: The backend that runs the records.
-        check: True if each record is checked once.
+        step: The function to record.
+        backend: The backend that runs the programs, as for :func:`capture`.
+        check: True if each program is compared with the step once.
     """
 
     def __init__(self, step: Callable[P, T], backend: str, check: bool) -> None:
@@ -132,7 +132,7 @@ class Program(Generic[P, T]):
 
     @property
     def records(self) -> list[StepRecord]:
-        """The programs so far, one for each kind of call."""
+        """The programs that were recorded so far, one for each kind of call."""
         every = [record for records in self._records.values() for record, _ in records]
         return list({id(record): record for record in every}.values())
 
@@ -155,7 +155,7 @@ class Program(Generic[P, T]):
     # -- several sizes -----------------------------------------------------------------------
 
     def _unify(self, record: StepRecord) -> None:
-        """Make a program of several sizes from a record and an earlier record, if possible."""
+        """Make a program for several sizes from a record and an earlier record, if possible."""
         made = None
         for known in self.records:
             made = made or unified(known, record)
@@ -168,7 +168,7 @@ class Program(Generic[P, T]):
         return all_have(flag, record or self._sized[-1])
 
     def _of_several(self, key: Any) -> tuple[StepRecord, int] | None:
-        """The program of several sizes that fits a call, and the size."""
+        """The program for several sizes that fits a call, and the size; None if none fits."""
         for record in self._sized:
             size = record.size_in(key)
             if size is not None:
@@ -176,7 +176,11 @@ class Program(Generic[P, T]):
         return None
 
     def _checked(self, key: Any, call: StepCall, record: StepRecord, size: int) -> Any:
-        """The result of a call at a third size, which checks the program of several sizes."""
+        """The result of a call, by a program for several sizes.
+
+        The first call at a third size runs both the step and the program: if they differ on any
+        rank, the program is dropped.
+        """
         if record.is_checked:
             result = record.run(call.leaves, size)
             if result is NOT_CURRENT:
@@ -201,7 +205,7 @@ class Program(Generic[P, T]):
         return result
 
     def _what_differs(self, key: Any) -> str:
-        """The difference between a call and the records, in words."""
+        """The difference between a call and a recorded call, in words, for messages."""
         for known, records in reversed(list(self._records.items())):
             if known == key and records:
                 return str(records[-1][0].what_changed())
@@ -227,7 +231,7 @@ class Program(Generic[P, T]):
         Path(path).write_text(f"{self}\n")
 
     def diff(self, other: Program[..., Any] | str | os.PathLike[str]) -> str:
-        """The lines in which another program, or a saved program, differs; "" if none do. Local.
+        """A unified diff from this program to another, or to a saved file; "" if equal. Local.
 
         Example:
             >>> import torch
@@ -254,7 +258,7 @@ _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
 
 
 def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and the key that all calls of a program share."""
+    """The leaves of a call's arguments, and a key: calls with equal keys may share a program."""
     if kwargs or not all(arg.__class__ in _LEAVES for arg in args):
         leaves, tree = _flat((args, kwargs))
     else:
@@ -285,7 +289,7 @@ def _key_of(leaf: Any) -> Any:
 
 
 class _Same:
-    """An object as a key: equal only to itself, and alive as long as the key is."""
+    """A key for an object by identity, which keeps the object alive."""
 
     __slots__ = ("thing",)
 

@@ -35,13 +35,13 @@ _PLAIN = (bool, int, str, type(None))
 
 @dataclass(frozen=True)
 class PythonCode:
-    """A program as Python.
+    """A program as a Python function.
 
     Attributes:
-        run: Takes the inputs, the options, and by group the digest of the call; returns the values
-            that outlive the call.
-        text: The source.
-        kept: The values that ``run`` returns, in order.
+        run: The function. It takes the inputs, the size if ``has_size``, the options, and for each
+            group the digest of the call, and returns the values that outlive the call.
+        text: The source of the function.
+        kept: The values that ``run`` returns, in order; numbers of the result follow them.
         has_size: True if ``run`` takes a size after the inputs.
         file: The name of the source in tracebacks.
     """
@@ -63,7 +63,7 @@ class _Writer:
         self.options = options
 
     def bind(self, thing: Any, prefix: str) -> str:
-        """A name for an object that has no literal."""
+        """The name by which the code refers to an object that has no literal."""
         name = self._bound.get(id(thing))
         if name is None:
             number = 1
@@ -76,7 +76,7 @@ class _Writer:
         return name
 
     def number(self, number: Number) -> str:
-        """The name of a number, computed on the lines before."""
+        """The variable that has a number; adds a line that computes the number, if it is new."""
         name = self._numbers.get(id(number))
         if name is None:
             inputs = [self.expression(each) for each in number.inputs]
@@ -94,7 +94,7 @@ class _Writer:
         return name
 
     def expression(self, thing: Any) -> str:  # noqa: PLR0911
-        """Python code for an argument."""
+        """The Python expression for an argument of an instruction."""
         if isinstance(thing, Value):
             return f"t{thing.number}"
         if isinstance(thing, float):
@@ -127,11 +127,11 @@ class _Writer:
 
 
 def write(graph: Graph, options: Sequence[Option], name: str) -> PythonCode:
-    """The Python of a program.
+    """Write a program as a Python function, and compile the function.
 
     Args:
         graph: The program.
-        options: Options of optimizers, which are set before a call.
+        options: Options of optimizers, whose values each call passes.
         name: The step's name.
     """
     name = name if name.isidentifier() and not iskeyword(name) else "program"
@@ -176,7 +176,7 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> PythonCode:
 
 
 def _header(graph: Graph, options: Sequence[Option], groups: Sequence[Any]) -> list[str]:
-    """Comments on the parameters."""
+    """The comments that say what each parameter of the function is."""
     lines = [f"# t{each.value.number}: {_described(each)}" for each in graph.inputs]
     lines += [f"# n{i}: {option.text()}" for i, option in enumerate(options)]
     return lines + [
@@ -195,7 +195,7 @@ def _described(each: Input) -> str:
 
 
 def groups_of(graph: Graph) -> list[Any]:
-    """The groups of a program, in the order in which their digests are passed."""
+    """The groups of a program's collectives, in the order in which digests are passed."""
     groups: list[Any] = []
     for each in graph.instructions:
         if isinstance(each.function, GroupCall) and each.function.group not in groups:

@@ -34,11 +34,11 @@ NOT_CURRENT = object()
 
 
 class _Purpose:
-    """Names the collective of a running program, for errors.
+    """Says in errors which collective of a captured step is running.
 
     Args:
         name: The step's name.
-        collectives: By group, a text for each collective.
+        collectives: For each group, the texts of the collectives, in order.
     """
 
     def __init__(self, name: str, collectives: Sequence[Sequence[str]]) -> None:
@@ -56,14 +56,16 @@ class _Purpose:
 
 
 class StepRecord:
-    """A program of a step, for one layout of the arguments.
+    """A program of a step with the conditions under which it may run.
+
+    It is for one layout of the arguments, or for several sizes.
 
     Args:
         name: The step's name.
         graph: The program.
         digests: The digests of the program's collectives.
-        tree: The tree of the step's result; ``graph.result`` has the leaves.
-        held: The conditions of the program besides its inputs.
+        tree: The structure of the step's result; ``graph.result`` has the leaves.
+        held: The conditions of the program besides the inputs' layouts.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class StepRecord:
         return self._options_hold() and self._inputs_hold()
 
     def what_changed(self) -> str:
-        """The reason why the record no longer holds, in words."""
+        """The reason for which the record was last found not to hold, in words."""
         return self._changed
 
     def _options_hold(self) -> bool:
@@ -178,18 +180,18 @@ class StepRecord:
         return True
 
     def release(self) -> None:
-        """Drop tensors that other calls will not see."""
+        """Drop the references to inputs of the recorded call that later calls may replace."""
         for each in self.graph.inputs:
             if each.is_argument or each.may_change:
                 each.tensor = None
 
     def sign(self, key: Any) -> None:
-        """Keep the signature of the call that was recorded."""
+        """Keep the signature of the recorded call: the key, and layouts of inputs at places."""
         layouts = [each.layout for each in self.graph.inputs if each.may_change]
         self.signature = comparable(key), tuple(layouts)
 
     def size_in(self, key: Any) -> int | None:
-        """The size in a call that fits this record of several sizes; None: the call does not."""
+        """The size of a call with this key; None if the call does not fit this record for sizes."""
         try:
             layouts = [
                 memory_layout_of(each.path.get()) for each in self.graph.inputs if each.may_change
@@ -203,14 +205,14 @@ class StepRecord:
     # -- a call ------------------------------------------------------------------------------
 
     def run(self, leaves: Sequence[Any], size: int | None = None) -> Any:
-        """The result of a call whose arguments have the recorded layouts.
+        """Run the program for a call whose arguments have the recorded layouts.
 
         Args:
             leaves: The leaves of the arguments.
             size: The size, for a record of several sizes.
 
         Returns:
-            The result; ``NOT_CURRENT`` if the record no longer holds; then nothing was done.
+            The step's result. ``NOT_CURRENT`` if the record no longer holds: nothing was done.
         """
         inputs = self.inputs_of(leaves)
         if inputs is None:
@@ -225,7 +227,7 @@ class StepRecord:
         return self._leave(kept, size)
 
     def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """The inputs of a call; None if the record no longer holds."""
+        """Check the conditions, and return the inputs of a call; None if a condition fails."""
         inputs = self._enter(leaves)
         if inputs is None or not self._layouts_hold(*self._same):
             if not self.is_current():
@@ -241,7 +243,7 @@ class StepRecord:
     def compile(self, inputs: Sequence[Tensor], size: int | None = None) -> None:
         """Compile the program by Inductor for later calls. Local; takes seconds to minutes.
 
-        Warn where Inductor cannot compile a program for several sizes: it goes on as Python.
+        If Inductor cannot compile a program for several sizes, warn, and run it as Python.
 
         Args:
             inputs: Inputs of a call.
@@ -266,7 +268,7 @@ class StepRecord:
     def compute(
         self, inputs: Sequence[Tensor], options: Sequence[float], size: int | None = None
     ) -> list[Any]:
-        """The values that outlive a call."""
+        """Run the program, and return the values that outlive the call. Sets no places."""
         digests = self._purpose.digests = self.digests.of_next_call()
         before = provenance_digest.enter(0, self._purpose, None)
         try:
@@ -280,7 +282,7 @@ class StepRecord:
         return (size,) if size is not None and self.code.has_size else ()
 
     def built(self, leaf: Any, kept: Sequence[Any], size: int | None = None) -> Any:
-        """A leaf of the result or of a place, made from the values that outlive a call."""
+        """Make a leaf of the result or of a place from ``kept``, the result of :meth:`compute`."""
         if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
             local = kept[self.index_of(leaf[1])]
             return wrap_as(DTensor, local, spec_at(leaf[2], size), leaf[3])
@@ -289,7 +291,7 @@ class StepRecord:
         return leaf
 
     def index_of(self, leaf: Value | Number) -> int:
-        """The index of a value or number among those that outlive a call."""
+        """The position of a value or number in what :meth:`compute` returns."""
         if isinstance(leaf, Value):
             return self._index[leaf.number]
         numbers = [each for each in self.graph.result if isinstance(each, Number)]
@@ -298,9 +300,9 @@ class StepRecord:
 
 def _other_layout(name: str, path: StatePlace, then: Any, now: Any) -> CaptureError:
     return CaptureError(
-        f"{name} is captured with {path.text} as {then}, which is {now} at {call_site()}: a "
-        f"program serves one layout of what the step refers to. Call capture() again after a "
-        f"change of layout"
+        f"{name} was captured when {path.text} was {then}, and at {call_site()} it is {now}: a "
+        f"program serves one layout of each tensor that the step refers to. Call capture() again "
+        f"after a change of layout"
     )
 
 

@@ -67,7 +67,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """A context in which everything that this thread does is recorded."""
+        """Record everything that this thread does within the block."""
         self._groups = RecordedGroups(self._keep_of_group_call, self._note_group_call)
         before = set_recorder(self)
         try:
@@ -78,12 +78,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._groups.leave()
 
     def close(self) -> None:
-        """Free the copies, which numbers of the record would keep alive through the recorder."""
+        """Free the copies of inputs: numbers of the record keep the recorder alive."""
         self.book.recorder = None
         self.before.clear()
 
     def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
-        """Note that a backward pass begins with these gradients: arguments from ``number`` on."""
+        """Note that the backward pass begins, with ``grads`` as arguments from ``number`` on."""
         places: Any = self.places
         for i, grad in enumerate(grads):
             places.add_argument(grad, number + i)
@@ -134,7 +134,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _constant(self, func: Any, tensor: Tensor) -> Tensor:
-        """Note a tensor that the step makes from Python numbers: each call makes a new tensor."""
+        """Note a tensor that the step makes from Python numbers: each run makes a new copy."""
         if self._values.get(tensor) is not None or self.places.find(tensor) is not None:
             return tensor  # it was made by an operator, or before the step
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -158,7 +158,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.book.find(leaf) if isinstance(leaf, float) else leaf
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Note a library's read of a value: a number, or a value that each call must find."""
+        """Note that a library reads a value from a tensor.
+
+        A float becomes a Number. Any other value must be the same in each call.
+        """
         value = func(*args)
         if isinstance(value, float):
             return self._number_of(args[0])
@@ -168,7 +171,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def decided(self, function: Callable[[Tensor], T], tensor: Tensor) -> T:
-        """A value that a library reads from a tensor, and that each call has to find."""
+        """Call a library's read of a tensor, and note that each call must find the same value."""
         before = set_recorder(None)
         try:
             plain_tensor: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -189,16 +192,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
     def decides(self, file: str) -> bool:
-        """True if code of a file may branch on a value, which each call compares again."""
+        """True if code in a file may branch on a value: each call then checks the value again."""
         return decides_itself(file)
 
     def expect(self, function: Callable[..., Any], inputs: Any, value: Any) -> None:
-        """Note a value that each call has to find, because a library has branched on it."""
+        """Note that ``function(*inputs)`` must be ``value`` in each call: code branched on it."""
         expected = _Expected(function, value, call_site())
         self._note(expected, (tuple(inputs), {}), None, _About((), "call", f"expect {value}"))
 
     def number_of(self, tensor: Tensor) -> Any:
-        """The number of the program that an element is."""
+        """The Number that stands for the only element of a tensor, as ``item()`` returns it."""
         before = set_recorder(None)
         try:
             return self._number_of(tensor)
@@ -220,7 +223,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- values ------------------------------------------------------------------------------
 
     def _input(self, leaf: Any) -> Any:
-        """The stand-in of an argument in the program."""
+        """The stand-in for an argument in the program: the value of a tensor, or a plain object."""
         if isinstance(leaf, Tensor):
             return self.value_of(leaf)
         known = self._objects.get(id(leaf))
@@ -236,7 +239,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return leaf if known is None else known[1]
 
     def value_of(self, tensor: Tensor) -> Value:
-        """The value that stands for a tensor."""
+        """The value that stands for a tensor. A new tensor at a known place becomes an input."""
         value: Value | None = self._values.get(tensor)
         if value is not None and value.memory is self._memory_of(tensor):
             return value
@@ -254,7 +257,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._alias_of(tensor)
 
     def share(self, tensor: Tensor, shown: Tensor) -> None:
-        """Note that two tensors are the same except for the class."""
+        """Note that ``tensor`` is ``shown`` with another class: both are one value."""
         before = set_recorder(None)
         try:
             self._values[tensor] = self.value_of(shown)
@@ -262,7 +265,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             set_recorder(before)
 
     def _alias_of(self, tensor: Tensor) -> Value:
-        """The value of a tensor that shows known memory."""
+        """A value for an unknown tensor, as a view of the memory of a known tensor.
+
+        Raises:
+            CaptureError: No known tensor has this memory.
+        """
         begin, end = _extent(tensor)
         if begin == end:
             function, inputs = (
@@ -329,7 +336,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _keep(self, written: Sequence[Any]) -> None:
-        """Keep the contents of inputs before the step writes to them."""
+        """Copy the memory of inputs that are about to be written for the first time."""
         for tensor in tree_leaves(list(written)):
             if not _is_tensor(tensor):
                 continue
@@ -382,7 +389,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _forget_storage(self, tensor: Tensor, inputs: Any) -> None:
-        """Forget old memory at the address of new, unless it belongs to an argument."""
+        """Forget freed memory whose storage's address a new tensor has.
+
+        Nothing is forgotten if an argument of the operator has the memory: then it is in use.
+        """
         storage = tensor.untyped_storage()._cdata
         memory = self._memories.get(storage)
         if memory is None:
@@ -395,7 +405,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- calls that torch does not show-------------------------------------------------------
 
     def call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
-        """The result of a call, which becomes one instruction that may write to the arguments."""
+        """Run a call and record it as one instruction, which may write to all tensor arguments."""
         set_recorder(None)
         try:
             inputs = tree_map(self._input, (tuple(args), dict(kwargs)))
@@ -437,14 +447,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_dynamic(func: Any, args: tuple[Any, ...]) -> bool:
-    """True if the shape of a result depends on values."""
+    """True if a result's shape depends on elements; that of an index by integers does not."""
     if func is not aten.index.Tensor:
         return True
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
 class _About(NamedTuple):
-    """Facts of an instruction besides the call; see ``Instruction``."""
+    """Facts of an instruction besides function, arguments and result; see ``Instruction``."""
 
     written: Sequence[Any]
     kind: str
@@ -453,11 +463,11 @@ class _About(NamedTuple):
 
 
 class Unexpected(CaptureError):
-    """A value in a later call differs from the recorded call.
+    """A value that a library reads differs in a later call from the recorded call.
 
     Args:
-        expected: The comparison.
-        message: The message.
+        expected: The instruction that compares the value.
+        message: The message of the error.
     """
 
     def __init__(self, expected: _Expected, message: str) -> None:
@@ -467,7 +477,10 @@ class Unexpected(CaptureError):
 
 
 def mark_early(graph: Graph) -> None:
-    """Mark the comparisons before a program's first write, draw or communication."""
+    """Mark the comparisons that come before a program's first write, draw or communication.
+
+    If such a comparison fails, the program has had no effect yet.
+    """
     lasting = {id(each.value.memory) for each in graph.inputs}
     for each in graph.instructions:
         if isinstance(each.function, _Expected):
@@ -477,11 +490,11 @@ def mark_early(graph: Graph) -> None:
 
 
 class _Expected:
-    """A value that a library has branched on: each call must find the same.
+    """An instruction that raises if a value on which a library has branched is another value.
 
     Args:
         func: The operator that reads the value.
-        value: The value.
+        value: The value in the recorded call.
         site: The line of the user's program.
     """
 
@@ -513,7 +526,7 @@ def BOUNDARY() -> None:
 
 
 class _Read:
-    """Stands for a number that the program reads from a tensor."""
+    """Stands, as the result of ``item()``, for the number that the program reads."""
 
 
 def _same(number: float) -> float:
@@ -525,7 +538,7 @@ def _wait(work: Any) -> None:
 
 
 def storage_bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage, sharing the memory."""
+    """All bytes of a tensor's storage, as a tensor that shares the memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -550,7 +563,7 @@ def _arguments(
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses that a tensor's elements lie between."""
+    """The addresses of a tensor's first byte and behind the last; (0, 0) without elements."""
     if not tensor.numel():
         return 0, 0
     begin = tensor.data_ptr()

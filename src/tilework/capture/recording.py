@@ -25,7 +25,7 @@ from tilework.errors import CaptureError
 
 
 class _PlacesOfCall(StatePlaces):
-    """The places of a step, and its arguments.
+    """The places that a call can reach: those of the step, and those of the arguments.
 
     Args:
         step: The step.
@@ -43,7 +43,7 @@ class _PlacesOfCall(StatePlaces):
                 self._numbers[id(tensor)] = Argument(number, is_dtensor)
 
     def add_argument(self, tensor: Any, number: int) -> None:
-        """Register a tensor as a further argument."""
+        """Treat a tensor as the argument with this number, beyond the given ones."""
         argument = Argument(number, is_dtensor(tensor))
         self._numbers[id(plain(tensor))] = argument
 
@@ -69,24 +69,24 @@ class StepCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def run(self) -> Any:
-        """The result of the step itself."""
+        """Run the step itself, and return the result."""
         return self.step(*self.args, **self.kwargs)
 
 
 def record_call(
     call: StepCall, check: bool, compiles: bool = False, needed: list[Tensor] | None = None
 ) -> tuple[StepRecord | None, Any]:
-    """Run a step, and record it.
+    """Run a step, and record it. Collective if the step is.
 
     Args:
-            call: The call.
-            check: True to run the record once, and compare bit by bit.
-            compiles: True to compile the record by Inductor, and compare the results.
-            needed: Gets the tensors whose gradients the call has taken, if any.
+        call: The call to run.
+        check: True to run the record once on copies of the inputs, and compare bit by bit.
+        compiles: True to compile the record by Inductor, and compare the results.
+        needed: A list to which the tensors are added whose gradients the call has taken.
 
     Returns:
-            The record and the result. The record is None if the step has made groups or optimizer
-            states, which later calls will not make.
+        The record and the result. The record is None if the step has made groups or optimizer
+        states, which later calls will not make.
     """
     leaves = told_apart(call.leaves, StatePlaces(call.step))
     args, kwargs = tree_unflatten(leaves, tree_flatten((call.args, call.kwargs))[1])
@@ -129,7 +129,7 @@ def _record_of(
     options: OptimizerOptions,
     tree: Any,
 ) -> StepRecord:
-    """The record of a call that has ended. Collective over the groups of its collectives."""
+    """Make the record of a call that has ended. Collective over the groups of its collectives."""
     graph = recorder.graph
     after = _PlacesOfCall(call.step, call.leaves)
     graph.places = list(_changes(before, after, recorder))
@@ -175,7 +175,7 @@ def _generators() -> list[torch.Generator]:
 
 
 def _reduce_deferred(places: StatePlaces) -> None:
-    """Reduce gradients within the step that would wait until somebody reads them."""
+    """Reduce the gradients of DTensors now, whose reduction would wait until they are read."""
     for place, _ in places.slots:
         if place.how == "grad" and place.owner.__class__ is DTensor:
             deferred = place.owner._deferred_grad
@@ -184,7 +184,7 @@ def _reduce_deferred(places: StatePlaces) -> None:
 
 
 def _leaf(leaf: Any, recorder: StepRecorder) -> Any:
-    """The stand-in of a tensor or number that outlives the call."""
+    """The stand-in in the program for a leaf of the result: a value, a Number, or the leaf."""
     if leaf.__class__ is DTensor:
         value = recorder.value_of(leaf._local_tensor)
         return "dtensor", value, leaf._spec, leaf._digest or 0
@@ -196,7 +196,11 @@ def _leaf(leaf: Any, recorder: StepRecorder) -> Any:
 def _changes(
     before: StatePlaces, after: StatePlaces, recorder: StepRecorder
 ) -> Iterator[tuple[StatePlace, Any]]:
-    """The places that hold other tensors after the step, with the new tensors."""
+    """The places that hold other tensors after the step, and what stands for the new tensors.
+
+    Raises:
+        CaptureError: A program could not put a tensor there, as into a growing list.
+    """
     then = {_identity(place): tensor for place, tensor in before.slots}
     read = {_identity(x.path) for x in recorder.graph.inputs if isinstance(x.path, StatePlace)}
     for place, tensor in after.slots:
@@ -232,10 +236,10 @@ def _identity(place: StatePlace) -> tuple[int, str, Any]:
 
 
 def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
-    """Numbers, texts and flags that the step did not change: later calls must find them.
+    """The numbers, texts and flags at places, with the values that later calls must find there.
 
     Raises:
-        CaptureError: The step has changed some that belong to the program.
+        CaptureError: The step has changed a number, text or flag of the user's program.
     """
     now = {_identity(place): value for place, value in after.constants}
     kept = []
@@ -264,7 +268,10 @@ def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace
 
 
 def _absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]]:
-    """Places that were empty: a step adds to an existing gradient, and makes an item once."""
+    """Conditions that places are empty before each call, as before the recorded call.
+
+    A step would do something else if a gradient, or an item that it makes, were there already.
+    """
     then = {_identity(place) for place, _ in before.slots}
     yield from ((place, None) for place, tensor in before.slots if tensor is None)
     for place, _ in graph.places:
@@ -276,7 +283,11 @@ def _absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any
 
 
 def _way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
-    """The objects on the way to a program's inputs, and others that the step may have used."""
+    """The objects that lead to a program's inputs, and others that the step may have used.
+
+    Raises:
+        CaptureError: The step has replaced an object that leads to an input.
+    """
     now = {_identity(place): thing for place, thing in after.things}
     found: dict[Any, tuple[StatePlace, Any]] = {
         _identity(place): (place, thing)
@@ -297,7 +308,7 @@ def _way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple
 
 
 def _before(found: Sequence[Input], kept: dict[ProgramMemory, Tensor]) -> list[Tensor]:
-    """The inputs before the step; in other memory if the step wrote to them."""
+    """The inputs as they were before the step; copies, if the step wrote to the memory."""
     storages = {memory: saved.clone().untyped_storage() for memory, saved in kept.items()}
     before = []
     for each in found:
@@ -319,14 +330,14 @@ def run_checked(
     Collective if the step is.
 
     Args:
-        record: The program.
+        record: The program for several sizes.
         call: The call.
         size: The size in the call.
-        compiles: True to have Inductor compile the program, and compare what that gives, too.
+        compiles: True to compile the program by Inductor, and compare the compiled program, too.
 
     Returns:
-        True if both gave the same, None if the program does not hold here, which then did nothing;
-        and the result of the step.
+        True if the step and the program gave the same, else False; and the step's result. Both are
+        None if the conditions of the program do not hold: nothing was run.
     """
     inputs = record.inputs_of(call.leaves)
     if inputs is None:
@@ -359,19 +370,19 @@ def _differing(
     size: int | None = None,
     same: Callable[[Tensor, Tensor], bool] | None = None,
 ) -> str | None:
-    """Run a record on the inputs of a call, and compare. Collective if the step is.
+    """Run a record on copies of a call's inputs, and compare. Collective if the step is.
 
     Args:
         record: The record.
         inputs: The inputs after the call, and before it: in other memory if the call wrote to
             them.
         generators: Generators of random numbers, with their states before the call.
-        result: The result of the step.
+        result: The result of the step itself.
         size: The size, for a record of several sizes.
         same: Compares two tensors; None: bit by bit.
 
     Returns:
-        The name of a differing value; None: there is none.
+        The name of a value that differs between the step and the record; None if all are equal.
     """
     same = same or _same_bits
     ends = [(each, each.get_state()) for each, _ in generators]
@@ -406,7 +417,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _nearly(one: Tensor, other: Tensor) -> bool:
-    """True if tensors differ only by rounding, even if an optimizer amplifies it."""
+    """True if tensors are so close that rounding, amplified by an optimizer, may be the cause."""
     if not one.is_floating_point() or not one.numel():
         return one.shape == other.shape
     one, other = one.detach().double(), other.detach().double()
@@ -415,7 +426,7 @@ def _nearly(one: Tensor, other: Tensor) -> bool:
 
 
 def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
-    """Undo the writes of a step that cannot become a program. Local."""
+    """Undo what a step that cannot become a program has written to inputs and gradients. Local."""
     for each in recorder.graph.inputs:
         memory = each.value.memory
         kept = None if memory is None else recorder.before.pop(memory, None)
@@ -430,7 +441,7 @@ def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
 
 
 def _facts(held: ProgramConditions) -> dict[Any, Any]:
-    """The values that must hold for a record, by place."""
+    """By place, what must be there for a record to hold."""
     facts: dict[Any, Any] = {_identity(place): id(thing) for place, thing in held.way}
     facts.update({_identity(place): (type(value), value) for place, value in held.constants})
     return facts
@@ -443,7 +454,7 @@ def all_have(flag: bool, record: StepRecord) -> bool:
 
 
 def unified(one: StepRecord, other: StepRecord) -> StepRecord | None:
-    """A program of several sizes from two records; None: they have none. Local."""
+    """A program for several sizes from two records; None if they differ in more. Local."""
     sizes = first_difference(one.signature, other.signature)
     if sizes is None or one.is_checked or other.is_checked or one.tree != other.tree:
         return None

@@ -3,8 +3,7 @@
 Ranks compare once, when a program is made. Ranks with different shards have different local
 operators; therefore they compare their communication: by group, the operations, reductions, dtypes
 and lines. Each collective of a call then carries a digest of that text, the number of the call, and
-the number of the collective: a rank that runs another program, or none, is found at the first
-collective.
+the number of the collective: if a rank runs another program, or none, the first collective raises.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Digests:
     """The digests of a program's collectives.
 
     Attributes:
-        bases: By group, in the order of the program: the digest of the group's collectives.
-        calls: The number of calls so far.
-        collectives: By group, a text for each collective.
+        bases: For each group, in the order of the program, a digest of all of the collectives.
+        calls: The number of calls of the program so far.
+        collectives: For each group, the texts of the collectives, in order.
     """
 
     bases: list[int]
@@ -38,7 +37,7 @@ class Digests:
     calls: int = 0
 
     def of_next_call(self) -> list[int]:
-        """By group, the digest of the first collective of the next call."""
+        """Count a call; return for each group the digest of the call's first collective."""
         self.calls += 1
         return [(hash((base, self.calls)) & (_MOST >> 1)) + 1 for base in self.bases]
 
@@ -47,7 +46,7 @@ def compare_program(graph: Graph, name: str) -> Digests:
     """Compare a program with other ranks' programs. Collective over each group of the program.
 
     Raises:
-        CaptureError: Programs differ; on every rank of a group with different collectives.
+        CaptureError: On every rank of a group: ranks have different collectives of the group.
     """
     texts: dict[ProcessGroup, list[str]] = {}
     for each in graph.instructions:

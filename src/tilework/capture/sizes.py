@@ -23,11 +23,14 @@ from tilework.dtensor.spec import DTensorSpec, spec_of
 
 
 class Different(Exception):
-    """Two records differ in more than integers."""
+    """Two records differ in more than integers that depend on a size."""
 
 
 class Size(NamedTuple):
-    """An integer that depends on the size: ``(factor * size + addend) / divisor``."""
+    """An integer of a program that depends on the call's size.
+
+    It is ``(factor * size + addend) / divisor``.
+    """
 
     factor: int
     addend: int
@@ -37,7 +40,7 @@ class Size(NamedTuple):
         """The integer at a size.
 
         Raises:
-            Different: It is not an integer there.
+            Different: The division leaves a rest at this size.
         """
         result, rest = divmod(self.factor * size + self.addend, self.divisor)
         if rest:
@@ -45,7 +48,7 @@ class Size(NamedTuple):
         return result
 
     def text(self) -> str:
-        """Python code for the integer, with a variable ``size``."""
+        """A Python expression of the variable ``size`` for the integer."""
         if self == (1, 0, 1):
             return "size"
         product = f"size * {self.factor}" if self.factor != 1 else "size"
@@ -63,7 +66,7 @@ class SizedSpec:
         self._known: dict[int, DTensorSpec] = {}
 
     def at(self, size: int) -> DTensorSpec:
-        """The layout at a size."""
+        """The layout of the DTensor at a size."""
         spec = self._known.get(size)
         if spec is None:
             mesh, placements, order, shape, strides = self.parts
@@ -73,19 +76,19 @@ class SizedSpec:
 
 
 def spec_at(spec: DTensorSpec | SizedSpec, size: int | None) -> DTensorSpec:
-    """A layout of a program at a size."""
+    """The layout at a size of a SizedSpec; any other layout unchanged."""
     return spec.at(size or 0) if isinstance(spec, SizedSpec) else spec
 
 
 def has_size(tree: Any) -> bool:
-    """True if an integer of a tree depends on the size."""
+    """True if some integer in a tree depends on the size."""
     if isinstance(tree, Size | SizedSpec):
         return True
     return isinstance(tree, tuple | list) and any(map(has_size, tree))
 
 
 def size_of(pattern: Any, actual: Any) -> int | None:
-    """The size in a call's signature, found by a pattern; None: the pattern has no size."""
+    """The size in ``actual``: the integer where ``pattern`` has the size itself; None without."""
     if isinstance(pattern, Size):
         return actual if type(actual) is int and pattern == (1, 0, 1) else None
     if not isinstance(pattern, tuple | list) or not isinstance(actual, tuple | list):
@@ -98,7 +101,7 @@ def size_of(pattern: Any, actual: Any) -> int | None:
 
 
 def fits(pattern: Any, actual: Any, size: int) -> bool:
-    """True if a signature fits a pattern at a size. Sizes below 2 are special cases."""
+    """True if ``actual`` equals the pattern at a size. Never true of sizes below 2."""
     try:
         return size >= 2 and bool(at(pattern, size) == actual)
     except Different:
@@ -106,7 +109,7 @@ def fits(pattern: Any, actual: Any, size: int) -> bool:
 
 
 def at(tree: Any, size: int) -> Any:
-    """A tree with the integers at a size.
+    """A tree in which each Size is replaced by the integer at a size.
 
     Raises:
         Different: An integer of the tree has no value at the size.
@@ -121,10 +124,10 @@ def at(tree: Any, size: int) -> Any:
 
 
 class Unifier:
-    """Unifies two records of a step.
+    """Makes one program for several sizes from two records of a step.
 
     Args:
-        sizes: The sizes in the two records.
+        sizes: The size in the first record, and in the second.
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
@@ -134,7 +137,7 @@ class Unifier:
         self._numbers: dict[int, Number] = {}
 
     def integer(self, left: int, right: int) -> Any:
-        """The common form of two integers; a Size where they differ."""
+        """An integer for both records: the same if they are equal, else a Size."""
         if left == right:
             return left
         first, second = self.sizes
@@ -146,7 +149,7 @@ class Unifier:
         return Size(factor, left * divisor - factor * first, divisor)
 
     def tree(self, left: Any, right: Any) -> Any:
-        """The common form of two arguments.
+        """An argument for both records, with a Size for each integer that differs.
 
         Raises:
             Different: They have no common form.
@@ -189,7 +192,7 @@ class Unifier:
         return left
 
     def graph(self, left: Graph, right: Graph) -> Graph:
-        """The common form of two programs.
+        """A program for both records, with a Size for each integer that differs.
 
         Raises:
             Different: They have no common form.
@@ -216,7 +219,7 @@ class Unifier:
         return Graph(inputs, instructions, result, places)
 
     def _leaf(self, left: Any, right: Any) -> Any:
-        """The common form of two results; of DTensors without digests, which are no sizes."""
+        """A leaf of the result for both records; digests of DTensors may differ."""
         if isinstance(left, tuple) and isinstance(right, tuple):
             return (*self.tree(left[:-1], right[:-1]), left[-1])
         return self.tree(left, right)
@@ -274,7 +277,7 @@ class Unifier:
 
 
 def integers_in(graph: Graph) -> list[int | Size]:
-    """The integers of a program, in order: records of one step at other sizes differ in them."""
+    """All integers of a program, in order: only in these, records of different sizes differ."""
     results = graph.result, [leaf for _, leaf in graph.places]
     inputs = [(each.value, each.layout) for each in graph.inputs]
     calls = [(each.args, list(each.kwargs.values()), each.outputs) for each in graph.instructions]
@@ -294,12 +297,12 @@ def _integers(tree: Any) -> Iterator[int | Size]:
 
 
 def parts_of(spec: DTensorSpec) -> tuple[Any, ...]:
-    """The parts of a layout, whose integers can be compared."""
+    """The mesh, placements, order, shape and strides of a layout, to compare integers in them."""
     return spec.mesh, spec.placements, spec.order, tuple(spec.shape), spec.strides
 
 
 def same_place(left: StatePlace | Argument, right: StatePlace | Argument) -> bool:
-    """True if two places are the same."""
+    """True if two places are the same part of the same object, or the same argument."""
     if isinstance(left, Argument) or isinstance(right, Argument):
         both = isinstance(left, Argument) and isinstance(right, Argument)
         return both and (left.number, left.is_dtensor) == (right.number, right.is_dtensor)  # type: ignore[union-attr]
@@ -307,14 +310,14 @@ def same_place(left: StatePlace | Argument, right: StatePlace | Argument) -> boo
 
 
 def comparable(key: Any) -> Any:
-    """The key of a call with layouts in parts."""
+    """The key of a call with each DTensorSpec taken apart by :func:`parts_of`."""
     if isinstance(key, DTensorSpec):
         return parts_of(key)
     return tuple(map(comparable, key)) if isinstance(key, tuple) else key
 
 
 def first_difference(left: Any, right: Any) -> tuple[int, int] | None:
-    """The first integers in which two signatures of calls differ."""
+    """The first pair of integers in which two signatures differ; None if no integer differs."""
     if type(left) is not type(right):
         return None
     if isinstance(left, tuple):

@@ -12,10 +12,10 @@ from tilework.capture.sizes import Size, has_size
 
 
 class Symbols:
-    """A symbol that stands for the size, and what a compiler has assumed of it.
+    """A symbol for the size in torch's compiler, and what the compiler has assumed of the size.
 
     Args:
-        size: A size, by which the compiler judges what pays.
+        size: An example of the size, by which the compiler optimizes.
     """
 
     def __init__(self, size: int) -> None:
@@ -30,12 +30,12 @@ class Symbols:
         self.size: SymInt = self._env.create_symintnode(self._symbol, hint=size, source=source)  # type: ignore[assignment]
 
     def tensor(self, like: Tensor, shape: Sequence[int | Size] = ()) -> Tensor:
-        """A tensor without elements, as compilers take for an example.
+        """A fake tensor, without elements, that the compiler takes as an example of an input.
 
         Args:
             like: A tensor of the program at the size.
-            shape: The shape of the program: contiguous if it depends on the size; (): that of
-                ``like``.
+            shape: The shape in the program. If it depends on the size, the fake tensor is
+                contiguous. If not, and for (), it is laid out like ``like``.
         """
         if not has_size(tuple(shape)):
             return self._mode.from_tensor(like, static_shapes=True)
@@ -49,7 +49,7 @@ class Symbols:
         return (self.size * extent.factor + extent.addend) // extent.divisor
 
     def hold(self, size: int) -> bool:
-        """True if all that the compiler has assumed of the size is true of this one."""
+        """True if all that the compiler has assumed of the size is true of ``size``."""
         if self._symbol in self._env.replacements:
             return bool(self._env.replacements[self._symbol] == size)
         limits = self._env.var_to_range[self._symbol]

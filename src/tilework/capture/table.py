@@ -26,7 +26,7 @@ def table_of(graph: Graph, name: str) -> str:
 
 
 def peak_bytes(graph: Graph) -> int:
-    """The maximum of memory that values hold at once, besides the inputs."""
+    """The largest number of bytes that a program's values take at once, besides the inputs."""
     of_inputs = {id(each.value.memory) for each in graph.inputs}
     users: dict[int, int] = {}
     live = peak = 0

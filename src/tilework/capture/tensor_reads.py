@@ -46,7 +46,7 @@ _originals: dict[str, Any] = {}
 
 @contextmanager
 def watched_reads() -> Iterator[None]:
-    """A context in which reads by recording threads are recorded or refused."""
+    """Within the block, record or refuse reads of tensors' values by threads that record."""
     global _users
     with _lock:
         if not _users:
@@ -103,7 +103,10 @@ def _number(name: str) -> Callable[..., Any]:
 
 
 def decides_itself(file: str) -> bool:
-    """True for code of an installed package, except optimizers, which branch on step counts."""
+    """True for code of an installed package, except torch's optimizers.
+
+    Packages may branch on values. Optimizers branch on step counts, which change in each call.
+    """
     return is_installed(file) and not file.startswith(torch.optim.__path__[0])
 
 
@@ -120,9 +123,7 @@ def _shared(self: Tensor, kind: Any) -> Any:
 
 
 def is_installed(file: str) -> bool:
-    """True for code of an installed package, whose branches on values each call checks again; see
-    ``recorder``.
-    """
+    """True for code of an installed package, which may read values while a step is recorded."""
     return in_library[file] or "site-packages" in file
 
 

@@ -16,7 +16,7 @@ from tilework.errors import CaptureError
 
 
 def told_apart(leaves: Sequence[Any], places: StatePlaces) -> list[Any]:
-    """Arguments, with another tensor of the same memory for each duplicate.
+    """The arguments, with each duplicate replaced by a new tensor of the same memory.
 
     In the recorded call an argument may be the same tensor as a variable or another argument, but
     not in later calls: the recorder has to see which of the two an operator takes.
@@ -35,10 +35,10 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> list[Any]:
 
 
 class Unseen:
-    """The state of things that operators do not change, before a step.
+    """The state before a step of things that a step may change without an operator.
 
     Args:
-        places: What the step refers to.
+        places: The places that the step can reach.
         leaves: The leaves of the step's arguments.
     """
 
@@ -50,7 +50,7 @@ class Unseen:
         self._made = self._made_once()
 
     def makes_anything_once(self) -> bool:
-        """True if the step has made groups or states of optimizers."""
+        """True if the step has made groups or optimizer states, which later calls will not make."""
         return not self._made_once() <= self._made
 
     def _made_once(self) -> set[Any]:
@@ -90,7 +90,7 @@ class Unseen:
                 )
 
     def undo(self) -> None:
-        """Restore memory and gradients."""
+        """Give tensors the memory, and arguments the gradients, that they had before the step."""
         for tensor, memory in self._memories:
             if tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory
@@ -104,7 +104,7 @@ def _is_leaf(leaf: Any) -> bool:
 
 
 def _python_draws() -> Any:
-    """The states of Python's and numpy's global generators."""
+    """The states of the global generators of Python's random and of numpy."""
     numpy = sys.modules.get("numpy")
     drawn = numpy.random.get_state()[1:3] if numpy is not None else ()
     return random.getstate(), [bytes(x) if hasattr(x, "tobytes") else x for x in drawn]
