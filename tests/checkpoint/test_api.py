@@ -380,7 +380,7 @@ def test_one_tensor_is_not_filled_from_copies_that_differ(
         checkpoint.load(tmp_path, into=own)
         assert own["copies"].full_tensor().equal(numbers(4) + rank // 2)
         over_all = distribute_tensor(torch.zeros(4), mesh, [placement, Replicate()])
-        with pytest.raises(CheckpointError, match=f"{name} lies on ranks .* are not one tensor"):
+        with pytest.raises(CheckpointError, match=f"{name} lies on ranks .* different tensors"):
             checkpoint.load(tmp_path, into={name: over_all})
         return over_all.full_tensor().tolist()
 

@@ -173,7 +173,7 @@ def test_values_that_differ_between_ranks_are_refused_on_all_of_them(tmp_path: P
 def test_a_checkpoint_is_not_replaced_by_published_weights(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpoint.save(model, tmp_path)
-    with pytest.raises(CheckpointError, match="is a checkpoint of tilework's"):
+    with pytest.raises(CheckpointError, match="is a checkpoint of tilework:"):
         checkpoint.save_pretrained(model, tmp_path)
 
 

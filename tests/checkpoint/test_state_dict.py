@@ -220,7 +220,7 @@ def test_another_shape_raises_and_changes_nothing() -> None:
 
 
 def test_a_parameter_of_another_model_is_named() -> None:
-    with pytest.raises(ValueError, match=r"a parameter of shape \[6, 4\] that the model has not"):
+    with pytest.raises(ValueError, match=r"a parameter of shape \[6, 4\] that the model lacks"):
         get_optimizer_state_dict(_plain(), _stepped(_plain()))
 
 

@@ -82,7 +82,7 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers would take any name as defined
 
     def __getattr__(name: str) -> Any:
-        """A public name, which loads torch; raises for any other name."""
+        """The object of a public name, imported at the first use. Raises for any other name."""
         if name in __all__:
             return getattr(importlib.import_module(f"{__name__}.public"), name)
         refuse_left_out(__name__, name)

@@ -37,27 +37,27 @@ def save(
 ) -> None:
     """Write a checkpoint: whole, or not at all. Collective over the group; blocks.
 
-    Each rank writes its part, to separate files. Parts that several ranks hold are written once, by
-    the ranks in turn. Without a group it is a checkpoint of this process.
+    Each rank writes its part, to separate files. A part that several ranks hold is written once:
+    these ranks share the work. Without a process group, only this process saves.
 
     Args:
         state: Any nesting of dicts, lists, tuples, tensors (plain, DTensor, ShardedTensor),
             numbers, strings, bytes and None, and of objects with ``state_dict`` and
-                ``load_state_dict``: modules, optimizers, schedulers, :class:`RandomState`. A plain
-                value or tensor that differs between ranks is saved for each rank. Nothing else may
-                change the state meanwhile.
-            path: A folder that all ranks see, or a URL for fsspec. An existing checkpoint stays
-                intact until the new one is complete, which then replaces it.
-            options: Additions to the index, and whether to replace an existing checkpoint.
+            ``load_state_dict``: modules, optimizers, schedulers, :class:`RandomState`. A plain
+            value or tensor that differs between ranks is saved for each rank. Nothing else may
+            change the state during the call.
+        path: A folder that all ranks see, or a URL for fsspec. An existing checkpoint stays intact
+            until the new checkpoint is complete and replaces it.
+        options: Additions to the index, and whether to replace an existing checkpoint.
         group: The ranks that save; None: all, or this process if there is no group.
 
     Raises:
         CheckpointError: On all ranks: a file could not be written, or another save is running
-            there. The old contents do not change; or the new checkpoint is complete, if the disk
-            refused a step after the index.
+            there. The old checkpoint stays intact. Only if the disk refused a step after the index
+            was written, the new checkpoint is complete.
         TypeError: The state has something that a checkpoint does not hold; the message says where.
-        PeerLostError: A rank died. The old contents do not change; or the new checkpoint is
-            complete, if the first rank died after writing the index.
+        PeerLostError: A rank died. The old checkpoint stays intact. Only if the first rank died
+            after it had written the index, the new checkpoint is complete.
 
     Example:
         >>> import tempfile, torch
@@ -84,8 +84,8 @@ def async_save(
     """Write a checkpoint while the program goes on. Collective; blocks for one copy in memory.
 
     This rank's part is copied, and a thread writes the copy; the state may change as soon as this
-    returns. The thread communicates on a separate group, never on one of the program's. It first
-    waits for a save that is still running: each rank runs one save at a time.
+    returns. The thread communicates on a separate group, never on a group of the program. Each rank
+    runs one save at a time: the call first waits for an earlier save that is still running.
 
     Args:
         state: As for :func:`save`.
@@ -95,10 +95,12 @@ def async_save(
 
     Returns:
         A handle: ``wait()`` blocks until the checkpoint is complete, and raises if the save failed.
-        Else the next save raises the error. A program waits for the save before it ends.
+        If ``wait()`` is not called, the next save raises the error. The program does not exit
+        before the save has ended.
 
     Raises:
-        CheckpointError: The last save has failed; or as :func:`save` before it writes.
+        CheckpointError: The previous save has failed, and no call has raised the error yet; or as
+            for :func:`save`, for reasons that are found before anything is written.
         TypeError: As for :func:`save`.
 
     Example:
@@ -129,15 +131,15 @@ def load(
 
     Tensors are filled in place, in their own layouts: each rank reads the bytes that it needs, and
     bytes that several ranks of a host need are read once and shared in memory. Values replace
-    values, and objects get their states. States of optimizers follow the names of their
-    parameters, in any groups.
+    values, and objects get their states. Each parameter gets the
+    optimizer's state that was saved under the parameter's name, even if ``param_groups`` differ.
 
     Args:
         path: As for :func:`save`; or a folder of published weights: safetensors files, with Hugging
-                Face's index or without. For a model of transformers, tilework converts published
-                names and shapes to those of the model.
-            into: A state with the saved structure, or a part of it. Models on ``meta`` get memory
-                here, in their layouts, when nothing is missing.
+            Face's index or without. For a model of transformers, tilework converts published
+            names and shapes to those of the model.
+        into: A state with the saved structure, or a part of it. Tensors on ``meta``
+            that the checkpoint has get memory on the CPU, in their layouts.
         names: Patterns, such as ``"model.*"``: only names of the state that match one are filled.
             With ``strict``, a pattern that matches nothing is an error.
         map_names: A function or a dict that gives the checkpoint's name for a name of the state. If
@@ -177,7 +179,7 @@ def read(path: AnyPath, names: Names = None, *, verify: bool = True) -> Any:
     """The state of a checkpoint, in plain containers and full tensors on the CPU. Local.
 
     For inspection and inference: it needs neither ranks nor the saved objects, whose states are
-    dicts here. A value saved for each rank is a dict by rank.
+    dicts here. A value that was saved for each rank becomes a dict from ranks to values.
 
     Args:
         path: As for :func:`save`.
@@ -225,7 +227,7 @@ def _patterns(names: Names) -> tuple[str, ...] | None:
 
 
 def _progress(what: str, total: int, ranks: Ranks, afterwards: str = "") -> Progress:
-    """The progress of the first rank's bytes, which stands for all: shares are about equal."""
+    """A progress bar on the first rank only, of that rank's bytes: all ranks have about as many."""
     others = "other ranks" if len(ranks.all) > 1 else ""
     awaited = " and ".join(filter(None, (afterwards, others)))
     return Progress(what, total, None if ranks.is_first else False, awaited)

@@ -40,7 +40,7 @@ class PendingSave:
 
     Attributes:
         path: The path of the checkpoint.
-        total: The bytes that this rank writes.
+        total: The number of bytes that this rank writes.
         is_first: True on the rank that shows progress.
     """
 
@@ -80,7 +80,7 @@ class PendingSave:
         self.wait(timeout)
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Wait, and show progress meanwhile."""
+        """Wait for the end of the save; the first rank shows progress. False if the time is up."""
         shown = None if self._is_first else False
         with Progress(f"saving {self.path}", self._total, shown, "the disk") as progress:
             if not progress.is_shown:
@@ -103,7 +103,7 @@ class PendingSave:
 
 @dataclass
 class _Background:
-    """The background saves of one rank."""
+    """The last background save of this rank, and the memory of the copy, for reuse."""
 
     last: PendingSave | None = None
     #: The memory of the last copy, for the next one.
@@ -116,7 +116,7 @@ class _Background:
             before_end(self.finish)
 
     def finish(self) -> None:
-        """Wait, and report an error that nobody has waited for."""
+        """Wait for the last save, and print the error that ``wait()`` has not raised, if any."""
         self.is_closed_with_rank = False
         last, self.last, self.copy = self.last, None, None
         if last is None:
@@ -130,7 +130,8 @@ def wait_for_pending() -> str | None:
     """Wait for this rank's running save, if there is one. Local.
 
     Returns:
-        The save's error, if nobody has seen it; only once.
+        The text of the save's error, if no call has raised the error yet; None otherwise, and in
+        later calls.
     """
     background = current_world().states.get(_Background)
     last = None if background is None else background.last
@@ -147,7 +148,7 @@ def raise_pending() -> None:
     """Wait for this rank's running save. Local.
 
     Raises:
-        CheckpointError: The save has failed, and nobody was told yet.
+        CheckpointError: The save has failed, and no call has raised the error yet.
     """
     failure = wait_for_pending()
     if failure is not None:
@@ -155,21 +156,21 @@ def raise_pending() -> None:
 
 
 def finish_pending(ranks: Ranks) -> None:
-    """Wait for running saves. Collective.
+    """Wait for the running saves of all these ranks. Collective.
 
     Raises:
-        CheckpointError: A save has failed, and some rank was not told yet; on all ranks.
+        CheckpointError: On all ranks: a save has failed, and no call has raised the error yet.
     """
     ranks.gather(raise_pending)
 
 
 def start(storage: Storage, state: Any, ranks: Ranks, options: SaveOptions) -> PendingSave:
-    """Copy this rank's part, and start to write it. Collective; blocks for the copy.
+    """Copy this rank's part, and start a thread that writes the copy. Collective; blocks to copy.
 
     Args:
-        storage: The place.
-        state: The state.
-        ranks: The ranks, in a separate group.
+        storage: The folder or URL to write to.
+        state: The state to save.
+        ranks: The ranks that save, in a group that only the thread uses.
         options: As for saving.
     """
     background = current_world().state(_Background)
@@ -219,15 +220,15 @@ class _Copies:
     """Copies of boxes, in one piece of memory.
 
     Args:
-        memory: The bytes.
-        starts: The start of each box.
+        memory: The bytes of all copies.
+        starts: For each box, the position of the first byte in ``memory``.
     """
 
     memory: Tensor
     starts: Mapping[PlacedBox, int]
 
     def elements_of(self, placed: PlacedBox) -> Iterator[Tensor]:
-        """The bytes of a box, in order."""
+        """The bytes of a box in order, in pieces of at most a chunk."""
         start = self.starts[placed]
         for at in range(start, start + placed.nbytes, CHUNK_BYTES):
             yield self.memory[at : min(at + CHUNK_BYTES, start + placed.nbytes)]
@@ -249,7 +250,7 @@ def _copied(save: Save, background: _Background) -> _Copies:
         except (OSError, MemoryError, RuntimeError) as error:
             raise CheckpointError(
                 f"there is no memory for the copy of {total:,} bytes that async_save makes "
-                f"({error}): save() makes none"
+                f"({error}): free memory, or call save(), which makes no copy"
             ) from error
     starts: dict[PlacedBox, int] = {}
     sources: list[tuple[int, Tensor]] = []

@@ -35,7 +35,7 @@ _EXAMPLES = {
 def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
 ) -> argparse.ArgumentParser:
-    """A command whose help ends with examples."""
+    """Add a command whose help ends with examples; return the command's parser."""
     examples = "\n".join(f"  tilework checkpoint {name} {each}" for each in _EXAMPLES[name])
     formatter = argparse.RawDescriptionHelpFormatter
     return commands.add_parser(name, help=summary, epilog=examples, formatter_class=formatter)
@@ -78,7 +78,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status of ``tilework checkpoint``; wrong use raises SystemExit(2).
+    """Run ``tilework checkpoint``; return the exit status. Wrong arguments raise SystemExit(2).
 
     Example:
         >>> main(["verify", "/nowhere"])
@@ -94,7 +94,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """The exit status of a command: 0, 1 if something is wrong or differs, 2 if it fails.
+    """Run a parsed command, and return the exit status.
+
+    0: all is well. 1: ``verify`` found damage, or ``diff`` a difference. 2: the command failed.
 
     Example:
         >>> import argparse
@@ -145,5 +147,7 @@ def _convert(options: argparse.Namespace) -> int:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]+)([kmgt]?)(i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"a number of bytes, such as 500M or 5G, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a number of bytes, such as 500M or 5G, got {text!r}"
+        )
     return int(match[1]) * _UNITS[match[2]]

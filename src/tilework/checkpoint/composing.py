@@ -73,7 +73,7 @@ def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:
 
 
 def stacked(tensors: Sequence[SavedTensor]) -> SavedTensor:
-    """Tensors of one shape as one with a new first dim."""
+    """Tensors of the same shape, stacked along a new first dim."""
     return joined([_with_first_dim(each) for each in tensors])
 
 
@@ -100,11 +100,11 @@ def unstacked(tensor: SavedTensor) -> list[SavedTensor]:
 
 
 def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
-    """A piece of a tensor, in runs of a file.
+    """The piece of a tensor that ``of`` describes. Each part of the piece is contiguous in a file.
 
     Raises:
-        CheckpointError: The dim does not exist, or is not a multiple of the count; or the tensor
-            has checksums, which cover the whole tensor.
+        CheckpointError: The dim does not exist, or the size is not a multiple of the count; or the
+            tensor has checksums: a piece of a tensor cannot be compared with them.
 
     Example:
         >>> rows = SavedTensor("x", "F32", (4, 2), (Part(Box((0, 0), (4, 2)), "f", 0, 32, (0,)),))
@@ -120,8 +120,8 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
         )
     if any(any(part.crc32) for part in tensor.parts):
         raise CheckpointError(
-            f"{tensor.name!r} has checksums, which are of the whole tensor: pieces are of "
-            f"published weights. Load it whole, and cut it",
+            f"{tensor.name!r} has checksums of the whole tensor, with which a piece cannot be "
+            f"compared: PieceOf is for published weights. Load the whole tensor, and cut it",
             tensor=tensor.name,
         )
     size = tensor.shape[dim] // of.count
@@ -138,7 +138,11 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
 
 
 def runs(part: Part, region: Box, window: Box, itemsize: int) -> Iterator[Part]:
-    """A region of a part, in boxes that are contiguous in the file, as parts of a window."""
+    """Cut a region of ``part`` into parts that are contiguous in the file.
+
+    ``region`` and ``window`` are in the tensor's coordinates; the new boxes are relative to
+    ``window``.
+    """
     strides = [math.prod(part.box.sizes[d + 1 :]) for d in range(len(part.box.sizes))]
     whole = len(region.sizes)  # from this dim on a box is as large as the part
     while whole and region.sizes[whole - 1] == part.box.sizes[whole - 1]:

@@ -22,7 +22,9 @@ PIECE_BYTES = 32 << 20
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy a tensor's elements. Collective over ranks of tensors in different layouts.
+    """Copy the elements of ``value`` into ``target``.
+
+    Collective over the ranks of ``value`` if it is sharded in another way than ``target``.
 
     Args:
         target: A tensor of any layout that is not partial.
@@ -46,11 +48,11 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 
 def broadcast_into(target: Tensor, value: Any) -> None:
-    """Copy the elements that rank 0 has, in pieces. Collective over the default group.
+    """Send the elements that rank 0 has into ``target`` on all ranks. Collective; in pieces.
 
     Args:
         target: A tensor of any layout that is not partial.
-        value: The ``shape`` and ``dtype``, and on rank 0 the ``tensor`` itself.
+        value: Has the ``shape`` and ``dtype`` of the elements, and on rank 0 also the ``tensor``.
     """
     group = get_default_group()
     tiles = list(_tiles(_ours(target)))

@@ -1,7 +1,7 @@
 """Reads of parts of local files, done by the core many at a time.
 
-Between two calls of the core Python runs, whose memory has left the caches by then: many short
-reads are cheaper as a list.
+One call of the core for a list of many short reads is cheaper than a call for each read: between
+two calls Python would run, whose memory has left the CPU's caches by then.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class CoreRead(NamedTuple):
     Args:
         tensor: The tensor.
         part: The part.
-        runs: The wanted bytes, and their places.
-        reach: The begin of the first chunk in the part, and the end of the last.
+        runs: The wanted bytes of the part, and the places in memory to write them to.
+        reach: The bytes of the part to read: from the first chunk's begin to the last chunk's end.
         counted: The bytes to report as progress.
     """
 
@@ -46,14 +46,15 @@ class CoreRead(NamedTuple):
 
 @dataclass
 class CoreReads:
-    """Reads for the core; :meth:`run` does the remaining ones.
+    """A list of reads, which the core does at the latest in :meth:`run`.
 
     Args:
         index: The index of the checkpoint.
-        descriptor: Opens a part's file.
-        where: The full name of a file.
-        damaged: The error for a chunk with another checksum, None where the file ends.
-        tell: Called for bytes that are read.
+        descriptor: Opens a part's file, and returns the file descriptor.
+        where: Returns the full name of a file, for messages.
+        damaged: Makes the error for a chunk of a part, given the wrong checksum that was found, or
+            None if the file ends too early.
+        tell: Called with the number of bytes that were read, for progress.
     """
 
     index: Index
@@ -74,7 +75,7 @@ class CoreReads:
         self._nbytes = 0
 
     def add_checked(self, read: CoreRead, checked: bytes) -> None:
-        """Read, and compare the checksums of chunks whose byte in ``checked`` is not 0."""
+        """List a read that checks the chunks whose byte in ``checked`` is not 0."""
         part, descriptor = read.part, self.descriptor(read.part)
         sums = array("I", part.crc32).tobytes()
         for at, stop in self._calls(read):
@@ -84,7 +85,11 @@ class CoreReads:
             self._note(self._of_checked, read, at, stop)
 
     def add_shared(self, read: CoreRead, place: int) -> None:
-        """Read wanted bytes, and add their shares in the part's checksums from ``place`` on."""
+        """List a read that compares nothing.
+
+        It adds the shares that the wanted bytes have in the part's checksums to ``shares``, from
+        the number ``place`` on.
+        """
         part, descriptor = read.part, self.descriptor(read.part)
         begin, end = read.reach
         if end - begin <= CALL_BYTES:  # the usual case
@@ -98,7 +103,7 @@ class CoreReads:
             self._note(self._of_shared, read, at, stop)
 
     def run(self) -> None:
-        """Do the remaining reads.
+        """Do the listed reads that are not done yet.
 
         Raises:
             CheckpointError: Bytes are damaged. Reads after them are not done.
@@ -116,7 +121,7 @@ class CoreReads:
             self._finish(self._core.read_shares(shared, chunk, place, count), of_shared)
 
     def _calls(self, read: CoreRead) -> list[tuple[int, int]]:
-        """The ranges of chunks to read at once."""
+        """The bytes to read, cut between chunks into a range for each call of the core."""
         begin, end = read.reach
         if end - begin <= CALL_BYTES:
             return [read.reach]
@@ -150,7 +155,7 @@ class CoreReads:
 
 
 def share_of(counted: int, reach: tuple[int, int], at: int, stop: int) -> int:
-    """The share of ``counted`` bytes, spread evenly over a reach, in ``at`` to ``stop``.
+    """The number of ``counted`` bytes in ``at`` to ``stop``, if spread evenly over the reach.
 
     Example:
         >>> share_of(100, (0, 10), 0, 5), share_of(100, (0, 10), 5, 20)

@@ -84,7 +84,7 @@ def _future(value: Any) -> Any:
 
 
 class TileworkWriter(StorageWriter):
-    """Writes the plan of torch's planner: whole or absent, the index last.
+    """DCP's storage writer for checkpoints of tilework: a checkpoint is whole or absent.
 
     Args:
         path: A folder that all ranks see, or a URL.
@@ -189,7 +189,7 @@ def _tensor_of(item: WriteItem) -> TensorToSave:
 
 
 def _value_of(item: WriteItem, planner: SavePlanner) -> tuple[dict[Any, Any], dict[Any, str]]:
-    """A value as paths and JSON."""
+    """The leaves and the kinds of containers, by path, of an item that is not a tensor."""
     data: Any = planner.resolve_data(item)
     data.seek(0)
     try:
@@ -239,7 +239,7 @@ def _kind(key: Any) -> str:
 
 
 class TileworkReader(StorageReader):
-    """Reads checkpoints of this format, from any writer, for torch's planner.
+    """DCP's storage reader for checkpoints of tilework, no matter what wrote them.
 
     Args:
         path: A folder, or a URL.
@@ -261,7 +261,7 @@ class TileworkReader(StorageReader):
             self._storage = storage_at(checkpoint_id)
 
     def _read(self) -> tuple[Index, dict[str, tuple[Any, Any]]]:
-        """The index, and the path and the leaf of each key."""
+        """The index; and by DCP's key, the path and the leaf (the first if it differs by rank)."""
         if self._index is None:
             self._index = read_index(self._storage)
         flat = saved_state(self._index, self._storage)

@@ -36,9 +36,10 @@ class Description:
     """The description of one rank's state, for the other ranks.
 
     Args:
-        leaves: The leaves.
-        containers: The kinds of the containers of leaves.
-        contents: CRC-32s of this rank's tiles with elements, for tensors that only some ranks hold.
+        leaves: By path, the facts of each leaf.
+        containers: By path, the kind of each container.
+        contents: By path, the CRC-32s of this rank's tiles that have elements; only for tensors
+            that some of the ranks do not hold.
     """
 
     leaves: dict[Path, Facts] = field(default_factory=dict)
@@ -53,8 +54,8 @@ class MergedState:
     Args:
         flat: The state with names in the place of tensors.
         tensors: The tensors to save.
-        sources: For each tensor, the path of the local tensor, and the ranks that have it there.
-        aliases: Further names of tensors that are saved under another name.
+        sources: For each tensor, the path in the ranks' states, and the ranks that have it there.
+        aliases: From further names of tensors to the names under which they are saved.
     """
 
     flat: FlatState
@@ -71,7 +72,7 @@ def has_partial(flat: FlatState) -> bool:
 
 
 def settle(flat: FlatState) -> None:
-    """Replace partial tensors by their values. Collective over their meshes."""
+    """Replace partial tensors in ``flat`` by their sums or other results. Collective."""
     for path, leaf in flat.leaves.items():
         if isinstance(leaf, DTensor) and leaf._spec.partial_axes:
             placements = [Replicate() if isinstance(p, Partial) else p for p in leaf.placements]
@@ -85,7 +86,7 @@ def describe(flat: FlatState, ranks: Sequence[int]) -> Description:
 
     Args:
         flat: The state of this rank.
-        ranks: The ranks that save together. A single rank needs no data for comparisons.
+        ranks: The ranks that save together. A single rank compares no contents.
 
     Raises:
         TypeError: A tensor is of a dtype or layout that checkpoints do not hold.
@@ -117,7 +118,7 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
 
 
 def check_dense(tensor: Tensor, where: str) -> None:
-    """Raise unless a tensor has separate elements in memory.
+    """Raise unless a tensor is dense, with values in memory.
 
     Raises:
         TypeError: The tensor is sparse, quantized, nested or similar.
@@ -129,7 +130,7 @@ def check_dense(tensor: Tensor, where: str) -> None:
 
 def _check_plain(leaf: Tensor, where: str) -> None:
     if is_lazy(leaf):
-        kind, instead = "not initialised", "give its module an input, or it a shape, first"
+        kind, instead = "not initialised", "call its module once, or give it a shape, first"
     elif leaf.is_nested:
         kind, instead = "nested", "save its values() and offsets(), or its parts"
     elif leaf.layout is not torch.strided:
@@ -143,7 +144,7 @@ def _check_plain(leaf: Tensor, where: str) -> None:
         instead = "save the tensors that it holds"
     else:
         return
-    raise TypeError(f"{where} is {kind}, and a checkpoint holds dense tensors: {instead}")
+    raise TypeError(f"{where} is {kind}, and a checkpoint holds only dense tensors: {instead}")
 
 
 def tiles_of(tensor: TiledTensor) -> tuple[tuple[Any, ...], ...]:
@@ -170,6 +171,8 @@ def layout_text(tensor: TiledTensor) -> str:
 
 def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedState:
     """The state of all ranks as one. Pure, and the same on every rank.
+
+    A leaf that differs between ranks becomes a PerRank.
 
     Raises:
         ValueError: Ranks have different containers in the same place.
@@ -216,9 +219,9 @@ def _copies_as_one(
 
     Args:
         path: The path of the tensor.
-        variants: Facts of the tensor, and the indexes of the ranks with these facts.
+        variants: Facts of the tensor, and the positions in ``ranks`` of the ranks with these facts.
         descriptions: The description of each rank.
-        ranks: The numbers of the ranks.
+        ranks: The global ranks that save.
     """
     if len(variants) == 1 or any(facts[0] != "tiles" for facts, _ in variants):
         return variants
@@ -255,7 +258,10 @@ class _Merger:
     def leaf(
         self, path: Path, facts: Facts, owners: tuple[int, ...], suffix: str
     ) -> FlatValue | NamedTensor:
-        """The stand-in for a leaf that some ranks describe equally."""
+        """The leaf of the merged state for some ranks that describe a leaf equally.
+
+        It is a value, or a tensor's name. A tensor is also added to the tensors to save.
+        """
         if facts[0] == "value":
             return FlatValue(facts[1])
         name = unique_name(f"{dotted(path)}{suffix}", self._names)
@@ -289,8 +295,8 @@ def _merge_containers(merged: dict[Path, str], own: Mapping[Path, str], rank: in
     for path, kind in own.items():
         if merged.setdefault(path, kind) != kind:
             raise ValueError(
-                f"{dotted(path)} is a {kind} on rank {rank} and a {merged[path]} on others: ranks "
-                f"save states of one structure"
+                f"{dotted(path)} is a {kind} on rank {rank} and a {merged[path]} on others: all "
+                f"ranks must save states of one structure"
             )
 
 

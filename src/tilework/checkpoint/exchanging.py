@@ -31,7 +31,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class _Region:
-    """The elements of a unit that a rank needs, in a buffer."""
+    """Elements of a unit that a rank needs: the overlap of a block of the unit with a need."""
 
     #: The piece of a shared part that a rank reads for the others.
     unit: ReadUnit
@@ -44,17 +44,17 @@ class _Region:
 
 
 def exchange_shared(load: HostLoad) -> None:
-    """Read this rank's units, and move all units. Collective over the ranks of the host.
+    """Read this rank's units, exchange all units, and fill targets. Collective over the host.
 
     Raises:
-        CheckpointError: A unit that this rank has read is damaged; after the last round.
+        CheckpointError: A unit that this rank has read is damaged. Raised after the last round.
     """
     if load.group is not None and any(load.plan.units.values()):
         _Exchange(load, load.group).run(load.plan.units)
 
 
 class _Exchange:
-    """The rounds of one rank."""
+    """The rounds of one load, on this rank."""
 
     def __init__(self, load: HostLoad, group: ProcessGroup) -> None:
         self._group, self._wanted, self._reader = group, load.wanted, load.reader
@@ -65,7 +65,7 @@ class _Exchange:
         self._buffers: dict[str, Tensor] = {}
 
     def run(self, units: Mapping[int, Sequence[ReadUnit]]) -> None:
-        """Move all units."""
+        """Run all rounds; ``units`` has the units that each rank reads."""
         for_all = {r: [u for u in own if is_for_all(u, self._host)] for r, own in units.items()}
         others = {r: [u for u in own if not is_for_all(u, self._host)] for r, own in units.items()}
         for units_of_round in self._rounds(for_all):
@@ -105,7 +105,10 @@ class _Exchange:
         return self._wanted[unit.tensor].saved.itemsize
 
     def _read(self, units: Sequence[ReadUnit], buffer: Tensor) -> Iterator[tuple[ReadUnit, Tensor]]:
-        """Read this rank's units into a buffer, one after the other."""
+        """Read this rank's units into a buffer, and yield each with the unit's memory.
+
+        After an error nothing more is read; :meth:`run` raises the error after the last round.
+        """
         used = 0
         for unit in units:
             memory = buffer[used : used + self._nbytes(unit)]
@@ -167,7 +170,7 @@ class _Exchange:
         self._progress(sum(each.box.volume * self._itemsize(each.unit) for each in arrived))
 
     def _regions(self, units: Sequence[ReadUnit], rank: int) -> list[_Region]:
-        """The regions of these units that a rank needs, in the same order at both ends."""
+        """The regions of ``units`` that ``rank`` needs, in an order that both ends know."""
         return [
             _Region(unit, need, at, block, shared)
             for unit in units
@@ -183,7 +186,7 @@ class _Exchange:
     def _placed(
         self, buffer: Tensor, regions: Mapping[int, Sequence[_Region]]
     ) -> Iterator[tuple[Tensor, _Region]]:
-        """The view of each region's place in a buffer; regions of ranks in ascending order."""
+        """The view of each region's place in ``buffer``, with the region; rank after rank."""
         used = 0
         for rank in self._host:
             for region in regions.get(rank, ()):
@@ -203,7 +206,7 @@ class _Exchange:
         target[region.box.relative_to(region.need.box).slices].copy_(values)
 
     def _buffer(self, purpose: str, nbytes: int) -> Tensor:
-        """Memory that the next round uses again, so that it stays in the cache."""
+        """``nbytes`` bytes of the buffer for a purpose; later rounds use the same memory again."""
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.numel() < nbytes:
             buffer = self._buffers[purpose] = self._group.empty(nbytes, dtype=torch.uint8)

@@ -63,16 +63,16 @@ def _nothing(names: Iterable[str]) -> None:
 
 @dataclass
 class Filling:
-    """A state that is being filled, on one rank.
+    """The filling of a state from a checkpoint, on one rank.
 
     Args:
         index: The index of the checkpoint.
         saved: The state in the checkpoint.
         rank: This rank.
-        names: The names to fill.
+        names: Patterns: only matching names of the state are filled.
         map_names: From names of the state to names of the checkpoint.
-        check_files: Raises unless files are as long as the index says; called before memory is
-            taken.
+        check_files: Called with names of files before memory for their tensors is allocated;
+            raises unless the files are as long as the index says.
         places: The places of the parameters in the state's modules.
     """
 
@@ -118,7 +118,10 @@ class Filling:
         return mapped if isinstance(mapped, str) else self.compose(mapped)
 
     def compose(self, of: Sequence[str] | PieceOf) -> str:
-        """The name of a tensor composed of others, which is listed from now on."""
+        """Compose a tensor of saved tensors, and return the name under which it is found now.
+
+        If the checkpoint lacks any of the tensors, it lacks the returned name, too.
+        """
         names = (of.name,) if isinstance(of, PieceOf) else tuple(of)
         leaves = [self.saved.leaves.get(self._paths.get(name, ())) for name in names]
         tensors = [self.tensor_named(leaf) for leaf in leaves if isinstance(leaf, NamedTensor)]
@@ -134,7 +137,7 @@ class Filling:
         return made.name
 
     def compose_all(self, composed: Iterable[tuple[Any, ...]]) -> None:
-        """List compositions of other ranks, too."""
+        """Compose the tensors that other ranks have composed, given as in ``composed``."""
         for each in composed:
             is_piece = not all(isinstance(item, str) for item in each)
             self.compose(PieceOf(*each) if is_piece else each)
@@ -153,7 +156,10 @@ class Filling:
         return self._paths.get(mapped)
 
     def leaf(self, path: Path) -> FlatValue | NamedTensor | None:
-        """The checkpoint's leaf for this rank at a path, which is noted as used."""
+        """This rank's leaf at a path of the checkpoint; marks the path as used.
+
+        None if the checkpoint has nothing there, or only has leaves of other ranks.
+        """
         leaf = self.saved.leaves.get(path)
         self.used.add(path)
         if isinstance(leaf, PerRank):
@@ -179,7 +185,9 @@ class Filling:
     # -- walking -----------------------------------------------------------------------------
 
     def visit(self, value: Any, path: Path) -> Finish:
-        """Look up everything from a place of the state on.
+        """Look up everything in ``value``, and list the tensors to fill.
+
+        The returned function sets values and gives the loaded value, once tensors are filled.
 
         Raises:
             CheckpointError: The saved value does not fit the place.
@@ -232,7 +240,7 @@ class Filling:
         return lambda: value
 
     def fill(self, tensor: Tensor, saved: SavedTensor, where: str) -> None:
-        """List a tensor to fill.
+        """Add a tensor to the list of targets, which are filled later.
 
         Raises:
             CheckpointError: The tensor has another shape, or no memory to fill.
@@ -252,7 +260,7 @@ class Filling:
         self.filled.append(where)
 
     def _is_filled(self, tensor: Tensor, saved: SavedTensor) -> bool:
-        """True if the same tensor already fills this memory, under the name of a tied tensor."""
+        """True if this memory is already a target of the same saved tensor, as of tied weights."""
         tiles = tensor.local_tiles() if isinstance(tensor, TiledTensor) else [tensor]
         memory = tuple((tile.data_ptr(), tile.shape, tile.stride(), tile.dtype) for tile in tiles)
         known = self._memory.setdefault((saved.parts, memory), tensor)
@@ -331,7 +339,10 @@ class Filling:
         return lambda: value.set_state(state)
 
     def _visit_object(self, value: Any, path: Path) -> Finish:
-        """Look up an object that takes the whole state at once, or is left alone."""
+        """Look up an object with ``load_state_dict``, which is called with the whole state.
+
+        The object is left alone if none of the names in the state is asked for.
+        """
         name, found = dotted(path), self.find(path)
         if not self.is_asked(name) and not (
             found is not None and any(self.is_asked(dotted(p)) for p in self.paths_under(found))
@@ -365,7 +376,7 @@ class Filling:
 
 
 class Fresh:
-    """Everything saved below a path. Call it for the value, once tensors are filled."""
+    """Everything saved below a path. Once tensors are filled, a call builds and returns it."""
 
     def __init__(self, filling: Filling, root: Path, into: Mapping[Path, Tensor]) -> None:
         self._root = root
@@ -431,7 +442,7 @@ def unfillable(tensor: Tensor) -> str:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """True if a dim repeats the same elements."""
+    """True if some dim of size above 1 has stride 0: the elements share memory."""
     return tensor.numel() > 0 and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -447,7 +458,7 @@ def _replaced(old: Any, new: Any) -> Any:
 
 
 def tensors_by_path(state: Any, path: Path, found: dict[Path, Tensor]) -> None:
-    """Collect the tensors of a nesting by their paths."""
+    """Add the tensors in ``state``, which is at ``path``, to ``found`` by their paths."""
     if isinstance(state, Tensor):
         found[path] = state
     elif isinstance(state, Mapping):
@@ -461,7 +472,8 @@ def tensors_by_path(state: Any, path: Path, found: dict[Path, Tensor]) -> None:
 def is_in_module(module: nn.Module, contents: Mapping[str, Any]) -> bool:
     """True if filling the tensors of a state dict in place is equivalent to loading it.
 
-    False if a class in the module loads with its own code, or the state dict has copies.
+    False if a class in the module overrides loading or has hooks after loading, or if the state
+    dict has values other than the module's own tensors.
     """
     for inner in module.modules():
         kind = type(inner)
@@ -496,10 +508,10 @@ def _addresses(values: Iterable[Any]) -> set[int]:
 
 
 def _check_one_copy(tensor: Tensor, saved: PerRank, where: str) -> None:
-    """Raise if ranks with parts of one tensor would fill them from different copies.
+    """Raise if ranks that hold parts of a DTensor were to fill them from different saved tensors.
 
     Raises:
-        CheckpointError: Copies differ; on all ranks of the tensor.
+        CheckpointError: On all ranks of the tensor: the checkpoint has another tensor for some.
     """
     if is_torch_dtensor(tensor):
         tensor = DTensor.from_torch(tensor)
@@ -510,8 +522,8 @@ def _check_one_copy(tensor: Tensor, saved: PerRank, where: str) -> None:
     other = next((rank for rank in ranks if saved.of(rank) is not first), None)
     if other is not None:
         raise CheckpointError(
-            f"{where} lies on ranks {list(ranks)}, and in the checkpoint each rank has its own of "
-            f"that name: those of ranks {ranks[0]} and {other} are not one tensor. Load it into "
-            f"plain tensors, or read(path)[...][rank] and distribute that",
+            f"{where} lies on ranks {list(ranks)}, and the checkpoint has a separate tensor of "
+            f"that name for each rank: ranks {ranks[0]} and {other} would fill their parts from "
+            f"different tensors. Load it into plain tensors, or distribute read(path)[...][rank]",
             tensor=where,
         )

@@ -35,7 +35,8 @@ Named = list[tuple[Any, Tensor]]
 def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finish:
     """Look up the states of an optimizer's parameters, and the groups' settings.
 
-    A parameter saved without a state gets none. A parameter that was not saved is missing.
+    A parameter that was saved without a state gets no state. A parameter that was not saved is
+    listed as missing.
     """
     if not _is_asked(filling, path):
         return lambda: optimizer
@@ -75,10 +76,11 @@ def _saved_groups(filling: Filling, root: Path) -> list[dict[str, Any]]:
 def _matching(
     filling: Filling, path: Path, groups: list[Named], saved_groups: list[dict[str, Any]]
 ) -> dict[Any, Any]:
-    """The checkpoint's name of each parameter; by position if either side has no names.
+    """From the optimizer's name of each parameter to the checkpoint's name.
 
-    A name that the checkpoint has for several parameters is not used, and a parameter gets no name
-    if it is not certain which.
+    Parameters are matched by position if the optimizer or the checkpoint only has numbers. A name
+    that the checkpoint has for several parameters is not used. A parameter is left out if several
+    names are possible.
     """
     saved = [name for group in saved_groups for name in group["params"]]
     listed = [pair for group in groups for pair in group]
@@ -109,7 +111,7 @@ class _Candidates:
         self._starts = [dotted((*each, "state")) + "." for each in (path, root) if each is not None]
 
     def matching(self, listed: Named) -> dict[Any, Any]:
-        """The name in the checkpoint of each parameter, unless the name is ambiguous."""
+        """From each parameter's name to the name in the checkpoint; ambiguous ones are left out."""
         found, possible = {}, {}
         places = [self._filling.places.get(id(parameter), ()) for _, parameter in listed]
         saved_places = {
@@ -138,7 +140,7 @@ class _Candidates:
         return self._filling.mapped(name) if isinstance(name, str) else name
 
     def _explicit(self, names: Iterable[Any]) -> Any:
-        """The name to which the caller maps a name of the optimizer; None if there is none."""
+        """The checkpoint's name that ``map_names`` gives for one of these names; None without."""
         for name in names if self._filling.map_names is not None else ():
             full = dotted((*self._path, name))
             mapped = self._filling.mapped(full)
@@ -148,7 +150,10 @@ class _Candidates:
         return None
 
     def _of_place(self, place: Place, saved: Path | None) -> dict[Any, None]:
-        """The names that a checkpoint may have for the parameter in a mapped place."""
+        """The names that a checkpoint may have for the parameter at a place of the state.
+
+        ``saved`` is the place of the parameter in the checkpoint, if it is known.
+        """
         path, own = place
         if saved is not None:
             path, own = saved[:-1], str(saved[-1])
@@ -160,12 +165,15 @@ class _Candidates:
 
 
 def _is_here(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """True if this rank should have the states of a parameter."""
+    """True if this rank's optimizer holds the state of a parameter."""
     return not is_split(optimizer) or optimizer.owner_of(parameter) == get_rank()  # type: ignore[attr-defined]
 
 
 def _state_of(filling: Filling, root: Path, parameter: Tensor) -> FlatState:
-    """The state of one parameter, with tensors to fill."""
+    """The state of one parameter, with new tensors that are listed to be filled.
+
+    ``root`` is the path of the state in the checkpoint.
+    """
     state = FlatState(
         containers={
             path[len(root) :]: kind for path, kind in _containers_under(filling, root).items()
@@ -195,7 +203,7 @@ def _containers_under(filling: Filling, root: Path) -> dict[Path, str]:
 
 
 def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
-    """Memory for a state: laid out like the parameter if it has as many elements."""
+    """Memory for a tensor of a state: laid out like the parameter if the shape is equal."""
     dtype = DTYPES[saved.dtype]
     if name == "step" or saved.shape != tuple(parameter.shape):
         return torch.empty(saved.shape, dtype=dtype)
@@ -211,7 +219,7 @@ def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
 
 
 def _note_rest(filling: Filling, root: Path) -> None:
-    """Note as used the other entries of an optimizer, which are made again."""
+    """Mark entries except ``state`` and ``param_groups`` as used: the optimizer makes them anew."""
     for path in filling.paths_under(root):
         if path[len(root)] not in ("state", "param_groups"):
             filling.used.add(path)
@@ -220,7 +228,7 @@ def _note_rest(filling: Filling, root: Path) -> None:
 def _options(
     group: Named, saved_groups: list[dict[str, Any]], saved_name: Mapping[Any, Any]
 ) -> dict[str, Any]:
-    """The settings of the saved group with the first saved parameter of this group."""
+    """The settings of the saved group that has this group's first parameter; empty if none."""
     names = [saved_name[name] for name, _ in group if name in saved_name]
     for saved in saved_groups:
         if names and names[0] in saved["params"]:

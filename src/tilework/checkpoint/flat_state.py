@@ -42,7 +42,7 @@ class PerRank:
     """A leaf of a saved state that differs between ranks.
 
     Attributes:
-        variants: For each different value, the ranks that have the value, and the value.
+        variants: For each different value: the ranks that have the value, then the value.
     """
 
     variants: tuple[tuple[tuple[int, ...], FlatValue | NamedTensor], ...]
@@ -57,11 +57,12 @@ Leaf = FlatValue | NamedTensor | PerRank
 
 @dataclass
 class FlatState:
-    """A state by paths.
+    """A state as a flat mapping from paths to leaves.
 
     Args:
-        leaves: Tensors, and values as :class:`FlatValue`; after reading, tensors by name.
-        containers: The kind of each container: "dict", "list", "tuple", "set" or "numpy".
+        leaves: By path, a tensor, or a :class:`FlatValue`. In a state that was read from an index,
+            a :class:`NamedTensor` stands for a tensor, and there may be a :class:`PerRank`.
+        containers: By path, the kind of container: "dict", "list", "tuple", "set" or "numpy".
     """
 
     leaves: dict[Path, Any] = field(default_factory=dict)
@@ -132,7 +133,7 @@ def state_of_json(listed: Any, check: Callable[[Any], object] = decode_value) ->
 
     Args:
         listed: The JSON.
-        check: Raises ValueError for JSON that is not a value's.
+        check: Called with the JSON of each value; raises ValueError if it is invalid.
 
     Raises:
         ValueError: The JSON is not from :func:`state_json`.

@@ -23,11 +23,12 @@ Adapt = Callable[[Any, Path], Any]
 
 
 def flatten(state: Any, adapt: Adapt = lambda value, path: value) -> FlatState:
-    """The state by paths. Local, if ``adapt`` is.
+    """The state as a flat mapping from paths to leaves. Local, if ``adapt`` is.
 
     Args:
         state: Any nesting of dicts, lists, tuples, sets, tensors and values.
-        adapt: Makes containers of other objects.
+        adapt: Called with each value and the path; returns containers for an object that has a
+            state, and other values unchanged.
 
     Raises:
         TypeError: The state has something that a checkpoint does not hold; the message says where.
@@ -46,16 +47,16 @@ def check_levels(levels: int, path: Path) -> None:
     """Refuse a state that is nested deeper than an index may be.
 
     Args:
-        levels: The levels of JSON that are known to lead to the path.
-        path: The path.
+        levels: The levels of JSON above the value at ``path``.
+        path: The path of the value.
 
     Raises:
         TypeError: The state is nested too deep; perhaps something contains itself.
     """
     if levels > _MOST_LEVELS:
         raise TypeError(
-            f"the state is nested too deep at {dotted(path[:4])}…: an index of {MOST_DEPTH} levels "
-            f"does not hold it. Does a container hold itself?"
+            f"the state is nested too deep at {dotted(path[:4])}…: an index holds at most "
+            f"{MOST_DEPTH} levels. Does a container hold itself?"
         )
 
 
@@ -89,7 +90,7 @@ def _flatten(value: Any, path: Path, adapt: Adapt, flat: FlatState, levels: int)
 
 
 def _check_in_set(value: Any, path: Path) -> None:
-    """Refuse an object in a set whose state is a container, which no set can hold."""
+    """Raise TypeError if a value in a set became a dict or list, which no set can hold."""
     if isinstance(value, Mapping | list):
         raise TypeError(
             f"{dotted(path)} is a set with an object whose state is a {type(value).__name__}: "
@@ -138,7 +139,7 @@ def _check_key(key: Any, path: Path) -> None:
 
 
 def rebuild(flat: FlatState, root: Path = ()) -> Any:
-    """The containers and their contents, from ``root`` on. Values are decoded."""
+    """Build the nested state at ``root`` from a flat state. Values are decoded."""
     children = children_of(flat)
 
     def build(path: Path, is_in_set: bool = False) -> Any:
@@ -161,7 +162,7 @@ def rebuild(flat: FlatState, root: Path = ()) -> Any:
 
 
 def _as_array(value: Any) -> Any:
-    """The array of numpy for a tensor; values that cannot be arrays unchanged."""
+    """The numpy array of a tensor. Other values, and tensors without a numpy dtype, unchanged."""
     try:
         return value.numpy() if isinstance(value, Tensor) else value
     except TypeError:  # of a dtype that numpy lacks
@@ -169,7 +170,10 @@ def _as_array(value: Any) -> Any:
 
 
 def _as_set(values: list[Any], is_in_set: bool) -> Any:
-    """A set; a list if a value cannot be in a set, such as values per rank."""
+    """A set of the values, frozen if it lies in a set.
+
+    It is a list (a tuple within a set) if some value is not hashable, as a dict of values by rank.
+    """
     try:
         return frozenset(values) if is_in_set else set(values)
     except TypeError:

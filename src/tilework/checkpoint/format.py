@@ -37,9 +37,9 @@ class Index:
     Args:
         tensors: The tensors by name, in the order of the state.
         files: The files by name.
-        state: The state, with names in the place of tensors; see ``state_json``.
+        state: The JSON of the state, with names in the place of tensors; see ``state_json``.
         world_size: The number of ranks that saved the checkpoint.
-        chunk_bytes: The bytes of each checksum.
+        chunk_bytes: The number of bytes that one checksum is of.
         meta: The program's additions: plain JSON.
         created: The time of creation, in UTC, in ISO 8601.
         writer: The program that wrote the checkpoint.
@@ -72,7 +72,7 @@ class Index:
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """The number of checksums for ``nbytes`` bytes.
+    """The number of checksums for ``nbytes`` bytes: one for each begun chunk.
 
     Example:
         >>> chunk_count(5, 4), chunk_count(0, 4)

@@ -49,7 +49,7 @@ class WayOfReading(Protocol):
 
 
 def read_own(load: HostLoad) -> None:
-    """Read for this rank alone, directly into the targets. Local."""
+    """Read the parts that this rank reads alone, directly into the tensors to fill. Local."""
     reader = load.reader
     reader.check_sizes(sorted({each.part.file for each in load.plan.reads}))
     with reader.together():

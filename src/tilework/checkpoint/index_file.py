@@ -23,7 +23,7 @@ DATA_FILE = re.compile(r"[0-9a-f]{8}-rank[0-9]{5,}-[0-9]{5,}\.safetensors")
 
 
 def is_checkpoint(names: list[str], storage: Storage) -> bool:
-    """True if a folder with files of these names has an index, whole or not. Local."""
+    """True if a folder with files of these names has an index file, which may be damaged."""
     return INDEX_NAME in names or (storage.writes_in_place and PREVIOUS_NAME in names)
 
 
@@ -47,7 +47,7 @@ def read_index(storage: Storage) -> Index:
 def saved_state(
     index: Index, storage: Storage, check: Callable[[Any], object] = decode_value
 ) -> FlatState:
-    """The state in an index, whose values pass the check.
+    """The state in an index. ``check`` is called with each value's JSON, and may raise ValueError.
 
     Raises:
         CheckpointError: The state is not as docs/format.md says, or names missing tensors.
@@ -72,14 +72,14 @@ def saved_state(
 
 
 def names_of(leaf: Any) -> list[str]:
-    """The names of the tensors of a leaf."""
+    """The names of the tensors that a leaf stands for, one for each variant that is a tensor."""
     if isinstance(leaf, PerRank):
         return [name for _, each in leaf.variants for name in names_of(each)]
     return [leaf.name] if isinstance(leaf, NamedTensor) else []
 
 
 def read_counting(storage: Storage) -> tuple[str, Index]:
-    """The name of the valid index file, and the index. Local.
+    """The name of the index file that counts (the first that is valid), and the index. Local.
 
     Raises:
         CheckpointError: As for :func:`read_index`.
@@ -97,15 +97,15 @@ def read_counting(storage: Storage) -> tuple[str, Index]:
         if INDEX_NAME not in names:
             nothing = "" if names else "; there is no such folder, or nothing in it"
             raise CheckpointError(
-                f"{storage.location} is not a checkpoint: it has no {INDEX_NAME}, which is written "
-                f"when all else is{nothing}",
+                f"{storage.location} is not a checkpoint: it has no {INDEX_NAME}, which a "
+                f"save writes last{nothing}",
                 file=storage.location,
             ) from None
         raise error
 
 
 def write_index(storage: Storage, index: Index) -> None:
-    """Give a folder an index, replacing an existing one. Local.
+    """Write the index of a folder, in the place of the old index. Local.
 
     Raises:
         CheckpointError, OSError: The index cannot be written. The old index stays valid.
@@ -129,7 +129,7 @@ def _read(storage: Storage, name: str) -> Index:
 
 
 def _kept(storage: Storage) -> bytes | None:
-    """Copy the valid index to a second file; return the text, or None without an index."""
+    """Keep the valid index in a second file, and return its text; None without a valid index."""
     names = storage.names()
     for name in (INDEX_NAME, PREVIOUS_NAME):
         if name not in names:

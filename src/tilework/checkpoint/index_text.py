@@ -31,7 +31,7 @@ _CONTAINERS = frozenset((dict, list))
 
 
 def index_text(index: Index) -> bytes:
-    """The contents of an index file."""
+    """The contents of an index file for an index."""
     body = {
         "format": FORMAT_NAME,
         "version": VERSION,
@@ -79,7 +79,7 @@ def _tensor_json(tensor: SavedTensor) -> dict[str, Any]:
 
 @no_collections()
 def parse_index(text: bytes, where: str) -> Index:
-    """The index in a file, after all checks that need no other files.
+    """The index in a file's text, once it has passed all checks that need no other files.
 
     Args:
         text: The file's contents.
@@ -246,27 +246,27 @@ def _number(value: Any) -> int:
 
 
 def number_list(values: Any) -> tuple[int, ...]:
-    """A list of numbers in a file, such as a shape.
+    """A list of JSON that must consist of integers from 0 on, such as a shape, as a tuple.
 
     Raises:
         TypeError, ValueError: The list has something else, or numbers are negative or too large.
     """
     if not isinstance(values, list):
-        raise TypeError(f"{values!r} is not a list of numbers")
+        raise TypeError(f"{values!r} is not a list of integers")
     if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) > _LARGEST):
         return tuple(map(_number, values))  # raises with the reason
     return tuple(values)
 
 
 class _KnownBoxes:
-    """A cache of boxes, and of shapes that they cover, as models repeat layers."""
+    """A cache of boxes, and of the shapes that lists of boxes cover: layers repeat them."""
 
     def __init__(self) -> None:
         self._boxes: dict[object, tuple[Box, int]] = {}
         self._covered: set[object] = set()
 
     def box(self, offsets: Any, sizes: Any) -> tuple[Box, int]:
-        """A box, and the volume."""
+        """The box with these offsets and sizes, and the number of elements."""
         known = self._boxes.get((tuple(offsets), tuple(sizes)))
         if known is None:
             box = Box(number_list(offsets), number_list(sizes))
@@ -274,7 +274,7 @@ class _KnownBoxes:
         return known
 
     def check_cover(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
-        """Raise unless boxes from this cache cover a shape."""
+        """Raise unless boxes from :meth:`box` cover a shape, each element once."""
         key = shape, tuple(map(id, boxes))  # the boxes are kept
         if key not in self._covered:
             check_boxes(shape, boxes)
@@ -334,7 +334,7 @@ def _part_of(
 
 
 def _check_ranges(tensors: Mapping[str, SavedTensor], refused: Refusal) -> None:
-    """Raise if parts share bytes of a file without being identical, as tied weights are."""
+    """Raise if parts overlap in a file, unless they are the same bytes, as of tied weights."""
     spans = sorted(
         (part.file, part.offset, part.offset + part.nbytes, name)
         for name, tensor in tensors.items()

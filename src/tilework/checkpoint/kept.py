@@ -27,7 +27,7 @@ class KeptCheckpoint:
         step: The number of the step.
         path: The folder.
         metrics: The numbers that were saved with the checkpoint.
-        nbytes: The bytes of the tensors.
+        nbytes: The number of bytes of all tensors.
     """
 
     step: int
@@ -37,9 +37,9 @@ class KeptCheckpoint:
 
 
 def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
-    """The checkpoints in a folder, the oldest first. Local.
+    """The checkpoints in a folder, the lowest step first. Local.
 
-    A complete checkpoint that cannot be used is an error in the list.
+    A checkpoint that was saved, but is damaged or cannot be read, is an error in the list.
     """
     found = {}
     for name in storage.names():
@@ -51,7 +51,7 @@ def kept_in(storage: Storage) -> list[KeptCheckpoint | CheckpointError]:
 
 
 def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | CheckpointError | None:
-    """The checkpoint in a folder, if all files are there in full; None: not saved yet."""
+    """The checkpoint in the folder ``name``, or what is wrong with it; None: it has no index."""
     storage = folder.inner(name)
     try:
         if not is_checkpoint(storage.names(), storage):
@@ -62,7 +62,7 @@ def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | Checkpo
             reader.close()
             if reader.nbytes != saved.nbytes:
                 where = storage.where(file)
-                told = f"{where} has {reader.nbytes} bytes of {saved.nbytes}"
+                told = f"{where} has {reader.nbytes} bytes, not {saved.nbytes} as when it was saved"
                 return CheckpointError(told, file=where)
     except CheckpointError as error:
         return error
@@ -74,7 +74,7 @@ def _examined(folder: Storage, name: str, step: int) -> KeptCheckpoint | Checkpo
 
 
 def _metrics_of(index: Index) -> dict[str, float]:
-    """The numbers that were saved with a checkpoint; other values are ignored."""
+    """The metrics in an index's ``meta`` that are numbers."""
     listed = index.meta.get("metrics")
     found = {}
     for name, each in listed.items() if isinstance(listed, dict) else ():
@@ -86,7 +86,7 @@ def _metrics_of(index: Index) -> dict[str, float]:
 
 
 def run_lines(kept: Sequence[KeptCheckpoint]) -> Iterator[StyledLine]:
-    """A line for each step, with the size and the metrics, the lowest marked."""
+    """A line for each checkpoint, with size and metrics; each metric's lowest value is marked."""
     yield [(f"{len(kept)} checkpoint{'s' * (len(kept) != 1)} of a run", "bold")]
     if not kept:
         return

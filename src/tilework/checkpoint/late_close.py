@@ -17,7 +17,7 @@ _MOST_WAITING = 64
 
 
 class LateClose:
-    """A thread that closes descriptors, while there are some."""
+    """Closes file descriptors in a thread, which runs while there are any to close."""
 
     def __init__(self) -> None:
         self._begin()
@@ -37,7 +37,7 @@ class LateClose:
             _close(descriptor)
 
     def add(self, descriptor: int) -> None:
-        """Close a descriptor soon. Local; hardly ever blocks."""
+        """Let the thread close a descriptor; close it here only if many are waiting. Local."""
         with self._changed:
             is_full = len(self._waiting) >= _MOST_WAITING
             if not is_full:

@@ -36,7 +36,7 @@ class Wanted:
 
     Args:
         saved: The tensor.
-        tiles: The wanted boxes, and the ranks that want each.
+        tiles: The wanted boxes, each with the global ranks that want it.
     """
 
     saved: SavedTensor
@@ -48,7 +48,7 @@ class Need(NamedTuple):
 
     Args:
         box: The region, in the full tensor's coordinates.
-        tile: The number of the wanted tile that contains the box.
+        tile: The position in ``Wanted.tiles`` of the tile that contains the box.
         ranks: The ranks that want the tile.
     """
 
@@ -78,8 +78,8 @@ class ReadUnit(NamedTuple):
         tensor: The number of the tensor in the list of wanted tensors.
         part: The part of the tensor in a file.
         start: The first element of the piece, counted in the part.
-        stop: The element after the last.
-        needs: The regions of the part that ranks need from the piece.
+        stop: The element after the last element of the piece.
+        needs: The regions of the part that overlap the piece, with the ranks that need them.
     """
 
     tensor: int
@@ -95,7 +95,7 @@ class SharedPart(NamedTuple):
     Attributes:
         tensor: The number of the tensor in the list of wanted tensors.
         part: The part of the tensor in a file.
-        needs: The regions of the part that the ranks need.
+        needs: The regions of the part, each with the ranks that need it.
     """
 
     tensor: int
@@ -105,13 +105,13 @@ class SharedPart(NamedTuple):
 
 @dataclass
 class LoadPlan:
-    """The work of one rank of a host.
+    """The parts that one rank of a host reads.
 
     Args:
         reads: Parts that the rank reads alone.
-        split: Parts of which each rank of the host reads its own runs, together all.
-        shared: Parts that the host reads once, for several ranks.
-        units: The pieces of shared parts that each rank of the host reads for all, in order.
+        split: Parts of which each rank reads the runs that it needs; together they read all.
+        shared: Parts that the ranks of the host read once, for several ranks.
+        units: By rank of the host, the pieces of shared parts that it reads for all, in order.
     """
 
     reads: list[Read] = field(default_factory=list)
@@ -124,14 +124,14 @@ class LoadPlan:
 def plan_load(
     wanted: Sequence[Wanted], host: Sequence[int], rank: int, chunk: int, *, splits: bool = False
 ) -> LoadPlan:
-    """The plan of one rank. Takes time nearly proportional to the number of boxes.
+    """The plan of what ``rank`` reads. Takes time nearly proportional to the number of boxes.
 
     Args:
         wanted: The tensors to load, the same on every rank of the host.
         host: The ranks of this host that load.
         rank: This rank.
-        chunk: The bytes of a chunk, which are checked together.
-        splits: True if ranks can read separate runs, and check them together.
+        chunk: The number of bytes that one checksum is of.
+        splits: True if ranks of the host can combine checksums, so that a part may be split.
 
     Example:
         >>> whole = Box((0,), (4,))
@@ -173,7 +173,7 @@ def _place_of_part(each: Read | SharedPart) -> tuple[str, int]:
 
 
 class _Uses:
-    """The parts of tensors that a host needs, cached, as models repeat layers.
+    """Tells which parts of tensors a host needs; cached, as models repeat layers.
 
     Args:
         host: The ranks of the host.
@@ -185,7 +185,7 @@ class _Uses:
         self._known: dict[object, list[tuple[int, list[Need], str]]] = {}
 
     def of(self, wanted: Wanted) -> list[tuple[int, list[Need], str]]:
-        """The number of each part, the needs, and the way: direct, split or shared."""
+        """For each part that the host needs: number, needs, and "direct", "split" or "shared"."""
         parts, itemsize = wanted.saved.parts, wanted.saved.itemsize
         boxes = tuple([(part.box.offsets, part.box.sizes) for part in parts])
         key = (itemsize, boxes, wanted.tiles)
@@ -231,7 +231,7 @@ def _needs_by_part(wanted: Wanted, host: frozenset[int]) -> Iterator[tuple[int, 
 
 
 def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
-    """True if each rank reads alone, because that reads hardly more than needed."""
+    """True if each rank should read alone: the ranks read hardly more bytes than they need."""
     readers = {rank for need in needs for rank in need.ranks}
     if len(readers) == 1:
         return True
@@ -244,7 +244,7 @@ def _is_direct(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
 
 
 def _can_split(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
-    """True if the needs together are all of a part, each in long enough runs."""
+    """True if the needs make up the whole part, each in runs that are long enough."""
     return (
         len(needs) > 1
         and sum(need.box.volume for need in needs) == part.box.volume
@@ -253,7 +253,7 @@ def _can_split(part: Part, needs: Sequence[Need], itemsize: int) -> bool:
 
 
 def _run(part: Box, region: Box) -> int:
-    """The number of consecutive elements of a region in a part."""
+    """The length, in elements, of the contiguous runs that make up a region of a part."""
     run = 1
     for size, length in zip(reversed(part.sizes), reversed(region.sizes), strict=True):
         run *= length
@@ -263,7 +263,7 @@ def _run(part: Box, region: Box) -> int:
 
 
 def span(part: Box, region: Box) -> tuple[int, int]:
-    """The range of a part's elements, in row-major order, that contains a region.
+    """The shortest range of a part's elements, in row-major order, that contains a region.
 
     Example:
         >>> span(Box((0, 0), (4, 4)), Box((1, 1), (2, 2)))
@@ -300,7 +300,7 @@ def is_for_all(unit: ReadUnit, host: Sequence[int]) -> bool:
 
 
 def blocks_of(part: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """The boxes of a part's elements from ``start`` to ``stop``, in order.
+    """Cut the elements of a part from ``start`` to ``stop``, in row-major order, into boxes.
 
     Yields:
         The first element of each box, counted from ``start``, and the box.

@@ -192,13 +192,13 @@ def _prepared(storage: Storage, state: Any, ranks: Ranks, options: LoadOptions) 
 
 
 def _has(filling: Filling, path: Path, name: str) -> bool:
-    """True if a module's tensor is to be filled, and the checkpoint has values for it."""
+    """True if the tensor ``name`` of the module at ``path`` is asked for and in the checkpoint."""
     full = (*path, name)
     return filling.is_asked(dotted(full)) and filling.find(full) is not None
 
 
 def _finished(prepared: _Prepared, storage: Storage, ranks: Ranks) -> Any:
-    """Load the states of objects; return the whole state. Collective.
+    """Give objects their loaded states, and return the whole state of this rank. Collective.
 
     Raises:
         CheckpointError: On all ranks: an object on some rank refused a state.
@@ -261,7 +261,11 @@ def _has_partial(targets: Sequence[Target]) -> bool:
 def _without_partial(
     prepared: _Prepared, ranks: Ranks
 ) -> tuple[_Answers, list[tuple[Target, DTensor]]]:
-    """Fill replicated tensors in the place of partial tensors, if a rank has any. Collective."""
+    """Replace partial targets by temporary replicated tensors. Collective if any rank has some.
+
+    Returns:
+        All ranks' requests, and each temporary target with the partial tensor that it replaces.
+    """
     answers = [(pages, asked) for pages, asked, _ in prepared.answers]
     if not any(has_partial for _, _, has_partial in prepared.answers):
         return answers, []
@@ -308,7 +312,7 @@ def _fill(
 def _run_all(
     ways: Sequence[WayOfReading], load: HostLoad, ranks: Ranks, written: Sequence[Tensor]
 ) -> None:
-    """Read in all ways; return the first error of any rank, on all ranks. Collective."""
+    """Read in all ways, even after errors; then raise a rank's error on all ranks. Collective."""
     failures: list[Exception] = []
     with torch.no_grad():
         for read in ways:
@@ -329,9 +333,9 @@ def _run_all(
 def merge_wanted(
     by_rank: Sequence[Sequence[_Asked]], ranks: Ranks, tensors: Mapping[str, SavedTensor]
 ) -> tuple[list[Wanted], list[int | None]]:
-    """The tensors that ranks want, each with the number of this rank's target, if any.
+    """The tensors that ranks want; for each the number of this rank's target, or None.
 
-    A tensor that is wanted twice, as tied weights may be, counts twice.
+    A tensor that a rank wants twice, as tied weights may be, is listed twice.
     """
     merged: dict[tuple[str, int, tuple[Any, ...] | None], list[int]] = {}
     mine: dict[tuple[str, int, tuple[Any, ...] | None], int] = {}
@@ -358,7 +362,7 @@ def merge_wanted(
 
 
 class _ListedTiles:
-    """The boxes that some ranks ask for. Cached, since models repeat layers."""
+    """Makes the boxes that ranks ask for, with the ranks; cached, as models repeat layers."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[tuple[Box, tuple[int, ...]], ...]] = {}
@@ -379,7 +383,7 @@ class _ListedTiles:
 
 
 def _nbytes(targets: Sequence[Target]) -> int:
-    """The bytes of this rank's targets, in the checkpoint's dtypes."""
+    """The number of bytes that this rank's targets have in the checkpoint's dtypes."""
     total = 0
     for target in targets:
         tensor = target.tensor

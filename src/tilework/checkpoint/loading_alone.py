@@ -23,7 +23,7 @@ from tilework.checkpoint.values import decode_value
 def read_all(
     storage: Storage, names: Sequence[str] | None, verify: bool, progress: Progress
 ) -> Any:
-    """The state of a checkpoint, in plain containers and tensors. Local."""
+    """Read a checkpoint's state, or the names that match, into plain containers. Local."""
     index = read_index(storage)
     flat = saved_state(index, storage)
     reader = PartReader(storage, index, verify)
@@ -65,7 +65,7 @@ def _rebuild_some(flat: FlatState) -> Any:
 
 
 def read_tensor(reader: PartReader, saved: SavedTensor) -> Tensor:
-    """A full tensor on the CPU."""
+    """Read a full tensor into new memory on the CPU."""
     tensor = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
     for part in saved.parts:
         reader.read_box(saved, part, part.box, tensor[part.box.slices])

@@ -78,11 +78,11 @@ class CheckpointManager:
         self.report: LoadReport | None = None
 
     def should_save(self, step: int) -> bool:
-        """True if a checkpoint is due at a step. Local."""
+        """True if ``step`` is a multiple of ``every``, or there is no ``every``. Local."""
         return self.every is None or step % self.every == 0
 
     def path_of(self, step: int) -> str:
-        """The folder of a step's checkpoint."""
+        """The folder of a step's checkpoint, whether it exists or not."""
         return self._storage.where(f"step-{step:08}")
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
@@ -91,8 +91,8 @@ class CheckpointManager:
         Older checkpoints go when the new one is complete; with ``asynchronous``, at the next save.
 
         Args:
-            step: The step's number, usually the latest step or higher. A checkpoint with a lower
-                number is kept until the next save; ``latest()`` goes by the numbers.
+            step: The step's number, usually higher than any before. A checkpoint with a lower
+                number is kept at least until the next save. ``latest()`` is the highest number.
             state: As for :func:`~tilework.checkpoint.save`.
             metrics: Numbers that rate the checkpoint; NaN is never the best.
 
@@ -105,8 +105,8 @@ class CheckpointManager:
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         if self.best is not None and self._metric not in numbers:
             raise ValueError(
-                f"the best checkpoint is that with the best {self._metric!r}, which is not among "
-                f"the metrics {sorted(numbers)}"
+                f"this manager keeps the checkpoint with the best {self._metric!r}, which is not "
+                f"among the metrics {sorted(numbers)}: give it to save()"
             )
         ranks = Ranks(self._group)
         finish_pending(ranks)
@@ -135,16 +135,16 @@ class CheckpointManager:
         self._first_does(ranks, self._clean)
 
     def all(self) -> list[KeptCheckpoint]:
-        """The complete checkpoints, the oldest first. Local."""
+        """The complete checkpoints in the folder, the lowest step first. Local."""
         return [each for each in kept_in(self._storage) if isinstance(each, KeptCheckpoint)]
 
     def latest(self) -> str | None:
-        """The folder of the latest complete checkpoint; None if there is none. Local."""
+        """The folder of the complete checkpoint with the highest step; None without any. Local."""
         kept = self.all()
         return kept[-1].path if kept else None
 
     def best_one(self) -> KeptCheckpoint | None:
-        """The best complete checkpoint; None if there is none. Local."""
+        """The complete checkpoint with the best metric; None if there is none. Local."""
         return self._best_of(self.all())
 
     def resume(
@@ -191,7 +191,10 @@ class CheckpointManager:
     # -- existing checkpoints -------------------------------------------------------------------
 
     def _latest_step(self) -> tuple[int | None, str]:
-        """The step of the latest complete checkpoint, and the error of the latest of all."""
+        """The highest step with a complete checkpoint, if any.
+
+        Also the error of the checkpoint with the highest step of all; empty if it is complete.
+        """
         found = kept_in(self._storage)
         latest = next((c.step for c in reversed(found) if isinstance(c, KeptCheckpoint)), None)
         damage = found[-1] if found and isinstance(found[-1], CheckpointError) else ""
@@ -252,7 +255,7 @@ def remove_if_left(storage: Storage) -> bool:
 
 
 def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
-    """Remove a folder if nobody is writing to it and ``is_due`` of the file names. Local.
+    """Remove a folder if ``is_due`` is true of the file names and nobody holds the lock. Local.
 
     Returns:
         True if it was removed.
@@ -279,6 +282,6 @@ def _remove(storage: Storage, is_due: Callable[[list[str]], bool]) -> bool:
 
 
 def _is_left(names: list[str]) -> bool:
-    """True if these are the names of an unfinished save's files."""
+    """True if the files of a folder are only those of an unfinished save, without an index."""
     indices = {INDEX_NAME, PREVIOUS_NAME}
     return indices.isdisjoint(names) and all(is_ours(n) or n == LOCK_NAME for n in names)

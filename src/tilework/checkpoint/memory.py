@@ -33,14 +33,15 @@ _SHORTEST_RUN = 64
 
 
 def no_runs() -> Runs:
-    """Runs without any bytes."""
+    """Runs that have no bytes."""
     return 0, 0, 0, [], [], []
 
 
 def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
-    """The runs of a box's bytes in a part, and their places in a tensor of the box's size.
+    """The contiguous runs of a box's bytes in a part, and the places in ``target`` to write to.
 
-    None if that is impossible: the tensor is not in CPU memory, or runs are short.
+    None if the core should not write there: the target is not in CPU memory, the box is empty, or
+    runs are short. The target has the size of the box.
 
     Example:
         >>> memory = torch.zeros(2, 32)
@@ -57,12 +58,12 @@ def runs_of(part: Box, box: Box, target: Tensor) -> Runs | None:
 
 
 def runs_in_place(part: Box, box: Box, address: int, itemsize: int) -> Runs:
-    """The runs of a box's bytes in a part, and the same places in memory that has the part's bytes.
+    """The contiguous runs of a box's bytes in a part; to be written to a copy of the whole part.
 
     Args:
         part: The part.
         box: A box within the part; not empty.
-        address: The address of the part's first byte.
+        address: The address in memory of the part's first byte.
         itemsize: The bytes of an element.
 
     Example:
@@ -106,7 +107,7 @@ def _runs(part: Box, box: Box, address: int, strides: Sequence[int], itemsize: i
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    r"""The memory of a contiguous tensor on the CPU, which is kept as long as the view.
+    r"""The bytes of a contiguous tensor on the CPU. The view keeps the tensor alive.
 
     Example:
         >>> numbers = torch.tensor([1, 2], dtype=torch.uint8)
@@ -122,12 +123,14 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def address_of(memory: memoryview) -> int:
-    """The address of memory that may be written."""
+    """The address of a writable memoryview's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def crc32(memory: memoryview, crc: int = 0) -> int:
-    """The CRC-32 of bytes that continue bytes with the CRC-32 ``crc``. Without Python's lock.
+    """The CRC-32 of earlier bytes, whose CRC-32 is ``crc``, followed by ``memory``.
+
+    It runs without Python's lock.
 
     Example:
         >>> crc32(memoryview(b"123456789")) == 0xCBF43926
@@ -139,7 +142,7 @@ def crc32(memory: memoryview, crc: int = 0) -> int:
 
 
 def is_in_place(view: Tensor) -> bool:
-    """True if the tensor's memory is its elements in row-major order, in CPU memory."""
+    """True if a tensor's elements lie in row-major order, without gaps, in CPU memory."""
     return (
         view.device.type == "cpu"
         and view.is_contiguous()
@@ -149,9 +152,10 @@ def is_in_place(view: Tensor) -> bool:
 
 
 def pieces_in_order(view: Tensor, most_bytes: int) -> Iterator[Tensor]:
-    """The parts of a tensor in row-major order, contiguous on the CPU, each of few bytes.
+    """The elements of a tensor in row-major order, in flat tensors on the CPU.
 
-    A tensor that is in place is cut without copying.
+    Each has at most ``most_bytes`` bytes. A tensor that lies in that order on the CPU is not
+    copied.
     """
     view = view.detach()
     if is_in_place(view):
@@ -208,9 +212,9 @@ def lasting_bytes(nbytes: int) -> Tensor:
 
 
 def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
-    """Copy tensors into memory, each in order from a given byte on.
+    """Copy tensors into memory, each in row-major order from a given byte on.
 
-    It is as fast as memory: past the caches, with as many threads as torch uses.
+    Large copies bypass the CPU's caches and use several threads, up to torch's number of threads.
 
     Args:
         sources: The tensors, without gradients, and their aligned starts in the memory.
@@ -244,7 +248,7 @@ def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
 def _shares(
     copies: Sequence[tuple[int, int, int]], most_bytes: int
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """The copies in lists of limited total bytes."""
+    """Cut copies, of (target address, source address, bytes), into lists of ``most_bytes`` each."""
     share, room = list[tuple[int, int, int]](), most_bytes
     for target, source, nbytes in copies:
         done = 0

@@ -13,7 +13,7 @@ from tilework.tiled.tensor import TiledTensor
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """True for a tensor on ``meta``, or a sharded tensor whose local part is there."""
+    """True for a tensor on ``meta``, or a sharded tensor with a local part on ``meta``."""
     if isinstance(tensor, TiledTensor):
         return any(tile.is_meta for tile in tensor.local_tiles())
     return tensor.is_meta
@@ -26,7 +26,7 @@ def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
     itself, if it belongs to transformers (``_init_weights``).
 
     Args:
-        module: The model. The layouts stay.
+        module: The model. The layouts of the tensors stay.
         is_wanted: True for the names of tensors that will be filled.
 
     Raises:
@@ -65,7 +65,7 @@ def give_memory(module: nn.Module, is_wanted: Callable[[str], bool]) -> None:
 
 
 def _check_fixed(module: nn.Module) -> None:
-    """Refuse buffers in no state dict, whose values nobody knows."""
+    """Raise if a buffer on ``meta`` is not in the state dict, and the model cannot compute it."""
     if hasattr(module, "_init_weights"):
         return
     for path, inner in module.named_modules():
@@ -75,7 +75,7 @@ def _check_fixed(module: nn.Module) -> None:
                 name = f"{path}.{key}" if path else key
                 raise CheckpointError(
                     f"the buffer {name} is on 'meta', and no checkpoint has it (persistent=False): "
-                    f"give it its values first",
+                    f"give it values first",
                     tensor=name,
                 )
 

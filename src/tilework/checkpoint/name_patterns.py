@@ -14,7 +14,7 @@ _LISTED: Final = 5
 
 
 class NamePatterns:
-    """Patterns to select names: a name must match one; without patterns, all names.
+    """Selects the names that match at least one pattern; without patterns, all names.
 
     Args:
         patterns: Patterns as in a shell, case-sensitive; None: every name.
@@ -38,11 +38,11 @@ class NamePatterns:
 
     @property
     def takes_all(self) -> bool:
-        """True if every name matches."""
+        """True if there are no patterns: every name is selected."""
         return self._patterns is None
 
     def match(self, name: str) -> bool:
-        """True if a name matches a pattern."""
+        """True if a name matches a pattern, or there are no patterns."""
         if self._patterns is None:
             return True
         self._seen.setdefault(name)
@@ -51,11 +51,11 @@ class NamePatterns:
         return bool(matching)
 
     def idle(self) -> list[str]:
-        """The patterns that no name has matched so far."""
+        """The patterns that no name given to :meth:`match` has matched so far."""
         return [pattern for pattern in self._patterns or () if pattern in self._idle]
 
     def check(self, names: Iterable[str] = ()) -> None:
-        """Refuse patterns that no name has matched, neither these names nor earlier ones.
+        """Raise if a pattern matches neither these names nor any name that was asked before.
 
         Raises:
             CheckpointError: The error names the first such pattern, and similar names.
@@ -66,7 +66,7 @@ class NamePatterns:
             self.refuse(idle[0])
 
     def refuse(self, pattern: str) -> NoReturn:
-        """Raise for a pattern that matches nothing.
+        """Raise the error that no name matches ``pattern``.
 
         Raises:
             CheckpointError: Always.

@@ -32,12 +32,12 @@ _WRAPPERS = {
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:
-    """The name of the child within a wrapper; None for any other module."""
+    """The attribute of a wrapper, such as DDP, that has the inner module; None if no wrapper."""
     return _WRAPPERS.get(type(module).__name__)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module within data parallelism or a compiler, whose names have no prefix.
+    """The module inside wrappers such as DDP or a compiled module; another module unchanged.
 
     Example:
         >>> inner = nn.Linear(1, 1)
@@ -63,7 +63,7 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """True if an object can give and load a state."""
+    """True if an object has the methods ``state_dict`` and ``load_state_dict``."""
     return (
         callable(getattr(value, "state_dict", None))
         and callable(getattr(value, "load_state_dict", None))
@@ -72,7 +72,7 @@ def has_state(value: Any) -> bool:
 
 
 def modules_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
-    """The modules within dicts, lists and tuples, with their paths."""
+    """The modules in a nesting of dicts, lists and tuples, unwrapped, each with the path."""
     check_levels(len(path), path)
     if isinstance(state, nn.Module):
         yield path, unwrapped(state)
@@ -85,7 +85,7 @@ def modules_of(state: Any, path: Path = ()) -> Iterator[tuple[Path, nn.Module]]:
 
 
 def places_of_parameters(state: Any) -> dict[int, list[Place]]:
-    """The places of each parameter in the state's modules, places in the largest module first."""
+    """By ``id`` of a parameter, all places in the state's modules; the largest module first."""
     modules = [
         (path, list(named_params_with_sharded_tensor(module))) for path, module in modules_of(state)
     ]
@@ -103,7 +103,7 @@ def is_split(optimizer: Optimizer) -> bool:
 
 
 def optimizer_state(optimizer: Optimizer, places: Places) -> dict[str, Any]:
-    """The state of an optimizer by names of parameters.
+    """The state dict of an optimizer, with names of parameters in the place of numbers.
 
     Collective over the groups of sharded parameters if it is a ShardedOptimizer.
     """
@@ -137,13 +137,13 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Containers:
-    """Makes containers for the objects of one state."""
+    """Turns the objects in one state into containers: dicts, lists and tensors."""
 
     def __init__(self, state: Any) -> None:
         self._places = places_of_parameters(state)
 
     def __call__(self, value: Any, path: Path) -> Any:
-        """The containers of an object; other values unchanged."""
+        """The state dict of an object, or a generator's state; other values unchanged."""
         if isinstance(value, nn.Module):
             return unwrapped(value).state_dict()
         if isinstance(value, Optimizer):
@@ -183,7 +183,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the generators. Local."""
+        """Give the generators the states that :meth:`state_dict` returned. Local."""
         if "python" in state_dict:
             random.setstate(_tuples(state_dict["python"]))
         if "torch" in state_dict:

@@ -25,7 +25,7 @@ Places = Mapping[int, Sequence[Place]]
 
 
 def parameters_of(optimizer: Optimizer, places: Places) -> list[list[tuple[Any, Tensor]]]:
-    """The parameters of each group with their names, which are unique.
+    """For each of the optimizer's parameter groups, the pairs of a unique name and a parameter.
 
     Parameters in no module of the state are named as the optimizer was told
     (``named_parameters()``), or by their numbers in the optimizer.
@@ -53,7 +53,7 @@ def parameters_of(optimizer: Optimizer, places: Places) -> list[list[tuple[Any, 
 
 
 def names_of(placed: Places) -> dict[int, str]:
-    """The names of the parameters of one optimizer that modules have, by identity.
+    """By ``id`` of a parameter, a name from the places of the optimizer's parameters in modules.
 
     Example:
         >>> names_of({1: [(("net",), "weight")], 2: [(("net",), "bias")]})
@@ -73,10 +73,9 @@ def names_of(placed: Places) -> dict[int, str]:
 
 
 def possible_names(path: Path, own: str) -> tuple[str, ...]:
-    """The names that a checkpoint may have for a parameter; the last comes from earlier versions.
+    """The names that a checkpoint may have for the parameter ``own`` of the module at ``path``.
 
-    These gave parameters their own names, with paths before them if modules that came earlier in
-    the state had these names.
+    Checkpoints of earlier versions may have the first or the last.
 
     Example:
         >>> possible_names(("model",), "0.weight")
@@ -86,9 +85,9 @@ def possible_names(path: Path, own: str) -> tuple[str, ...]:
 
 
 def one_to_one(possible: Mapping[Any, Collection[Any]]) -> dict[Any, Any]:
-    """A value for each key from its possible values, if no two keys share values.
+    """Match each key with one of the key's possible values, and no value with two keys.
 
-    Keys for which this is not certain are left out.
+    A key is left out if the match is not certain.
 
     Example:
         >>> one_to_one({"a/weight": ["weight"], "b/weight": ["weight", "b.weight"]})

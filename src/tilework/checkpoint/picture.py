@@ -35,7 +35,7 @@ def summary(tensors: Iterable[SavedTensor], files: int, ranks: int) -> str:
 
 
 def bytes_of(tensors: Iterable[SavedTensor]) -> int:
-    """The bytes of tensors; shared bytes count once."""
+    """The number of bytes of tensors; bytes that tied tensors share count once."""
     parts = {(p.file, p.offset): p.nbytes for t in tensors for p in t.parts}
     return sum(parts.values())
 
@@ -81,7 +81,7 @@ def _row(tensor: SavedTensor) -> tuple[str, ...]:
 def checksum(tensor: SavedTensor) -> str:
     """The CRC-32 of a tensor's checksums: equal for the same elements in the same parts.
 
-    A file that others published has none.
+    ``"none"`` if the tensor has no checksums, as in published weights.
     """
     if not any(any(part.crc32) for part in tensor.parts):
         return "none"

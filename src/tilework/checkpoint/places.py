@@ -15,8 +15,8 @@ def storage_at(path: AnyPath) -> Storage:
     """The storage that a path names: a folder, or a URL.
 
     Raises:
-        ValueError: The path is empty, as from an unset variable; or it is a ``file://`` URL of a
-            host.
+        ValueError: The path is empty, as from an unset variable; or it is a ``file://`` URL that
+            names a host.
         TypeError: It is not a path.
     """
     if not isinstance(path, str | os.PathLike):

@@ -25,14 +25,14 @@ class Progress:
 
     Args:
         what: The activity, such as "saving run/step-10".
-        total: The bytes of this rank; 0: set through ``total`` before the first bytes.
+        total: The bytes to count on this rank. 0: unknown; the attribute may be set later.
         is_shown: False to draw nothing; None: draw if the error output is a terminal.
-        afterwards: The thing to wait for after all bytes, such as "the disk".
+        afterwards: What the bar says the program waits for after all bytes, such as "the disk".
 
     Attributes:
-        total: The bytes of this rank.
+        total: The bytes to count on this rank.
         done: The bytes counted so far.
-        is_shown: True if the bar is drawn.
+        is_shown: True if the bar is drawn once a second has passed.
 
     Example:
         >>> with Progress("saving", 10, is_shown=False) as progress:
@@ -52,12 +52,12 @@ class Progress:
         self._bar: Any = None
 
     def begin_at(self, nbytes: int) -> None:
-        """Count bytes that were done before, without effect on the rate."""
+        """Begin with ``nbytes`` bytes that were done earlier, which the shown rate leaves out."""
         self.done = nbytes
         self._seen = deque([(self._begun, nbytes)])
 
     def __call__(self, nbytes: int) -> None:
-        """Count bytes that are done."""
+        """Add ``nbytes`` to the bytes that are done."""
         self.done += nbytes
         if not self.is_shown:
             return
@@ -122,7 +122,7 @@ def _bar(what: str) -> Any:
 
 
 def _shortened(what: str, letters: int) -> str:
-    """The first word, and as much of the end of the path as fits."""
+    """Shorten "saving PATH" to about ``letters`` letters: the verb and the end of the path."""
     verb, _, path = what.partition(" ")
     room = max(letters, 20) - len(verb) - 2
     return what if len(path) <= room else f"{verb} …{path[-room:]}"
@@ -135,7 +135,7 @@ def _clock(seconds: float) -> str:
 
 
 def _has_terminal() -> bool:
-    """True if errors go to a terminal, and this rank may use it: ranks may share it."""
+    """True if stderr is a terminal and this is rank 0, as ranks may share a terminal."""
     if os.environ.get("RANK", "0") != "0":
         return False
     with suppress(AttributeError, ValueError):  # there is no output, or it is closed

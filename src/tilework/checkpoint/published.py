@@ -28,13 +28,13 @@ from tilework.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Opened:
-    """An index, and other facts about the folder.
+    """The index of a checkpoint or of published weights, and facts about the folder.
 
     Args:
         storage: The folder.
         index: The index.
-        flat: The state; None: the index has it.
-        has_sums: False if there are no checksums.
+        flat: The state, for published weights; None: the state is in the index.
+        has_sums: True if the index has checksums; False for published weights.
     """
 
     storage: Storage
@@ -51,9 +51,8 @@ def open_index(storage: Storage, state: Any) -> Opened:
         state: The state to fill.
 
     Raises:
-        CheckpointError: There is neither, or the index is damaged; or a model converts tensors in a
-            way
-            that boxes cannot.
+        CheckpointError: The folder has neither, or the index is damaged; or a model's conversion
+            changes the order of elements.
     """
     names = storage.names()
     if is_checkpoint(names, storage) or not is_published(names):
@@ -82,10 +81,10 @@ class _Sources:
 
 
 class _Conversion:
-    """From published names and forms to those of a model.
+    """Converts published tensors to the names and forms that a model has.
 
     Args:
-        module: The model: of transformers, or another, whose names are the published ones.
+        module: The model. If it is not of transformers, the published names are kept.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -102,7 +101,7 @@ class _Conversion:
                 self._transforms = ()
 
     def of(self, published: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """The tensors that the model has, as far as they are published, and all others."""
+        """The published tensors in the model's names and forms; others under their own names."""
         renamings = [each for each in self._transforms if not hasattr(each, "operations")]
         converters = [each for each in self._transforms if hasattr(each, "operations")]
 
@@ -122,7 +121,7 @@ class _Conversion:
         return tensors
 
     def _add_tied(self, tensors: dict[str, SavedTensor]) -> None:
-        """Add all names of tied tensors, which files have under one name."""
+        """Add the missing names of tied parameters: a file has them under a single name."""
         names: dict[int, list[str]] = defaultdict(list)
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(name)
@@ -132,7 +131,7 @@ class _Conversion:
                 tensors.update({name: saved for name in tied if name not in tensors})
 
     def _at_model(self, name: str) -> str:
-        """The name with or without the prefix of the base model, as in the model."""
+        """The name as the model has it: with or without the prefix of the base model."""
         start = f"{self._prefix}."
         if self._prefix and name not in self._own:
             if name.startswith(start) and name.removeprefix(start) in self._own:
@@ -147,12 +146,13 @@ def converted(
     converters: Sequence[Any],
     apply: Callable[[str], tuple[str, str | None]],
 ) -> Iterator[tuple[str, SavedTensor]]:
-    """Tensors after transformers' conversions, with their names.
+    """Apply transformers' conversions to tensors; yield the new names and tensors.
 
     Args:
         tensors: The tensors by name.
-        converters: The converters, in order.
-        apply: Returns for a name the new name, and the pattern of a converter that it matches.
+        converters: The converters of transformers.
+        apply: Returns the new name of a tensor, and the pattern of the converter that the name
+            matches; None if the tensor is only renamed.
     """
     by_pattern = {p: each for each in converters for p in each.source_patterns}
     together: dict[str, _Sources] = {}
@@ -168,7 +168,7 @@ def converted(
 
 
 def _converted(name: str, sources: _Sources) -> Iterator[tuple[str, SavedTensor]]:
-    """The tensors that the steps of a conversion make, with their names."""
+    """Apply one converter to the tensors that it takes; yield the new names and tensors."""
     converter = sources.converter
     patterns = [p for p in converter.source_patterns if p in sources.by_pattern]
     made: list[list[SavedTensor]] = [sources.by_pattern[pattern] for pattern in patterns]
@@ -179,8 +179,8 @@ def _converted(name: str, sources: _Sources) -> Iterator[tuple[str, SavedTensor]
         len(each) != 1 and "*" not in pattern for pattern, each in zip(targets, made, strict=False)
     ):
         raise CheckpointError(
-            f"{name!r} would be {sum(map(len, made))} tensors, the model has {len(targets)}: files "
-            f"of it may be missing",
+            f"the conversion of {name!r} gives {sum(map(len, made))} tensors, and the model "
+            f"expects {len(targets)}: files of the weights may be missing",
             tensor=name,
         )
     known = next((p for p in targets if p in name), None)
@@ -211,5 +211,5 @@ def _step(
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key by which "10" comes after "9"."""
+    """A sort key by which "layers.10" comes after "layers.9"."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

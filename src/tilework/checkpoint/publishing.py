@@ -80,10 +80,10 @@ def save_pretrained(
     Args:
         model: A module, in any layout: of DTensors, by fully_shard, by DDP, or plain.
         path: A folder that all ranks see. Existing weights are replaced when the new files are
-            complete; ``config.json`` just before. Other files stay.
+            complete, after ``config.json``. Other files stay.
         dtype: The dtype of floating-point tensors in the files; None: each tensor's own.
-        map_names: As for :func:`load`, but the names are mapped back. Names in a list get equal
-            pieces.
+        map_names: As for :func:`load`: from a name of the model to the published name. If it gives
+            a list of names, the tensor is cut into equal pieces along dim 0, one for each name.
         file_bytes: The maximum of bytes of a file; a larger tensor has a file alone.
         group: The ranks that save; None: all, or this process if there is no group.
 
@@ -107,7 +107,7 @@ def save_pretrained(
     check_file_bytes(file_bytes)
     storage = storage_at(path)
     if not isinstance(storage, LocalStorage):
-        raise ValueError(f"weights are published in a folder, not at {path}: copy it there after")
+        raise ValueError(f"save_pretrained writes to a folder, not to {path}: copy it there after")
     ranks, module = Ranks(group), unwrapped(model)
     # By names only, so that parts belong to whole tensors, one for each box.
     options = SaveOptions(file_bytes=1 << 62)
@@ -123,7 +123,7 @@ def _check_free(storage: LocalStorage) -> None:
     raise_pending()
     if is_checkpoint(storage.names(), storage):
         raise CheckpointError(
-            f"{storage.location} is a checkpoint of tilework's: give another path",
+            f"{storage.location} is a checkpoint of tilework: give another path",
             file=storage.location,
         )
 
@@ -132,7 +132,7 @@ def _check_free(storage: LocalStorage) -> None:
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module to save, by name: tied tensors once."""
+    """The tensors of a module to save, by name; tied tensors under a single name."""
     state = {name: each for name, each in module.state_dict().items() if isinstance(each, Tensor)}
     for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
@@ -152,7 +152,7 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 def _published(
     module: nn.Module, save: Save, dtype: torch.dtype | None, map_names: MapNames
 ) -> Mapping[str, SavedTensor]:
-    """The tensors of the files, as parts of the module's tensors. Pure."""
+    """The tensors to write, by published name; their parts are of the module's tensors. Pure."""
     for path, leaf in save.merged.flat.leaves.items():
         if isinstance(leaf, PerRank):
             raise CheckpointError(
@@ -173,7 +173,7 @@ def _published(
 
 
 def _whole(tensor: TensorToSave) -> SavedTensor:
-    """A tensor as if its elements were a file of the same name."""
+    """A tensor of the module, described as if a file of the tensor's name had the elements."""
     box = whole_box(tensor.shape)
     part = Part(box, tensor.name, 0, box.volume * tensor.itemsize)
     return SavedTensor(tensor.name, tensor.dtype, tensor.shape, (part,))
@@ -184,7 +184,9 @@ class _Forms(dict[str, SavedTensor]):
 
     def __setitem__(self, name: str, tensor: SavedTensor) -> None:
         if name in self:
-            raise CheckpointError(f"two tensors of the model would be {name!r}", tensor=name)
+            raise CheckpointError(
+                f"two tensors of the model would be published as {name!r}", tensor=name
+            )
         super().__setitem__(name, tensor)
 
 
@@ -203,13 +205,15 @@ def _mapped_back(own: Mapping[str, SavedTensor], map_names: MapNames) -> dict[st
     for name, found in pieces.items():
         count, dim = next((of.count, of.dim) for of, _ in found.values())
         if found.keys() != set(range(count)):
-            raise CheckpointError(f"the model has not all {count} pieces of {name!r}", tensor=name)
+            raise CheckpointError(
+                f"the model lacks some of the {count} pieces of {name!r}", tensor=name
+            )
         forms[name] = joined([found[number][1] for number in range(count)], dim)
     return forms
 
 
 def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mapping[str, SavedTensor]:
-    """The published forms of parts, renamed, split and joined as when transformers saves."""
+    """The model's tensors in published form: renamed, split and joined as transformers does."""
     if not (hasattr(module, "base_model_prefix") and hasattr(module, "config")):
         return own
     try:
@@ -232,7 +236,7 @@ def _converted_back(module: nn.Module, own: Mapping[str, SavedTensor]) -> Mappin
 
 
 def _texts(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]:
-    """The files of the model's configuration, in transformers' form."""
+    """The texts of the model's configuration files, by file name; empty without a config."""
     config: Any = copy.deepcopy(getattr(module, "config", None))
     if not hasattr(config, "to_json_string"):
         return {}
@@ -251,7 +255,7 @@ def _texts(module: nn.Module, dtype: torch.dtype | None) -> dict[str, str]:
 
 
 class _Folder:
-    """The files that all ranks write together.
+    """The files that all ranks write together, and their final names.
 
     Args:
         storage: The folder.
@@ -270,15 +274,19 @@ class _Folder:
         self.plans: list[PlannedFile] = []
 
     def plan(self, mark: str) -> None:
-        """Give files their names, with a mark if plain names are taken."""
+        """Plan the files. If there are several, ``mark`` is in their names, unless it is empty."""
         self.plans = plan_published(self._tensors, self._file_bytes, mark)
 
     def path_of(self, name: str) -> str:
-        """The path of a file until all are complete."""
+        """The temporary path of a file, until all files are complete."""
         return str(self.storage.folder / f"{name}{UNFINISHED}")
 
     def begin(self, mark: str) -> str:
-        """Make the files in full length; returns the names' mark. Local: on the first rank."""
+        """Make the files in full length, with headers. Called on the first rank; local.
+
+        Returns:
+            The mark in the files' names: ``mark`` if plain names are taken, else an empty text.
+        """
         self.plan("")
         if len(self.plans) > 1 and {plan.name for plan in self.plans} & set(self.storage.names()):
             self.plan(mark)
@@ -296,7 +304,10 @@ class _Folder:
         return mark
 
     def commit(self, texts: Mapping[str, str]) -> None:
-        """Give files their names, and remove replaced files. Local: on the first rank."""
+        """Give files their final names, write ``texts``, and remove the files that are replaced.
+
+        Called on the first rank, when all ranks have written; local.
+        """
         storage = self.storage
         several = len(self.plans) > 1
         if several:  # no index names them yet
@@ -321,7 +332,7 @@ class _Folder:
             files.calls.rename(self.path_of(plan.name), self.storage.folder / plan.name)
 
     def remove_unfinished(self) -> None:
-        """Remove leftovers of a save that did not end. Local: on the first rank."""
+        """Remove unfinished files of a save that did not end. Called on the first rank; local."""
         ours = (HF_FILE, HF_INDEX, _CONFIG, _GENERATION)
         for name in self.storage.names():
             finished = name.removesuffix(UNFINISHED)
@@ -357,7 +368,7 @@ def _write_all(
 
 @dataclass(frozen=True)
 class _Use:
-    """A region of a model's tensor, and its place in a published tensor.
+    """A region of a model's tensor, and the place in a published tensor where it goes.
 
     Attributes:
         region: The region of the model's tensor.
@@ -373,7 +384,7 @@ class _Use:
 def _write(
     folder: _Folder, save: Save, published: Mapping[str, SavedTensor], progress: Progress
 ) -> None:
-    """Write this rank's share of the elements. Local."""
+    """Write this rank's share of the elements into the files. Local."""
     tensors = {each.name: each for each in save.merged.tensors}
     uses: dict[str, list[_Use]] = defaultdict(list)
     for name, each in published.items():
@@ -415,7 +426,10 @@ def _write_region(
     elements: Callable[[Box], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Write a region of a model's tensor to the place in a file, in pieces."""
+    """Write a region of a model's tensor into a file, in pieces.
+
+    ``whole`` is the published tensor in the file, ``elements`` gives the model's elements in a box.
+    """
     dims = len(whole.box.sizes)
     for block in cut_box(region, dtype.itemsize, _PIECE_BYTES):
         tensor = elements(block).to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
@@ -435,7 +449,7 @@ def _write_at(fd: int, memory: memoryview, offset: int) -> None:
 
 
 def _region(part: Part, tensor: TensorToSave) -> Box:
-    """The box of the tensor for a part; the part's offset is the place of the first element."""
+    """The box of a model's tensor that a part from :func:`_whole` stands for."""
     at, offsets = part.offset // tensor.itemsize, list[int]()
     for size in reversed(tensor.shape):
         offsets.insert(0, at % size if size else 0)
@@ -444,5 +458,5 @@ def _region(part: Part, tensor: TensorToSave) -> Box:
 
 
 def _last(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
-    """The last of some values, filled up at the front if there are too few."""
+    """The last ``count`` values; if there are fewer, with ``fill`` before them."""
     return ((fill,) * count + tuple(values))[len(values) :]

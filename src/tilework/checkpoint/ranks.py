@@ -51,18 +51,20 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes the index."""
+        """True on the first rank of the group, which writes the index."""
         return self.here == self.all[0]
 
     def gather(self, make: Callable[[], T]) -> list[T]:
-        """The results of ``make()`` on each rank, or the error of a rank on every rank. Collective.
+        """Call ``make()`` on each rank; return all results on all ranks, in order. Collective.
+
+        If any call raises, an error is raised on every rank.
 
         Args:
             make: Makes plain data, without communicating.
 
         Raises:
-            CheckpointError: On all ranks, if ``make`` raised one anywhere, or the system refused a
-                file or memory.
+            CheckpointError: ``make`` raised a CheckpointError on some rank, or the system refused a
+                file or memory there.
             Exception: ``make`` raised something else, here or on another rank.
         """
         results = self._outcomes(make)
@@ -93,7 +95,7 @@ class Ranks:
         return [outcome()] if self.group is None else agree(outcome, self.group)
 
     def same_host(self) -> Ranks:
-        """The ranks of this host. Collective at the first call for a group."""
+        """Those of the ranks that run on this host. Collective at the first call for a group."""
         if self.group is None or self.group.size() == 1:
             return self
         return _own_groups().same_host(self)
@@ -104,7 +106,7 @@ class Ranks:
 
 
 def of_group(group: ProcessGroup | None) -> Ranks:
-    """The ranks of a group that no World has registered."""
+    """The ranks of a group, which need not be registered; None: this process alone."""
     ranks = object.__new__(Ranks)
     ranks.group = group
     return ranks
@@ -150,7 +152,7 @@ class _OwnGroups:
         return of_group(known)
 
     def drop_ended(self) -> None:
-        """Close groups whose original groups no longer exist. Local."""
+        """Close the groups that were made for groups which no longer exist. Local."""
         registered = current_world().records
         ended = [group for group in self.own_groups if group not in registered]
         for group in ended:
@@ -169,7 +171,7 @@ class _OwnGroups:
 
 
 def before_end(function: Callable[[], None]) -> None:
-    """Call a function when this rank ends, before the groups are closed. Local."""
+    """Arrange that a function is called as this rank ends, before the groups close. Local."""
     _own_groups().before_close.append(function)
 
 
@@ -178,7 +180,10 @@ def _own_groups() -> _OwnGroups:
 
 
 def _unregistered(ranks: tuple[int, ...]) -> ProcessGroup:
-    """A new group that lives until this rank ends, even if others are destroyed. Collective."""
+    """A new group of ``ranks``, which lives until the caller closes it. Collective.
+
+    ``destroy_process_group`` does not know the group.
+    """
     group = new_group(ranks, use_local_synchronization=True, group_desc="checkpoints")
     assert isinstance(group, ProcessGroup)
     current_world().records.pop(group)

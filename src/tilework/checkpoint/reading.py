@@ -48,14 +48,14 @@ Progress = Callable[[int], None]
 
 
 def ignored(nbytes: int) -> None:
-    """Progress that nobody shows."""
+    """Do nothing with reported progress."""
 
 
 class PartReader:
-    """The files of one checkpoint, opened when they are needed.
+    """Reads parts from the files of one checkpoint, which are opened when they are needed.
 
     Args:
-        storage: The place.
+        storage: The folder of the files.
         index: The index of the checkpoint.
         verify: Compare checksums.
     """
@@ -88,7 +88,7 @@ class PartReader:
             self._file(name)
 
     def check_size(self, name: str) -> None:
-        """Raise in the same way for one file, and leave it closed if it was. Local."""
+        """As :meth:`check_sizes` for one file; a file that was closed is closed again. Local."""
         was_open = name in self._open
         self._file(name)
         if not was_open:
@@ -113,7 +113,7 @@ class PartReader:
         return file
 
     def _unreadable(self, name: str, what: str) -> CheckpointError:
-        """The error for a file, with the tensors whose parts should be in the file."""
+        """The error for a file with the problem ``what``; names tensors that have parts in it."""
         tensors = [
             tensor.name
             for tensor in self.index.tensors.values()
@@ -126,7 +126,7 @@ class PartReader:
         return CheckpointError(text, file=where, tensor=tensors[0] if tensors else "")
 
     def parts_of(self, tensor: SavedTensor, box: Box) -> Sequence[Part]:
-        """The parts of a tensor that overlap a box, and maybe a few others."""
+        """The parts of a tensor that overlap a box, and perhaps parts that do not."""
         if len(tensor.parts) <= _FEW_PARTS:
             return tensor.parts
         if self._parts is None or self._parts[0] != tensor.name:
@@ -134,18 +134,20 @@ class PartReader:
         return [tensor.parts[number] for number in self._parts[1].overlapping(box)]
 
     def shares_pages(self) -> bool:
-        """True if ranks of a host share bytes through the system's pages of files.
+        """True if this rank can read files through the system's page cache, which a host shares.
 
         Otherwise, as at URLs, ranks send each other the bytes that they have read.
         """
         return self._by_core
 
     def all_chunks(self, part: Part) -> bytes:
-        """The chunks to check if a rank reads a part alone: a byte for each."""
+        """A byte for each chunk of a part: 1 if checksums are verified, else 0."""
         return (b"\1" if self.verify else b"\0") * chunk_count(part.nbytes, self.index.chunk_bytes)
 
     def read_chunks(self, tensor: SavedTensor, part: Part, start: int, memory: memoryview) -> None:
-        """Fill memory with a part's bytes from ``start`` on, a multiple of a chunk, and check them.
+        """Fill memory with a part's bytes from ``start`` on, and check them.
+
+        ``start`` is a multiple of the chunk size.
 
         Raises:
             CheckpointError: Bytes are damaged or missing.
@@ -178,9 +180,10 @@ class PartReader:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Collect the core's reads within into a list, done at the end at the latest.
+        """Collect the reads within the block, and let the core do many of them at once.
 
-        Targets must live as long. Errors are raised when the list is read.
+        The last are done at the end of the block, and until then targets must stay alive. A read
+        in the block may therefore raise the error of an earlier read.
         """
         self._is_together = True
         try:
@@ -203,7 +206,7 @@ class PartReader:
             self._reads.run()
 
     def _read_by_core(self, read: CoreRead, checked: bytes, at_once: bool = False) -> None:
-        """Read from a part's chunks: now, or together with other reads."""
+        """Let the core do a read: now, or together with others within :meth:`together`."""
         self._core_reads.add_checked(read, checked)
         if at_once or not self._is_together:
             self._core_reads.run()
@@ -214,7 +217,7 @@ class PartReader:
             self._core_reads.run()
 
     def collect_shares(self, shares: memoryview) -> None:
-        """Make :meth:`read_split_box` add shares to these numbers, of uint32."""
+        """Make :meth:`read_split_box` add shares of checksums to these uint32 numbers."""
         self._core_reads.shares = shares
 
     def _descriptor(self, part: Part) -> int:
@@ -226,13 +229,13 @@ class PartReader:
         self.progress(nbytes)
 
     def _tell(self, counted: int, reach: tuple[int, int], at: int, stop: int) -> None:
-        """Report progress for ``at`` to ``stop`` in a reach that has ``counted`` bytes."""
+        """Report progress: the share of ``counted`` bytes for ``at`` to ``stop`` in a reach."""
         self.progress(share_of(counted, reach, at, stop))
 
     def damaged(
         self, tensor: SavedTensor, part: Part, chunk: int, found: int | None
     ) -> CheckpointError:
-        """The error for a chunk with another checksum, or with None where the file ends."""
+        """The error for a chunk whose bytes have the checksum ``found``; None: the file ends."""
         where = self.storage.where(part.file)
         if found is None:
             problem = f"{where} ends before the tensor does"
@@ -255,8 +258,8 @@ class PartReader:
         Args:
             tensor: The tensor.
             part: The part.
-            box: Within the part, in the full tensor's coordinates.
-            target: The tensor to write, of any dtype and device; or runs, where the core reads.
+            box: A box within the part, in the full tensor's coordinates.
+            target: The tensor to write, of any dtype and device; or runs, if the core reads.
 
         Raises:
             CheckpointError: The bytes are damaged.
@@ -300,9 +303,10 @@ class PartReader:
     def read_split_box(
         self, tensor: SavedTensor, part: Part, box: Box, target: Place, place: int
     ) -> None:
-        """Read a box of a part whose rest other ranks read, and check nothing.
+        """Read a box of a part of which other ranks read the rest. Nothing is compared yet.
 
-        The box's shares in the part's checksums are added from ``place`` on.
+        The shares of the box's bytes in the checksums of the part's chunks are added to the numbers
+        of :meth:`collect_shares`, from the number ``place`` on.
 
         Raises:
             CheckpointError: The file ends.
@@ -338,7 +342,7 @@ class PartReader:
     def _reach(
         self, tensor: SavedTensor, part: Part, box: Box, target: Place | None
     ) -> tuple[int, int]:
-        """The bytes of the chunks that overlap a box."""
+        """The range of a part's bytes that the chunks overlapping a box have; (0, 0) if empty."""
         chunk = self.index.chunk_bytes
         if isinstance(target, tuple):
             _, first, run, counts, apart, _ = target
@@ -382,7 +386,7 @@ class PartReader:
             self._tell(box.volume * itemsize, reach, start, stop)
 
     def _bounces(self, part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The ranges of whole chunks that contain a part's bytes from ``start`` to ``stop``."""
+        """Cut the bytes from ``start`` to ``stop`` of a part into ranges of whole chunks."""
         chunk = self.index.chunk_bytes
         step = max(1, BOUNCE_BYTES // chunk) * chunk
         for at in range(start // chunk * chunk, stop, step):
@@ -413,12 +417,12 @@ def read_region(reader: PartReader, tensor: SavedTensor, box: Box, target: Tenso
 
 
 def copy_region(elements: Tensor, part: Part, start: int, box: Box, target: Tensor) -> None:
-    """Copy the overlap of some elements of a part with a box.
+    """Copy those of some elements of a part that lie in a box into ``target``.
 
     Args:
         elements: Consecutive elements of the part.
         part: The part.
-        start: The number of the first element.
+        start: The number in the part of the first of these elements.
         box: A box within the part.
         target: A tensor of the box's size.
     """

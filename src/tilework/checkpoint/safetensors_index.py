@@ -32,7 +32,7 @@ _REMEDY = "Download or copy the file again"
 
 
 def is_published(names: Sequence[str]) -> bool:
-    """True if a folder with files of these names has safetensors files, and none of our saves.
+    """True if a folder with files of these names has published weights, not tilework's files.
 
     Example:
         >>> is_published(["config.json", "model.safetensors"]), is_published(["config.json"])
@@ -44,12 +44,12 @@ def is_published(names: Sequence[str]) -> bool:
 
 
 def with_links(storage: Storage) -> Storage:
-    """The same folder, whose files may be links."""
+    """A storage for the same folder that accepts links as files."""
     return LinkedStorage(storage.folder) if isinstance(storage, LocalStorage) else storage
 
 
 def published_index(storage: Storage, names: Iterable[str] | None = None) -> Index:
-    """The index of files without an index of tilework, from the files' headers. Local.
+    """Make an index for safetensors files from their headers. Local.
 
     Args:
         storage: The folder.
@@ -74,7 +74,7 @@ def published_index(storage: Storage, names: Iterable[str] | None = None) -> Ind
 
 
 def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
-    """The places of the tensors of a file, or of a folder, from the headers of the files.
+    """The folder of a safetensors file or of several, and an index made from the headers.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the index is invalid.
@@ -85,7 +85,7 @@ def safetensors_index(path: AnyPath) -> tuple[Storage, Index]:
 
 
 def place_of(path: AnyPath) -> tuple[Storage, str | None]:
-    """The folder of a file whose name ends with ``.safetensors``, and the name; else a folder."""
+    """The folder and the name of a ``.safetensors`` file; a folder and None for other paths."""
     if not str(path).endswith(".safetensors") or (not is_url(path) and Path(path).is_dir()):
         return storage_at(path), None
     if is_url(path):
@@ -122,7 +122,7 @@ def _listed_files(storage: Storage) -> list[str]:
 
 
 def _check_complete(storage: Storage, names: list[str]) -> None:
-    """Raise if files without an index are parts of a set that may be incomplete."""
+    """Raise CheckpointError if the names show that the folder's files are incomplete."""
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     unfinished = any(map(is_ours, names))
     if unfinished or any(len(shards) != int(match[1]) for match in shards):
@@ -135,7 +135,7 @@ def _check_complete(storage: Storage, names: list[str]) -> None:
 
 
 def _header_of(storage: Storage, name: str) -> tuple[int, list[tuple[str, Part, str]]]:
-    """The length and the tensors of a file."""
+    """The length of a file; and each tensor's name, part and dtype, from the header."""
     where = storage.where(name)
     reader = storage.open(name)
     try:
@@ -193,7 +193,7 @@ class PlannedFile:
     Args:
         name: The file's name.
         header: The bytes before the first element.
-        offsets: By the names of tensors, in order, the beginning of each.
+        offsets: By name of a tensor, in file order, the position of the first byte in the file.
         nbytes: The file's length.
     """
 
@@ -240,7 +240,7 @@ def plan_published(
 
 
 def plan_file(name: str, tensors: Sequence[TensorToSave]) -> PlannedFile:
-    """The file of some tensors, in an order that aligns all: long elements first."""
+    """Plan one file for tensors, sorted by size of an element, so that all are aligned."""
     entries: dict[str, dict[str, object]] = {}
     begins: dict[str, int] = {}
     at = 0
@@ -260,14 +260,14 @@ def _check_name(name: str) -> None:
     is_text = name.isascii() or name == name.encode(errors="replace").decode()
     if name == RESERVED_KEY or not is_text:
         raise CheckpointError(
-            f"safetensors has no tensors of the name {name!r}: give others by a prefix, or "
-            f"leave it out (names)",
+            f"a safetensors file cannot hold a tensor of the name {name!r}: rename it with a "
+            f"prefix, or leave it out (names)",
             tensor=name,
         )
 
 
 def index_json(plans: Sequence[PlannedFile]) -> str:
-    """Hugging Face's index of several files."""
+    """The text of Hugging Face's index file for several files."""
     total = sum(plan.nbytes - len(plan.header) for plan in plans)
     weight_map = {name: plan.name for plan in plans for name in plan.offsets}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -275,7 +275,7 @@ def index_json(plans: Sequence[PlannedFile]) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """True for the name of a file in a set of several, finished or not.
+    """True for the name of a file of a model in several files, finished or not.
 
     Example:
         >>> is_shard("model-00001-of-00002.safetensors.part"), is_shard("model.safetensors")

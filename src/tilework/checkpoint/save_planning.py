@@ -36,13 +36,13 @@ def check_file_bytes(file_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorToSave:
-    """A tensor as all ranks know it.
+    """The description of a tensor to save, which is the same on all ranks.
 
     Args:
         name: The name in the checkpoint.
         dtype: The index's name of the dtype.
         shape: The global shape.
-        tiles: The boxes, and for each the ranks that hold a full copy.
+        tiles: The boxes, and for each the global ranks that hold all of its elements.
         layout: The sharding, as text for people.
     """
 
@@ -54,7 +54,7 @@ class TensorToSave:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """The number of bytes of an element."""
         return ITEM_BYTES[self.dtype]
 
     @property
@@ -67,7 +67,7 @@ class BoxToWrite(NamedTuple):
     """A box of a tensor that one rank writes.
 
     Args:
-        tensor: The tensor's number.
+        tensor: The number of the tensor in the list of saved tensors.
         box: The region.
         nbytes: The number of bytes.
     """
@@ -83,8 +83,9 @@ def assign_writers(
 ) -> dict[int, list[BoxToWrite]]:
     """The boxes that each rank writes: each element once, with bytes balanced between ranks.
 
-    If one rank holds a box, this rank writes it. Boxes of several ranks are dealt out in turn, and
-    split where that balances writers. Takes time proportional to the number of boxes.
+    If a single rank holds a box, this rank writes it. Boxes that several ranks hold are dealt out
+    among these ranks, and split where that balances the bytes. Takes time proportional to the
+    number of boxes.
 
     Args:
         tensors: The tensors.
@@ -138,7 +139,10 @@ def _refuse_owner(
 def _quotas(
     tasks: Sequence[BoxToWrite], owners: Sequence[int], loads: dict[int, int]
 ) -> list[tuple[int, int]]:
-    """The bytes that each owner takes to balance loads as far as possible."""
+    """The bytes of the tasks that each owner should take, given the bytes that ranks have.
+
+    Owners with the fewest bytes come first, and owners that take none are left out.
+    """
     left = sum(task.nbytes for task in tasks)
     ordered = sorted(owners, key=lambda rank: (loads[rank], rank))
     level = 0
@@ -155,7 +159,11 @@ def _dealt(
     quotas: Sequence[tuple[int, int]],
     tensors: Sequence[TensorToSave],
 ) -> Iterator[tuple[int, BoxToWrite]]:
-    """The tasks with their writers: each writer fills a quota, then the next."""
+    """Deal tasks out to ranks: one rank's quota is filled before the next rank's.
+
+    Yields:
+        The rank, and the task, or a piece of a task, that it gets.
+    """
     turn, room = 0, quotas[0][1]
     for task in tasks:
         rest: BoxToWrite | None = task
@@ -176,7 +184,10 @@ def _dealt(
 def _split(
     task: BoxToWrite, room: int, itemsize: int
 ) -> tuple[BoxToWrite | None, BoxToWrite | None]:
-    """The part that fits, and the rest; a small task goes where most of it fits."""
+    """Split a task into what fits in ``room`` bytes and the rest; None for either if empty.
+
+    A small task is not split: it fits if at least half of it does.
+    """
     box = task.box
     if task.nbytes >= _SPLIT_BYTES:
         dim = next((d for d, size in enumerate(box.sizes) if size > 1), None)
@@ -204,7 +215,7 @@ def _cut_at(box: Box, dim: int, rows: int) -> tuple[Box, Box]:
 
 
 def cut_box(box: Box, itemsize: int, most_bytes: int) -> Iterator[Box]:
-    """The box cut into boxes of at most ``most_bytes``, of whole rows if these fit.
+    """Cut a box into boxes of at most ``most_bytes`` bytes, or of a single element.
 
     Example:
         >>> [str(each) for each in cut_box(Box((0, 0), (4, 2)), 4, 16)]
@@ -263,11 +274,11 @@ def plan_files(
     prefix: str,
     file_bytes: int = FILE_BYTES,
 ) -> list[FilePlan]:
-    """The files of one rank. Boxes without elements are in none.
+    """Plan the files of one rank. Boxes without elements are in no file.
 
     Args:
-        tensors: The tensors that tasks name by number.
-        tasks: The tasks of the rank.
+        tensors: The tensors to save, which tasks name by number.
+        tasks: The boxes that the rank writes.
         prefix: The beginning of the files' names.
         file_bytes: The maximum of bytes of elements in a file; larger boxes are split.
 
@@ -326,7 +337,7 @@ def _stored_itemsize(tensor: TensorToSave) -> int:
 
 
 def safetensors_header(entries: Mapping[str, Mapping[str, object]]) -> bytes:
-    """The length and the JSON that a safetensors file begins with, padded with spaces."""
+    """The bytes that a safetensors file begins with: a length, then JSON padded with spaces."""
     text = json.dumps({RESERVED_KEY: {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

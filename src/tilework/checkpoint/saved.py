@@ -11,13 +11,13 @@ from tilework.layout import Box
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor, in row-major order in one file.
+    """A box of a tensor whose elements lie in row-major order in one file.
 
     Args:
         box: The region of the tensor.
         file: The file's name.
-        offset: The byte of the file at which the elements begin.
-        nbytes: The length of the elements.
+        offset: The position of the first byte in the file.
+        nbytes: The number of bytes of the elements.
         crc32: The CRC-32 of each chunk of the elements.
     """
 
@@ -48,12 +48,12 @@ class SavedTensor:
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element."""
+        """The number of bytes of an element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
+        """The number of bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
 

@@ -99,8 +99,8 @@ class Save:
         storage: The folder or URL to write to.
         ranks: The ranks that save together.
         options: The options of the caller.
-        merged: The state of all ranks, as the index lists it.
-        leaves: The tensors of this rank, by path in the state.
+        merged: The merged state of all ranks, as the index lists it.
+        leaves: The leaves of this rank's state, tensors among them, by path.
         files: The files that this rank writes.
         release: Called at the end of the save, to release the lock of the folder.
     """
@@ -115,11 +115,11 @@ class Save:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of elements that this rank writes."""
+        """The number of bytes of elements that this rank writes."""
         return sum(box.nbytes for plan in self.files for box in plan.boxes)
 
     def elements_of(self, placed: PlacedBox) -> Iterator[Tensor]:
-        """The elements of a box, from the state itself."""
+        """The elements of a box in order, read from the tensors of the state."""
         path, _ = self.merged.sources[placed.tensor]
         view = local_view(self.leaves[path], placed.box, self.ranks.here)
         return pieces_in_order(view, CHUNK_BYTES)
@@ -132,16 +132,16 @@ def prepare_save(
     options: SaveOptions,
     first: Callable[[], None],
 ) -> Save:
-    """Compare the ranks' states, plan, and take the path for this save. Collective; blocks.
+    """Compare the ranks' states, plan the files, and lock the folder. Collective; blocks.
 
-    It writes and removes nothing yet, and therefore takes little time.
+    No file of the checkpoint is written or removed yet, and therefore it takes little time.
 
     Args:
-        storage: The place.
-        state: The state.
-        ranks: The ranks.
-        options: Settings.
-        first: Called before all else; may raise a CheckpointError.
+        storage: The folder or URL to write to.
+        state: The state of this rank.
+        ranks: The ranks that save together.
+        options: Settings of the save.
+        first: Called on each rank before all else; may raise a CheckpointError.
 
     Raises:
         CheckpointError: Another save is running there, or the folder cannot be made.
@@ -192,7 +192,7 @@ def nothing() -> None:
 
 
 class _Path:
-    """The path of a save, which the first rank owns until the save ends."""
+    """The folder of a save, which the first rank locks until the save ends."""
 
     def __init__(self, storage: Storage, options: SaveOptions) -> None:
         self._storage, self._options = storage, options
@@ -201,7 +201,7 @@ class _Path:
         self.token = ""
 
     def take(self) -> None:
-        """Take the path. Local."""
+        """Lock the folder, and choose the mark of this save in names of files. Local."""
         check_meta(self._options.meta)
         self.release = self._locked()
         storage = self._storage
@@ -225,12 +225,12 @@ class _Path:
 
 
 def remove_leftovers(storage: Storage) -> list[str]:
-    """Remove files of saves that did not end. Local; only for the holder of the lock.
+    """Remove files of saves that did not end. Local; the caller holds the lock.
 
-    Files that no save could have written stay. So do all finished files if the index is unreadable.
+    Files with names that no save gives stay. If the index cannot be read, all finished files stay.
 
     Returns:
-        The names of the files.
+        The names of the removed files.
     """
     names = storage.names()
     used: set[str] = set()
@@ -271,8 +271,8 @@ def write_files(
 
     Args:
         storage: The folder.
-        plans: The files.
-        source: The elements of the files' boxes.
+        plans: The files to write.
+        source: Yields the elements of a box, as contiguous tensors.
         progress: Called with the number of written bytes.
     """
     written = []
@@ -315,12 +315,12 @@ def write_and_commit(save: Save, source: Source, ranks: Ranks, progress: Progres
 
     Args:
         save: The prepared save.
-        source: The elements of the save's boxes.
-        ranks: The ranks, in the group to use.
+        source: Yields the elements of a box, as contiguous tensors.
+        ranks: The ranks that save, in the group to communicate on.
         progress: Called with the number of written bytes.
 
     Returns:
-        The index, on the first rank.
+        The index on the first rank; None on other ranks.
 
     Raises:
         CheckpointError: On all ranks: a file could not be written on some rank. The previous
@@ -360,10 +360,10 @@ def _removed(storage: Storage) -> int:
 
 
 def _forget_replaced(save: Save, ranks: Ranks) -> None:
-    """Make the system drop this rank's share of replaced files from memory. Local.
+    """Make the system drop cached pages of files that this save replaces: this rank's share.
 
-    They stay on the disk. Their pages are reused next: where memory is a virtual machine's, fresh
-    pages cost more than the rest of a save.
+    The files stay on the disk. New files then get these pages: on a virtual machine, fresh pages
+    cost more than the rest of a save.
     """
     if not save.files:
         return
@@ -390,11 +390,11 @@ def _commit(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
 
 
 def commit_index(storage: Storage, index: Index) -> None:
-    """Write the index, which completes the checkpoint. Remove the files that it replaces. Local.
+    """Write the index, which completes the checkpoint; then remove replaced files. Local.
 
     Args:
         storage: The folder.
-        index: The index, whose files are written.
+        index: The index. All files that it lists have been written.
 
     Raises:
         CheckpointError: A file of another rank is missing.
@@ -411,7 +411,7 @@ def _files_of_present(storage: Storage) -> set[str]:
 
 
 def _check_visible(storage: Storage, index: Index) -> None:
-    """Raise if files of other ranks are missing in this rank's view of the folder."""
+    """Raise CheckpointError if this rank does not see all files of the index in the folder."""
     missing = set(index.files) - set(storage.names())
     if missing:
         name = min(missing)
@@ -460,13 +460,13 @@ def _index(save: Save, reports: Sequence[Sequence[Report]]) -> Index:
 
 
 def now_text() -> tuple[str, str]:
-    """The time, and the name of this program, for an index."""
+    """The current time in UTC, and the name "tilework", for an index."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return now.isoformat(timespec="seconds"), "tilework"
 
 
 def _all_files(save: Save) -> list[list[FilePlan]]:
-    """The plans of all ranks, made again on the only rank that needs them."""
+    """The file plans of all ranks, without names; only the first rank needs them."""
     written = assign_writers(save.merged.tensors, save.ranks.all)
     return [
         plan_files(save.merged.tensors, written[rank], "", save.options.file_bytes)

@@ -39,7 +39,7 @@ def read_shared(load: HostLoad) -> None:
 def _own_chunks(
     plan: LoadPlan, rank: int, wanted: Sequence[Wanted], chunk: int
 ) -> dict[tuple[int, str, int], bytearray]:
-    """For each shared part a byte for each chunk: 1 if this rank checks it."""
+    """By (tensor, file, offset) of a shared part, a byte per chunk: 1 if ``rank`` checks it."""
     own = {
         (number, part.file, part.offset): bytearray(chunk_count(part.nbytes, chunk))
         for number, part, _ in plan.shared

@@ -27,7 +27,7 @@ def show(path: AnyPath, names: Sequence[str] | None = None) -> None:
 
     Args:
         path: A folder, or a URL; also a safetensors file, or a folder of such files.
-        names: Patterns: only tensors whose names match one, but all of these.
+        names: Patterns: only tensors whose names match a pattern are shown, however many.
 
     Raises:
         CheckpointError: It is not a checkpoint, or the index is damaged; or a pattern matches
@@ -88,7 +88,7 @@ def _values(state: FlatState) -> Iterable[StyledLine]:
 
 
 def _value(leaf: FlatValue) -> str:
-    """The value in Python's form; a value of an unknown kind as saved."""
+    """The value as Python writes it; the saved JSON if the kind of value is unknown."""
     try:
         return value_text(leaf.json)
     except ValueError:

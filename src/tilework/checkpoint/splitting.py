@@ -1,9 +1,9 @@
 """Split parts of local files: each rank of a host reads its own runs, and all ranks check together.
 
-Checksums are affine: the bytes that a rank has read have a share in the checksum of a chunk, from
-any place in the chunk. The exclusive or of all ranks' shares is the chunk's checksum up to a
-constant. Therefore no rank needs to read the bytes of another rank, as it would for columns; four
-bytes of each chunk are exchanged after reading.
+Checksums are affine: bytes at any place in a chunk have a share in the chunk's checksum, which can
+be computed without the other bytes. The exclusive or of all ranks' shares is the chunk's checksum
+up to a constant. Therefore no rank needs to read the bytes of another rank, even if each rank needs
+columns; four bytes for each chunk are exchanged after reading.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from tilework.comm.reduce_op import ReduceOp
 
 
 def read_split(load: HostLoad) -> None:
-    """Read this rank's share of split parts, and compare. Collective over the ranks of the host.
+    """Read this rank's runs of split parts, and compare checksums. Collective over the host.
 
     Raises:
-        CheckpointError: A part that this rank needs is damaged; or it is missing, on the
-            rank that noticed.
+        CheckpointError: A part that this rank needs is damaged; or this rank could not read.
     """
     if load.group is not None and load.plan.split:
         _SplitReading(load, load.group).run()
 
 
 class _SplitReading:
-    """The reading of split parts on one rank."""
+    """The reading of split parts on this rank, together with the other ranks of the host."""
 
     def __init__(self, load: HostLoad, group: ProcessGroup) -> None:
         self._group, self._parts, self._wanted = group, load.plan.split, load.wanted
         self._reader, self._targets, self._here = load.reader, load.targets, load.rank
 
     def run(self) -> None:
-        """Read, and compare, if checksums are verified."""
+        """Read this rank's runs, and compare the combined checksums if they are verified."""
         ranks = self._group.size()
         shares = bytearray(4 * (ranks + sum(map(self._chunks, self._parts))))
         failure: Exception | None = None
@@ -62,7 +61,10 @@ class _SplitReading:
         return chunk_count(split.part.nbytes, self._reader.index.chunk_bytes)
 
     def _read(self, shares: memoryview) -> None:
-        """Read, and add this rank's shares in the checksums of all split parts, as uint32."""
+        """Read this rank's runs, and add their shares in the checksums of chunks to ``shares``.
+
+        ``shares`` has a uint32 for each chunk of each split part.
+        """
         here, reader, place = self._here, self._reader, 0
         with reader.together():
             reader.collect_shares(shares)

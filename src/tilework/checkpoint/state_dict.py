@@ -30,18 +30,20 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 @dataclass
 class StateDictOptions:
-    """Settings of the functions below, with torch's names.
+    """Settings of the functions in this module, with torch's names.
 
     Args:
         full_state_dict: True: tensors are whole, not sharded.
-        cpu_offload: True: tensors are on the CPU; if they are whole, only rank 0 gets them.
-        ignore_frozen_params: True: parameters without gradients are left out.
+        cpu_offload: True: returned tensors are on the CPU. With ``full_state_dict``, only rank 0
+            gets the state dict.
+        ignore_frozen_params: True: parameters with ``requires_grad=False`` are left out.
         keep_submodule_prefixes: With ``submodules``: names begin at the model, not at the
             submodule.
-        strict: Missing or unexpected names raise when a model is set.
-        broadcast_from_rank0: True: only rank 0 needs the state dict to set.
-        flatten_optimizer_state_dict: ``"state.layer.weight.exp_avg"`` and
-            ``"param_groups.layer.weight.lr"`` in one flat dict.
+        strict: True: setting a model or an optimizer raises if names are missing; a model, also if
+            names are unexpected.
+        broadcast_from_rank0: True: when a state is set, only rank 0 needs to have it.
+        flatten_optimizer_state_dict: True: the state dict of optimizers is one flat dict, with keys
+            such as ``"state.layer.weight.exp_avg"`` and ``"param_groups.layer.weight.lr"``.
         dsd_fqn_modifiers: Ignored: in torch it serves modules that rename their entries.
 
     Raises:
@@ -78,12 +80,15 @@ def get_model_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> State:
-    """The state dict of a model. Collective over the ranks of sharded tensors if tensors are whole.
+    """The state dict of a model, with whole or sharded tensors.
+
+    With ``full_state_dict`` it is collective over the ranks of sharded tensors; else local.
 
     Args:
         model: The model, in any parallelism.
-        submodules: Only the state of these submodules.
-        options: Whole or sharded, and the device. Sharded tensors are the model's own memory.
+        submodules: Only the state of these submodules; None: all.
+        options: Settings. Sharded tensors share memory with the model, unless they are moved to
+            the CPU.
 
     Example:
         >>> import torch
@@ -111,8 +116,9 @@ def set_model_state_dict(
 ) -> Any:
     """Fill a model from a state dict, whole or sharded in any layout.
 
-    Each rank cuts whole tensors itself, without communication. With ``broadcast_from_rank0`` only
-    rank 0 has them: then it is collective over the default group, in pieces of 32 MiB.
+    Each rank takes its parts from whole tensors without communication. With
+    ``broadcast_from_rank0`` only rank 0 has the tensors, and sends them in pieces of 32 MiB: then
+    the call is collective over the default group.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as from ``load_state_dict``.
@@ -147,11 +153,11 @@ def set_model_state_dict(
 
 
 class _Names:
-    """The names of a model and of the parts.
+    """The names in a model's state dict, without the prefixes of wrappers such as DDP.
 
     Attributes:
-        raw: For each name the name in ``state_dict()``.
-        parameters: By identity, the first name of each parameter.
+        raw: From each name to the name in the module's ``state_dict()``.
+        parameters: By ``id`` of a parameter, the parameter's first name.
     """
 
     def __init__(
@@ -180,14 +186,14 @@ class _Names:
                 self._frozen.add(self._clean(name))
 
     def state(self) -> Iterator[tuple[str, Any]]:
-        """The requested names, with the model's values."""
+        """The requested entries of the model's state dict: name and value."""
         for name, raw in self.raw.items():
             short = self.asked(name)
             if short is not None:
                 yield short, self._contents[raw]
 
     def asked(self, name: str) -> str | None:
-        """The name in the state dict for a name of the model; None if it is left out."""
+        """The name to return for a name of the model; None if the options leave it out."""
         if self._options.ignore_frozen_params and name in self._frozen:
             return None
         prefix = next((each for each in self._inside if name.startswith(each)), "")
@@ -204,7 +210,7 @@ class _Names:
 
 
 def _prefixes(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[tuple[str, str]]:
-    """The prefixes of names in each module, with and without wrappers."""
+    """For each module within, the prefixes of names with wrappers and without wrappers."""
     yield raw, clean
     wrapped = wrapped_attribute(module)
     for name, child in module.named_children():
@@ -243,15 +249,15 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> State:
-    """The states of optimizers by the names of the model's parameters, and their settings.
+    """The state dict of optimizers, with names of the model's parameters instead of numbers.
 
-    Collective as for :func:`get_model_state_dict`. An optimizer without steps has no states (torch
-    makes a step of size 0 for it): ``checkpoint.load(path, into={"optimizer": optimizer})`` makes
-    the saved states.
+    Collective as for :func:`get_model_state_dict`. An optimizer that has not stepped
+    has no states here (torch's function makes a step of size 0 first). To load into such an
+    optimizer, use ``checkpoint.load(path, into={"optimizer": optimizer})``.
 
     Raises:
         ValueError: An optimizer has a parameter that the model lacks.
-        TypeError: Each rank has only the states of its own parameters (ZeroRedundancyOptimizer).
+        TypeError: Each rank has only some parameters' states (ZeroRedundancyOptimizer).
     """
     options = options or StateDictOptions()
     names = _Names(model, submodules, options)
@@ -301,7 +307,7 @@ def set_optimizer_state_dict(
     for _, groups in listed:
         asked = [name for group in groups for name in group if names.asked(name)]
         if options.strict and (missing := [name for name in asked if name not in group_of]):
-            raise RuntimeError(f"the state dict lacks {missing[:8]}, which the optimizer has")
+            raise RuntimeError(f"the state dict lacks the optimizer's parameters {missing[:8]}")
     for optimizer, groups in listed:
         _set_one(optimizer, groups, given["state"], group_of)
 
@@ -340,7 +346,7 @@ def _set_one(
 
 
 def _state_like(parameter: Tensor, value: Any) -> Any:
-    """A state, laid out like the parameter if it has the same number of elements."""
+    """A copy of a state's tensor, laid out like the parameter if the shapes are equal."""
     if not isinstance(value, Tensor | _OfRank0):
         return value
     if tuple(value.shape) != tuple(parameter.shape) or not parameter.dim():
@@ -367,8 +373,8 @@ def _name_of(names: _Names, parameter: Tensor) -> str:
     name = names.parameters.get(id(parameter))
     if name is None:
         raise ValueError(
-            f"the optimizer has a parameter of shape {list(parameter.shape)} that the model has "
-            f"not: make the optimizer after the model is sharded, or pass the model that it is for"
+            f"the optimizer has a parameter of shape {list(parameter.shape)} that the model lacks: "
+            f"make the optimizer after the model is sharded, or pass the optimizer's model"
         )
     return name
 
@@ -385,7 +391,7 @@ def _flat(state: State) -> State:
 
 
 def _nested(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state by parameters and groups; from a flat state, each group has one parameter."""
+    """A state dict of optimizers in nested form; a flat dict gives a group per parameter."""
     if "param_groups" in state:
         return state
     states: dict[str, State] = {}
@@ -415,7 +421,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[State, State]:
-    """The state dicts of a model and of the optimizers: the results of both functions."""
+    """The results of :func:`get_model_state_dict` and of :func:`get_optimizer_state_dict`."""
     of_model = get_model_state_dict(model, submodules=submodules, options=options)
     return of_model, get_optimizer_state_dict(
         model, optimizers, submodules=submodules, options=options
@@ -430,14 +436,18 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Fill a model and give the optimizers their states: both functions together."""
+    """Call :func:`set_model_state_dict`, then :func:`set_optimizer_state_dict`.
+
+    Returns:
+        The missing and unexpected names of the model.
+    """
     keys = set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return keys
 
 
 def _delivered(state: State, options: StateDictOptions) -> State:
-    """The tensors in the requested form; empty on ranks that do not get them."""
+    """A state dict with tensors as the options ask; empty on ranks that do not get it."""
     keeps = not options.is_for_rank0 or not is_initialized() or get_rank() == 0
 
     def deliver(tensor: Tensor) -> Tensor | None:
@@ -465,7 +475,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _OfRank0:
-    """A tensor that only rank 0 has, as the other ranks know it.
+    """Stands on all ranks for a tensor that only rank 0 has.
 
     Attributes:
         shape: The shape.
@@ -479,7 +489,7 @@ class _OfRank0:
 
 
 def _from_rank0(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict of rank 0, with the shapes of tensors elsewhere. Collective."""
+    """Send the state dict of rank 0 to all ranks, with an _OfRank0 for each tensor. Collective."""
     if not is_initialized():
         return state
     tensors: list[Tensor] = []

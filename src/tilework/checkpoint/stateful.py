@@ -20,4 +20,4 @@ class Stateful(Protocol):
         """The state: any nesting of containers, tensors and plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load a state."""
+        """Load a state that :meth:`state_dict` returned."""

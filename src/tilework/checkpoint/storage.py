@@ -50,15 +50,15 @@ class FileWriter(ABC):
 
     @abstractmethod
     def write(self, memory: memoryview | bytes) -> None:
-        """Add bytes. The writer may read them until the file is finished."""
+        """Append bytes. They must not change before :meth:`finish`, as they may be read later."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Flush the file to the disk, and give it the final name."""
+        """Flush the file to the disk, then give it the final name: now the file exists."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Drop the file. Idempotent; a finished file stays. Never raises."""
+        """Remove the file if it is not finished. Idempotent; never raises."""
 
     def __enter__(self) -> FileWriter:
         return self
@@ -81,7 +81,7 @@ class FileReader(ABC):
 
     @abstractmethod
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Fill the memory with the bytes from ``offset`` on; returns their number."""
+        """Fill memory with the file's bytes from ``offset`` on; return how many were read."""
 
     @abstractmethod
     def close(self) -> None:
@@ -89,7 +89,7 @@ class FileReader(ABC):
 
 
 class Storage(ABC):
-    """A folder of files. All names are plain names of files directly in it."""
+    """A folder of files. Each name is the plain name of a file directly in the folder."""
 
     location: str
     #: True if other processes of this machine see written files.
@@ -99,11 +99,11 @@ class Storage(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the folder if it is missing. After :meth:`sync` the folder survives a crash."""
+        """Make the folder if it is missing. It survives a crash once :meth:`sync` has returned."""
 
     @abstractmethod
     def create(self, name: str) -> FileWriter:
-        """Begin to write a file."""
+        """Begin to write a file, which gets the name when it is finished."""
 
     @abstractmethod
     def open(self, name: str) -> FileReader:
@@ -119,11 +119,11 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, if it exists. The room may become free a little later."""
+        """Remove a file, if it exists. The disk space may become free a little later."""
 
     @abstractmethod
     def wait_for_room(self) -> None:
-        """Block until the room of all removed files is free."""
+        """Block until the disk space of all removed files is free."""
 
     @abstractmethod
     def forget(self, name: str) -> None:
@@ -131,7 +131,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Flush the folder itself to the disk, so that names last."""
+        """Flush the folder's list of names to the disk, so that new names survive a crash."""
 
     @abstractmethod
     def inner(self, name: str) -> Storage:
@@ -139,7 +139,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove_folder(self) -> None:
-        """Remove the folder with all files, the index first: the checkpoint is absent at once."""
+        """Remove the folder with all files. The index goes first, and with it the checkpoint."""
 
     def read_all(self, name: str, most_bytes: int = 1 << 31) -> bytes:
         """All bytes of a file.
@@ -151,7 +151,10 @@ class Storage(ABC):
         try:
             if reader.nbytes > most_bytes:
                 where = self.where(name)
-                raise CheckpointError(f"{where} has {reader.nbytes:,} bytes", file=where)
+                raise CheckpointError(
+                    f"{where} has {reader.nbytes:,} bytes, more than the limit of {most_bytes:,}",
+                    file=where,
+                )
             memory = bytearray(reader.nbytes)
             got = reader.read_into(memoryview(memory), 0)
             return bytes(memory[:got])
@@ -165,7 +168,8 @@ class Storage(ABC):
     def lock(self) -> Callable[[], None]:
         """Keep other writers away until the returned function is called.
 
-        The function never raises: a lock ends with the descriptor, even if the lock file stays.
+        The returned function never raises: closing the file ends the lock, even if the lock file
+        cannot be removed.
 
         Raises:
             CheckpointError: Another writer holds the lock.
@@ -174,9 +178,9 @@ class Storage(ABC):
 
 
 class FileCalls:
-    """The calls by which files are written. Tests replace them.
+    """The system calls by which files are written, in a place where tests replace them.
 
-    The order of the calls is the protocol of docs/format.md.
+    docs/format.md specifies the order of the calls.
     """
 
     mkdir = staticmethod(os.mkdir)
@@ -301,13 +305,13 @@ def removal_order(name: str) -> tuple[bool, bool]:
 
 
 def _close_quietly(fd: int) -> None:
-    """Close a descriptor without writes. Some network file systems fail to do this."""
+    """Close a descriptor that nothing was written to, and ignore errors of the file system."""
     with suppress(OSError):
         calls.close(fd)
 
 
 def _opened_if_large(path: Path) -> int | None:
-    """The descriptor of a large plain file; None for others, or if the system frees at once."""
+    """Open a large plain file and return the descriptor; None for other files, or off Linux."""
     if sys.platform != "linux":
         return None
     try:
@@ -432,7 +436,10 @@ _held: set[str] = set()
 
 
 def _locked(path: Path, location: str) -> Callable[[], None]:
-    """Hold a lock file. The lock ends with the owner's process; the file alone means nothing."""
+    """Take the lock of a lock file; return the function that releases it.
+
+    The lock also ends with the process. A lock file without a lock means nothing.
+    """
     key = str(path)
     if key in _held:
         raise _busy(location, "this process")
@@ -451,7 +458,7 @@ def _locked(path: Path, location: str) -> Callable[[], None]:
 
 
 def _open_locked(path: Path, location: str) -> int:
-    """Open and lock the file, and return the descriptor; -1 if the system has no file locks."""
+    """Open and lock a file, and return the descriptor; -1 if the system has no file locks."""
     if sys.platform == "win32":
         return -1
     while True:
@@ -486,7 +493,7 @@ _LOCAL_URL = re.compile(r"(?:file|local)://(?P<path>.*)", re.DOTALL)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """True if a path names a storage of fsspec.
+    """True if a path is a URL for fsspec. A ``file://`` URL is a path of this machine.
 
     Example:
         >>> is_url("s3://bucket/run"), is_url("/data/run"), is_url("file:///data/run")
@@ -498,7 +505,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def plain_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The path that a URL of a file of this machine names; other paths unchanged.
+    """The path that a ``file://`` or ``local://`` URL names; other paths unchanged.
 
     Raises:
         ValueError: The URL names a host.

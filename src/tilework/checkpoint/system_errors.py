@@ -12,7 +12,7 @@ _NO_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calc
 
 
 def as_checkpoint_error(error: BaseException) -> CheckpointError | None:
-    """The CheckpointError for an error of the system; None for any other error.
+    """The CheckpointError to raise for an OSError or a lack of memory; None for other errors.
 
     Example:
         >>> print(as_checkpoint_error(OSError(5, "Input/output error", "run/index.json")))
@@ -33,7 +33,7 @@ def as_checkpoint_error(error: BaseException) -> CheckpointError | None:
 
 
 def _is_without_memory(error: BaseException) -> bool:
-    """True for torch's out-of-memory errors, by the class's name (torch may not be loaded)."""
+    """True for torch's out-of-memory errors, known by name or text, as torch may not be loaded."""
     if type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _NO_MEMORY)
@@ -41,7 +41,7 @@ def _is_without_memory(error: BaseException) -> bool:
 
 @contextmanager
 def checkpoint_errors() -> Iterator[None]:
-    """Raise errors of the system as a CheckpointError. Also a decorator.
+    """Turn an OSError or a lack of memory within into a CheckpointError. Also a decorator.
 
     Example:
         >>> with checkpoint_errors():

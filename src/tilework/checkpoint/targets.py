@@ -22,11 +22,10 @@ class Targets:
     Runs are computed once for equal tensors, as models have the same layers many times.
 
     Args:
-        wanted: The tensors to load, as all ranks know them.
-        tensors: This rank's tensor for each; None where it has none.
-        tensors: This rank's tensor for each; None where it has none.
+        wanted: The tensors to load, the same list on all ranks.
+        tensors: For each wanted tensor, this rank's tensor to fill; None if this rank has none.
         rank: This rank.
-        by_core: True if the core reads.
+        by_core: True if the core reads the files, and can write to memory itself.
     """
 
     def __init__(
@@ -39,12 +38,12 @@ class Targets:
         self._runs: dict[object, tuple[Runs | None, Need, Part]] = {}
 
     def view(self, number: int, need: Need) -> Tensor:
-        """The memory for a need of a tensor, of the size of the need's box."""
+        """The view of this rank's tensor ``number`` that a need fills, of the size of the box."""
         tile, local = self._wanted[number].tiles[need.tile][0], self._tile(number, need.tile)
         return local if need.box is tile else local[need.box.relative_to(tile).slices]
 
     def place(self, number: int, part: Part, need: Need) -> Place:
-        """The same memory, or runs of a part's bytes in it where that is possible."""
+        """The place for a need: runs for the core if possible, else the :meth:`view`."""
         saved, local = self._wanted[number].saved, self._tile(number, need.tile)
         if (
             not self._by_core
@@ -63,7 +62,7 @@ class Targets:
         return self.view(number, need) if found is None else (found[0] + address, *found[1:])
 
     def _tile(self, number: int, tile: int) -> Tensor:
-        """This rank's memory of a wanted tile."""
+        """This rank's memory for a tile of the wanted tensor ``number``."""
         known = self._tiles.get((number, tile))
         if known is None:
             tensor = self._tensors[number]

@@ -14,7 +14,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _without_ranks(no_dist: bool) -> bool:
-    """True if the setting changes nothing: a process without a group saves alone."""
+    """True if torch's ``no_dist`` may be given: it is False, or there is no process group."""
     return not no_dist or not is_initialized()
 
 
@@ -40,7 +40,7 @@ _loading_names = torch_names(
 
 
 def loading_names(function: _Function) -> _Function:
-    """A decorator of ``load(path, into)``: a first argument that is a state is recognised."""
+    """Decorate ``load(path, into)`` to accept torch's order and names: ``load(state, path)``."""
     named = _loading_names(function)
 
     @functools.wraps(function)

@@ -23,9 +23,9 @@ class UrlStorage(Storage):
         url: A URL that fsspec accepts.
 
     Raises:
-        CheckpointError: A file on the way of the URL does not exist.
+        CheckpointError: A file in the URL, such as the archive of a zip:// URL, does not exist.
         ImportError: fsspec, or the plug-in for the URL, is not installed.
-        ValueError: fsspec does not know such URLs.
+        ValueError: fsspec does not know the protocol of the URL.
     """
 
     is_local = False
@@ -70,7 +70,7 @@ class UrlStorage(Storage):
             self._files.rm_file(f"{self._folder}/{name}")
 
     def wait_for_room(self) -> None:
-        """Do nothing: a store has room."""
+        """Do nothing: a store is not waited for."""
 
     def forget(self, name: str) -> None:
         """Do nothing: this machine does not cache the file."""
@@ -90,7 +90,7 @@ class UrlStorage(Storage):
 
 @contextmanager
 def _told(problem: str, where: str) -> Iterator[None]:
-    """Turn errors of a plug-in, of any class, into a CheckpointError."""
+    """Turn errors of a plug-in into a CheckpointError, except that a file is missing."""
     try:
         yield
     except (CheckpointError, *_MISSING):

@@ -19,14 +19,15 @@ _PLAIN = {type(None), bool, int, float, str}
 
 
 def encode_value(value: Any, where: str) -> Any:
-    """The JSON of a value.
+    """The value as JSON that :func:`decode_value` turns back into an equal value.
 
     Args:
-        value: None, a bool, a number, a string, bytes, or a dtype, device or size of torch.
+        value: None, a bool, a number, a string, bytes, a dtype or device of torch, or a list or
+            tuple of plain values.
         where: The place in the state, for messages.
 
     Raises:
-        TypeError: The value is something else.
+        TypeError: The value is of another type.
 
     Example:
         >>> encode_value(float("inf"), "x"), encode_value(b"a", "x"), encode_value(1.5, "x")
@@ -69,7 +70,7 @@ def is_plain_sequence(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for values that JSON holds directly or as numbers, also of subclasses."""
+    """True for None, bools, ints, floats, strings, and numpy scalars of these kinds."""
     if type(value) in _PLAIN:
         return True
     if isinstance(value, int | float | str):
@@ -128,7 +129,7 @@ def decode_value(listed: Any) -> Any:
 
 
 def value_text(listed: Any) -> str:
-    """The Python text of a value that :func:`encode_value` encoded. Imports no torch.
+    """The text that Python shows for a value that :func:`encode_value` encoded. Imports no torch.
 
     Raises:
         ValueError: The JSON is not from :func:`encode_value`.

@@ -79,7 +79,10 @@ _REMEDY = "Copy the file again if the checkpoint was copied; else use another ch
 
 
 def _headers(index: Index) -> dict[str, _Header]:
-    """The contents of each file's header according to the index: dtype, shape, begin and end."""
+    """By file and key, what the header should list according to the index.
+
+    That is the dtype, the shape, and the first byte and the end of the elements in the file.
+    """
     pieces: dict[str, dict[tuple[int, int], tuple[SavedTensor, Part]]] = {}
     for tensor in index.tensors.values():
         for part in tensor.parts:
@@ -162,7 +165,7 @@ class Difference:
     """A difference of two checkpoints.
 
     Attributes:
-        name: The tensor or value.
+        name: The name of the tensor or value that differs.
         text: The difference in words.
     """
 
@@ -174,8 +177,8 @@ class Difference:
 def diff(a: AnyPath, b: AnyPath) -> list[Difference]:
     """The differences of two checkpoints: names, shapes, dtypes, elements and values. Local.
 
-    Layouts and files are ignored. Tensors of the same parts are compared by their checksums; others
-    are read, in bounded memory.
+    Layouts and files are ignored. Tensors in the same parts with equal checksums count as equal;
+    other tensors are read, in bounded memory.
 
     Args:
         a: A folder, or a URL.
@@ -229,7 +232,7 @@ def _different_tensors(a: PartReader, b: PartReader) -> Iterator[Difference]:
 
 
 def _may_differ(a: PartReader, x: SavedTensor, b: PartReader, y: SavedTensor) -> bool:
-    """True if elements of tensors of one shape and dtype have to be read."""
+    """True unless checksums show that two tensors of one shape and dtype are equal."""
     return a.index.chunk_bytes != b.index.chunk_bytes or _content(x) != _content(y)
 
 

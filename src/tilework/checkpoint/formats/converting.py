@@ -47,10 +47,10 @@ class ConvertOptions:
     """Settings of a conversion.
 
     Args:
-        names: Patterns; only tensors whose names match a pattern are written.
+        names: Patterns; only tensors whose names match a pattern are written. None: all.
         strip: A text to remove from the beginning of names.
         prefix: A text to put before names.
-        file_bytes: The maximum of bytes of elements in a file.
+        file_bytes: The maximum of bytes of elements in a file, where a format has several files.
 
     With ``names``, ``strip`` or ``prefix``, only tensors are written: other values are dropped.
     """
@@ -139,11 +139,11 @@ def _check_apart(source: AnyPath, target: AnyPath) -> None:
 
 
 def _check_target(target: AnyPath, kind: str) -> None:
-    """Raise unless the kind of format can be written to the target.
+    """Raise unless the target is free and can be written in the format ``kind``.
 
     Raises:
-        CheckpointError: Something is there.
-        ValueError: The kind cannot be written to a URL.
+        CheckpointError: The target exists, and has more than leftovers of a conversion.
+        ValueError: The target is a URL, and the format is only written to local files.
     """
     if not is_url(target):
         place = Path(target)
@@ -173,7 +173,7 @@ def _is_left_over(names: set[str]) -> bool:
 
 
 def format_of_name(path: AnyPath) -> str:
-    """The format by the name of a file to write."""
+    """The format that the suffix of a path to write means; ``"tilework"`` for other suffixes."""
     suffix = Path(str(path)).suffix
     if suffix == ".safetensors":
         return "safetensors"

@@ -47,7 +47,7 @@ def open_dcp(folder: Path) -> DcpSource:
 
 
 class DcpSource(Source):
-    """A folder of DCP. A tensor is assembled in a file at the first use.
+    """A folder of DCP. A tensor in several parts is assembled in a temporary file when it is used.
 
     Args:
         folder: The folder.
@@ -91,7 +91,10 @@ class DcpSource(Source):
             self._add_leaf((*path, *below), self._held(key, below, leaf) if is_tensor else leaf)
 
     def _held(self, key: str, below: StatePath, tensor: Tensor) -> NamedTensor:
-        """The name of a tensor that DCP keeps within a value, such as a tuple, in memory."""
+        """List a tensor within a pickled value, such as a tuple, and return a new name for it.
+
+        The tensor is kept in memory. ``below`` is the path within the value of ``key``.
+        """
         name = unique_name(dotted((key, *below)), self._names)
         shape = tuple(tensor.shape)
         dtype = dtype_name(tensor.dtype, f"the tensor {name!r}")
@@ -101,7 +104,7 @@ class DcpSource(Source):
         return NamedTensor(name)
 
     def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
-        """The contents of one part of the folder's files."""
+        """Read and unpickle a tensor's part at ``offset``; None: a value that is no tensor."""
         places = self._metadata
         place = places.first_places.get(key) if offset is None else places.places.get((key, offset))
         if place is None:
@@ -157,13 +160,14 @@ class DcpSource(Source):
         return target
 
     def _part(self, number: int, box: Box) -> Tensor:
-        """The elements of a box from a file."""
+        """Read the part of a tensor at ``box``, and check the shape and the dtype."""
         name, dtype = self.tensors[number].name, self._dtype(number)
         part = self._load(name, box.offsets)
         if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (box.sizes, dtype):
             raise CheckpointError(
-                f"{self._storage.where(METADATA)} says that {name!r} {box} has {list(box.sizes)} "
-                f"elements of {dtype}, and the file has others: it is damaged",
+                f"{self._storage.where(METADATA)} says that {name!r} {box} has the shape "
+                f"{list(box.sizes)} and the dtype {dtype}, and the file has something else there: "
+                f"the checkpoint is damaged. Copy it again, or use another",
                 file=self._storage.where(METADATA),
                 tensor=name,
             )
@@ -177,7 +181,7 @@ class DcpSource(Source):
 
 
 def _add_containers(flat: FlatState) -> None:
-    """The containers that paths lead through: lists where all keys count from 0."""
+    """Add the containers that paths lead through: lists if the keys are 0, 1, 2…, else dicts."""
     children: dict[StatePath, set[Any]] = {(): set()}
     for path in (*flat.leaves, *flat.containers):
         for length in range(len(path)):
@@ -190,10 +194,10 @@ def _add_containers(flat: FlatState) -> None:
 
 
 def write_dcp(source: Source, folder: Path) -> None:
-    """Write a source by torch.distributed.checkpoint; temporary files hold the tensors.
+    """Write a source in DCP's format. Tensors lie in temporary files meanwhile, not in memory.
 
     Raises:
-        CheckpointError: The folder belongs to another checkpoint.
+        CheckpointError: The folder is not empty, or DCP failed to write.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -110,7 +110,10 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
 
 
 class _Record:
-    """The attributes of one object of the metadata. Each name and reading has a separate class."""
+    """Stands for one object of the metadata, and holds the attributes.
+
+    Each reading makes a subclass for each class that the metadata names.
+    """
 
     __slots__ = ("state",)
     state: Any
@@ -134,7 +137,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records of classes that exist only for this reading."""
+    """Loads the metadata: each object becomes a record, of a class made for this reading."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

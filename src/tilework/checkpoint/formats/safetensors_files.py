@@ -30,9 +30,9 @@ def open_safetensors(path: AnyPath) -> Source:
 
 
 def write_safetensors(source: Source, path: AnyPath, file_bytes: int) -> None:
-    """Write the tensors of a source: a file, or a folder of several with an index.
+    """Write the tensors of a source to a file, or to a folder of files with an index.
 
-    Values are left out, as the format has none.
+    Values that are not tensors are left out, as the format has none.
 
     Args:
         source: The source.

@@ -29,7 +29,7 @@ class Source(ABC):
     """The contents of a file or folder.
 
     Attributes:
-        tensors: The tensors in the order of the state; their tiles are the boxes in the source.
+        tensors: The tensors in the order of the state; their tiles are the parts in the source.
         flat: The state, with names in the place of tensors.
         meta: The program's additions.
     """
@@ -40,10 +40,10 @@ class Source(ABC):
 
     @abstractmethod
     def region(self, number: int, box: Box) -> Tensor:
-        """A box of a tensor, on the CPU."""
+        """The elements of a box of the tensor with this number in ``tensors``, on the CPU."""
 
     def elements(self, number: int, box: Box) -> Iterator[Tensor]:
-        """The elements of a box in order, as contiguous tensors, in bounded memory."""
+        """The elements of a box in row-major order, as small contiguous tensors."""
         for each in cut_box(box, self.tensors[number].itemsize, REGION_BYTES):
             yield from pieces_in_order(self.region(number, each), 1 << 20)
 
@@ -53,13 +53,13 @@ class Source(ABC):
 
 
 class IndexedSource(Source):
-    """Tensors that an index finds in files.
+    """Tensors in files, with an index that says where.
 
     Args:
         storage: The folder of the files.
         index: The places of the tensors in files.
-        flat: The state.
-        verify: Compare checksums, if there are some.
+        flat: The state, with names in the place of tensors.
+        verify: Compare checksums, if the index has them.
     """
 
     def __init__(self, storage: Storage, index: Index, flat: FlatState, verify: bool) -> None:
@@ -83,7 +83,9 @@ class IndexedSource(Source):
 
 @contextmanager
 def mapped_tensors(beside: Path) -> Iterator[MappedTensors]:
-    """Tensors in files of a temporary folder, which the system may write back to bound memory.
+    """A maker of tensors in files of a temporary folder, which is removed at the end.
+
+    The system can write such tensors back to the disk when memory is short.
 
     Args:
         beside: The temporary folder is made beside this path.
@@ -95,13 +97,13 @@ def mapped_tensors(beside: Path) -> Iterator[MappedTensors]:
 
 
 class MappedTensors:
-    """Tensors whose memory is a file for each."""
+    """Makes tensors, each in the mapped memory of a separate file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with uninitialised elements.
+        """A new tensor in a file, with uninitialised elements.
 
         Raises:
             OSError: There is no room on the disk.
@@ -120,7 +122,7 @@ class MappedTensors:
         return tensor.set_(storage, 0, shape, strides)  # type: ignore[arg-type]
 
     def filled(self, source: Source, number: int) -> Tensor:
-        """A tensor with the elements from a source."""
+        """A new tensor in a file, with the elements of the source's tensor of this number."""
         tensor = source.tensors[number]
         whole = Box((0,) * len(tensor.shape), tensor.shape)
         dtype = source.region(number, Box((0,) * len(tensor.shape), (0,) * len(tensor.shape))).dtype
@@ -131,7 +133,10 @@ class MappedTensors:
 
 
 def _take_room(path: Path, nbytes: int) -> None:
-    """Make a file with reserved room: on a full disk, a write to its map kills the process."""
+    """Make a file and reserve the disk space for ``nbytes`` bytes.
+
+    Without the space, a write to the mapped file would kill the process.
+    """
     with open(path, "xb") as file:
         try:
             if hasattr(os, "posix_fallocate"):

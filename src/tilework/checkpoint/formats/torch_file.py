@@ -21,7 +21,7 @@ _MARK = "WeightsUnpickler error:"
 
 
 class StateSource(Source):
-    """A state in memory, or in a mapped file."""
+    """A state whose tensors are in memory, or in a mapped file."""
 
     def __init__(self, state: Any) -> None:
         flat = flatten(state)
@@ -43,7 +43,8 @@ def open_torch_file(path: Path) -> Source:
     """The state in a file of torch.save, mapped instead of read where torch can.
 
     Raises:
-        CheckpointError: It is not such a file, or has more than tensors and plain containers.
+        CheckpointError: It is not a file of torch.save, or has objects other than tensors, plain
+            values and containers.
     """
     try:
         state = load_weights_only(path, str(path), mmap=True)
@@ -60,11 +61,11 @@ def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
 
     Args:
         file: The file, or the file's name.
-            where: The file's name, for messages.
-            settings: Further settings of ``torch.load``.
+        where: The file's name, for messages.
+        settings: Further settings of ``torch.load``.
 
     Raises:
-            CheckpointError: The file is damaged, or has more.
+        CheckpointError: The file is damaged, or has other objects.
         OSError: The file cannot be opened.
     """
     try:
@@ -81,7 +82,7 @@ def load_weights_only(file: Any, where: str, **settings: Any) -> Any:
 
 
 def _problem(error: Exception) -> str:
-    """The reason that torch gives, without the advice to run code of the file."""
+    """The reason in torch's error, without torch's advice to load with ``weights_only=False``."""
     lines = [line.strip() for line in str(error).splitlines()]
     marked = [line.partition(_MARK)[2] for line in lines if _MARK in line]
     plain = [line for line in lines if line and "weights" not in line.lower()]
@@ -90,7 +91,7 @@ def _problem(error: Exception) -> str:
 
 
 def write_torch_file(source: Source, path: Path) -> None:
-    """Write a source in the form of torch.save; temporary files hold the tensors.
+    """Write a source to a file of torch.save. Tensors lie in temporary files meanwhile.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -121,7 +122,8 @@ def _save(state: Any, path: Path) -> None:
 def state_of_source(source: Source, tensor_of: Any) -> Any:
     """The state of a source, with tensors made by ``tensor_of(source, number)``.
 
-    Arrays of numpy become tensors there, as ``weights_only`` refuses others.
+    Arrays of numpy become tensors, because ``weights_only`` refuses to load arrays. Of values
+    that differ between ranks, the first rank's is taken.
     """
     numbers = {tensor.name: number for number, tensor in enumerate(source.tensors)}
     made: dict[str, Tensor] = {}
