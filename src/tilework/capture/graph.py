@@ -98,8 +98,8 @@ class Input:
     Attributes:
         value: The value in the program.
         path: The place: see :mod:`~tilework.capture.places`.
-        tensor: The tensor that was there in the recorded call. If ``layout`` is None and it is not
-            an argument, the same tensor must be there in each call.
+        tensor: The tensor that was there in the recorded call. Except for arguments, and if
+            ``may_change``, the same tensor must be there in each call.
         layout: The layout that a tensor at the place must have; for a DTensor's local tensor, the
             layout of the DTensor. None for arguments, whose layouts the key of a call has.
     """
@@ -136,7 +136,8 @@ class Graph:
         inputs: Tensors from outside, in the order in which the step came to them.
         instructions: The instructions, in the order of the step.
         result: The leaves of the step's result, with values in the place of tensors.
-        places: The places where the step has put other tensors, such as gradients: (path, value).
+        places: The places where the step has put other tensors, such as gradients:
+            (place, stand-in for the tensor). None stands for no gradient.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -180,7 +181,7 @@ class Graph:
             ]
 
     def last_uses(self) -> list[list[Value]]:
-        """For each instruction, the values that are needed for the last time there."""
+        """For each instruction, the values that nothing needs after it."""
         kept = {value.number for value in self.kept()}
         seen: set[int] = set(kept)
         result: list[list[Value]] = []

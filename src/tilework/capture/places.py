@@ -212,7 +212,7 @@ class StatePlaces:
         return None
 
     def is_users(self, place: StatePlace) -> bool:
-        """True if a place belongs to the program; False if it is in an object of a library."""
+        """True if a place belongs to the user's program; False if a library keeps it for itself."""
         return place.how == "grad" or self._is_users.get(id(place.owner), True)
 
     def kind_of(self, place: StatePlace) -> type:

@@ -159,7 +159,8 @@ def finish_pending(ranks: Ranks) -> None:
     """Wait for the running saves of all these ranks. Collective.
 
     Raises:
-        CheckpointError: On all ranks: a save has failed, and no call has raised the error yet.
+        CheckpointError: On all ranks: some rank's save has failed, and no call there has raised the
+            error yet.
     """
     ranks.gather(raise_pending)
 

@@ -248,7 +248,7 @@ def copy_all(sources: Sequence[tuple[int, Tensor]], memory: Tensor) -> None:
 def _shares(
     copies: Sequence[tuple[int, int, int]], most_bytes: int
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut copies, of (target address, source address, bytes), into lists of ``most_bytes`` each."""
+    """Cut copies (target address, source address, bytes) into lists of ``most_bytes`` at most."""
     share, room = list[tuple[int, int, int]](), most_bytes
     for target, source, nbytes in copies:
         done = 0
