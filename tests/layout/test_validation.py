@@ -169,7 +169,7 @@ def test_an_empty_box_may_be_out_of_bounds() -> None:
 
 
 def test_another_number_of_dims() -> None:
-    with pytest.raises(ValueError, match=r"shape \(4, 4\) has 2 dims, its boxes 1"):
+    with pytest.raises(ValueError, match=r"shape \(4, 4\) has 2 dims, but the boxes have 1"):
         check_boxes((4, 4), [Box((0,), (4,))])
     with pytest.raises(ValueError, match="one number of dims"):
         check_disjoint([Box((0,), (4,)), Box((0, 0), (4, 4))])

@@ -37,11 +37,18 @@ class AllRanksPlan:
     """Bytes per element, for printing."""
 
     def edges(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """The bytes that move, by (sender, receiver), ascending."""
+        """The bytes that each rank sends to each other, by (sender, receiver) in ascending order.
+
+        Pairs of ranks that exchange nothing are left out.
+        """
         return {edge: itemsize * volume for edge, volume in self._volumes.items()}
 
     def seconds(self, cost: CostModel | None = None, itemsize: int | None = None) -> float:
-        """The predicted duration: the busiest rank's messages one after the other."""
+        """The predicted duration in seconds.
+
+        The time of the busiest rank: all messages that it sends, one after the other, or all that
+        it receives, whichever takes longer.
+        """
         cost, itemsize = cost or self.cost, self.itemsize if itemsize is None else itemsize
         seconds: dict[tuple[str, int], float] = {}
         for (src, dst), nbytes in self.edges(itemsize).items():

@@ -22,7 +22,10 @@ _MOST_CORNERED = 4
 
 
 class BoxColumns:
-    """The starts and the ends of boxes, a column of each for each dim. Empty boxes are left out."""
+    """The starts and the ends of many boxes, as a list of starts and a list of ends for each dim.
+
+    Empty boxes are left out.
+    """
 
     __slots__ = ("count", "ends", "positions", "starts")
 
@@ -30,8 +33,8 @@ class BoxColumns:
         ndims = {*map(len, offsets), *map(len, sizes)}
         if len(ndims) > 1 or len(offsets) != len(sizes):
             raise ValueError(
-                f"boxes need as many offsets as sizes and one number of dims, got {len(offsets)} "
-                f"offsets and {len(sizes)} sizes with {sorted(ndims)} dims"
+                f"boxes need as many offsets as sizes and one number of dims for all, got "
+                f"{len(offsets)} offsets and {len(sizes)} sizes with {sorted(ndims)} dims"
             )
         flat_sizes = list(chain.from_iterable(sizes))
         #: The number, among the given boxes, of each entry.
@@ -80,7 +83,11 @@ class BoxColumns:
         return i, j
 
     def _corners_show_disjoint(self) -> bool:
-        """True if corners show that no boxes overlap: always in two dims, else without a gap."""
+        """True if the boxes' corners prove that no two boxes overlap. False leaves it open.
+
+        If the boxes differ in two dims, the proof succeeds whenever no two overlap. In any other
+        number of dims it succeeds only if the boxes also fill their bounding box without a gap.
+        """
         starts, ends = self._differing()
         if len(starts) != 2:
             return self.cover_their_bounds()
@@ -90,13 +97,19 @@ class BoxColumns:
         return left is not None and nowhere_two_2d(left, stride, low)
 
     def first_gap(self, shape: Ints) -> Box:
-        """A box without covered elements; the boxes are in bounds, disjoint, and leave a gap."""
+        """A region of a tensor of this shape that no box covers any element of.
+
+        The boxes must be within the shape and disjoint, and must not cover all of it.
+        """
         if not self.count:
             return Box((0,) * len(shape), shape)
         return self._grow(first_free(self.starts, self.ends, shape), shape)
 
     def _grow(self, first: list[int], shape: Ints) -> Box:
-        """The free box that starts at ``first``, as long as possible, in the last dim first."""
+        """The region without boxes that starts at the uncovered element ``first``.
+
+        It is extended as far as possible in the last dim, then in the dim before, and so on.
+        """
         ends = [at + 1 for at in first]
         for dim in reversed(range(len(shape))):
             ends[dim] = shape[dim]

@@ -66,7 +66,7 @@ class BoxIndex:
 def _overlapping(
     box: Box, members: Sequence[int], starts: list[Column], ends: list[Column]
 ) -> Sequence[int]:
-    """Those of ``members`` that share an element with ``box``."""
+    """The numbers, among ``members``, of the boxes that share an element with ``box``."""
     for low, size, start, end in zip(box.offsets, box.sizes, starts, ends, strict=True):
         high = low + size
         members = [i for i in members if start[i] < high and end[i] > low]
@@ -74,7 +74,7 @@ def _overlapping(
 
 
 def _blocks_of(members: list[int], sort_by: list[Column], blocks: int) -> Iterator[list[int]]:
-    """The members in about ``blocks`` blocks of members near each other."""
+    """Yield ``members``, numbers of boxes, in about ``blocks`` lists of boxes near each other."""
     if not sort_by or blocks <= 1:
         if members:
             yield members

@@ -40,9 +40,9 @@ def chunk_sizes(extent: int, n: int) -> list[int]:
 
 
 def chunk_offsets(extent: int, n: int) -> list[int]:
-    """The offsets of the ``n`` chunks: each a full chunk after the last.
+    """The offsets of the ``n`` chunks: each starts one full chunk size after the chunk before it.
 
-    An empty chunk may therefore start past the end of the extent, where nothing is.
+    An empty chunk may therefore start past the end of the extent.
 
     Example:
         >>> chunk_offsets(10, 4), chunk_offsets(2, 4)
@@ -75,10 +75,10 @@ def offsets_of(sizes: Iterable[int]) -> list[int]:
 
 
 def infer_chunking(shape: Sequence[int], boxes: Sequence[Box]) -> int | None:
-    """The dim that is split into ``len(boxes)`` chunks as by ``torch.chunk``, in this order.
+    """The dim along which ``torch.chunk`` would split the shape into exactly these boxes, in order.
 
-    None if the boxes are something else: a grid, uneven sizes, another order. If several dims fit,
-    it is the first.
+    None if no dim fits: the boxes are a grid, or have uneven sizes or another order. If several
+    dims fit, the result is the first.
 
     Example:
         >>> infer_chunking((4, 6), [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))])

@@ -47,7 +47,10 @@ Groups = dict[int, tuple[Ints, int | None]]
 
 
 def collective_of(source: Tiling, target: Tiling, rank: int) -> Collective:
-    """The collective for ``rank``; of the same kind on every rank."""
+    """The collective that moves a tensor from ``source`` to ``target``, with the group of ``rank``.
+
+    The kind is the same on every rank; the group may differ.
+    """
     kind, groups = _recognise(source, target)
     return Collective(kind, *groups.get(rank, ((), None)))
 
@@ -76,7 +79,7 @@ def _nothing_moves(source: Tiling, target: Tiling) -> bool:
 
 
 class _Mismatch(Exception):
-    """The plans are not equivalent to this collective."""
+    """Raised while a kind of collective is tried: the plans are not equivalent to it."""
 
 
 def _require(condition: bool) -> None:
@@ -86,7 +89,7 @@ def _require(condition: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """Two tilings where each rank holds at most one tile with elements."""
+    """The tilings before and afterwards. Each rank has at most one tile with elements in either."""
 
     source: Tiling
     target: Tiling
@@ -99,13 +102,19 @@ class _Ends:
         return _only_tile(self.target, rank)
 
     def copy(self, rank: int) -> int:
-        """The number of the copy of a tile that a rank holds before."""
+        """The place of a rank among the owners of the source tile that it has; 0 without a tile."""
         s = self.has(rank)
         return 0 if s is None else self.source.tiles[s].owners.index(rank)
 
 
 def _only_tile(tiling: Tiling, rank: int) -> int | None:
-    """The only tile with elements that a rank holds; else an empty tile or None."""
+    """The index of the only tile with elements that a rank holds.
+
+    If all tiles of the rank are empty, the first of them; None if the rank holds no tile.
+
+    Raises:
+        _Mismatch: The rank holds several tiles with elements.
+    """
     tiles = tiling.of(rank)
     if len(tiles) > 1:
         tiles = tuple([i for i in tiles if not tiling.tiles[i].box.empty]) or tiles[:1]
@@ -114,7 +123,11 @@ def _only_tile(tiling: Tiling, rank: int) -> int | None:
 
 
 def _all_gather(ends: _Ends) -> tuple[Kind, Groups]:
-    """Groups whose members need the same tile; each has another part of it, or one has all."""
+    """The groups of an all_gather or of a broadcast.
+
+    The members of a group need the same tile. In an all_gather each member holds another part of
+    the tile; in a broadcast one member holds all of it.
+    """
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -145,7 +158,10 @@ def _gather(ends: _Ends) -> tuple[Kind, Groups]:
 
 
 def _from_one(ends: _Ends) -> Groups:
-    """Groups where one rank has what the others need, and nobody else needs or has it."""
+    """The groups of a scatter: one rank alone holds the tile whose parts the members need.
+
+    For a gather, ``ends`` has the source and the target exchanged.
+    """
     source, target = ends.source, ends.target
     _require(len(source.terms) == len(target.terms) == 1)
     members: defaultdict[int, set[int]] = defaultdict(set)
@@ -168,7 +184,11 @@ def _from_one(ends: _Ends) -> Groups:
 
 
 def _reduction(ends: _Ends) -> tuple[Kind, Groups]:
-    """Groups whose members have the same box in all terms, and need all or each a part."""
+    """The groups of an all_reduce or of a reduce_scatter.
+
+    The members of a group hold the same box, in all terms of the source between them. In an
+    all_reduce each member needs the whole box; in a reduce_scatter each needs another part of it.
+    """
     source, target = ends.source, ends.target
     _require(len(source.terms) > 1 and len(target.terms) == 1)
     members: defaultdict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -199,7 +219,7 @@ def _filled(tiling: Tiling, tile: int) -> bool:
 
 
 def _make_up(tiling: Tiling, tiles: Collection[int], volume: int) -> bool:
-    """True if these are different tiles with ``volume`` elements in total."""
+    """True if no tile is named twice, and the tiles have ``volume`` elements in total."""
     return len(set(tiles)) == len(tiles) and volume == sum(
         [tiling.tiles[tile].box.volume for tile in tiles]
     )

@@ -81,7 +81,7 @@ class CostModel:
         return messages * self.latency + nbytes * self.seconds_per_byte
 
     def parts(self, nbytes: int, most: int) -> int:
-        """The number of parts, at most ``most``, in which that many ranks best send ``nbytes``."""
+        """The best number of parts (at most ``most``) of ``nbytes``, each sent by another rank."""
         if not self.latency:
             return most
         return max(1, min(most, math.isqrt(int(nbytes * self.seconds_per_byte / self.latency))))

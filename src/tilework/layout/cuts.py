@@ -34,7 +34,7 @@ class _Region(NamedTuple):
 
 
 def cover_by_cuts(starts: Sequence[Column], ends: Sequence[Column]) -> bool:
-    """True if boxes cover the box around them, each element once. No box is empty.
+    """True if boxes cover their bounding box, each element once. No box may be empty.
 
     Args:
         starts: The starts of all boxes, in each dim.
@@ -70,7 +70,10 @@ def cover_by_cuts(starts: Sequence[Column], ends: Sequence[Column]) -> bool:
 def _slabs(
     starts: Sequence[Column], ends: Sequence[Column], region: _Region
 ) -> list[_Region] | None:
-    """The parts of a region between cuts in one dim; empty if there is no cut, None for a gap."""
+    """The slabs of a region that is cut, in the first possible dim, wherever no box is crossed.
+
+    Empty if no dim can be cut. None if a gap shows that the boxes do not cover the region.
+    """
     for dim in region.dims:
         start, end = starts[dim], ends[dim]
         ordered = sorted(region.members, key=start.__getitem__)
@@ -109,10 +112,10 @@ def _is_full(starts: Sequence[Column], ends: Sequence[Column], region: _Region) 
 
 
 def first_free(starts: Sequence[Column], ends: Sequence[Column], shape: Sequence[int]) -> list[int]:
-    """The first point of a shape, in any order by coordinates, that no box has.
+    """The first point of a shape, in row-major order, that lies in no box.
 
-    Dim by dim: if the boxes' sections do not add up to the shape's section, it has a free point.
-    O(n log n) for each dim.
+    Found dim by dim: the coordinate is the first at which the volumes of the boxes' cross-sections
+    do not add up to the volume of the shape's cross-section. O(n log n) for each dim.
 
     Args:
         starts: The starts of all boxes, in each dim. Boxes are within the shape, disjoint, and

@@ -13,7 +13,9 @@ FEW = 16
 
 
 def find_pair(spans: Spans, count: int, few: int = FEW) -> tuple[int, int] | None:
-    """Two boxes that overlap in every dim of ``spans``; none is empty.
+    """The numbers of two boxes that overlap in every dim of ``spans``; None if no two do.
+
+    No box may be empty.
 
     The boxes are divided at medians until at most ``few`` are left. O(n log n) as long as few boxes
     cross a dividing line; where each line crosses most of them, all pairs are compared.
@@ -32,7 +34,10 @@ def find_pair(spans: Spans, count: int, few: int = FEW) -> tuple[int, int] | Non
 
 
 def _neighbours(starts: list[int], ends: list[int]) -> tuple[int, int] | None:
-    """Two boxes that overlap in one dim: if any do, then two neighbours do."""
+    """The numbers of two boxes that overlap, where boxes have a single dim; None if no two do.
+
+    If any two overlap, then two neighbours in the order of starts do.
+    """
     order = sorted(range(len(starts)), key=starts.__getitem__)
     return next(((i, j) for i, j in pairwise(order) if ends[i] > starts[j]), None)
 

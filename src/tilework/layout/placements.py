@@ -24,7 +24,7 @@ _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pr
 
 
 class _PlacementKind:
-    """The predicates of all placements."""
+    """The base class of all placements, with their common predicates."""
 
     __slots__ = ()
 
@@ -33,7 +33,7 @@ class _PlacementKind:
         return repr(self)
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """True if the placement shards a dim; the dim ``dim``, if given."""
+        """True if the placement is a Shard; if ``dim`` is given, only for a Shard of this dim."""
         refuse_torch_caller(self, _OURS)
         return isinstance(self, Shard) and dim in (None, self.dim)
 
@@ -43,7 +43,10 @@ class _PlacementKind:
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """True if the ranks' values must still be reduced; by ``reduce_op``, if given."""
+        """True if the placement is Partial: the ranks' values must still be reduced.
+
+        If ``reduce_op`` is given, true only for this reduction.
+        """
         refuse_torch_caller(self, _OURS)
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
@@ -114,7 +117,7 @@ class Partial(_PlacementKind):
 
     Args:
         reduce_op: The reduction, by name: "sum", "avg", "product", "min", "max", "band", "bor" or
-            "bxor". (Of "premul_sum" nothing can be made.)
+            "bxor". ("premul_sum" is accepted, but a tensor cannot be redistributed to it.)
 
     Raises:
         ValueError: There is no such reduction.
@@ -173,7 +176,7 @@ def order_in(order: Any) -> Ints:
 
 
 def native_placement(placement: Any) -> Any:
-    """A placement of this library; torch's placements are converted. Others unchanged.
+    """The placement of this library for one of torch's; anything else is returned unchanged.
 
     Raises:
         TypeError: It is a placement of torch that has no meaning alone.
@@ -192,10 +195,10 @@ def native_placement(placement: Any) -> Any:
         return Replicate()
     if kind.__name__ == "Partial":
         return Partial(placement.reduce_op)
-    takes = "; DTensor.from_torch() takes a tensor that lies so"
+    takes = "; DTensor.from_torch() converts a tensor with this placement"
     raise TypeError(
-        f"{placement!r} is a placement of torch.distributed.tensor's of which tilework has no own: "
-        f"use Shard, Replicate or Partial, with order= where several axes shard a dim"
+        f"{placement!r} is a placement of torch.distributed.tensor that tilework has no equivalent "
+        f"of: use Shard, Replicate or Partial, with order= where several axes shard a dim"
         f"{takes * (kind.__name__ == '_StridedShard')}"
     )
 

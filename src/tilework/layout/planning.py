@@ -80,8 +80,8 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
     """The part of ``rank`` in moving a tensor from tiling ``source`` to tiling ``target``.
 
     Every rank plans for itself, nothing is communicated, and all plans fit together. A rank
-    receives only the pieces that it lacks. One owner sends a box, an owner on the receiver's host
-    if there is one, and owners share the work.
+    receives only the pieces that it lacks. Where several ranks hold a piece, one of them sends it,
+    if possible a rank on the receiver's host, and these ranks share the work.
 
     The terms of a partial source meet at the receiver, to be reduced there in order (``reduces``).
     The first term of a partial target gets the value, and the others the identity element of the
@@ -109,7 +109,11 @@ def plan(source: Tiling, target: Tiling, rank: int, cost: CostModel | None = Non
 
 
 def transfers_between(source: Tiling, target: Tiling, cost: CostModel | None) -> TileTransfers:
-    """The transfers of the plans of all ranks."""
+    """The transfers from one tiling to another, from which each rank's plan is made.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
     if source.shape != target.shape:
         raise ValueError(
             f"a plan goes from one layout of a shape to another layout of the same shape, got "
@@ -119,7 +123,7 @@ def transfers_between(source: Tiling, target: Tiling, cost: CostModel | None) ->
 
 
 def plan_of(transfers: TileTransfers, rank: int) -> Plan:
-    """The plan of one rank."""
+    """The plan of ``rank``, made from the transfers between two tilings."""
     source, target = transfers.source, transfers.target
     got = list(transfers.received_by(rank))
     receives = [piece for piece in got if piece.src != rank]

@@ -86,7 +86,7 @@ def layout_of(state: ShardState, lengths: Ints, reduce_op: str) -> Layout:
 def most_elements(
     shape: Ints, lengths: Ints, state: ShardState, excluded: Sequence[int] = ()
 ) -> int:
-    """The elements of the largest shard; with an extent of 1 in the dims ``excluded``."""
+    """The number of elements of the largest shard; dims in ``excluded`` count as if of size 1."""
     return math.prod(
         [
             max(shard_extents(extent, lengths, splits), default=0)
@@ -97,7 +97,7 @@ def most_elements(
 
 
 def most_moved(shape: Ints, lengths: Ints, source: ShardState, target: ShardState) -> int:
-    """The maximum of elements that a rank sends or receives so that all ranks get their shards.
+    """The largest number of elements that any rank sends or receives from ``source`` to ``target``.
 
     A rank needs the elements of its shard of ``target`` that are not in its shard of ``source``.
     Ranks with the same shard share the sending.
@@ -124,7 +124,10 @@ def most_moved(shape: Ints, lengths: Ints, source: ShardState, target: ShardStat
 def _extents_by_rank(
     extent: int, lengths: Ints, axes: Sequence[int], source: Splits, target: Splits
 ) -> list[Ints]:
-    """A shard's size before, afterwards, and in common, for each combination of coordinates."""
+    """The sizes in one dim of a rank's shards before and afterwards, and of the overlap of both.
+
+    There is an entry for each combination of coordinates along ``axes``.
+    """
     (starts, sizes), (starts_after, sizes_after) = (
         shards_once(extent, lengths, splits) for splits in (source, target)
     )

@@ -155,8 +155,7 @@ def _are_chunks(groups: Sequence[Sequence[int]], length: int) -> bool:
 
 
 def combination_index(axes: Sequence[int], others: Sequence[int], lengths: Ints) -> list[int]:
-    """The number of each combination of coordinates along ``axes`` among the combinations of
-    ``others``.
+    """For each combination of coordinates along ``axes``, the number of the part along ``others``.
 
     Combinations are numbered from 0; the last axis runs fastest. ``axes`` contains ``others``.
 
@@ -183,7 +182,7 @@ def _sums_of_combinations(choices: Sequence[Sequence[int]]) -> list[int]:
 
 
 def splits_of(shape: Ints, lengths: Ints, layout: Layout) -> tuple[Splits, ...]:
-    """The splits of each dim of a layout, in normal form: sizes only if they are not chunks'.
+    """The splits of each dim of a layout. Sizes are None where ``torch.chunk`` would give the same.
 
     Axes of length 1 are included.
 
@@ -212,16 +211,16 @@ def _normal_sizes(
     for extent in extents:
         if len(sizes) != length or sum(sizes) != extent:
             raise ValueError(
-                f"{placement} does not split an extent of {extent} into {length} shards: it must "
-                f"have a size for each of {length} ranks that add up to {extent}, what is to be "
-                f"split of dim {dim} of shape {list(shape)}"
+                f"{placement} does not split an extent of {extent} into {length} shards: give "
+                f"{length} sizes, one per rank, that add up to {extent}, which is the part of dim "
+                f"{dim} of shape {list(shape)} that this axis splits"
             )
     chunks = all(list(sizes) == chunk_sizes(extent, length) for extent in extents)
     return None if chunks else sizes
 
 
 def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
-    """The layout with these splits of dims, in normal form: equal layouts are equal values.
+    """The normal form of a layout, in which layouts that differ only in spelling are equal values.
 
     Dims are not negative, sizes are None if an axis splits as ``torch.chunk`` does, and the order
     is None if it is the order of the axes.
@@ -238,7 +237,7 @@ def normal_layout(layout: Layout, splits: Sequence[Splits]) -> Layout:
 
 
 def normal_order(count: int, splits: Sequence[Splits]) -> Ints | None:
-    """The order of ``count`` axes that have these splits; None if it is the order of the axes.
+    """The order in which ``count`` axes shard, as the splits say; None if it is 0, 1, 2 and so on.
 
     Axes that share no dim may shard in any order: the normal form keeps them in place.
     """
@@ -315,7 +314,10 @@ def mesh_tiling(
 
 
 def _spans(lengths: Ints) -> list[range]:
-    """For each axis the indices, in a mesh's list of ranks, of ranks along it from the first."""
+    """For each axis, the indices of the ranks that differ from the first rank only along this axis.
+
+    The indices are places in the mesh's flat list of ranks.
+    """
     spans, stride = [], 1
     for length in reversed(lengths):
         spans.append(range(0, stride * length, stride))
@@ -347,7 +349,8 @@ def _boxes(
 def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tiling:
     """The tiling with a chunk of ``dim`` for each entry of ``owners``, as ``torch.chunk`` splits.
 
-    A rank may own several chunks. An empty chunk lies where it would in a larger extent.
+    A rank may own several chunks. An empty chunk may start past the end of the dim, as in
+    :func:`~tilework.layout.chunk_offsets`.
 
     Raises:
         ValueError: There is no owner, or no such dim.
@@ -369,7 +372,7 @@ def chunk_tiling(shape: Sequence[int], dim: int, owners: Sequence[int]) -> Tilin
 
 
 def existing_dim(dim: int, shape: Ints) -> int:
-    """The number, from 0, of a tensor dim that may count from the last.
+    """A dim of a tensor as a number from 0; a negative ``dim`` counts from the last dim.
 
     Raises:
         ValueError: There is no such dim.

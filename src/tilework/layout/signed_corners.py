@@ -30,10 +30,10 @@ def strides_for(lows: list[int], highs: list[int]) -> list[int]:
 def signed_corners(
     starts: list[Column], ends: list[Column], strides: list[int]
 ) -> tuple[list[int], list[int]]:
-    """The corners with sign plus, and the corners with sign minus.
+    """The corners of all boxes, as numbers: those with sign plus, and those with sign minus.
 
-    In two dims, in the first half of the plus corners boxes start in both dims; in the first half
-    of the minus corners boxes start in the first dim and end in the second.
+    In two dims, the first half of the plus corners is where boxes start in both dims. The first
+    half of the minus corners is where boxes start in the first dim and end in the second.
     """
     plus: list[int] = []
     minus: list[int] = []
@@ -51,7 +51,7 @@ def signed_corners(
 
 
 def left_over_2d(plus: list[int], minus: list[int]) -> dict[int, int] | None:
-    """The points at which corners in two dims do not cancel, with what is left there.
+    """The points in two dims at which signed corners do not cancel, each with the remaining sum.
 
     None if two boxes have the same corner of one kind, and therefore overlap.
     """

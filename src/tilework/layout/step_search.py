@@ -43,8 +43,8 @@ class Edge:
 class SearchSpace:
     """The states between two layouts, and the steps that lead from one to another.
 
-    In every state that the search visits, the outermost splits are the target's, as far as no
-    others are among them: splits that are in place stay there.
+    The search never undoes splits that are in place: the outermost splits of a dim that are the
+    same, in the same order, as the outermost splits of the target.
     """
 
     shape: Ints
@@ -57,7 +57,7 @@ class SearchSpace:
     cost: CostModel
 
     def edges(self, at: ShardState) -> Iterator[Edge]:
-        """The steps from a state. If one of them is free, it is the only one."""
+        """The possible next steps from a state. A slice is free: if there is one, only that."""
         free = next(self._slices(at), None)
         if free is not None:
             yield free
@@ -121,7 +121,14 @@ class SearchSpace:
     def _exchanged(
         self, at: ShardState, after: ShardState, dims: tuple[int, int], off: Splits
     ) -> int:
-        """The maximum of elements that a rank sends or receives in an all_to_all."""
+        """The largest number of elements that any rank sends or receives in an all_to_all.
+
+        Args:
+            at: The state before.
+            after: The state afterwards.
+            dims: The dim that is gathered, and the dim that is sharded instead.
+            off: The splits that the first of these dims loses.
+        """
         here, there = dims
         on = after.splits[there][-len(off) :]
         pairs = combination_index(axes_of(off), axes_of(on), self.lengths)
@@ -168,13 +175,13 @@ class SearchSpace:
     # -- splits in place -------------------------------------------------------------------------
 
     def _growing(self, at: ShardState) -> Iterator[int]:
-        """The dims whose splits are the target's outermost splits, but not all of them."""
+        """The dims whose splits so far are all in place, while inner splits are missing."""
         for dim, (splits, wanted) in enumerate(zip(at.splits, self.target.splits, strict=True)):
             if len(splits) < len(wanted) and splits == wanted[: len(splits)]:
                 yield dim
 
     def _misplaced(self, at: ShardState, dim: int) -> int:
-        """The number of a dim's innermost splits that the target has elsewhere."""
+        """The number of a dim's innermost splits that are not in place, and must be undone."""
         return len(at.splits[dim]) - _common(at.splits[dim], self.target.splits[dim])
 
     def _members(self, axes: Ints) -> int:
@@ -196,7 +203,7 @@ class SearchSpace:
 
 
 def _common(splits: Splits, others: Splits) -> int:
-    """The number of equal outermost splits."""
+    """The number of outermost splits in which two dims agree."""
     count = 0
     for split, other in zip(splits, others, strict=False):
         if split != other:
@@ -212,7 +219,7 @@ _FIRST = ("slice", "all_reduce", "reduce_scatter", "all_to_all", "all_gather", "
 
 
 def cheapest(space: SearchSpace) -> list[Edge]:
-    """The steps of least cost (Dijkstra 1959). Of equal paths every rank finds the same."""
+    """The steps of least cost (Dijkstra 1959). Of equally cheap paths, all ranks take the same."""
     counter = 0
     waiting: list[tuple[Price, int, ShardState]] = [((0, 0, ()), 0, space.source)]
     reached: dict[ShardState, tuple[Price, ShardState, Edge]] = {}

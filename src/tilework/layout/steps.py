@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A collective of every rank, along some axes of the mesh (or none)."""
+    """A step of a redistribution, taken by all ranks: a collective along axes, or local work."""
 
     kind: StepKind
     """``slice`` and ``fill`` communicate nothing; ``plan`` moves any boxes."""
@@ -57,7 +57,7 @@ class Steps:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all steps, each on its busiest rank."""
+        """The bytes that the busiest rank of each step sends or receives, summed over the steps."""
         return sum(step.nbytes for step in self.steps)
 
     @property

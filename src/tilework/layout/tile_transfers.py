@@ -79,7 +79,10 @@ class TileTransfers:
                 yield from self._pieces(s, d, rank)
 
     def sources(self, d: int) -> list[int]:
-        """The source's tiles that overlap a tile of the target, in terms that contribute to it."""
+        """The indices of the source tiles that target tile ``d`` is made from.
+
+        They overlap it, and belong to terms that contribute to the target's term.
+        """
         box, term = self.target.tiles[d].box, self.target.term_of(d)
         if self.term_by_term:
             return self.source.overlapping(term, box)
@@ -87,7 +90,7 @@ class TileTransfers:
         return [s for term in terms for s in self.source.overlapping(term, box)]
 
     def _pieces(self, s: int, d: int, dst: int) -> Iterator[Piece]:
-        """The pieces that one rank gets of one tile for another."""
+        """The pieces of source tile ``s`` that rank ``dst`` gets for target tile ``d``."""
         tile = self.source.tiles[s]
         box = tile.box.intersection(self.target.tiles[d].box)
         assert box is not None
@@ -102,7 +105,10 @@ class TileTransfers:
                 yield Piece(part, src, dst, s, d, term)
 
     def _requests(self, s: int) -> list[tuple[int, int]]:
-        """The target's tiles that overlap a tile, each with a rank that lacks the shared part."""
+        """The requests to source tile ``s``: pairs of a target tile and a rank that needs a part.
+
+        The rank owns the target tile, which overlaps ``s``, and does not own ``s``.
+        """
         tile, term = self.source.tiles[s], self.source.term_of(s)
         terms = (term,) if self.term_by_term else self.valued
         overlapping = [d for t in terms for d in self.target.overlapping(t, tile.box)]
@@ -113,7 +119,7 @@ class TileTransfers:
         return owners[0] if self._copies is None else owners[self._copies[dst]]
 
     def _assigned_senders(self, s: int) -> dict[tuple[int, int], Ints]:
-        """The senders for each request to a tile; if there are several, each sends a part."""
+        """The senders for each request to source tile ``s``; several senders send a part each."""
         if s not in self._senders:
             self._senders[s] = self._by_turns(s, self._requests(s))
         return self._senders[s]
@@ -143,14 +149,17 @@ class TileTransfers:
         return tuple([owner for owner in owners if self._cost.near(owner, dst)]) or owners
 
     def _parts(self, s: int, d: int, most: int) -> int:
-        """The number of parts into which it pays to split the overlap of two tiles."""
+        """The best number of parts, at most ``most``, in which to send the overlap of two tiles."""
         box = self.source.tiles[s].box.intersection(self.target.tiles[d].box)
         assert box is not None
         return min(self._cost.parts(box.volume * ASSUMED_ITEMSIZE, most), max(box.sizes, default=1))
 
 
 def keeps_terms(source: Tiling, target: Tiling) -> bool:
-    """True if each term is moved separately, and nothing is reduced."""
+    """True if each term is moved separately, and nothing is reduced.
+
+    Both tilings must have the same reduction, and equally many terms, more than one.
+    """
     terms = len(source.terms)
     return terms > 1 and terms == len(target.terms) and source.reduce_op == target.reduce_op
 
@@ -175,11 +184,11 @@ def valued_terms(source: Tiling, target: Tiling) -> range:
 
 @lru_cache(maxsize=32)
 def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
-    """The copy of the source that each rank belongs to, if ranks are arranged in copies.
+    """For each rank, the number of the copy of the source that it is part of.
 
-    That is: all tiles have equally many owners, and ranks that share a tile hold the same tiles
-    before, and the same tiles afterwards. A rank's place among the owners is the number of the
-    copy.
+    A rank's place among the owners of a tile is the number of the copy. None if ranks are not
+    arranged in copies: not all tiles have equally many owners, above one, or ranks that share a
+    tile differ in other tiles that they hold before or afterwards.
     """
     filled = [tile for tile in source.tiles if not tile.box.empty]
     count = len(filled[0].owners) if filled else 1
@@ -197,7 +206,10 @@ def copies(source: Tiling, target: Tiling) -> dict[int, int] | None:
 
 
 def _split(box: Box, parts: int) -> list[Box]:
-    """The box in ``parts`` parts, along the first dim that is long enough; there is one."""
+    """The box, split into ``parts`` parts along the first dim that is long enough.
+
+    There must be a dim of at least ``parts`` elements.
+    """
     if parts == 1:
         return [box]
     dim = next(d for d, size in enumerate(box.sizes) if size >= parts)

@@ -49,7 +49,7 @@ _set_owners = Tile.__dict__["owners"].__set__
 
 
 def trusted_tile(box: Box, owners: Ints) -> Tile:
-    """A tile of a box and owners that are known to be right, unchecked."""
+    """A tile made without checks, from a box and owners that are known to be right."""
     tile = _new(Tile)
     _set_box(tile, box)
     _set_owners(tile, owners)
@@ -105,7 +105,7 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """All tiles of all terms, in order; elsewhere a tile is named by the index in here."""
+        """All tiles of all terms, in order. Other methods name a tile by the index in this."""
         return self.terms[0] if len(self.terms) == 1 else sum(self.terms, ())
 
     @cached_property
@@ -182,14 +182,14 @@ class Tiling:
         return hash((self.shape, *ends, self.reduce_op))
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields only; the rest is computed again."""
+        """The state for pickle: only the fields, since cached values can be computed again."""
         return {name: self.__dict__[name] for name in ("shape", "terms", "reduce_op")}
 
 
 def trusted_tiling(
     shape: Ints, terms: tuple[tuple[Tile, ...], ...], reduce_op: str | None = None
 ) -> Tiling:
-    """A tiling that is right by construction, unchecked."""
+    """A tiling made without checks, from arguments that are known to be right."""
     tiling = _new(Tiling)
     tiling.__dict__.update(shape=shape, terms=terms, reduce_op=reduce_op)
     return tiling

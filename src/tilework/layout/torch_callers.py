@@ -23,10 +23,11 @@ def refuse_torch_caller(what: object, instead: str) -> None:
 
 
 def called_by_torch(depth: int = 1) -> bool:
-    """True if the function that calls this was called by code of torch.distributed.
+    """True if code of torch.distributed, or of torch.nn.parallel, called the caller of this.
 
     Args:
-        depth: The number of calls between that code and this function, without this call.
+        depth: The caller to look at: 1 is the caller of the function that calls this, 2 the caller
+            of that caller.
     """
     caller: str = sys._getframe(depth + 1).f_globals.get("__name__", "")
     return caller.startswith(_CALLERS)

@@ -12,7 +12,7 @@ from tilework.layout.box_columns import BoxColumns
 def find_overlap(
     offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
 ) -> tuple[int, int] | None:
-    """Two boxes that overlap, the lower number first; None if no two do.
+    """The numbers of two boxes that overlap, the lower number first; None if no two do.
 
     The boxes are given by offsets and sizes. Empty boxes overlap nothing.
 
@@ -92,7 +92,7 @@ def _check_bounds(shape: tuple[int, ...], columns: BoxColumns, boxes: Sequence[B
         return
     if boxes[0].ndim != len(shape):
         raise ValueError(
-            f"a tensor of shape {shape} has {len(shape)} dims, its boxes {boxes[0].ndim}"
+            f"a tensor of shape {shape} has {len(shape)} dims, but the boxes have {boxes[0].ndim}"
         )
     for dim, (extent, ends) in enumerate(zip(shape, columns.ends, strict=True)):
         last = max(ends, default=0)

@@ -14,7 +14,7 @@ def whole_number(number: Any, takes: str) -> int:
 
     Args:
         number: The argument.
-        takes: The expected value, for errors.
+        takes: The start of the error message, which says what is expected.
 
     Raises:
         TypeError: The argument is not an integer.
