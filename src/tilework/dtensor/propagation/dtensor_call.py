@@ -17,10 +17,11 @@ from tilework.mesh import DeviceMesh
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """A context that hides trial runs from the program's modes. Trials precede a first call.
+    """A context for trial runs of an operator, in which the program's dispatch modes are off.
 
-    A selective checkpoint would store the results of trials, and miss them in the recomputation.
-    Only the modes of a tracer stay active.
+    Trials come before the first call of a signature. With the modes on, a selective checkpoint
+    would store the results of trials, and miss them in the recomputation. Only the modes of a
+    tracer stay active.
     """
     if not torch._C._len_torch_dispatch_stack() or any(map(_infra_mode, _INFRA)):
         return nullcontext()
@@ -53,13 +54,13 @@ class DTensorCall(NamedTuple):
         return [tensor._spec for tensor in self.tensors if isinstance(tensor, DTensorBase)]
 
     def on_meta(self) -> Any:
-        """The result for meta tensors."""
+        """The result of the call with a meta tensor in place of each tensor."""
         return self.on_tensors(
             [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in self.tensors]
         )
 
     def on_tensors(self, tensors: Sequence[Tensor]) -> Any:
-        """The result for other tensors."""
+        """The result of the call with ``tensors`` in place of the tensors, without gradients."""
         args, kwargs = with_tensors(self.args, self.kwargs, iter(tensors))
         with torch.no_grad():
             return self.func(*args, **kwargs)

@@ -14,7 +14,7 @@ InputLayout = tuple[DTensorSpec, Ints]
 
 
 class Finish(IntEnum):
-    """A step from the local result of a call to the result."""
+    """A step that turns the local result of a call into the result that the program gets."""
 
     #: Compute again from full sums if a number is not finite. A partial value may be zero or have
     #: the other sign: infinity times such values does not add up to infinity.
@@ -129,5 +129,5 @@ class OpSharding:
         )
 
     def looks_first(self) -> None:
-        """Require a look at each call before the operator runs."""
+        """Make dispatch look at each call before the operator runs on local tensors."""
         self.as_is = self.as_is_without_grad = False

@@ -14,7 +14,10 @@ from tilework.tiled.op_rules import Arg, OpCall
 
 
 class DTensorArg(Arg):
-    """A DTensor among the arguments of a call, for its rule."""
+    """A tensor argument of a call, as an operator's rule for DTensors gets it: with the layout.
+
+    A plain tensor counts as replicated.
+    """
 
     __slots__ = ("spec",)
 

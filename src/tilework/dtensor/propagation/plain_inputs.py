@@ -18,6 +18,6 @@ def replicated_spec(tensor: Tensor, mesh: DeviceMesh) -> DTensorSpec:
 
 
 def content_hash(tensor: Tensor) -> str:
-    """A hash of the elements; empty for a tensor without memory or without strides."""
+    """A hash of the elements, as text; "" for a tensor without memory or without strides."""
     digest = hash_of(tensor)
     return f"{digest:016x}" if digest else ""

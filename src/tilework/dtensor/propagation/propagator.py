@@ -52,7 +52,10 @@ class ShardingPropagator:
         self._may_skip_checks = not (entry.is_elementwise or entry.is_view or entry.draws)
 
     def propagate(self, call: DTensorCall) -> OpSharding:
-        """The sharding of calls like this one, which write to no plain tensor. Local."""
+        """The sharding of all calls with this signature. The call must not write to a plain tensor.
+
+        Local: nothing is communicated.
+        """
         with unseen():
             return self._propagated(call)
 
@@ -79,7 +82,7 @@ class ShardingPropagator:
     def _add_finish(
         self, sharding: OpSharding, call: DTensorCall, first: tuple[Finish, ...]
     ) -> None:
-        """Add the steps for local results: the order in memory, and the memory that they share."""
+        """Set the steps that turn local results into results, and the strides of the results."""
         memory = Finish.VIEW if self.entry.is_view else None
         if sharding.outputs is not None:
             if self.entry.may_copy:
@@ -134,7 +137,10 @@ class ShardingPropagator:
     def _placed_call(
         self, call: DTensorCall, placed: PlacedCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding:
-        """A rule's function, on local tensors in the layouts that the rule asks for."""
+        """The sharding of a call for which a rule gave a function and the layouts of all tensors.
+
+        The function runs on local tensors in these layouts.
+        """
         self._refuse_as_others(call, placed.inputs, runs_on_locals=False)
         inputs: list[InputLayout | None] = [
             None if needed == arg.spec else (needed, ())
@@ -145,14 +151,17 @@ class ShardingPropagator:
     def _refuse_as_others(
         self, call: DTensorCall, specs: Sequence[DTensorSpec], runs_on_locals: bool
     ) -> None:
-        """Raise the error of ranks with elements, on ranks without elements too. Local."""
+        """Raise on every rank the error that torch raises only on ranks with elements. Local."""
         if self._may_skip_checks:
             refusal = empty_parts_refusal(call, specs, runs_on_locals)
             if refusal is not None:
                 raise refusal
 
     def _scales_sums(self, sharding: OpSharding, call: DTensorCall) -> bool:
-        """True if a result is a partial sum, and a number may be infinite or divide by zero."""
+        """True if a result is a partial sum, and a number argument may be infinite or a divisor.
+
+        Infinity times partial values, some of which may be 0, does not add up to infinity.
+        """
         if not any(spec.reduce_op in ("sum", "avg") for spec in sharding.outputs or ()):
             return False
         kinds = (int, float, complex) if self.name == "div" else (float, complex)
@@ -173,7 +182,7 @@ class ShardingPropagator:
         )
 
     def _ask_rule(self, call: DTensorCall, args: Sequence[DTensorArg]) -> RuleResult:
-        """The result of the rule for DTensors, or else of the general rule; None without either."""
+        """The answer of the rule for DTensors, or else of the general rule, or else None."""
         positional, named = with_tensors(call.args, call.kwargs, iter(args))
         named.pop("out", None)  # always None at this point
         for rule in (self.entry.dtensor_rule, self.entry.rule):
@@ -197,7 +206,10 @@ class ShardingPropagator:
         args: Sequence[DTensorArg],
         meta_result: Any,
     ) -> OpSharding | None:
-        """The operator on local tensors in the cheapest layouts; None if there are none."""
+        """The sharding of a call that runs on local tensors, in the cheapest possible layouts.
+
+        None if no layouts are possible, or nothing tells the shapes of results before the call.
+        """
         shapes = _shapes_of_results(local_call, meta_result)
         if shapes is None and _lacks_sizes(local_call):
             return None
@@ -224,7 +236,10 @@ class ShardingPropagator:
     def _strategy(
         self, local_call: LocalCall, args: Sequence[DTensorArg], shapes: Sequence[Ints] | None
     ) -> tuple[Strategy | None, bool]:
-        """The cheapest layouts, and True if a tensor written in place keeps its layout."""
+        """The cheapest strategy, and True if the operator writes to a tensor that keeps the layout.
+
+        The strategy is None if no layouts are possible.
+        """
         specs, sizes = [arg.spec for arg in args], [arg.dtype.itemsize for arg in args]
         if self.in_place:
             strategy = choose(local_call.map, specs, sizes, shapes, fixed=(0,))
@@ -235,7 +250,13 @@ class ShardingPropagator:
     def _gathered(
         self, call: DTensorCall, args: Sequence[DTensorArg], meta_result: Any
     ) -> OpSharding:
-        """The operator on full tensors, which every rank gets."""
+        """The sharding of a call that runs on full tensors, which every rank gathers.
+
+        Warns, unless a rule exists and torch refuses the call on meta tensors.
+
+        Raises:
+            Exception: torch's error, if it is certain that torch refuses the call.
+        """
         refusal = meta_refusal(call)
         if refusal is not None and not self.draws:
             raise_if_certain(refusal, call)
@@ -254,7 +275,7 @@ class ShardingPropagator:
 
 
 def _shapes_of_results(local_call: LocalCall, meta_result: Any) -> Sequence[Ints] | None:
-    """The shapes of results; None if the factors determine them, or nothing does."""
+    """The shapes of results; None if the factors determine them, or only the call itself does."""
     if local_call.shapes is not None or meta_result is None:
         return local_call.shapes
     shapes = [tuple(tensor.shape) for tensor in tensors_in(meta_result)]
@@ -262,7 +283,7 @@ def _shapes_of_results(local_call: LocalCall, meta_result: Any) -> Sequence[Ints
 
 
 def _is_unchecked(result: RuleResult) -> bool:
-    """True if other code runs in place of the call's function, which might refuse the call."""
+    """True if code that may not refuse what torch refuses runs in place of torch's function."""
     if isinstance(result, LocalCall):
         return result.run is not None
     return result is not None and not (isinstance(result, Decomposition) and result.is_checked)
@@ -274,7 +295,7 @@ def written_to(call: DTensorCall) -> Any:
 
 
 def _reduces_nonlinearly(sharding: OpSharding, call: DTensorCall) -> bool:
-    """True if some result is partial, not as a sum, and no input is partial when it is read."""
+    """True if some result is partial in another reduction than a sum, but no input is when read."""
     if all(spec.reduce_op in (None, "sum") for spec in sharding.outputs or ()):
         return False
     read = []
@@ -312,7 +333,10 @@ def _can_have_grad(tensor: Tensor) -> bool:
 def _view_or_copy(
     call: DTensorCall, outputs: Sequence[DTensorSpec]
 ) -> tuple[Finish | None, list[Ints] | None]:
-    """The step for an operator that gives a view or a copy in torch, and the result's strides."""
+    """The finishing step of an operator that in torch gives the input itself, a view or a copy.
+
+    Also the strides of the results; None if they are unknown.
+    """
     tensors = strides.without_memory(call.tensors)
     shown = strides.called(call, tensors)
     found = strides.meta_strides(shown, outputs)
@@ -324,7 +348,10 @@ def _view_or_copy(
 
 
 def _kind_of_view(sharding: OpSharding, call: DTensorCall) -> Finish:
-    """The step for a view in torch. Sets ``replays`` if torch must be able to repeat the view."""
+    """The finishing step of an operator that in torch gives a view.
+
+    Sets ``replays`` if torch must be able to repeat the call that made the view.
+    """
     if _moves_elements(sharding, call.tensors):
         return Finish.COPIED_VIEW
     if _has_empty_shard(sharding):

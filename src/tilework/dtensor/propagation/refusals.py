@@ -70,7 +70,8 @@ def seems_refused(call: DTensorCall) -> bool:
     """True if torch refuses a call that other code than torch's function will compute. Local.
 
     The other code may broadcast shapes that torch refuses, and accept arguments unknown to torch.
-    torch mostly gets tensors of few elements, which takes microseconds.
+    torch's function is therefore tried, mostly on tensors of few elements, which takes
+    microseconds.
     """
     if any(tensor.layout is not torch.strided for tensor in call.tensors):
         return False
@@ -105,7 +106,7 @@ def raise_if_certain(refusal: Exception, call: DTensorCall) -> None:
 
 
 def _advice_on_parts(call: DTensorCall) -> str:
-    """Advice for a plain tensor that may be meant as this rank's part of another DTensor."""
+    """Advice, or "", on a plain tensor that may be meant as this rank's part of a DTensor."""
     for tensor in call.tensors:
         shape = tuple(tensor.shape)
         for spec in () if isinstance(tensor, DTensorBase) else call.specs:
@@ -119,7 +120,10 @@ def _advice_on_parts(call: DTensorCall) -> str:
 
 
 def _equal_error(call: DTensorCall) -> Exception | None:
-    """The error that torch raises for zeros and for ones; None if the errors are not the same."""
+    """The error that torch raises for the call on tensors of zeros, and equally on ones.
+
+    None if torch accepts either call, or if the errors differ.
+    """
     shapes = _shapes(call)
     its = [  # an operator that writes to an expanded tensor raises a clearer error by itself
         row_major(shape) if is_expanded(shape, strides) else strides
@@ -173,8 +177,8 @@ def refuses_dtypes_of_out(func: Any, args: Args, kwargs: Kwargs) -> bool:
 
     Args:
         func: The function.
-        args: The positional arguments; the last is ``out=``.
-        kwargs: The arguments by name.
+        args: The positional arguments.
+        kwargs: The arguments by name; the last is ``out=``.
     """
     tensors = tensors_in([*args, *kwargs.values()])
     is_large = sum(tensor.numel() for tensor in tensors) > _MOST_TRIED
@@ -213,7 +217,10 @@ def _with_room(tensor: Tensor, number: int, has_memory: bool) -> Tensor:
 
 
 def _shapes_with_elements(specs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The local shapes on the first rank that holds part of each dim with elements; or None."""
+    """The local shapes on the first rank that has elements in every dim that has any.
+
+    None if there is no such rank.
+    """
     for coordinate in product(*map(range, specs[0].mesh.spec.shape)):
         shapes = [spec.box_at(coordinate).sizes for spec in specs]
         if not any(
@@ -289,7 +296,10 @@ def _error_on_trial(
 def _full(
     tensor: Tensor, shape: Ints, value: int | None, dtype: torch.dtype, its_strides: Ints
 ) -> Tensor:
-    """A tensor of one value, on the device of another."""
+    """A tensor full of ``value`` on the device of ``tensor``, in other shape, strides and dtype.
+
+    For ``_IDENTITY``, dense tensors of two or more dims are identity matrices; others are ones.
+    """
     like: Any = {"dtype": dtype, "device": tensor.device}
     number = 1 if value is None else value
     if its_strides == row_major(shape):

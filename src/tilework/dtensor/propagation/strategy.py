@@ -183,7 +183,10 @@ def _partial_together(mapped: FactorMap, reduce_op: str) -> Sequence[frozenset[i
 def _factor_sizes(
     placement: Shard, spec: DTensorSpec, axis: int, dim: Dim, factor: Factor
 ) -> Ints | None:
-    """Sizes that split the factor as the placement splits the dim; None for torch.chunk's."""
+    """The sizes that split the factor as the placement splits the dim.
+
+    None: as ``torch.chunk`` splits the factor, also where no sizes would do.
+    """
     inner = math.prod(each.size for each in dim) // (factor.size or 1)
     sizes = placement.sizes
     if sizes is None and (inner == 1 or len(spec.axes_of(placement.dim)) > 1):
@@ -240,7 +243,7 @@ class _Assignment:
         return Strategy(self._mesh, inputs, outputs, grads, roles, self._order, cost)
 
     def _layout(self, number: int | None, dims: DimFactors, shape: Ints) -> DTensorSpec:
-        """The layout that input ``number`` must have; None: that an output then has."""
+        """The layout that input ``number`` must have; for None, the layout that an output gets."""
         placements: list[Placement] = []
         for axis, role in enumerate(self._roles):
             if isinstance(role, ShardFactor):
@@ -256,7 +259,10 @@ class _Assignment:
             raise _Infeasible from None
 
     def _shard(self, dims: DimFactors, axis: int, role: ShardFactor) -> Shard | None:
-        """The placement of a tensor with these dims; None if no dim has the factor."""
+        """The placement, along an axis that shards a factor, of a tensor with these dims.
+
+        None if no dim has the factor.
+        """
         having = [number for number, dim in enumerate(dims) if role.factor in dim]
         if not having:
             return None
@@ -283,9 +289,9 @@ class _Assignment:
         return Shard(having[0], sizes.pop())
 
     def _without(self, number: int | None, factor: Factor) -> Placement:
-        """The placement of a tensor none of whose dims has the sharded factor.
+        """The placement, along an axis that shards a factor, of a tensor without this factor.
 
-        ``number`` is that of an input; None stands for an output.
+        ``number`` is the number of an input; None stands for an output.
         """
         mapped = self._mapped
         if number is not None and not (number in mapped.addends and mapped.reduces(factor)):
@@ -307,7 +313,7 @@ def _splits(factor: Factor, roles: Sequence[Role], order: Sequence[int]) -> Spli
 
 
 def _order(specs: Sequence[DTensorSpec], roles: tuple[Role, ...]) -> Ints:
-    """The axes in an order: axes that share a factor are ordered as in an input."""
+    """The order in which the axes shard: axes that share a factor are ordered as in an input."""
     sharing: dict[int, list[int]] = {}
     for axis, role in enumerate(roles):
         if isinstance(role, ShardFactor):
@@ -335,7 +341,7 @@ def _partial_grads(spec: DTensorSpec, roles: tuple[Role, ...]) -> Ints:
 
 
 def _redistribution_bytes(source: DTensorSpec, target: DTensorSpec, itemsize: int) -> float:
-    """The estimated price of a redistribution. The steps are planned later."""
+    """The estimated price in bytes of a redistribution. The steps are planned only later."""
     if source == target:
         return 0.0
     changes = [

@@ -67,7 +67,7 @@ def composed_strides(
 
 
 def input_strides(tensors: Sequence[Tensor]) -> list[Ints]:
-    """The strides of full tensors."""
+    """The strides of each full tensor: global strides of a DTensor, or a plain tensor's strides."""
     return [
         spec.strides if isinstance(spec, DTensorSpec) else strides_of(tensor)
         for tensor in tensors
@@ -116,7 +116,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """True if full tensors lie in rows."""
+    """True if all full tensors have contiguous (row-major) strides."""
     return all(
         strides == row_major(tuple(tensor.shape))
         for strides, tensor in zip(input_strides(tensors), tensors, strict=True)
@@ -179,13 +179,16 @@ def _in_order(shape: Ints, order: Sequence[int]) -> Ints:
 
 
 def _fills(shape: Ints, strides: Ints, order: Sequence[int]) -> bool:
-    """True if dims lie in memory in ``order``, the innermost first; dims of one element fit."""
+    """True if dims lie in memory in ``order``, the innermost first, without gaps.
+
+    Dims of size 1 may have any stride.
+    """
     expected = _in_order(shape, order)
     return all(a == b or n == 1 for a, b, n in zip(strides, expected, shape, strict=True))
 
 
 def _aligned(shape: Ints, own: Ints, strides: Ints) -> Ints:
-    """Strides for each dim of the result: 0 where an input is broadcast."""
+    """An input's strides, aligned to the dims of the result: 0 where the input is broadcast."""
     more = len(shape) - len(own)
     return (0,) * more + tuple(
         0 if size == 1 and shape[more + dim] != 1 else stride
@@ -237,7 +240,7 @@ def _is_row_major(shape: Ints, strides: Ints) -> bool:
 
 
 def _image_order(shape: Ints, strides: Ints) -> Ints | None:
-    """The dims of images, the innermost first, if the strides are those of a format of images.
+    """The order of dims in memory, innermost first, of channels-last strides; None for others.
 
     Ambiguous strides, which dims of one element allow, do not count, as in torch.
     """
@@ -258,7 +261,11 @@ _Rule = Callable[[str, Any, Sequence[DTensorSpec]], list[Ints] | None]
 
 
 def _view_strides(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of torch's result for meta tensors; torch refuses strides without such a view."""
+    """The strides of torch's result for meta tensors.
+
+    Raises:
+        RuntimeError: torch has no such view of a tensor with the input's strides.
+    """
     return meta_strides(called(call, without_memory(call.tensors), raises=True), outputs)
 
 
@@ -268,7 +275,10 @@ def _asked(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] |
 
 
 def _with_columns(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Some results are matrices in column order; torch's meta results are in row order."""
+    """The strides of a decomposition, some of whose results are matrices in column order.
+
+    torch's meta results are in row order.
+    """
     if not call.kwargs.get("compute_uv", call.args[2:3] != (False,)):
         return _asked(name, call, outputs)
     return [
@@ -280,13 +290,15 @@ def _with_columns(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[
 
 
 def _grouped_mm(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """Rows that begin at multiples of 16 bytes."""
+    """The strides of a result whose rows begin at multiples of 16 bytes."""
     shape, least = outputs[0].shape, 16 // call.tensors[0].itemsize
     return [row_major((*shape[:-1], -(-shape[-1] // least) * least))]
 
 
 def _real_fft(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """Real transforms have the strides of the steps on a CPU, unlike torch's meta results.
+    """The strides of a Fourier transform from or to real numbers, as the CPU gives them.
+
+    torch's meta results have other strides.
 
     For a real input, all dims are transformed together, and the last of them is innermost. For a
     complex input, the last dim is transformed after the others, and is innermost. The other dims
@@ -324,29 +336,38 @@ def _transformed_dims(name: str, call: Any, ndim: int) -> list[int]:
 
 
 def _contiguous(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> None:
-    """Contiguous, although the operator is elementwise or takes images."""
+    """None, for contiguous results, although the operator is elementwise or takes images."""
 
 
 def _angle(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Contiguous for complex numbers on a CPU; torch's meta result has the input's strides."""
+    """None (contiguous) for complex numbers, as on a CPU; else as for elementwise operators.
+
+    torch's meta result has the input's strides in both cases.
+    """
     return None if call.tensors[0].is_complex() else _elementwise(name, call, outputs)
 
 
 def _padded(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """Constant padding crops by views, which torch may copy; other modes are as for images."""
+    """The strides of ``pad``: for a constant those of torch's meta result, else as for images.
+
+    Padding with a constant crops by views, which torch may copy.
+    """
     given = dict(zip(("input", "pad", "mode"), call.args, strict=False)) | call.kwargs
     is_constant = given.get("mode", "constant") == "constant"
     return (_asked if is_constant else _as_images)(name, call, outputs)
 
 
 def _of_copied_memory(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """A copy of all memory; for an expanded tensor, a copy of the elements."""
+    """The strides of a copy of the first tensor's memory: the same, gaps included.
+
+    An expanded tensor is copied element by element, to a dense tensor.
+    """
     shape, (strides, *_) = tuple(call.tensors[0].shape), input_strides(call.tensors)
     return [like_strides(shape, strides) if is_expanded(shape, strides) else strides]
 
 
 def _like_first(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """Dims lie in memory in the order of the first tensor's, as for elementwise operators."""
+    """The strides of results whose dims lie in memory in the order of the first tensor's dims."""
     first = call.tensors[0]
     return [_like(first, input_strides([first])[0], out) for out in outputs]
 
@@ -358,7 +379,7 @@ def _like(tensor: Tensor, strides: Ints, out: DTensorSpec) -> Ints:
 
 
 def _elementwise(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints]:
-    """Dims lie in memory in the inputs' order."""
+    """The strides of an elementwise operator's results: dims lie in memory in the inputs' order."""
     operands = [
         (tuple(tensor.shape), strides)
         for tensor, strides in zip(call.tensors, input_strides(call.tensors), strict=True)
@@ -371,7 +392,10 @@ def _elementwise(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[I
 
 
 def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The strides of queries, if torch has a kernel for the call."""
+    """The strides of attention's result: like the queries' if torch has a kernel for the call.
+
+    Otherwise None (contiguous).
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     query, key, value = tensors = [given[name] for name in names[:3]]
@@ -391,7 +415,10 @@ def _attention(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Int
 
 
 def _as_images(name: str, call: Any, outputs: Sequence[DTensorSpec]) -> list[Ints] | None:
-    """The memory format of images, if the first input has it; to join tensors, all must have it."""
+    """Channels-last strides if the first input has them, else None (contiguous).
+
+    For operators that join tensors, all inputs must have them.
+    """
     shapes, strides = [tuple(tensor.shape) for tensor in call.tensors], input_strides(call.tensors)
     count = len(shapes) if name in _JOINED else 1
     order = _image_order(shapes[0], strides[0])
