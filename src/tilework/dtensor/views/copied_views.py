@@ -60,7 +60,10 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def anchor_of(tensor: DTensorT) -> DTensorT:
-    """The tensor that stands for another as the base of views, whatever becomes of that."""
+    """The stand-in for ``tensor`` as the base of copied views, made at the first call.
+
+    It has the same local tensor and layout, and keeps them when ``tensor`` gets others.
+    """
     anchor: Any = anchor_in(tensor)
     if (
         anchor is None
@@ -77,9 +80,10 @@ def anchor_of(tensor: DTensorT) -> DTensorT:
 
 
 def take_over(anchor: DTensorBase, tensor: DTensorBase) -> None:
-    """Let the anchor of a tensor own the memory that the tensor is about to leave. Local.
+    """Make ``anchor`` the owner of the memory of ``tensor``, which is about to get other memory.
 
-    Views that were made of the tensor so far show what the anchor does: see ``base_then``.
+    Local. Views that were made of ``tensor`` so far are views of the anchor from then on; see
+    ``base_then``.
     """
     befores = without_anchor(tensor)
     anchor._viewed, anchor._view_of = tensor._viewed, tensor._view_of
@@ -99,11 +103,11 @@ def mark(
     shares: bool = False,
     apart: str = "",
 ) -> None:
-    """Let ``tensor`` be a view of ``base``. Local.
+    """Record that ``tensor`` is a view of ``base``, so that writes to either reach both. Local.
 
     Args:
         tensor: A DTensor.
-        base: The tensor that it is a view of.
+        base: The tensor that ``tensor`` is a view of.
         redo: As for :class:`~tilework.dtensor.base.View`; ``write``, ``shares`` and ``apart`` too.
     """
     assert isinstance(tensor, DTensorBase)
@@ -117,10 +121,11 @@ def mark(
 
 
 def _counting(copy: Tensor) -> Tensor:
-    """A copied view's local tensor as one that counts writes, which inference tensors do not.
+    """The local tensor of a copied view, in a form in which torch counts writes to it alone.
 
-    It may be a view of what was moved for it: a write would be one to that, by a node of which
-    torch drops gradients of gradients on ranks without elements.
+    Inference tensors count no writes. If torch took the local tensor for a view of an intermediate
+    tensor, a write would pass through a node whose gradients of gradients torch drops on ranks
+    without elements.
     """
     if not copy.is_inference():
         return as_no_view(copy)
@@ -129,10 +134,11 @@ def _counting(copy: Tensor) -> Tensor:
 
 
 def as_no_view(local: Tensor) -> Tensor:
-    """A local result that is no view of what only the computation had, for torch's graph.
+    """The local result of a call, as a tensor that torch's graph does not take for a view.
 
-    Once that is written to, hooks of such a view would see nothing of its own views. And one
-    without elements may be a view of an input, on such ranks alone: it would count its writes.
+    After a write, hooks of a view of an intermediate tensor would miss the gradients of views of
+    the result. On a rank without elements, and only there, the result may be a view of an input,
+    and would count writes to the input.
     """
     matters = local.__class__ is Tensor and (local.requires_grad or not local.numel())
     if matters and local._is_view():
@@ -170,7 +176,15 @@ TOGETHER = frozenset({"split", "split_with_sizes", "chunk", "unbind"})
 def viewed(
     result: Any, copied: bool, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The result of an operator that makes views, marked if it has to be."""
+    """Record which tensor the results of an operator are views of, and return the results.
+
+    Args:
+        result: The view, or several, as DTensors.
+        copied: True if elements were copied, so that the views must be kept equal to the base.
+        func: The operator, which may be called again to make the views anew.
+        args: The positional arguments. The first (else ``input``) is the base.
+        kwargs: The keyword arguments.
+    """
     if args:
         base = args[0]
     else:
@@ -210,7 +224,7 @@ def viewed(
 
 
 def made_together(views: Sequence[Tensor]) -> None:
-    """Note that torch's graph has one node for all of these views. Local."""
+    """Note that torch's graph has one node for these views, so none may be written to. Local."""
     for view in views:
         if isinstance(view, DTensorBase) and view._viewed is not None:
             base, spec, func, args, kwargs = view._viewed
@@ -222,12 +236,12 @@ _APART: dict[str, Callable[[Any], Any]] = {"detach": Tensor.detach, "data": data
 
 
 def same_memory(tensor: DTensorT, local: Tensor, redo: Redo, apart: str = "") -> DTensorT:
-    """A further tensor of the same layout, whose local tensor shares the memory of the first's.
+    """A new DTensor in the layout of ``tensor``, which shares the memory of ``tensor``.
 
     Args:
-        tensor: The tensor.
-        local: The other's local tensor.
-        redo: Makes it of the tensor.
+        tensor: The tensor whose memory is shared.
+        local: The local tensor of the new DTensor, which shares memory with that of ``tensor``.
+        redo: Makes the new DTensor again from ``tensor``.
         apart: As for :class:`~tilework.dtensor.base.View`.
     """
     result = wrap_as(type(tensor), local, tensor._spec)
@@ -242,7 +256,7 @@ def same_memory(tensor: DTensorT, local: Tensor, redo: Redo, apart: str = "") ->
 
 
 def share_memory(tensor: DTensorBase, value: DTensorBase) -> None:
-    """Let ``tensor``, whose local tensor has the memory of another's, see its writes. Local."""
+    """Record that ``tensor`` has the memory of ``value``: writes to either reach both. Local."""
     follow(tensor, value)
     view = value._view_of
     if view is None or view is WATCHED:
@@ -253,9 +267,10 @@ def share_memory(tensor: DTensorBase, value: DTensorBase) -> None:
 
 
 def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
-    """Let ``tensor`` be a view of all of ``base``, whose local tensor could not be viewed so.
+    """Record that ``tensor`` is a copied view of all of ``base``, made from local elements.
 
-    Nothing has to be moved between ranks, so that one of them may do so alone.
+    The local tensor of ``base`` could not be viewed without a copy. Keeping both equal moves
+    nothing between ranks, so that some ranks may have a copy while others share memory.
     """
     spec, shape, dtype = tensor._spec, tensor._local_tensor.shape, tensor.dtype
 
@@ -285,7 +300,7 @@ def _as_bytes_of(local: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def refresh(tensor: DTensorBase) -> None:
-    """Compute a view anew if its base was written to. Collective in that case."""
+    """Compute a copied view again if the base was written to since. Collective in that case."""
     _write_back_handed_out(memory_of(tensor))
     view = tensor._view_of
     if view is None or view is WATCHED:
@@ -307,11 +322,11 @@ def refresh(tensor: DTensorBase) -> None:
 
 
 def refresh_in_graph(tensor: DTensorBase) -> None:
-    """Compute anew a view that an operator takes, if its base was written to; then collective.
+    """Check and :func:`refresh` a view that an operator is about to take as an argument.
 
     Raises:
-        RuntimeError: Gradients are recorded, and the base was given other data: in torch the view
-            may have another place in the graph.
+        RuntimeError: Gradients are recorded, and the base was given other data (``x.data = y``): in
+            torch the view may have another place in the graph.
     """
     if torch.is_grad_enabled() and tensor._local_tensor.requires_grad:
         _check_left(tensor)
@@ -331,7 +346,10 @@ def _check_left(view: DTensorBase) -> None:
 
 
 def _compute_anew(tensor: DTensorBase, view: View) -> None:
-    """Give a view what its base holds now, at its place in the graph. Collective."""
+    """Set a view to the elements that the base holds now, at the same place in the graph.
+
+    Collective.
+    """
     base, memory = view.base, memory_of(tensor)
     kept = view.value.requires_grad and view.only_values_changed
     with torch.inference_mode(False), torch.set_grad_enabled(view.graded):
@@ -356,16 +374,17 @@ def _compute_anew(tensor: DTensorBase, view: View) -> None:
 
 
 def replace_local(tensor: DTensorBase, local: Tensor) -> None:
-    """Give a tensor, and the view that it is, another local tensor of the same memory. Local."""
+    """Set the local tensor of ``tensor`` to ``local``, which has the same memory. Local."""
     view, tensor._local_tensor = tensor._view_of, local
     if view is not None and view is not WATCHED:
         view.value = local
 
 
 def _joined(value: Tensor) -> Tensor:
-    """A view's local tensor once its base requires a gradient, where nothing was written since.
+    """The new local tensor of a copied view whose base requires a gradient only since then.
 
-    It requires one, too, which goes nowhere. As in torch it is a leaf, without a gradient.
+    Nothing was written to the base. As torch's view in this case, the result requires a gradient,
+    is a leaf, and never gets a gradient.
     """
     base = value.detach()
     with torch.inference_mode(False), torch.enable_grad():
@@ -375,7 +394,10 @@ def _joined(value: Tensor) -> Tensor:
 
 
 def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
-    """Keep the gradient of a local tensor if that of the one before was to be kept. Local."""
+    """If local tensor ``before`` retains a gradient, let ``now``, which replaces it, do the same.
+
+    The gradient so far is handed over. Local.
+    """
     if before.retains_grad and now.requires_grad and not now.is_leaf:
         grad = before.grad
         now.retain_grad()
@@ -384,10 +406,12 @@ def go_on_keeping_grad(before: Tensor, now: Tensor) -> None:
 
 
 def _note_own_write(view: View) -> None:
-    """Note that a view and its bases are up to date; they may share a number of writes.
+    """Mark a view, and the views among the bases, as up to date.
+
+    Computing the view again counts as a write, and they may share the count of writes.
 
     Args:
-        view: The view, which was given what its base holds now.
+        view: The view, which was computed again from the base.
     """
     its: View | None = view
     while its is not None and its is not WATCHED:
@@ -400,9 +424,10 @@ _OWN_NODES = ("_RelaidBackward", "_LinkBackward")
 
 
 def _has_own_graph(view: View) -> bool:
-    """True if a view keeps its place in the graph when it shows something else.
+    """True if a view has a place in the graph that it did not get from the base.
 
-    It is a leaf, or cut off the base's graph and was itself written to.
+    It keeps this place when it is computed again. Such a view requires a gradient, and is a leaf,
+    was given other data, came from a user's Function, or is cut off the base's graph.
     """
     value = view.value
     if not value.requires_grad or view.joined:
@@ -416,7 +441,10 @@ def _has_own_graph(view: View) -> bool:
 
 
 def is_view(tensor: DTensorBase) -> bool:
-    """True if torch had this for a view: not for the whole of a tensor, as detach() shows it."""
+    """True if torch would count the tensor as a view, in the graph, of a part or form of another.
+
+    Results of ``detach()`` and tensors whose dims were changed in place do not count.
+    """
     base = base_in_graph(tensor)
     while base is not None:
         assert tensor._viewed is not None
@@ -427,9 +455,9 @@ def is_view(tensor: DTensorBase) -> bool:
 
 
 def wrote(tensor: DTensorBase) -> None:
-    """Note that a tensor was written to, and write it to what it is a view of.
+    """Note that ``tensor`` was written to. If it is a view, write the new elements to the base.
 
-    Collective if it is a copied view.
+    Collective for a copied view.
     """
     memory = memory_of(tensor)
     memory.writes += 1
@@ -442,11 +470,12 @@ def wrote(tensor: DTensorBase) -> None:
 
 
 def write_back(tensor: DTensorBase, apart: str = "") -> None:
-    """Write a view's new value to its base. Collective.
+    """Write the elements of a view, which was written to, to the base. Collective.
 
     Args:
         tensor: The view.
-        apart: How what was written to is cut off the view's graph.
+        apart: How the tensor that was written to is cut off the view's graph: "" (not at all),
+            "detach" or "data".
     """
     view = tensor._view_of
     if view is None or view is WATCHED:
@@ -486,10 +515,12 @@ def _apart(base: DTensorBase, apart: str) -> DTensorBase:
 
 
 def shown_of(tensor: DTensorBase) -> tuple[DTensorBase, str]:
-    """The nearest base of a view that shows no memory by way of elements that share places.
+    """The nearest base of a view that does not overlap, and is no view of an overlapping tensor.
+
+    A tensor overlaps if elements share a place in memory. The view itself may be the result.
 
     Returns:
-        The base; and how the view is cut off its graph.
+        The base; and how the view is cut off the base's graph: "" (not at all), "detach" or "data".
     """
     base, apart, found = tensor, "", (tensor, "")
     while (viewed := base._viewed) is not None:
@@ -512,8 +543,8 @@ def write_overlapping(tensor: DTensorBase, write: Callable[[Tensor], Any], apart
 
     Args:
         tensor: The view.
-        write: Writes to the full view, a plain tensor in memory of such strides.
-        apart: How what is written to is cut off the view's graph.
+        write: Called with the full view, a plain tensor whose elements share places likewise.
+        apart: As for :func:`write_back`.
     """
     base, its = shown_of(tensor)
     apart = max(apart, its, key=_APARTNESS.index)
@@ -538,9 +569,10 @@ def _write_gathered(redo: Redo) -> Write:
 
 
 def hand_out(tensor: DTensorBase) -> None:
-    """Note that a local tensor is handed out, to be written to by others. Local.
+    """Note that the program gets the local tensor of ``tensor``, and may write to it. Local.
 
-    So are those of copied views, and those whose writes are not counted with their base's.
+    Such writes are then found before the memory is used. Noted only for copied views, and for
+    tensors whose writes torch counts apart from those of the base; others need no note.
     """
     view = tensor._view_of
     if view is WATCHED:
@@ -584,12 +616,15 @@ def _noted(held: DTensorBase) -> _HandedOut:
 
 
 def _node_of(local: Tensor) -> Any:
-    """The node that tells a write in the graph: a tensor's, or that of the base of torch's view."""
+    """The autograd node that changes if a write to ``local`` is recorded in the graph.
+
+    The node of ``local``, or of the base if ``local`` is a view for torch.
+    """
     return (local if local._base is None else local._base).grad_fn
 
 
 def _write_back_handed_out(memory: Memory) -> None:
-    """Write what others wrote to local tensors of views to their bases."""
+    """Write to the bases of views what the program wrote to local tensors that it was given."""
     handed_out = memory.handed_out or ()
     written = [entry for entry in handed_out if version_of(entry[0]._local_tensor) != entry[1]]
     if not written:
@@ -603,12 +638,12 @@ def _write_back_handed_out(memory: Memory) -> None:
 
 @contextmanager
 def _renewing(memory: Memory) -> Iterator[None]:
-    """Give local tensors that were handed out what their bases hold after the block. Collective.
+    """A context, after which local tensors that were handed out have what their bases hold then.
 
-    Within it nobody looks whether they were written to.
+    Collective. Within the block, nobody looks for writes to these local tensors.
 
     Args:
-        memory: The memory that they show.
+        memory: The memory that the local tensors show.
     """
     entries, memory.handed_out = memory.handed_out, None
     assert entries is not None
@@ -621,7 +656,7 @@ def _renewing(memory: Memory) -> Iterator[None]:
 
 
 def _renew(entries: Sequence[_HandedOut]) -> None:
-    """Give local tensors that were handed out what their bases hold now."""
+    """Copy to local tensors that were handed out what their bases hold now, if it has changed."""
     for held, *_ in entries:
         view = held._view_of
         if view is None:
@@ -635,7 +670,7 @@ def _renew(entries: Sequence[_HandedOut]) -> None:
 
 
 def _copy_once(target: Tensor, value: Tensor) -> None:
-    """Copy to a tensor, which may be expanded: to each of its elements once."""
+    """Copy ``value`` to ``target``. If ``target`` is expanded, write each place in memory once."""
     for dim, stride in enumerate(target.stride()):
         if not stride and target.shape[dim] > 1:
             target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -1,7 +1,7 @@
-"""Deep copies: those of tensors that share memory share memory, as torch's do.
+"""Deep copies: copies of tensors that share memory share memory, as torch's do.
 
-Behind them stands a copy of what each tensor is a view of. Views of these are cut off the graph, so
-the copies themselves are leaves, and no views of each other.
+If a tensor is a view, the base is copied too, and the copy of the tensor is a view of that copy. It
+is cut off the graph: for autograd all copies are leaves, and none is a view of another.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ _WHOLE = (None, Tensor.detach, data_of)
 
 
 def deep_copy(tensor: DTensorT, memo: dict[int, Any]) -> DTensorT:
-    """A copy that requires no gradient, in one memory with copies of others. Local.
+    """A deep copy, which requires no gradient. Local.
+
+    It shares memory with copies in the same ``memo`` if the originals share memory.
 
     Args:
         tensor: The tensor, refreshed.
-        memo: That of ``copy.deepcopy``.
+        memo: The dict that ``copy.deepcopy`` passes on.
     """
     known: Any = memo
     copies: _Copies = known.get("tilework") or known.setdefault("tilework", _Copies())
@@ -35,7 +37,7 @@ def deep_copy(tensor: DTensorT, memo: dict[int, Any]) -> DTensorT:
 
 
 class _Copies:
-    """Copies of tensors and of what they are views of, by the identity of the original."""
+    """The copies of tensors and their bases made in one ``copy.deepcopy``, by the original."""
 
     def __init__(self) -> None:
         #: With the originals, which live as long as their identities count.
@@ -45,14 +47,14 @@ class _Copies:
         self._given: set[DTensorBase] = set()
 
     def is_nobodys(self, copied: DTensorBase) -> bool:
-        """True if nobody has a copy that is no view: the caller has it from now on."""
+        """True if a copy is no view, and was not given to anybody. It then counts as given."""
         if copied._viewed is not None or copied in self._given:
             return False
         self._given.add(copied)
         return True
 
     def of(self, tensor: DTensorBase, memo: dict[int, Any]) -> DTensorBase:
-        """The copy of a tensor, or of one that it shows all of."""
+        """The copy of a tensor, or of the base if the tensor shows all of that. Made once."""
         known = self._known.get(id(tensor))
         if known is None:
             known = self._known[id(tensor)] = (tensor, self._made(tensor, memo))
@@ -88,7 +90,10 @@ class _Copies:
         return copied
 
     def _base(self, copied: DTensorBase) -> DTensorBase:
-        """A copy as the base of others, off the graph in which somebody may have it."""
+        """The tensor that serves as the base of copies instead of ``copied``, and is in no graph.
+
+        A copy that is a view serves itself.
+        """
         if copied._viewed is not None:
             return copied
         if copied not in self._data:

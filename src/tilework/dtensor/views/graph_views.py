@@ -1,7 +1,8 @@
 """Views in the graph that have to know when their tensor leaves it, or is given other data.
 
-Views without elements are made again as they were made, once something was written: torch's own way
-(by strides) forgets their graph. But where the tensor has left the graph, torch fails to.
+After a write to the base, torch makes a view again, by strides, which forgets the graph of a view
+without elements. Such views are therefore made again by the original call. Once the base has left
+the graph, torch fails to do this.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ _FEW = 16
 
 
 def note_view(view: DTensorBase, base: DTensorBase) -> None:
-    """Let a memory know of a view, if it is a leaf, or some rank has no elements.
+    """Remember a view that requires a gradient in the memory that it shows.
+
+    The first is remembered only if the base is a leaf, or some rank has no elements of the view. A
+    view that requires no gradient goes to :func:`note_ungraded` if it was made without gradients.
 
     Args:
-        view: The view; if it is in no graph, it may be one that was made without gradients.
-        base: What it was made of.
+        view: The view.
+        base: The tensor that the view was made of.
     """
     if not view._local_tensor.requires_grad:
         if view._made_without_grad:
@@ -43,14 +47,15 @@ def note_view(view: DTensorBase, base: DTensorBase) -> None:
 
 
 def before_leaving_graph(tensor: DTensorBase, remains_leaf: bool) -> None:
-    """Let views of a tensor that have no elements on this rank outlast that it leaves the graph.
+    """Keep views of ``tensor`` without elements on this rank usable after it leaves the graph.
 
     Args:
-        tensor: The tensor.
-        remains_leaf: True if it is a leaf, which takes no gradient any more.
+        tensor: The tensor, before ``requires_grad_(False)`` or ``detach_()``.
+        remains_leaf: True if it is a leaf, which stops requiring a gradient.
 
     Raises:
-        RuntimeError: It is such a leaf, and the gradient of such a view is to be seen.
+        RuntimeError: It is a leaf, and a view that has no elements on some rank has a hook, or
+            retains the gradient.
     """
     if remains_leaf:
         _refuse_seen(tensor)
@@ -62,19 +67,22 @@ def before_leaving_graph(tensor: DTensorBase, remains_leaf: bool) -> None:
 
 
 def _refuse_seen(tensor: DTensorBase) -> None:
-    """Raise, on all ranks, where some rank would lose the hooks of a view without elements."""
+    """Raise on all ranks if some rank would lose the hooks of a view without elements there."""
     for view in views_of(tensor):
         local = view._local_tensor
         if view._spec.has_empty_parts and (local._backward_hooks or local.retains_grad):
             raise RuntimeError(
-                f"requires_grad_(False) of {tensor!r}, of which {view!r} is a view whose gradient "
-                f"is to be seen by a hook or retain_grad(), and of which some rank has no element: "
-                f"that rank would lose it. Use detach() of the leaf instead"
+                f"requires_grad_(False) of {tensor!r} is refused: the view {view!r} has a hook or "
+                f"retain_grad(), and a rank that has no element of the view would lose it. Use "
+                f"detach() of the leaf instead"
             )
 
 
 def after_leaving_graph(tensor: DTensorBase) -> None:
-    """Let views without elements, of what was written to, require a gradient that goes nowhere."""
+    """Repair views of ``tensor`` without elements here, after it was written to and left the graph.
+
+    They then require a gradient, which goes nowhere, as in torch.
+    """
     for view in _views_without_elements(tensor):
         try:
             _ = view._local_tensor.grad_fn
@@ -89,16 +97,20 @@ def after_leaving_graph(tensor: DTensorBase) -> None:
 
 
 def _note_unwritten(view: DTensorBase, before: Tensor) -> None:
-    """Have copies of a view that this rank alone has derived anew know that nothing was written.
+    """Note that a view has a new local tensor, on this rank alone, although nothing was written.
 
-    Else this rank alone would compute them anew.
+    Otherwise this rank alone would compute copied views of the view again, which is collective.
+
+    Args:
+        view: The view.
+        before: The local tensor that it had before.
     """
     if (anchor := anchor_in(view)) is not None:
         places_of(anchor).before = before
 
 
 def _views_without_elements(tensor: DTensorBase) -> list[DTensorBase]:
-    """The views of a tensor in its graph, whose local tensors have no elements, but others'."""
+    """The remembered views without local elements that torch, too, takes for views of a tensor."""
     local = tensor._local_tensor
     return [
         view
@@ -108,15 +120,15 @@ def _views_without_elements(tensor: DTensorBase) -> list[DTensorBase]:
 
 
 def views_of(tensor: DTensorBase) -> list[DTensorBase]:
-    """The views that a tensor's memory knows of."""
+    """The views that are remembered in a tensor's memory (see :func:`note_view`)."""
     views = [each() for each in memory_of(tensor).graph_views or ()]
     return [view for view in views if view is not None]
 
 
 def with_grad_of_nobody(local: Tensor) -> Tensor:
-    """A local tensor that requires a gradient, which goes nowhere.
+    """A new local tensor with the memory of ``local``, whose gradient goes nowhere.
 
-    So torch has views whose base has left the graph, as by ``detach_()``, and was written to.
+    torch has views of this kind if the base left the graph by ``detach_()``, and was written to.
     """
     with torch.inference_mode(False), torch.enable_grad():
         result: Tensor = _GradOfNobody.apply(local.detach().requires_grad_())  # type: ignore[no-untyped-call]
@@ -124,7 +136,7 @@ def with_grad_of_nobody(local: Tensor) -> Tensor:
 
 
 class _GradOfNobody(LocalFunction):
-    """The identity, whose gradient ends here."""
+    """The identity in forward; in backward the gradient is dropped."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -136,7 +148,7 @@ class _GradOfNobody(LocalFunction):
 
 
 def _move(view: DTensorBase, base: DTensorBase) -> None:
-    """Derive the local tensor of a view from that of its base."""
+    """Make the local tensor of a view again from the base's local tensor, by strides."""
     local, shown = base._local_tensor, view._local_tensor
     with torch.inference_mode(False), torch.enable_grad():
         local = local.as_strided(shown.shape, shown.stride(), shown.storage_offset())

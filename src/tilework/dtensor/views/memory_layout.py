@@ -58,17 +58,20 @@ class Window(NamedTuple):
         return self.offset + 1 + sum((size - 1) * stride for size, stride in steps)
 
     def of(self, memory: Tensor) -> Tensor:
-        """The elements that it shows of a memory."""
+        """The elements of ``memory`` that are in the window."""
         return memory.as_strided(*self)
 
 
 def window_of(tensor: DTensorBase) -> Window:
-    """The elements that a tensor shows of the memory that it would have. Local."""
+    """The window through which a tensor would show memory, were it a plain tensor. Local."""
     return Window(tensor._spec.shape, tensor._spec.strides, offset_of(tensor))
 
 
 def window_after(tensor: DTensorBase, change: Callable[[Tensor], Tensor]) -> Window:
-    """The elements of a tensor's memory that a view of the tensor would show. Local."""
+    """The window, in a tensor's memory, of the view that ``change`` makes of the tensor. Local.
+
+    ``change`` is called with a meta tensor.
+    """
     with torch.no_grad():
         shown = change(_meta_at(tensor._spec, tensor.dtype, offset_of(tensor)))
     return Window(tuple(shown.shape), tuple(shown.stride()), int(shown.storage_offset()))
@@ -101,7 +104,7 @@ def _flat(owner: DTensorBase) -> Tensor:
 def write_memory(tensor: DTensorBase, memory: Tensor) -> None:
     """Write all elements of the memory that a tensor shows. Collective; differentiable.
 
-    Counted as a write to the tensor is.
+    This counts as a write to the tensor.
     """
     owner = owner_of(tensor)
     order = memory_order(owner._spec)
@@ -138,7 +141,7 @@ def root_in_memory(tensor: DTensorBase) -> DTensorBase:
 
 
 def offset_of(tensor: DTensorBase) -> int:
-    """The place in memory, in elements, at which a tensor begins, were it plain. Local."""
+    """The storage offset, in elements, that a tensor would have, were it plain. Local."""
     if tensor._viewed is None or (base := base_then(tensor)) is None:
         return 0
     _, spec, func, args, kwargs = tensor._viewed

@@ -33,9 +33,9 @@ _is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 
 
 def note_taken(tensor: DTensorBase) -> None:
-    """Note that C++ may save a view, as of a user's own Function or a checkpoint. Local.
+    """Note that a user's own autograd.Function, or a checkpoint, may save ``tensor``. Local.
 
-    A write to another view of the memory moves it in the graph, and is counted for it.
+    If ``tensor`` is a view, writes to other views of the memory count for it from then on.
     """
     if tensor._viewed is None:
         return
@@ -57,10 +57,10 @@ def _count(owner: DTensorBase) -> None:
 
 
 def leave_graph_of_wrappers(tensor: DTensorBase) -> None:
-    """Let C++ have a tensor for a leaf from now on, though a user's own Function made it. Local.
+    """Turn a result of a user's own Function into a leaf in the graph of the wrappers. Local.
 
-    Its place is in the graph of local tensors, where operators in place may give it another: a
-    further Function that takes it must not pass its gradient to the first one.
+    The tensor's place is in the graph of local tensors, and may change by operators in place. A
+    further Function that takes the tensor must not pass the gradient to the first Function.
     """
     with _WithoutInterception():
         if _grad_fn_of(tensor) is not None and not _is_view(tensor):
@@ -76,8 +76,8 @@ def count_write(tensor: DTensorBase, graded: bool | None = None) -> None:
         graded: True if the write is recorded in the graph; None: if gradients are on.
 
     Raises:
-        RuntimeError: It is recorded, and the tensor shows other memory than its place in the graph,
-            or has a hook that torch would call no more.
+        RuntimeError: The write is recorded, and the tensor is a view whose base was given other
+            data, or a copied view whose gradient has a hook, which torch would no longer call.
 
     C++ compares versions of the wrapper that was saved, :func:`check_unwritten` the rest. What a
     Function's own ``forward`` writes is saved afterwards: there, derivatives forward are off.
@@ -157,14 +157,14 @@ def is_written_since(tensor: DTensorBase, node: Any) -> bool:
 
 
 def same_place(local: Tensor) -> Tensor:
-    """A further local tensor of the same memory, which leads to the same place in the graph."""
+    """A new local tensor with the memory of ``local``; gradients flow on to ``local``."""
     with torch.inference_mode(False), torch.enable_grad():
         place: Tensor = _Place.apply(local)  # type: ignore[no-untyped-call]
     return place
 
 
 class _Place(LocalFunction):
-    """The identity."""
+    """The identity, in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Views of a tensor that requires a gradient, made while gradients are off.
 
-The graph has them for no views: torch refuses them, too, once their memory was written to since.
+They are no views for the graph. Like torch, tilework refuses their use after a write to the memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _grad_fn_of = _base.grad_fn.__get__
 
 
 def note_ungraded(view: DTensorBase, base: DTensorBase) -> None:
-    """Note a view if it is of what requires a gradient. Local.
+    """Note that a view was made while gradients are off, if the base requires a gradient. Local.
 
     Args:
-        view: The view, made while gradients are off.
-        base: What it was made of.
+        view: The view.
+        base: The tensor that the view was made of.
     """
     local = base._local_tensor
     if local.requires_grad or isinstance(base._made_without_grad, Ungraded):
@@ -30,15 +30,15 @@ def note_ungraded(view: DTensorBase, base: DTensorBase) -> None:
 
 
 def check_ungraded(view: DTensorBase, made: Ungraded) -> None:
-    """Raise, as torch does, if the memory of such a view was written to since. Local.
+    """Raise, as torch does, if a view made without gradients was written to since. Local.
 
     Args:
         view: The view.
-        made: What was noted of it.
+        made: The note of :func:`note_ungraded`.
 
     Raises:
-        RuntimeError: It was, through whichever tensor, and what it is a view of requires a
-            gradient.
+        RuntimeError: The memory was written to, through this or any other tensor, and the tensor
+            that it is a view of requires a gradient.
     """
     local, version = made
     if local._version == version or owner_of(view)._local_tensor is not local:
