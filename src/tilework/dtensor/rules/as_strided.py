@@ -44,14 +44,17 @@ def _arguments(
 
 
 def _check_bounds(input: DTensor, window: Window) -> None:
-    """Raise on all ranks: local tensors may lie in more memory than the full tensor has."""
+    """Raise, on all ranks, if the window reaches past the memory that the full tensor would have.
+
+    torch would only check the local memory, which may be larger.
+    """
     owner = owner_of(input)
     room = Window(owner._spec.shape, owner._spec.strides, 0).stop
     room = room * owner.dtype.itemsize // input.dtype.itemsize
     if window.stop > room:
         raise RuntimeError(
-            f"as_strided to sizes {list(window.size)}, strides {list(window.strides)} from place "
-            f"{window.offset} on reaches place {window.stop} of a memory of {room} elements"
+            f"as_strided with size {list(window.size)}, stride {list(window.strides)} and offset "
+            f"{window.offset} needs a memory of {window.stop} elements, but the tensor has {room}"
         )
 
 
@@ -117,7 +120,7 @@ def _as_strided_copy(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @dtensor_handler("as_strided_scatter")
 def _as_strided_scatter(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """A copy of the tensor, with ``src`` in the elements that the view by strides shows."""
+    """A copy of the tensor, with ``src`` in the elements that ``as_strided`` would show."""
     names = ("input", "src", "size", "stride", "storage_offset")
     rest = {**dict(zip(names, args, strict=False)), **kwargs}
     src = rest.pop("src")

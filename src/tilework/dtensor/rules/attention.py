@@ -77,9 +77,10 @@ def _attention(
 
 
 def _are_keys_sharded(query: DTensorArg, key: DTensorArg, value: DTensorArg) -> bool:
-    """True if an axis shards the sequence of keys or values, and does not shard the query.
+    """True if an axis shards the sequence of keys or values, but no dim of the query.
 
-    Then keys and values stay in place if the query has no more rows than the keys.
+    Keys and values then stay in place. False if the query is longer than the keys, or the axis has
+    one rank.
     """
     sharding = {*key.spec.axes_of(key.ndim - 2), *value.spec.axes_of(value.ndim - 2)}
     return query.shape[-2] <= key.shape[-2] and any(
@@ -98,7 +99,7 @@ def _batch(tensors: Sequence[Arg]) -> _Leading:
 
 
 def _heads(tensors: Sequence[Arg]) -> _Leading | None:
-    """The dims before sequence and features in grouped-query attention.
+    """The factors of the dims before sequence and features in grouped-query attention.
 
     Returns:
         None if the number of query heads is not a multiple of the number of key and value heads.
@@ -114,7 +115,7 @@ def _heads(tensors: Sequence[Arg]) -> _Leading | None:
 
 
 def broadcast_dims(shape: Sequence[int], dims: Sequence[Dim]) -> list[Dim]:
-    """The factors of the dims of a tensor that is broadcast to ``dims``."""
+    """The factors of each dim of a tensor of this shape, which is broadcast to ``dims``."""
     last = dims[len(dims) - len(shape) :]
     return [dim if size == volume(dim) else () for size, dim in zip(shape, last, strict=True)]
 

@@ -105,7 +105,10 @@ def _has_empty_channels(arg: DTensorArg) -> bool:
 
 
 def _without_elements(input: Tensor, weight: Tensor | None, bias: Tensor | None, *_: Any) -> Tensor:
-    """A copy of an input without elements, for any channels: torch saves nothing of the input."""
+    """The result for an input without elements, with any number of channels.
+
+    A copy that depends on weight and bias in the graph. Like torch, it saves nothing of the input.
+    """
     out = reduce_partial(input).clone()
     if weight is not None:
         out = out * weight[0]
@@ -145,7 +148,10 @@ def _mesh_of(*tensors: Tensor | None) -> Any:
 
 
 def _by_channels(tensor: Tensor, channels: DTensorSpec) -> Tensor:
-    """The local channels of a weight or bias; each rank computes their full gradient."""
+    """The local part of a weight or bias: the channels that this rank has of the input.
+
+    Each rank computes the full gradient of these channels.
+    """
     if not isinstance(tensor, DTensor):
         tensor = replicated(tensor, channels.mesh)
     return redistribute_local(local_graph.local_of(tensor), tensor._spec, channels)
@@ -153,7 +159,7 @@ def _by_channels(tensor: Tensor, channels: DTensorSpec) -> Tensor:
 
 @dataclass(eq=False)
 class _Rows:
-    """The ranks that have the rows of an input.
+    """The layout of an input of batch normalisation, by rows and channels.
 
     Args:
         spec: The input's layout.
@@ -212,7 +218,12 @@ class _Rows:
         return spec_of(self.spec.mesh, placements, self.spec.shape[1:2], self.spec.order)
 
     def layout(self, placement: Placement, shape: Ints) -> DTensorSpec:
-        """The layout of one value for each of this rank's channels, with a placement along axes."""
+        """The layout of a tensor with ``placement`` along ``axes``, and Replicate along others.
+
+        Args:
+            placement: The placement.
+            shape: The tensor's shape; the dims have values for this rank's channels.
+        """
         mesh = self.spec.mesh
         placements: list[Placement] = [
             placement if axis in self.axes else Replicate() for axis in range(mesh.ndim)
@@ -245,7 +256,7 @@ def _statistics(x: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
 
 
 def _composed(x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: _Rows) -> Any:
-    """The normalised input, mean and variance, with gradients of gradients."""
+    """The normalised input, mean and variance, by operators that can be differentiated twice."""
     values = accumulated(x)
     mean, var = _statistics(values, rows)
     out = (values - rows.view(mean)) * rows.view(torch.rsqrt(var + rows.eps))

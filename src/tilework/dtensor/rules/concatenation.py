@@ -26,7 +26,11 @@ def _cat(tensors: Sequence[DTensorArg], dim: int = 0, **_: Any) -> RuleResult:
 
 
 def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
-    """The concatenation of tensors in the layout of the first sharded one."""
+    """The call of a concatenation along ``dim``, which is sharded in some tensor.
+
+    The result has the layout of the first tensor that is sharded along ``dim``. Fewer axes shard
+    ``dim`` if no placement can express each tensor's part of the shards.
+    """
     shape = cat_shape(tensors, dim)
     target = _resharded_like(tensors, shape, dim)
     ends = [*itertools.accumulate(arg.shape[dim] for arg in tensors)]
@@ -49,7 +53,7 @@ def _cat_sharded(tensors: Sequence[DTensorArg], dim: int) -> RuleResult:
 
 
 def _resharded_like(tensors: Sequence[DTensorArg], shape: Sequence[int], dim: int) -> DTensorSpec:
-    """The layout of the first tensor that is sharded along ``dim``, for another size of ``dim``."""
+    """The layout of the first tensor that is sharded along ``dim``, for a tensor of ``shape``."""
     spec = next(arg.spec for arg in tensors if arg.is_sharded(dim))
     placements: list[Placement] = []
     for axis, placement in enumerate(spec.placements):

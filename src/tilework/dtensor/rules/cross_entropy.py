@@ -316,7 +316,11 @@ def _sums_of_indices(
     ignored: Tensor,
     smoothing: float,
 ) -> list[Tensor]:
-    """The partial sums of q and q * z on this rank, and of the weight of the target's class."""
+    """This rank's partial sums over classes, for targets that are class indices.
+
+    Of q (the target distribution times class weights), of q * z (z: the logits minus the greatest),
+    and of the weight of the target's class.
+    """
     at = _class_dim(z)
     by_class = _along_classes(weight, z)
     x, local, w = _local_classes(z, target, weight, span, ignored)
@@ -356,7 +360,7 @@ def _class_sums(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    raise NotImplementedError("its rule computes it")
+    raise NotImplementedError("_class_sums runs on DTensors only, by the sharding rule")
 
 
 def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int) -> RuleResult:
@@ -371,7 +375,7 @@ def _class_losses_rule(sums: Any, target: Any, ignore_index: int, reduction: int
 
 @internal_operator(_class_losses_rule)
 def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduction: int) -> Tensor:
-    """The losses for ``reduction="none"``, their sum for ``"sum"``.
+    """The losses from the sums over classes; for ``reduction="sum"`` the sum of the losses.
 
     For ``"mean"``: the sum of the losses and the sum of the weights, whose quotient is the mean.
     """

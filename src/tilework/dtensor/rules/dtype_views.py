@@ -55,7 +55,7 @@ def _as_complex(input: Any) -> Tensor:
 
 
 def _local_view(call: Any, view: Callable[[Tensor], Tensor], count: int) -> RuleResult:
-    """The general rule's call, with a view that does not fail for any local tensor.
+    """The call that the general rule gives, changed to copy local tensors that torch cannot view.
 
     Args:
         call: The general rule's call.

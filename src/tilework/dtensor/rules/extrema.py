@@ -162,7 +162,7 @@ class _SharedGradient(LocalFunction):
 def _extreme_value(
     input: Tensor, name: str, dims: Ints, keepdim: bool, nan_too: bool = False
 ) -> Tensor:
-    """The extreme. All elements that equal the extreme share the gradient.
+    """The maximum or minimum over dims. All elements that equal the extreme share the gradient.
 
     Args:
         input: A DTensor.

@@ -23,9 +23,10 @@ from tilework.tiled.op_table import dtensor_handler
 
 @dtensor_handler("transpose_", "t_", "squeeze_", "unsqueeze_", "as_strided_")
 def _changed_dims(func: Any, args: Any, kwargs: Any) -> DTensor:
-    """The tensor itself, which becomes the view: no element is written.
+    """Change the dims of a tensor in place: the tensor becomes a view of what it was before.
 
-    Other views keep showing the memory as before. An anchor stands for their base.
+    No element is written. Views made before keep showing the memory as before; an anchor stands for
+    their base.
     """
     tensor: DTensor = args[0]
     name = canonical_name(func)[0]
@@ -62,14 +63,14 @@ def _check_graph_of_dims(name: str, tensor: DTensor) -> None:
         return
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name}_() changes the dims of {tensor!r}, which requires a gradient, where none are "
-            f"recorded: later gradients would be those of other elements. Write "
+            f"{name}_() would change the dims of {tensor!r}, which requires a gradient, while "
+            f"gradients are off: later gradients would belong to other elements. Write "
             f"x.data = x.data.{name}(…), or x = x.{name}(…)"
         )
     if tensor.retains_grad:
         raise RuntimeError(
-            f"{name}_() changes the dims of {tensor!r}, whose gradient is retained, with the dims "
-            f"that it has so far: call {name}_() before retain_grad(), or write x = x.{name}(…)"
+            f"{name}_() would change the dims of {tensor!r}, whose gradient is retained in the "
+            f"dims so far: call {name}_() before retain_grad(), or write x = x.{name}(…)"
         )
 
 
@@ -111,8 +112,8 @@ def _resized(
         return _changed_dims(torch.Tensor.as_strided_, (tensor, shape, row_major(shape), start), {})
     if math.prod(shape) > room > 0 and owner_of(tensor) is not tensor:
         raise RuntimeError(
-            f"a view cannot be resized from {list(tensor.shape)} to {list(shape)}: the memory that "
-            f"it shows has room for {room} elements where it begins: clone() it first"
+            f"a view cannot be resized from {list(tensor.shape)} to {list(shape)}: from the view's "
+            f"start on, the memory has room for only {room} elements: clone() the view first"
         )
     full = full_in_memory_order(tensor)
     known = full.numel()

@@ -222,7 +222,7 @@ def _gather_among(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool =
 
 
 def narrow_to(tensor: Tensor, other: Tensor, dim: int | None = None) -> Tensor:
-    """Narrow each dim, except ``dim``, to the size that ``other`` has there."""
+    """Narrow each dim of ``tensor``, except ``dim``, that is longer than in ``other``."""
     for i in range(tensor.dim()):
         if (dim is None or i != dim % tensor.dim()) and other.shape[i] < tensor.shape[i]:
             tensor = tensor.narrow(i, 0, other.shape[i])

@@ -110,7 +110,7 @@ def _put_local(
 
 
 def on_mesh(input: Tensor, *others: Any) -> DTensor:
-    """The tensor as a DTensor; a plain tensor becomes a DTensor on the mesh of the others."""
+    """The tensor as a DTensor; a plain tensor becomes replicated on the mesh of ``others``."""
     if isinstance(input, DTensor):
         return input
     first = next(tensor for tensor in tensors_in(others) if isinstance(tensor, DTensor))
@@ -158,8 +158,8 @@ def _put_flat(input: Tensor, index: Tensor, source: Tensor, accumulate: bool = F
     """``put_``: write the elements of ``source`` to flat indices of the tensor."""
     if index.numel() != source.numel():
         raise RuntimeError(
-            f"put_ takes an index and a source of as many elements, got shapes {list(index.shape)} "
-            f"and {list(source.shape)}"
+            f"put_ takes an index and a source of equally many elements, got an index of shape "
+            f"{list(index.shape)} and a source of shape {list(source.shape)}"
         )
     numbers = index.reshape(-1)
     numbers = torch.where(numbers < 0, numbers + input.numel(), numbers)

@@ -203,7 +203,7 @@ def _only_mask(input: DTensor, index: Any) -> Tensor | None:
 
 
 def _beside(input: Tensor, other: Tensor) -> Tensor:
-    """An index, or a number to write, on the input's device: torch takes them from the CPU.
+    """An index, or a number to write, moved from the CPU to the input's device, as torch does.
 
     Beside a meta tensor it stays on the CPU, since indices are read, and meta tensors hold nothing.
     """
@@ -221,7 +221,9 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _split(input: DTensor, index: Any) -> tuple[Tensor, list[Any] | None]:
-    """The result of basic indexing, and the tensor that then indexes each dim of the result.
+    """The result of basic indexing, and for each dim of it the index tensor, or None.
+
+    None in place of the list if the index has no tensors.
 
     As in torch, numbers and ranges come first, then all tensors together; a mask stands for the
     indices of its True elements.
@@ -310,7 +312,7 @@ def _bool_index(value: bool, like: DTensor) -> Tensor:
 
 
 def _integer_indices(item: Tensor, like: DTensor, sizes: Any) -> list[Tensor]:
-    """The integer indices, one for each dim, that a tensor in an index stands for."""
+    """The tensors of integers, one for each indexed dim, that a tensor in an index stands for."""
     if not _is_mask(item):
         if item.dtype not in (torch.int64, torch.int32):
             raise IndexError(

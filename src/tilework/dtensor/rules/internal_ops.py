@@ -39,7 +39,7 @@ def internal_operator(answer: RuleFunction) -> Callable[[FunctionT], FunctionT]:
 def reduce_partial(tensor: Tensor) -> Tensor:
     """Reduce the partial values of a DTensor. Collective if there are any.
 
-    For a tensor that is used more than once: each use would reduce the values again.
+    Called for a tensor that is used more than once, as each use would reduce the values again.
     """
     if isinstance(tensor, DTensor) and tensor._spec.partial_axes:
         dual = tensor._spec.dual

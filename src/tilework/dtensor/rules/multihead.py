@@ -30,7 +30,10 @@ def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> RuleResult:
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The result of torch's own function, which has batch and heads in one dim."""
+    """``F.multi_head_attention_forward`` for DTensors, with batch and heads in separate dims.
+
+    torch's own function merges both into one dim. Only calls that are not usual run that function.
+    """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     call = SimpleNamespace(**bound.arguments)
@@ -113,7 +116,7 @@ def _thirds(packed: Tensor) -> Sequence[Tensor]:
 
 
 def _has_sharded_rows(packed: Tensor) -> bool:
-    """True if rows are sharded."""
+    """True if packed weights are a DTensor with sharded rows."""
     return isinstance(packed, DTensor) and bool(packed._spec.axes_of(0))
 
 

@@ -39,7 +39,7 @@ def _like(func: Any, args: Any, kwargs: Any) -> DTensor:
 
 
 def _wrapped(func: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
-    """The DTensor of the local tensor that a function has made."""
+    """A DTensor of the local tensor that ``func`` made. Uninitialised replicas become 0."""
     if spec.is_replicated and "empty" in func.__name__:
         # Replicas are equal on all ranks, which compare them; memory that nobody wrote differs.
         local.detach().zero_()
@@ -131,8 +131,8 @@ def _made_anew(func: Any, args: Any, kwargs: Any) -> Any:
         dtype = kwargs.get("dtype") or out.dtype
         if dtype != out.dtype:
             raise RuntimeError(
-                f"{func.__name__} of dtype={dtype} with out= of dtype {out.dtype}: pass out= "
-                f"alone, or one of that dtype"
+                f"{func.__name__} got dtype={dtype} and an out= of dtype {out.dtype}: pass out= "
+                f"without dtype=, or an out= of that dtype"
             )
         kwargs["dtype"] = dtype
     values = tensors_in([out, args, kwargs])

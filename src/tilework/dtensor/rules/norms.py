@@ -104,7 +104,7 @@ def _over_last(
 
 
 def may_scale(input: Arg, affine: Sequence[Arg]) -> bool:
-    """True if torch's kernel takes these dtypes.
+    """True if torch's kernels of norms accept these dtypes of input, weight and bias.
 
     Weight and bias have the dtype of the input, or float32 with an input of 16 bits.
     """
@@ -233,7 +233,7 @@ def _group_norm(
 
 
 def _local_of_args(tensors: Sequence[Tensor], args: Sequence[Arg | None]) -> list[Tensor | None]:
-    """The local tensors of arguments."""
+    """The local tensor of each argument, by the argument's number; None for a missing argument."""
     return [None if arg is None else tensors[arg.number] for arg in args]
 
 

@@ -25,7 +25,7 @@ Draw = tuple[Distribution, Callable[[Tensor], Tensor] | None]
 
 
 def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DTensor:
-    """The tensor, filled with random numbers."""
+    """Fill a tensor in place with random numbers, and return it."""
     distribution, then = drawn
     spec = tensor._spec.dual
     key = next_key(spec.mesh, generator)
@@ -47,7 +47,10 @@ def _fill(tensor: DTensor, drawn: Draw, generator: torch.Generator | None) -> DT
 
 
 def _register_fill(name: str, draw: Callable[..., Draw]) -> None:
-    """Register ``Tensor.<name>``. It takes the arguments of ``draw`` that follow the dtype."""
+    """Register the method ``Tensor.<name>``, which fills a DTensor with random numbers.
+
+    ``draw`` gives the distribution, from the dtype and the arguments of the method.
+    """
     signature = inspect.signature(draw)
 
     def fill(func: Any, args: Any, kwargs: Any) -> Any:
@@ -100,7 +103,7 @@ def _check_all(what: str, fine: Tensor) -> None:
     """
     local = fine._local_tensor if isinstance(fine, DTensor) else fine
     if not local.all():
-        raise RuntimeError(f"{what}, and an element is not (of this rank's part)")
+        raise RuntimeError(f"{what}, but this rank's part has an element that does not meet this")
 
 
 def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Draw:

@@ -55,7 +55,7 @@ def _shard_totals_rule(input: DTensorArg, name: str, dim: int) -> RuleResult:
 
 @internal_operator(_shard_totals_rule)
 def _shard_totals(input: Tensor, name: str, dim: int) -> Tensor:
-    """The totals of the shards along the dim. A full tensor has a single total."""
+    """The sum or product of each shard along the dim. A full tensor has a single total."""
     return _KINDS[name][0](input, dim, keepdim=True, dtype=input.dtype)
 
 

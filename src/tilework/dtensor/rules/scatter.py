@@ -24,7 +24,7 @@ from tilework.tiled.rules.reshaping import dim_at
 
 
 def _scatter_rule(name: str) -> Callable[..., RuleResult]:
-    """The local rule of scattering if all sizes are equal, except along the dim."""
+    """The rule by which scattering runs on shards, if all sizes are equal except along the dim."""
     anew, in_place = getattr(Tensor, name), getattr(Tensor, name + "_")
 
     def here(writes: bool, input: Arg, dim: int, index: Arg, *args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,15 @@ Item = slice | int | None
 
 
 def local_slice(start: int, stop: int, step: int, offset: int, size: int) -> slice:
-    """The part of a range that lies in a shard of this offset and size, as a slice of the shard."""
+    """The part of a range that lies in a shard, as a slice of the shard (local indices).
+
+    Args:
+        start: The first index of the range in the full dim.
+        stop: The end of the range in the full dim.
+        step: The step of the range.
+        offset: The first index of the shard in the full dim.
+        size: The size of the shard.
+    """
     # The first element of the range that is not before the shard.
     first = max(start, start + -(-(offset - start) // step) * step)
     end = min(stop, offset + size)
@@ -41,7 +49,7 @@ def slice_length(span: slice) -> int:
 
 
 def resize_to_range(start: int, stop: int, step: int) -> Resize:
-    """A function from the shards of a dim to the sizes of a range's shards."""
+    """A function that gives, for each shard of a dim, the number of the range's elements in it."""
     return lambda shards: [slice_length(local_slice(start, stop, step, *shard)) for shard in shards]
 
 
@@ -240,7 +248,7 @@ def _select(input: DTensorArg, dim: int, index: Any) -> RuleResult:
 
 
 def _with_lengths_as_lists(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, with lists in place of tensors of lengths."""
+    """A function that calls ``operator`` with lists in place of tensors of lengths."""
 
     def as_list(value: Any) -> Any:
         if not isinstance(value, Tensor):
