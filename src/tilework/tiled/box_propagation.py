@@ -153,7 +153,7 @@ def _box(dims: Sequence[Dim], shape: Ints, ranges: Ranges) -> Box:
 
 
 def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | NotLocal:
-    """The evaluation of an operator's factor map on tilings.
+    """Find out from the factor map and the inputs' tilings if an operator can run tile by tile.
 
     Tiles with the same number are computed together: each input must have as many tiles as the
     first, on the same ranks, and with the same parts of factors.
@@ -187,7 +187,7 @@ def propagate_boxes(mapped: FactorMap, inputs: Sequence[Tiling]) -> LocalOp | No
 
 
 def _covers(local: LocalOp) -> bool:
-    """True if the tiles' results cover the results.
+    """True if the results of all tiles together cover the results of the operator.
 
     Rows of one input and columns of another give only the diagonal blocks of a product.
     """
@@ -225,9 +225,10 @@ def _restrict(
 
 
 def _squeezed_into(mapped: FactorMap, tiling: Tiling) -> Dim:
-    """The factors of a dim of size 1 that a rearrangement drops, for empty tiles.
+    """The factor that stands for a dim of size 1 without factors, which a rearrangement drops.
 
-    Their results must be empty, too: these tiles get nothing of the result's first factor.
+    A tile that is empty along this dim must have an empty result: it gets nothing of this factor,
+    the first of the result that is not of size 1. Empty if the operator is no rearrangement.
     """
     results = [math.prod(shape_of(dims)) for dims in mapped.outputs]
     if not mapped.rearranges or results != [math.prod(tiling.shape)]:
@@ -258,7 +259,7 @@ def _merged(of_inputs: Sequence[Ranges]) -> Ranges:
 
 
 def _fits(dims: Sequence[Dim], tiling: Tiling, tiles: Sequence[Ranges]) -> bool:
-    """True if an input's tiles are exactly the parts given by these ranges."""
+    """True if each tile of an input is exactly the part that the tile's ranges of factors give."""
     return all(
         _box(dims, tiling.shape, ranges) == tile.box
         for ranges, tile in zip(tiles, tiling.tiles, strict=True)

@@ -227,7 +227,7 @@ class Pattern:
         slots = self.inputs[: len(shapes)]
         for slot in self.inputs[len(shapes) :]:
             if not slot.optional:
-                raise ValueError(f"{self.text!r} needs {len(self.inputs)} tensors: {shapes}")
+                raise ValueError(f"{self.text!r} needs {len(self.inputs)} tensors, got {shapes}")
         spans = [
             None if shape is None else self._spans(slot, shape)
             for slot, shape in zip(slots, shapes, strict=True)
@@ -271,7 +271,7 @@ class Pattern:
         rest = len(shape) - (len(slot.tokens) - len(many))
         if rest < 0 or (rest > 0 and not many):
             raise ValueError(
-                f"a tensor of shape {list(shape)} has not the dims that {self.text!r} asks for"
+                f"a tensor of shape {list(shape)} does not have the dims that {self.text!r} needs"
             )
         spans, at = [], 0
         for token in slot.tokens:

@@ -30,7 +30,7 @@ def lines_html(lines: Iterable[StyledLine]) -> str:
 def table_html(
     summary: str, titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()
 ) -> str:
-    """A line, and a table if there are rows.
+    """A line of text and, if there are rows, a table, as HTML.
 
     Args:
         summary: The line above.
@@ -61,7 +61,7 @@ def _text(text: str) -> str:
 
 
 def _span(styled: Styled) -> str:
-    """Text in a style of pictures: none, bold, a colour, black on a colour."""
+    """Text in a style as HTML. The styles are "", "bold", a colour, and "black on" a colour."""
     text, style = _text(styled[0]), styled[1]
     if style == "bold":
         return f"<b>{text}</b>"

@@ -59,7 +59,7 @@ def check_elementwise(
     if not torch.allclose(expected, actual, rtol=1e-6, atol=1e-9 * float(expected.abs().max())):
         raise ValueError(
             f"{optimizer_class.__name__} does not treat each element on its own: on shards it "
-            f"computes other results than on the whole tensor. Use one that does (SGD, Adam, "
+            f"computes other results than on the whole tensor. Use another (SGD, Adam, "
             f"AdamW, Adagrad, RMSprop, …), or full_tensor() and a plain parameter"
         )
 

@@ -181,7 +181,7 @@ def _whole_unless_tensor(arg: Any) -> Any:
 
 
 def _real(arg: Any) -> Any:
-    """The number that a tensor stands for; it has no gradient."""
+    """The number in a tensor without dims and gradient; any other argument unchanged."""
     if not isinstance(arg, Tensor) or not _may_be_number(arg) or arg.requires_grad:
         return arg
     return arg.item()

@@ -35,7 +35,7 @@ class Arg:
 
     @property
     def layout(self) -> object:
-        """The layout: equal to the one in :attr:`LocalRanges.inputs` if nothing is moved."""
+        """The layout before the call. If it is in :attr:`LocalRanges.inputs`, nothing is moved."""
         return None
 
     @property
@@ -117,8 +117,8 @@ class Decomposition(OpCall):
 
     Args:
         run: Called with the arguments of the call.
-        is_checked: True if ``run`` refuses everything that torch refuses. Else torch is asked with
-            random elements, which must not stand where a tensor has lengths or counts.
+        is_checked: True if ``run`` refuses everything that torch refuses. Else torch first tries
+            the call on zeros and ones, which must not stand where a tensor has lengths or counts.
     """
 
     run: Callable[..., Any]

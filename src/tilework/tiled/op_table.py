@@ -115,7 +115,9 @@ def register(key: Key, **facts: Any) -> None:
         for fact in facts:
             for other in (fact, *_EXCLUSIVE.get(fact, ())):
                 if getattr(entry, other) != _DEFAULTS[other]:
-                    raise ValueError(f"the {other} of {key!r} is known already")
+                    raise ValueError(
+                        f"{fact} of {key!r} cannot be registered: the {other} is known already"
+                    )
     _ENTRIES[key] = replace(entry, **facts)
 
 

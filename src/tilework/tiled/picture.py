@@ -130,15 +130,15 @@ class _Axis:
 
     @cached_property
     def edges(self) -> list[int]:
-        """The characters at which the lines around the cells are."""
+        """The positions, in characters, of the lines before, between and after the cells."""
         return [0, *accumulate(size + 1 for size in self.sizes)]
 
     def between(self, start: int, end: int) -> tuple[int, int]:
-        """The first cell between ``start`` and ``end``, and the cell after the last."""
+        """The cells between two indices of the dim: the first, and the number after the last."""
         return bisect_left(self.cuts, start), bisect_right(self.cuts, end) - 1
 
     def neighbours(self) -> list[tuple[int, int]]:
-        """For each character the cells just before and just after it, counted from 1."""
+        """For each position in characters, the cells just before and just after it, from 1 on."""
         pairs = [(0, 1)]
         for cell, size in enumerate(self.sizes, 1):
             pairs += [(cell, cell)] * size + [(cell, cell + 1)]
@@ -167,7 +167,7 @@ def _axis(cuts: list[int], least: int, room: int, most: int) -> _Axis:
 
 @dataclass(frozen=True)
 class _Picture:
-    """A plane of a tensor."""
+    """The picture of a tensor of up to two dims, or of one slice of a tensor of more dims."""
 
     down: _Axis
     across: _Axis
@@ -178,7 +178,7 @@ class _Picture:
 
     @cached_property
     def grid(self) -> list[list[int]]:
-        """The number of each cell's box, with a frame around."""
+        """The number of the box in each cell, by row and column, with a frame of cells around."""
         n, m = len(self.down.sizes), len(self.across.sizes)
         grid = [[_OUTSIDE] * (m + 2) for _ in range(n + 2)]
         for row in grid[1:-1]:
@@ -268,7 +268,7 @@ def _character(a: int, b: int, c: int, d: int) -> tuple[str, int | None]:
 
 
 def _spans_of(row: list[tuple[str, int | None]]) -> Line:
-    """The row with neighbours of the same box joined."""
+    """A row of characters as spans: neighbouring characters of the same box are one text."""
     return [
         ("".join(letter for letter, _ in run), number)
         for number, run in groupby(row, key=lambda character: character[1])

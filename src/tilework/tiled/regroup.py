@@ -60,7 +60,7 @@ class _Side:
             self._next()
 
     def advance(self, other: _Side) -> bool:
-        """True if dims are left on both sides, after those of size 1 on one alone."""
+        """Skip dims of size 1 that the other side lacks; True if any dims are left after that."""
         for one, second in ((self, other), (other, self)):
             while one.rest == 1 and second.rest != 1:
                 one._next()
@@ -78,14 +78,14 @@ def _take_unshardable(befores: _Side, afters: _Side) -> None:
 
 
 def _take_rest(side: _Side) -> int:
-    """The rest of the size of the current dim, which becomes an unshardable factor."""
+    """Make the rest of the current dim an unshardable factor, and return the factor's size."""
     size = side.rest
     side.take(Factor(size, "rest", unshardable=True))
     return size
 
 
 def _without_elements(old: Sequence[int], new: Sequence[int]) -> tuple[list[Dim], list[Dim]]:
-    """The factors for tensors without elements: common dims are the first."""
+    """Factors of shapes without elements: equal first dims share them, others are unshardable."""
     same = 0
     while same < min(len(old), len(new)) and old[same] == new[same]:
         same += 1

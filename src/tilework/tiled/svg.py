@@ -23,7 +23,7 @@ def document(
     parts: Iterable[str],
     inherits: bool = False,
 ) -> str:
-    """A picture.
+    """A whole SVG document, as text.
 
     Args:
         width: The width in pixels.
@@ -50,7 +50,7 @@ def document(
 
 
 def bar(kind: str, x: float, y: float, width: float, height: float, told: str = "") -> str:
-    """A bar with a tooltip."""
+    """A bar; ``told`` is the text of a tooltip, if any."""
     box = f'<rect class="{kind}" x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"'
     return f"{box}><title>{escape(told)}</title></rect>" if told else f"{box}/>"
 

@@ -31,7 +31,7 @@ def is_called_within(package: str) -> bool:
 def _instead() -> str:
     if not is_called_within(os.path.join("nn", "parallel")):
         return ""
-    return ". torch's DistributedDataParallel takes none; that of tilework.parallel does"
+    return ". torch's DistributedDataParallel takes no sharded tensors; tilework.parallel's does"
 
 
 class TiledTensor(Tensor):

@@ -35,7 +35,7 @@ def _is_ours(model: nn.Module) -> bool:
 
 
 class _Redirected:
-    """The four functions, for models of tilework.
+    """The replacements of the four functions, for models with tensors or modules of tilework.
 
     Args:
         torchs: torch's module.
@@ -85,15 +85,15 @@ class _Redirected:
         if info.broadcast_from_rank0 and self._torchs.dist.is_initialized() > is_initialized():
             raise RuntimeError(
                 "broadcast_from_rank0=True fills tensors of tilework's over tilework's default "
-                "group, and only torch.distributed has one here: give all ranks the state dict, "
-                "or call tilework.dtensor.module_to_torch(model) first"
+                "group, but only torch.distributed has a default group: give all ranks the state "
+                "dict, or call tilework.dtensor.module_to_torch(model) first"
             )
         if any(name in vars(model) for name in ("state_dict", "load_state_dict")):
             raise TypeError(
-                f"{type(model).__name__} has a state_dict or load_state_dict of its own in place "
-                f"of its class's, as _patch_model_state_dict gives it, and sharded tensors of "
-                f"tilework's are taken as the class's give them: call get_model_state_dict and "
-                f"set_model_state_dict instead"
+                f"the object of {type(model).__name__} has its own state_dict or load_state_dict, "
+                f"as _patch_model_state_dict sets it, and sharded tensors of tilework need the "
+                f"methods of the class: do not patch it, and call get_model_state_dict and "
+                f"set_model_state_dict"
             )
         return self._own.StateDictOptions(**options)
 

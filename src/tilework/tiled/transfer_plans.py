@@ -18,6 +18,6 @@ def replicated_tiling(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Tiling:
 
 
 def transfer_plan(source: Tiling, target: Tiling, rank: int) -> Plan:
-    """The transfers of ``rank`` from one tiling to the other."""
+    """The plan of ``rank`` for moving a tensor from ``source`` to ``target``, cached if small."""
     few = max(len(source.tiles), len(target.tiles)) <= _FEW_TILES
     return _cached_plan(source, target, rank) if few else plan(source, target, rank)

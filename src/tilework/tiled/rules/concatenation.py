@@ -26,7 +26,7 @@ def cat_shape(tensors: Sequence[Any], dim: int) -> tuple[int, ...]:
 def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
     """The dim of a concatenation; None if the tensors do not fit together.
 
-    Tensors without elements and dims do not fit either, though torch lets them pass.
+    A tensor of shape [0] does not fit beside tensors of more dims, though torch lets it pass.
     """
     first = tensors[0]
     if not all(isinstance(arg, Arg) and arg.ndim == first.ndim > 0 for arg in tensors):
@@ -39,8 +39,8 @@ def cat_dim(tensors: Sequence[Any], dim: int) -> int | None:
 def cat_of_legacy(tensors: Sequence[Any]) -> RuleResult:
     """The concatenation without tensors of shape [0], which torch lets pass beside any others.
 
-    Caches of keys and values start with such tensors. None if there are no such tensors, or only
-    such.
+    Caches of keys and values start with such tensors. None if no tensor has the shape [0], or all
+    tensors have one dim.
     """
     kept = [not _is_legacy(arg) for arg in tensors]
     if all(kept) or not any(kept) or not all(isinstance(arg, Arg) for arg in tensors):

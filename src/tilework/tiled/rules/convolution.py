@@ -98,7 +98,10 @@ def per_dim(value: Any, count: int) -> tuple[int, ...] | None:
 def window_factors(
     sizes: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[tuple[Dim, Dim]]:
-    """For each spatial dim, the factors of the dim and of the windows in the result."""
+    """For each spatial dim, the factors of the dim and of the windows in the result.
+
+    Both are empty if windows overlap, or do not cover the dim.
+    """
     count = len(sizes)
     known = [per_dim(value, count) or (0,) * count for value in (kernel, stride, padding, dilation)]
     return [_window_factors(*dim) for dim in zip(sizes, *known, strict=True)]
@@ -189,7 +192,7 @@ for _n in (1, 2, 3):
 
 
 def _register_columns(function: Any, names: str, back: bool) -> None:
-    """Register the operator that makes a column of each window, or the one that sums columns."""
+    """Register im2col, which makes a column of each window, or with ``back`` the reverse."""
 
     def answer(input: Any, *args: Any, **kwargs: Any) -> RuleResult:
         arguments = {**dict(zip(names.split(), args, strict=False)), **kwargs}

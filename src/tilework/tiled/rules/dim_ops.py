@@ -52,7 +52,8 @@ def _along(
         dim: The dim.
         results: The number of results.
         linear: True if the operator is linear.
-        on_empty: The operator, if torch drops empty tensors from the graph of gradients.
+        on_empty: The operator on a local tensor, given if torch drops empty tensors from the
+            graph of gradients.
     """
     dims = dims_of(input.ndim, dim)
     if dims is None:

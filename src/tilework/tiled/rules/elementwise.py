@@ -58,7 +58,7 @@ def pointwise(
     extremum: str | None = None,
     results: int = 1,
 ) -> RuleResult:
-    """The call of an operator that only broadcasts tensors.
+    """The call of an elementwise operator; None if the tensors do not broadcast together.
 
     Args:
         args: All tensors of the call.

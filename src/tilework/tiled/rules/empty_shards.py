@@ -100,7 +100,7 @@ class _InItsPlace(torch.autograd.Function):
 
 
 def without_rows(result: Any, shape: Sequence[int]) -> Any:
-    """Results without the rows of dims that have no elements in ``shape``."""
+    """The results, cut to size 0 in each dim that has size 0 in ``shape``."""
     empty = [dim for dim, size in enumerate(shape) if size == 0]
 
     def cut(tensor: Tensor) -> Tensor:

@@ -384,7 +384,7 @@ def _implied(names: Sequence[Names]) -> Names:
 def _factors(names: Sequence[Names], tensors: Sequence[Arg]) -> dict[str | int, Factor] | None:
     """A factor for each name; the name of a diagonal, twice in one tensor, is unshardable.
 
-    None if sizes do not fit, as sizes of shards might.
+    None if the sizes of the full tensors do not fit, which those of shards might do by chance.
     """
     factors: dict[str | int, Factor] = {}
     for names_of_dims, tensor in zip(names, tensors, strict=True):

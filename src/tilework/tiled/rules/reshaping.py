@@ -44,7 +44,7 @@ def common_shape(*shapes: Sequence[int]) -> Ints:
 
 
 def infer_sizes(shape: Sequence[int], sizes: Sequence[int]) -> Ints | None:
-    """Sizes with the value of -1 inferred; None if they do not fit the shape."""
+    """The sizes, with the size that is given as -1 inferred; None if they do not fit the shape."""
     rest = math.prod(size for size in sizes if size != -1)
     total = math.prod(shape)
     if sizes.count(-1) == 1 and rest != 0 and total % rest == 0:
@@ -58,8 +58,8 @@ def reshape_call(input: Arg, sizes: Sequence[int], copies: bool = True) -> RuleR
     Args:
         input: The tensor.
         sizes: The new sizes; one of them may be -1.
-        copies: Whether to copy where dims cannot be merged in memory, instead of raising as
-            ``view`` does, if the tensor's layout does not know the full tensor's strides.
+        copies: True to copy where dims cannot be merged in memory, False to raise as ``view``
+            does. No effect if the layout knows the full tensor's strides, which decided before.
     """
     shape = infer_sizes(input.shape, sizes)
     if shape is None:

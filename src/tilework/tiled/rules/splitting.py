@@ -45,7 +45,7 @@ def split_lengths(
 
 
 def with_item(items: Sequence[Any], at: int, item: Any) -> list[Any]:
-    """The items with one replaced."""
+    """A copy of ``items`` with ``item`` at the index ``at``."""
     items = list(items)
     items[at] = item
     return items
@@ -85,7 +85,7 @@ def _unbind(input: Arg, dim: int = 0) -> RuleResult:
 
 
 def _copied(name: str) -> None:
-    """Register the rule of the operator that copies a view."""
+    """Register the rule of ``<name>_copy``, which makes the view ``<name>`` and copies it."""
     view: Any = _view_or_copy if name == "view" else getattr(Tensor, name)
 
     def compute(*args: Any, **kwargs: Any) -> Any:
