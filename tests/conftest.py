@@ -54,6 +54,9 @@ ROWS = {
     "faults": r"tests/(chaos|faults)/"
     r"|(fault|liveness|death|timeout|signal|garbage|failure|diagnosis|hosts)\w*\.py",
     "simulation": "tests/csrc/simulation/",
+    "compilers": r"tests/(capture/test_(inductor|modules)|models/test_captured|comm/functional/"
+    r"test_tracing)\.py",
+    "databases": r"tests/dtensor/(op_db|module_db)/|tests/csrc/python/test_operator_call.py",
     "sources": r"tests/test_(layers|structure|style)\.py",
 }
 

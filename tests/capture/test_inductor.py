@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.capture.twins import advance, nearly, run_twins, tensors_of
 from tilework import _core
@@ -23,21 +21,25 @@ from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_d
 from tilework.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from tilework.testing import run_ranks
 
+#: Compilers are slow where others are at work, too.
+LIMIT = timedelta(minutes=5)
+pytestmark = pytest.mark.timeout(LIMIT.total_seconds())
 
-def has_compiler() -> bool:
+
+def need_compiler() -> None:
+    """Skip where there is no C++ compiler. The import takes seconds: only tests that run do it."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError):
-        return False
-    return True
+        pytest.skip("Inductor needs a C++ compiler")
 
 
-#: Compilers are slow where others are at work, too.
-LIMIT = timedelta(minutes=5)
-pytestmark = [
-    pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler"),
-    pytest.mark.timeout(LIMIT.total_seconds()),
-]
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    need_compiler()
 
 
 def sharded_rows(model: nn.Module) -> nn.Module:
@@ -56,7 +58,12 @@ def test_training_with_adamw_a_schedule_and_dropout(wrap: Any) -> None:
         schedulers: list[Any] = []
 
         def make() -> Any:
-            model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
+            model = nn.Sequential(
+                nn.Linear(8, 16, bias=False),
+                nn.GELU(),
+                nn.Dropout(0.2),
+                nn.Linear(16, 8, bias=False),
+            )
             wrapped = wrap(model)
             optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
             schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8))
@@ -82,15 +89,16 @@ def test_all_sizes_share_one_compiled_program() -> None:
         warnings.simplefilter("ignore")
 
         def make() -> Any:
-            model = sharded_rows(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2)))
+            model = sharded_rows(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2)))
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
             def step(x: Tensor) -> Any:
                 optimizer.zero_grad()
-                loss = model(x).view(-1, 4).square().mean()
+                result = model(x)
+                loss = result.view(-1, 4).square().mean()
                 loss.backward()
                 optimizer.step()
-                return loss.detach(), model(x).detach()
+                return loss.detach(), result.detach()
 
             return step, tensors_of(model, optimizer)
 

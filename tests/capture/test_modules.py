@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.capture.test_inductor import LIMIT, has_compiler
+from tests.capture.test_inductor import LIMIT, need_compiler
 from tests.capture.twins import nearly, same_bits
 from tilework.capture import modules
 from tilework.comm.world import current_world
@@ -69,9 +69,9 @@ def test_training_with_two_forward_passes_and_other_losses(make: Any, ranks: int
     run_ranks(ranks, _train, make, ranks, "aot_eager", same)
 
 
-@pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
 @pytest.mark.timeout(LIMIT.total_seconds())
 def test_training_through_inductor() -> None:
+    need_compiler()
     run_ranks(2, _train, in_layers, 2, "inductor", nearly, timeout=LIMIT)
 
 
@@ -114,22 +114,13 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1)) / x.shape[1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "python",
-        pytest.param(
-            "inductor",
-            marks=[
-                pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler"),
-                pytest.mark.timeout(LIMIT.total_seconds()),
-            ],
-        ),
-    ],
-)
+@pytest.mark.timeout(LIMIT.total_seconds())
+@pytest.mark.parametrize("backend", ["python", "inductor"])
 def test_sequences_of_all_lengths_have_one_program(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if backend == "inductor":
+        need_compiler()
     recorded = []
     record = modules._record
 

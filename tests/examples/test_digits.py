@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import tilework.distributed as dist
 from tests.examples.scripts import FOLDER, check_refused, load, options_of, run
 from tilework.testing import run_ranks
 
-pytest.importorskip("sklearn", reason="scikit-learn is in the extras dev and examples")
-pytest.importorskip("matplotlib", reason="matplotlib is in the extras dev and examples")
+# Imports of the packages take seconds: only tests that run do them.
+pytestmark = pytest.mark.skipif(
+    not (find_spec("sklearn") and find_spec("matplotlib")),
+    reason="scikit-learn and matplotlib are in the extras dev and examples",
+)
 
 SCRIPT = FOLDER / "digits.py"
 EXAMPLE = load(SCRIPT)

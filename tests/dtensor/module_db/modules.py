@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.testing._internal import common_modules, common_utils
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.dtensor.op_checks import Layout, distributed
@@ -22,8 +21,6 @@ from tilework.layout import Placement
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
 
-#: It would seed torch's generators at each sample, with a lock that ranks wait for.
-vars(common_utils)["set_rng_seed"] = lambda *_: None
 #: How the parameters lie: as a plain module's, replicated, or sharded at random.
 WAYS = ("plain", "replicated", "sharded")
 
@@ -47,7 +44,11 @@ class Case:
 
 
 def infos() -> list[Any]:
-    """All modules of the database."""
+    """All modules of the database. The import takes seconds: only tests that run do it."""
+    from torch.testing._internal import common_modules, common_utils
+
+    # It would seed torch's generators at each sample, with a lock that ranks wait for.
+    vars(common_utils)["set_rng_seed"] = lambda *_: None
     return list(common_modules.module_db)
 
 

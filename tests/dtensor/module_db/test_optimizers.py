@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.common_optimizers import optim_db
 
 from tests.rounding import assert_close
 from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -20,16 +19,19 @@ from tilework.testing import run_ranks
 
 STEPS = 3
 #: Its gradients are sparse, of which DTensor has none.
-OTHERS = {"SparseAdam"}
+OTHERS = {"Optimizer", "SparseAdam"}
+NAMES = sorted(
+    name
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name not in OTHERS
+)
 
 
-def _name_of(info: Any) -> str:
-    return str(info.optim_cls.__name__)
+def info_of(name: str) -> Any:
+    """The optimizer's options in the database. The import takes seconds: only tests do it."""
+    from torch.testing._internal.common_optimizers import optim_db
 
-
-OPTIMIZERS: dict[str, Any] = {
-    name: info for info in optim_db if (name := _name_of(info)) not in OTHERS
-}
+    return next(info for info in optim_db if info.optim_cls is getattr(torch.optim, name))
 
 
 def parameters(matrices_only: bool) -> list[Tensor]:
@@ -69,9 +71,9 @@ def full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_plain_parameters(name: str) -> None:
-    info = OPTIMIZERS[name]
+    info = info_of(name)
     whole = parameters(matrices_only=name == "Muon")
     cases = []
     for kwargs in options(info):

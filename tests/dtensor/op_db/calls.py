@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy
@@ -18,15 +19,6 @@ from torch.utils._pytree import tree_flatten
 from tests.dtensor.op_checks import Call, Compare, Layout, Layouts
 from tilework.layout import Partial, Placement, Replicate, Shard
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal import common_utils
-    from torch.testing._internal.common_methods_invocations import op_db
-
-for _module in [one for one in sys.modules.values() if hasattr(one, "wrapper_set_seed")]:
-    # Else random operators seem to give the same values every time.
-    vars(_module)["wrapper_set_seed"] = lambda op, *args, **kwargs: op(*args, **kwargs)
-
 
 def _seed(seed: int) -> None:
     """Seed what samples are drawn from; torch formats the stack for each absent accelerator."""
@@ -35,10 +27,23 @@ def _seed(seed: int) -> None:
     numpy.random.seed(seed)
 
 
-# Both are called for each sample; this one reads the sources of the whole stack for a unittest.
-for _module in [one for one in sys.modules.values() if hasattr(one, "extract_test_fn")]:
-    vars(_module)["extract_test_fn"] = lambda: None
-vars(common_utils)["set_rng_seed"] = _seed
+@cache
+def _database() -> list[Any]:
+    """torch's operators with their samples. The import takes seconds: only tests that run do it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal import common_utils
+        from torch.testing._internal.common_methods_invocations import op_db
+    for module in [*sys.modules.values()]:
+        if hasattr(module, "wrapper_set_seed"):
+            # Else random operators seem to give the same values every time.
+            vars(module)["wrapper_set_seed"] = lambda op, *args, **kwargs: op(*args, **kwargs)
+        if hasattr(module, "extract_test_fn"):
+            # Called for each sample: it reads the sources of the whole stack for a unittest.
+            vars(module)["extract_test_fn"] = lambda: None
+    vars(common_utils)["set_rng_seed"] = _seed
+    return list(op_db)
+
 
 #: What is in memory that was not written to is anything.
 _UNWRITTEN = ("empty", "resize_")
@@ -68,7 +73,7 @@ def named(info: Any) -> str:
 
 def operators() -> list[Any]:
     """All operators of the database, one for each name."""
-    found = {named(info): info for info in op_db}
+    found = {named(info): info for info in _database()}
     return [found[name] for name in sorted(found)]
 
 
