@@ -20,7 +20,7 @@ constexpr uint64_t kReadsPeers = uint64_t{1} << 25, kSharesProcess = uint64_t{1}
 constexpr uint64_t kOwnBits =
     kReadsPeers | kSharesProcess | kPrefersOutboxes | kInHeader | kHasDetails;
 constexpr uint64_t kDetailBits = kInHeader | kHasDetails;  // of these, a mix changes nothing else
-constexpr int64_t kMostBytes = int64_t{1} << 40;     // no host sends more: the table is garbage
+constexpr int64_t kMostSent = int64_t{1} << 40;      // no host sends more: the table is garbage
 constexpr auto relaxed = std::memory_order_relaxed;  // the step counter publishes the headers
 
 uint64_t pack_signature(const Operation& operation, const CallForm& form, bool has_details,
@@ -160,7 +160,7 @@ uint64_t compare_byte_tables(const Segment& segment, unsigned parity,
     for (int to = 0; to < size; ++to) {
       if (from == to || !routed(kind, calls[0].root(), from, to)) continue;
       const int64_t sent = tables.sends(from, to), expected = tables.expects(to, from);
-      if (sent != expected || sent < 0 || sent > kMostBytes)
+      if (sent != expected || sent < 0 || sent > kMostSent)
         throw Fault("mismatch", {std::min(from, to), std::max(from, to)},
                     "rank " + std::to_string(from) + " sends " + std::to_string(sent) +
                         " bytes to rank " + std::to_string(to) + ", which expects " +

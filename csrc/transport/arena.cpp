@@ -14,11 +14,8 @@ namespace tilework {
 namespace {
 
 constexpr size_t kAlign = 64;
-constexpr size_t kPage = 4096;
 /// Freed memory is kept for the next buffer up to this, then returned to the system.
 constexpr size_t kMostIdle = 64 * 1024 * 1024;
-
-size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 }  // namespace
 

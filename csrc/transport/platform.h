@@ -1,7 +1,8 @@
-// The core's interface to Linux: clocks, futexes, usable cores, fork detection.
+// The core's interface to Linux: clocks, pages, futexes, usable cores, fork detection.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace tilework {
@@ -10,6 +11,11 @@ constexpr int64_t kMicrosecond = 1'000;
 constexpr int64_t kMillisecond = 1'000'000;
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr int64_t kNever = INT64_MAX;
+
+/// Bytes of a page, in which files are mapped.
+constexpr size_t kPage = 4096;
+/// The smallest multiple of `unit` that is at least `n`.
+constexpr size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 /// Nanoseconds of the monotonic clock.
 int64_t now_ns();

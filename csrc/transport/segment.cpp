@@ -16,11 +16,8 @@ namespace tilework {
 namespace {
 
 constexpr uint64_t kMagic = 0x006b726f77656c69;  // "ilework" in memory
-constexpr size_t kPage = 4096;
 constexpr size_t kMaxArena = size_t{1} << 40;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-
-size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 [[noreturn]] void fail(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);

@@ -107,7 +107,6 @@ using namespace tilework::simulation;
 
 void* __real_memcpy(void*, const void*, size_t);
 void* __real_memmove(void*, const void*, size_t);
-void* __real_memset(void*, int, size_t);
 
 void* __wrap_memcpy(void* to, const void* from, size_t bytes) {
   copying(to, from, bytes, CODE);

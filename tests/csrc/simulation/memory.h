@@ -19,6 +19,9 @@
 #include "clocks.h"
 #include "schedule.h"
 
+/// The C library's memset, which the simulation does not watch.
+extern "C" void* __real_memset(void* to, int value, size_t bytes);
+
 namespace tilework::simulation {
 
 /// A byte of a file that ranks map, wherever they map it; see names.h.

@@ -21,7 +21,7 @@ constexpr size_t kPrivateBytes = size_t{4} << 20;  // of a rank's own memory
 [[noreturn]] void fail(const std::string& text);
 
 /// What a caller leaves until its part is published.
-class CheckedInterlude : public Interlude {
+class CheckedInterlude final : public Interlude {
  public:
   void published() override {
     if (published_++ > 0) fail("an operation was published twice");

@@ -42,7 +42,6 @@ int __real_getrusage(int, rusage*);
 pthread_t __real_pthread_self();
 ssize_t __real_process_vm_readv(pid_t, const iovec*, unsigned long, const iovec*, unsigned long,
                                 unsigned long);
-void* __real_memset(void*, int, size_t);
 }
 
 namespace tilework::simulation {
