@@ -623,7 +623,7 @@ def test_a_parameter_of_another_layout_raises() -> None:
         for _ in range(3):
             captured(x)
         model.weight.data = model.weight.data.redistribute(placements=[Shard(0)])
-        with pytest.raises(CaptureError, match=r"weight as .*at .*test_program") as error:
+        with pytest.raises(CaptureError, match=r"model.weight was .*at .*test_program") as error:
             captured(x)
         return str(error.value)
 

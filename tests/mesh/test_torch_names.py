@@ -58,7 +58,7 @@ def test_parts_of_one_mesh_are_joined() -> None:
 def test_what_does_not_fit_the_axis_is_refused() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
-        with pytest.raises(ValueError, match=r"has 2 ranks, which are not \(3, 1\)"):
+        with pytest.raises(ValueError, match=r"the product of the sizes \(3, 1\) is 3"):
             mesh.unflatten("a", (3, 1), ("x", "y"))
         with pytest.raises(ValueError, match="must name each"):
             mesh.unflatten("a", (2, 1), ("x",))

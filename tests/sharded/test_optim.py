@@ -298,7 +298,7 @@ def test_parameters_that_were_resharded_are_noticed() -> None:
         if rank == 2:  # had no shard, has none, and hears of it where ranks meet
             optimizer.step()
         else:
-            with pytest.raises(RuntimeError, match=r"use its reshard_\('w', spec\)"):
+            with pytest.raises(RuntimeError, match=r"the optimizer's reshard_\('w', spec\)"):
                 optimizer.step()
         for call in (
             optimizer.state_dict,

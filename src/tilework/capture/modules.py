@@ -67,13 +67,16 @@ def _module_of(function: Any) -> nn.Module | None:
 class CompiledFunction:
     """A function or module whose calls run recorded programs; collective as the function is.
 
+    The first call runs the function as it is.
+
     Args:
         function: The function or module to record.
         backend: "python" or "inductor", as for ``capture``.
 
     Raises:
         CaptureError: In a call that is recorded (the second, and each call with other layouts):
-            the function cannot be recorded.
+            the function cannot be recorded. In the first call: the module lies within a module
+            that ``fully_shard`` has sharded.
     """
 
     def __init__(self, function: Callable[..., Any], backend: str) -> None:

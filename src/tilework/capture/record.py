@@ -227,7 +227,13 @@ class StepRecord:
         return self._leave(kept, size)
 
     def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """Check the conditions, and return the inputs of a call; None if a condition fails."""
+        """Check that the program may run for a call, and return its inputs; None if it may not.
+
+        The key of the call has checked the layouts of the arguments.
+
+        Raises:
+            CaptureError: A tensor that the step refers to has another layout.
+        """
         inputs = self._enter(leaves)
         if inputs is None or not self._layouts_hold(*self._same):
             if not self.is_current():

@@ -54,7 +54,7 @@ def compare_program(graph: Graph, name: str) -> Digests:
             texts.setdefault(each.function.group, []).append(_text(each))
     for group, mine in texts.items():
         every: list[list[str]] = agree(partial(list, mine), group)
-        for rank, theirs in enumerate(every):
+        for other, theirs in enumerate(every):
             if theirs == every[0]:
                 continue
             number = next(
@@ -67,8 +67,9 @@ def compare_program(graph: Graph, name: str) -> Digests:
             ranks = group.global_ranks
             raise CaptureError(
                 f"ranks recorded different programs of {name}: collective {number} is {sides[0]} "
-                f"on rank {ranks[0]} and {sides[1]} on rank {ranks[rank]}. All ranks of a group "
-                f"have to come to the same collectives: look for a branch on the rank or on data"
+                f"on rank {ranks[0]} and {sides[1]} on rank {ranks[other]}. All ranks of a group "
+                f"have to call the same collectives, in one order: look for a branch on the rank "
+                f"or on data"
             )
     bases = [stable_digest("\n".join([name, *each])) for each in texts.values()]
     return Digests(bases, list(texts.values()))

@@ -155,7 +155,10 @@ class DistributedSampler(Sampler[int]):
             ValueError: The dataset has fewer rows than were taken.
         """
         if not 0 <= taken <= self._length:
-            raise ValueError(f"cannot resume after {taken} rows: the dataset has {self._length}")
+            raise ValueError(
+                f"cannot resume after {taken} rows (of all ranks together): the dataset has "
+                f"{self._length}. Use the dataset that the state was saved with"
+            )
         self.epoch, self._start, self._taken = epoch, taken, taken
 
 

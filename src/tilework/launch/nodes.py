@@ -218,7 +218,12 @@ class _Meeting:
                     peer, _ = listener.accept()
                 except TimeoutError:
                     missing = set(range(1, len(table["ranks"]))).difference(link.connected)
-                    raise NodesError(f"{_named(sorted(missing))} did not connect here") from None
+                    port = listener.getsockname()[1]
+                    raise NodesError(
+                        f"{_named(sorted(missing))} came to the store of node 0, but did not "
+                        f"connect to its port {port} within {_ANSWER_SECONDS:g} s. The ports "
+                        f"between the hosts must be open, and the launchers there must still run"
+                    ) from None
                 greeting = _first_line(peer).partition(" ")
                 if greeting[0] == token and greeting[2].isdecimal():
                     link.add(int(greeting[2]), peer)
@@ -261,7 +266,7 @@ class _Meeting:
 
 
 def _version() -> str:
-    """The version of this package as installed."""
+    """The version of this package, which launchers compare; "unknown" if it is not installed."""
     try:
         return metadata.version("tilework")
     except metadata.PackageNotFoundError:  # a folder on the path

@@ -53,7 +53,8 @@ def backends_of_axes(
         return (None,) * ndim
     if isinstance(override, str) or not isinstance(override, dict | list | tuple):
         raise TypeError(
-            f"backend_override has backends by axis, as {{'tp': 'gloo'}}, got {override!r}"
+            f"backend_override is a dict of backends by axis, such as {{'tp': 'gloo'}}, or a list "
+            f"with a backend or None for each axis, got {override!r}"
         )
     if not isinstance(override, dict):
         if len(override) != ndim:
@@ -79,7 +80,7 @@ def _backend_name(backend: Any) -> str | None:
     name = backend[0] if isinstance(backend, tuple) and backend else backend
     if name is not None and not isinstance(name, str):
         raise TypeError(
-            f"backend_override takes a backend's name, got {backend!r} of type "
-            f"{type(backend).__name__}"
+            f"a backend in backend_override is a name, or a pair of a name and options, got "
+            f"{backend!r} of type {type(backend).__name__}"
         )
     return name

@@ -234,7 +234,10 @@ class ShardedOptimizer(Optimizer):
             raise KeyError(f"no parameter {name!r}; there are {', '.join(self.named_params)}")
         tensor = self.named_params[name]
         if not isinstance(tensor, ShardedTensor):
-            raise ValueError(f"parameter {name!r} is a plain tensor: see shard_parameter")
+            raise ValueError(
+                f"reshard_ moves the shards of a sharded parameter, but {name!r} is a plain "
+                f"tensor: shard it first with shard_parameter"
+            )
         group, entries = tensor.process_group, {}
         if not isinstance(group, NonMember):
             entries = self._entries([name], group, gradients=True).get(name, {})

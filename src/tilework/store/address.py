@@ -70,7 +70,10 @@ class TcpAddress(Address):
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"a store's host must be a name or an address, got {self.host!r}")
         if not isinstance(self.port, int) or not 0 <= self.port <= 65535:
-            raise ValueError(f"a store's port must be between 0 and 65535, got {self.port!r}")
+            raise ValueError(
+                f"a store's port must be between 0 (the system picks a free port) and 65535, got "
+                f"{self.port!r}"
+            )
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -74,7 +74,7 @@ class RandomOperation:
         return self.case.make(self.seed + 3 * rank + part)
 
     def value(self, rank: int, part: int = 0) -> Tensor:
-        """The values of :meth:`contribution` in a contiguous tensor."""
+        """The values of :meth:`contribution`, contiguous, to compute expected results from."""
         return self.case.value(self.seed + 3 * rank + part)
 
     def rows(self, src: int, dst: int) -> int:

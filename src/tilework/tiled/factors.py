@@ -323,7 +323,7 @@ def _slot(text_of_tensor: str, text: str) -> _Slot:
         if match is None:
             raise ValueError(
                 f"{word!r} in {text!r} is not a name, a name with * (any number of dims) or a name "
-                f"with ! (needed whole)"
+                f"with ! (needed whole); a ? ends an optional tensor"
             )
         tokens.append(_Token(match[1], match[2] == "*", match[2] == "!"))
     return _Slot(tuple(tokens), optional)

@@ -365,7 +365,7 @@ def test_to_another_mesh_is_refused() -> None:
     def program(mesh: DeviceMesh) -> None:
         other = init_device_mesh("cpu", (2,), mesh_dim_names=("other",))
         source, target = (spec_of(one, [R], (4,)) for one in (mesh, other))
-        with pytest.raises(ValueError, match="on a mesh to another on the same mesh"):
+        with pytest.raises(ValueError, match="of the same shape on the same mesh"):
             redistribute_local(torch.ones(4), source, target)
 
     everywhere((2,), program)

@@ -32,7 +32,7 @@ _KNOWN: Final = frozenset(
 
 
 def shape_label(sizes: tuple[int, ...], dtype: torch.dtype) -> int:
-    """A number for a shape, and for the dtype if engines may confuse it with another.
+    """A hash of a shape, for ranks to compare; and of the dtype if engines may confuse it.
 
     Example:
         >>> shape_label((2, 3), torch.float32) == shape_label((6,), torch.float32)

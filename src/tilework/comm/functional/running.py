@@ -84,7 +84,8 @@ def empty_like(x: Tensor) -> Tensor:
 def run(kind: type[FunctionalCollective], x: Tensor, group: GroupOrName, *args: Any) -> Tensor:
     """The result of the collective ``kind(*args)`` on ``x``, over ``group``.
 
-    The collective is started now, or written as operators into the trace.
+    The collective is written as operators into a trace, if there is one. Otherwise it is started
+    now, and a large result is waited for at the first use.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {x!r} of {type(x)}")

@@ -134,7 +134,10 @@ def _own_its_memory(tensor: DTensor, operands: Sequence[Tensor]) -> None:
 
 
 def show_base(result: Any, base: Tensor) -> None:
-    """Let the provenance of views include that of ``base``, the call's first tensor."""
+    """Let the provenance digest of views depend on that of ``base``, the call's first tensor.
+
+    So a later write to the base counts, too.
+    """
     if base.__class__ is not DTensor:
         return
     if result.__class__ is DTensor:
@@ -201,8 +204,8 @@ def write(target: DTensor, value: Tensor, spec: DTensorSpec, name: str, digest: 
     """
     if spec.shape != target._spec.shape:
         raise RuntimeError(
-            f"{name} would write a result of shape {list(spec.shape)} to a tensor of shape "
-            f"{list(target.shape)}"
+            f"{name} changes a tensor of shape {list(target.shape)} in place, but its result has "
+            f"shape {list(spec.shape)}: call the form that returns a new tensor"
         )
     moved = redistribute_local(value, spec, target._spec, of=Moved(digest, name))
     target._local_tensor.copy_(moved)

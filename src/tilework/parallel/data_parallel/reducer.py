@@ -482,7 +482,8 @@ class Reducer:
         """Compare with the other ranks: passes, parameters, and which gradients exist. Collective.
 
         Returns:
-            For each gradient True if at least one rank has it; None: no rank lacks any.
+            For each gradient True if at least one rank has it. None if gradients may not be
+            missing, and no rank lacks any.
 
         Raises:
             RuntimeError: Gradients are missing where none may be; on every rank.

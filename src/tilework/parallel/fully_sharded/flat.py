@@ -84,7 +84,7 @@ class Gathering:
         return self._params[bisect_right(self._offsets, offset) - 1]
 
     def finish(self) -> None:
-        """Wait until the full tensors are there."""
+        """Wait for the gathers of :meth:`Flat.gather`, then fill the full tensors. Idempotent."""
         for work in self.works:
             work.wait()
         if self.pairs:

@@ -114,7 +114,8 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """True: gather parameters when backward reaches the module. False: when needed. Local.
 
-        They are needed when an operator's backward reads a parameter.
+        They are needed when an operator's backward reads a parameter. So False saves the gather
+        where backward reads none, as in an embedding.
         """
         self._fsdp_state.unshards_in_backward = unshard_in_backward
 

@@ -593,7 +593,11 @@ class Unit:
                 self.reshard()
 
     def _end_backward(self, uses: Iterable[weakref.ref[Use]]) -> None:
-        """Free the parameters that backward has gathered, even if the graph stays. Local."""
+        """At the end of a backward pass, free the parameters that it gathered. Local.
+
+        They are freed even if the graph stays. Installed parameters are kept if
+        ``reshard_after_backward`` is False.
+        """
         self._release()
         if self.reshard_after_backward:
             self.reshard()

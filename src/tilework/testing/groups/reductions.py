@@ -251,7 +251,11 @@ class ReduceSuite(GroupSuite):
 
 
 class PrecisionSuite(GroupSuite):
-    """Reductions run in rank order: their bits depend only on the values."""
+    """Reductions give the same bits on every rank and in every run.
+
+    Unless the backend lacks the promise, sums go in rank order, and 16-bit floats are added in
+    float32.
+    """
 
     def test_same_bits_on_every_rank_and_run(self) -> None:
         def body(rank: int) -> list[list[int]]:

@@ -68,7 +68,7 @@ class Connections:
 
 @dataclass(frozen=True)
 class Link:
-    """The means by which tensors move between hosts."""
+    """The object that moves tensors between hosts, with its name and a way to end its waits."""
 
     #: The name of the backend, for messages.
     name: str
