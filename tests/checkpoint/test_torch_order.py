@@ -57,7 +57,7 @@ def test_plug_ins_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_ranks_that_have_a_group_save_together(tmp_path: Path) -> None:
     def program(rank: int) -> None:
-        with pytest.raises(NotImplementedError, match="'no_dist' got True"):
+        with pytest.raises(NotImplementedError, match=r"'no_dist' .* got True"):
             like_torch.save({}, checkpoint_id=tmp_path, no_dist=True)
 
     run_ranks(1, program)

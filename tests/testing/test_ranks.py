@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.functional import linear
 
 from tests.tables import each
 from tilework.testing import run_ranks
@@ -33,3 +35,19 @@ def test_other_kinds_of_ranks() -> None:
     kind: Any = "process"
     with pytest.raises(ValueError, match="'threads' or 'processes', got 'process'"):
         run_ranks(2, nothing, kind=kind)
+
+
+def test_threads_of_torch_are_set_from_the_first_product_on() -> None:
+    x, weight = torch.randn(6, 8), torch.randn(300, 8)
+
+    def program(rank: int) -> bool:
+        first = linear(x, weight)
+        torch.get_num_threads()
+        return torch.equal(first, linear(x, weight))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert run_ranks(1, program) == [True]
+    finally:
+        torch.set_num_threads(before)

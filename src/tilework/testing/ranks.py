@@ -180,6 +180,9 @@ def _thread_rank(
 ) -> None:
     outcome, generator = outcomes[rank], worlds[rank].generator
     assert generator is not None
+    # A new thread learns of torch.set_num_threads() here. Otherwise it would learn at the first
+    # parallel loop: products before and after would have other threads, and other last bits.
+    torch.get_num_threads()
     with own_world(worlds[rank]) as world, OwnDraws(generator):
         try:
             outcome.result = program.run(rank, store, "threads")

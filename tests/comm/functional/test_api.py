@@ -646,8 +646,16 @@ MISUSE: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         "sum to",
         lambda: functional.all_to_all_single(torch.ones(4), [2, 2], [1, 2]),
     ),
-    "two senders": (ValueError, "of its own", lambda: functional.permute_tensor(ONE, [0, 0])),
-    "nowhere": (ValueError, "of its own", lambda: functional.permute_tensor(ONE, [0, 2])),
+    "two senders": (
+        ValueError,
+        "different destination",
+        lambda: functional.permute_tensor(ONE, [0, 0]),
+    ),
+    "nowhere": (
+        ValueError,
+        "different destination",
+        lambda: functional.permute_tensor(ONE, [0, 2]),
+    ),
     "no such root": (ValueError, "not part", lambda: functional.broadcast(ONE, 5)),
 }
 
