@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 
 import tilework.distributed as dist
 from tilework.comm.backends.engine_protocol import Operation
+from tilework.comm.backends.torch import torch_engines
 from tilework.comm.backends.torch.torch_calls import CALLS
 from tilework.comm.backends.torch.torch_engines import GlooGroup, NcclGroup, TorchEngine
+from tilework.testing import run_ranks
 
 
 class RecordingEngine(TorchEngine):
@@ -160,3 +163,19 @@ def test_a_gpu_of_two_ranks_is_named_with_a_remedy(engine: RecordingEngine) -> N
         engine.blocking(fail)
     assert "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))" in str(caught.value)
     assert "NCCL error in" in str(caught.value)
+
+
+def test_no_rank_leaves_a_gloo_group_before_all_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected = []
+    connect = torch_engines.while_looking
+
+    def slowly(*args: Any) -> Any:
+        gloo = connect(*args)
+        time.sleep(0.5 * gloo.rank())
+        connected.append(gloo)
+        return gloo
+
+    monkeypatch.setattr(torch_engines, "while_looking", slowly)
+    assert run_ranks(2, lambda rank: len(connected), backend="gloo") == [2, 2]

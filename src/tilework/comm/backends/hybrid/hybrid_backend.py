@@ -34,7 +34,7 @@ from tilework.comm.backends.torch.torch_engines import (
     make_gloo_backend,
 )
 from tilework.comm.capabilities import Capability
-from tilework.errors import DistBackendError
+from tilework.errors import DistBackendError, DistError
 from tilework.store import PrefixStore
 
 #: The library that moves tensors between hosts: "gloo" or "mpi", the same on all ranks.
@@ -110,6 +110,8 @@ def _connect_gloo(request: DistributedBackendOptions, address: str) -> Link:
         backend = make_gloo_backend(
             replace(request, store=PrefixStore("link", request.store)), address
         )
+    except DistError:
+        raise
     except RuntimeError as error:
         raise DistBackendError(
             f"gloo could not connect the hosts of group {request.group_id!r}: {error}"

@@ -35,7 +35,8 @@ from tilework.comm.contract import Options, ProcessGroup, Work
 from tilework.comm.elastic.watched_store import while_looking
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import AnyReduceOp, RedOpType
-from tilework.errors import DistBackendError
+from tilework.errors import DistBackendError, DistError
+from tilework.store.barrier import store_based_barrier
 from tilework.store.torch_bridge import as_torch_store
 
 #: Words in error messages: of a late rank, and of closed connections.
@@ -342,7 +343,7 @@ class NcclGroup(EngineGroup):
 
 
 def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -> Any:
-    """Torch's Gloo object for a group. Collective over its ranks; blocks until all ranks came.
+    """Torch's Gloo object for a group. Collective over its ranks; blocks until all are connected.
 
     Args:
         request: The group.
@@ -355,7 +356,10 @@ def make_gloo_backend(request: DistributedBackendOptions, address: str | None) -
         options = c10d.ProcessGroupGloo._Options()
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = request.timeout
-    return while_looking(lambda: c10d.ProcessGroupGloo(store, rank, size, options), request.store)
+    gloo = while_looking(lambda: c10d.ProcessGroupGloo(store, rank, size, options), request.store)
+    # Gloo cannot connect to a rank that has left, as a rank may that only sends a message.
+    store_based_barrier(rank, request.store, "connected", size, request.timeout)
+    return gloo
 
 
 def _make_gloo(request: DistributedBackendOptions, options: Any) -> Any:
@@ -388,6 +392,8 @@ def _engine(
         check_available(name)
         try:
             backend = make(request, options)
+        except DistError:
+            raise
         except RuntimeError as error:
             raise DistBackendError(
                 f"{name} could not make group {request.group_id!r}: {error}"
