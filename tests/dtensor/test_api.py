@@ -110,7 +110,7 @@ def test_what_cannot_be_distributed_raises_on_all_ranks() -> None:
         whole = torch.randn(12, 12)
         with pytest.raises(ValueError, match="must have the same length"):
             distribute_tensor(whole, mesh, [Shard(0)])
-        with pytest.raises(RuntimeError, match="takes leaf tensors only"):
+        with pytest.raises(RuntimeError, match="distribute leaf tensor"):
             distribute_tensor(whole.requires_grad_() + 2, mesh, [Shard(0), Shard(1)])
         whole = whole.detach()
         there = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
@@ -159,7 +159,7 @@ def test_what_is_wrong_on_one_rank_raises_on_all() -> None:
         there = distribute_tensor(whole, mesh, [Shard(0)])
         distribute_tensor(there if rank else whole, mesh, [Shard(0)])
 
-    assert "takes leaf tensors only" in raised_by_all(2, leaf, RuntimeError)
+    assert "distribute leaf tensor" in raised_by_all(2, leaf, RuntimeError)
     assert "type=a plain tensor on rank 0" in raised_by_all(2, kinds, ValueError)
     wrong_shape = "shape=[4] on rank 0 does not match with shape=[5] on rank 1"
     assert wrong_shape in raised_by_all(2, shapes, ValueError)

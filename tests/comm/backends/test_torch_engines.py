@@ -16,6 +16,7 @@ from tilework.comm.backends.engine_protocol import Operation
 from tilework.comm.backends.torch import torch_engines
 from tilework.comm.backends.torch.torch_calls import CALLS
 from tilework.comm.backends.torch.torch_engines import GlooGroup, NcclGroup, TorchEngine
+from tilework.comm.elastic.watched_store import while_looking
 from tilework.testing import run_ranks
 
 
@@ -169,7 +170,7 @@ def test_no_rank_leaves_a_gloo_group_before_all_are_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connected = []
-    connect = torch_engines.while_looking
+    connect = while_looking
 
     def slowly(*args: Any) -> Any:
         gloo = connect(*args)

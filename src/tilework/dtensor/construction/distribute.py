@@ -152,8 +152,8 @@ def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}")
     if not tensor.is_leaf:
         raise RuntimeError(
-            "distribute_tensor takes leaf tensors only, and this tensor was computed from others, "
-            "to which no gradient would flow: use DTensor.from_local, or detach() the tensor"
+            "distribute_tensor can only distribute leaf tensors. This tensor was computed from "
+            "others, to which no gradient would flow: use DTensor.from_local, or detach() the tensor"
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "that is nested" if tensor.is_nested else f"of {tensor.layout}"
