@@ -153,7 +153,7 @@ def _check_plain(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     if not tensor.is_leaf:
         raise RuntimeError(
             "distribute_tensor can only distribute leaf tensors. This tensor was computed from "
-            "others, to which no gradient would flow: use DTensor.from_local, or detach() the tensor"
+            "others, to which no gradient would flow: use DTensor.from_local, or detach() it"
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "that is nested" if tensor.is_nested else f"of {tensor.layout}"
