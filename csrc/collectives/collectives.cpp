@@ -225,7 +225,7 @@ struct ReductionChunks {
   ReductionChunks(size_t bytes_, int size, size_t chunk_bytes)
       : bytes(bytes_), cell(align_down(chunk_bytes / size)) {
     chunks = ceil_div(bytes, cell * size);
-    chunk = align_up(ceil_div(ceil_div(bytes, chunks), size)) * size;  // equal chunks
+    chunk = round_up(ceil_div(ceil_div(bytes, chunks), size), kLine) * size;  // equal chunks
     part = chunk / size;
   }
   Buffer of(char* data, size_t index, int owner) const {
@@ -240,7 +240,7 @@ struct ReductionChunks {
 /// Reduce this rank's share of the bytes from `offset` on into every rank's output.
 void reduce_rest_in_place(Exchange& x, size_t offset) {
   const size_t rest = x.operation.inputs[0].bytes - offset;
-  const size_t share = align_up(ceil_div(rest, x.size));
+  const size_t share = round_up(ceil_div(rest, x.size), kLine);
   const size_t begin = offset + std::min(rest, x.rank * share);
   const size_t length = std::min(offset + rest, begin + share) - begin;
   char* result = x.operation.outputs[0].data + begin;

@@ -21,6 +21,7 @@
 #include "collectives/operation_header.h"
 #include "collectives/rank_context.h"
 #include "transport/outbox_stores.h"
+#include "transport/platform.h"
 
 namespace tilework {
 
@@ -35,7 +36,7 @@ struct Cell {
   size_t offset, bytes;
 
   size_t place(uint64_t step, size_t length) const {
-    const size_t distance = (length + kLine - 1) / kLine * kLine;
+    const size_t distance = round_up(length, kLine);
     if (length < kLeastMoved || distance > bytes) return offset;
     return offset + step / 2 % (bytes / distance) * distance;
   }

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "transport/copy.h"
+#include "transport/platform.h"
 
 namespace tilework {
 namespace {
@@ -14,7 +15,7 @@ constexpr size_t kFragment = 32 * 1024;
 /// The bytes to read from a sender's memory at a time, since a read holds the lock.
 constexpr size_t kReadPiece = 1024 * 1024;
 
-size_t fragment_room(size_t bytes) { return kLine + (bytes + kLine - 1) / kLine * kLine; }
+size_t fragment_room(size_t bytes) { return kLine + round_up(bytes, kLine); }
 
 /// A channel's ring, addressed by positions of cursors.
 class Ring {

@@ -5,13 +5,13 @@
 #include <algorithm>
 
 #include "collectives/exchange.h"
+#include "transport/platform.h"
 
 namespace tilework {
 
 constexpr size_t kBlock = 16 * 1024;  // fits the first-level cache twice
 
 inline size_t align_down(size_t n) { return n / kLine * kLine; }
-inline size_t align_up(size_t n) { return (n + kLine - 1) / kLine * kLine; }
 inline size_t ceil_div(size_t n, size_t by) { return (n + by - 1) / by; }
 
 /// The number of bytes of [offset, offset + length) that a buffer has.

@@ -12,7 +12,7 @@ constexpr uint64_t kAllRead = 0x64616572206c6c61;
 
 /// The split of a reduction's bytes among the ranks.
 struct Shares {
-  Shares(size_t bytes_, int size) : bytes(bytes_), each(align_up(ceil_div(bytes_, size))) {}
+  Shares(size_t bytes_, int size) : bytes(bytes_), each(round_up(ceil_div(bytes_, size), kLine)) {}
   size_t begin(int rank) const { return std::min(bytes, rank * each); }
   size_t length(int rank) const { return std::min(bytes, begin(rank) + each) - begin(rank); }
   size_t bytes, each;

@@ -219,7 +219,7 @@ def _empty_state(name: str, parameter: Tensor, saved: SavedTensor) -> Tensor:
 
 
 def _note_rest(filling: Filling, root: Path) -> None:
-    """Mark entries except ``state`` and ``param_groups`` as used: the optimizer makes them anew."""
+    """Mark entries except ``state`` and ``param_groups`` as used: the optimizer remakes them."""
     for path in filling.paths_under(root):
         if path[len(root)] not in ("state", "param_groups"):
             filling.used.add(path)

@@ -210,7 +210,8 @@ class _Meeting:
         family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((self._host, 0), family=family) as listener:
             token = secrets.token_hex(16)
-            store.set("link", json.dumps({"port": listener.getsockname()[1], "token": token}))
+            port = listener.getsockname()[1]
+            store.set("link", json.dumps({"port": port, "token": token}))
             store.set("table", json.dumps(table))
             listener.settimeout(_ANSWER_SECONDS)
             while len(link.connected) < len(table["ranks"]) - 1:
@@ -218,7 +219,6 @@ class _Meeting:
                     peer, _ = listener.accept()
                 except TimeoutError:
                     missing = set(range(1, len(table["ranks"]))).difference(link.connected)
-                    port = listener.getsockname()[1]
                     raise NodesError(
                         f"{_named(sorted(missing))} came to the store of node 0, but did not "
                         f"connect to its port {port} within {_ANSWER_SECONDS:g} s. The ports "

@@ -20,8 +20,8 @@ def check_device_type(device_type: str) -> None:
         ) from None
     if index is not None:
         raise RuntimeError(
-            f"device_type must be a kind of device without an index, such as 'cpu' or 'cuda', for "
-            f"each rank has a device of that kind; got {device_type!r}"
+            f"device_type must be a kind of device without an index, such as 'cpu' or 'cuda': "
+            f"each rank has its own device of that kind; got {device_type!r}"
         )
 
 

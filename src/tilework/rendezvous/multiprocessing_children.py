@@ -56,7 +56,7 @@ class MultiprocessingChildren:
 
     @staticmethod
     def of_this_process() -> MultiprocessingChildren:
-        """The object for this process, made anew in a forked child."""
+        """The object for this process. A forked child makes another object."""
         global _known
         if _known._own[0] != os.getpid():  # it was forked
             _known = MultiprocessingChildren()

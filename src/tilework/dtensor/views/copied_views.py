@@ -181,7 +181,7 @@ def viewed(
     Args:
         result: The view, or several, as DTensors.
         copied: True if elements were copied, so that the views must be kept equal to the base.
-        func: The operator, which may be called again to make the views anew.
+        func: The operator, which may be called again to remake the views.
         args: The positional arguments. The first (else ``input``) is the base.
         kwargs: The keyword arguments.
     """
