@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -51,3 +53,27 @@ def test_threads_of_torch_are_set_from_the_first_product_on() -> None:
         assert run_ranks(1, program) == [True]
     finally:
         torch.set_num_threads(before)
+
+
+def test_garbage_of_the_parent_is_not_freed_in_a_forked_rank() -> None:
+    freed_in: list[int] = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            freed_in.append(os.getpid())
+
+    def program(rank: int) -> list[int]:
+        gc.collect()
+        return freed_in
+
+    gc.disable()
+    try:
+        Garbage()
+        assert run_ranks(1, program, kind="processes") == [[]]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert freed_in == [os.getpid()]

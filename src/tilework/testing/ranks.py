@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import secrets
@@ -270,6 +271,9 @@ def _fork(program: _Program, rank: int, address: str, secret: bytes) -> _Child:
         return _Child(pid, reader, bytearray())
     status = 1
     try:
+        # Garbage of the parent is not for the rank to free: a destructor may join a thread, which
+        # a forked process lacks.
+        gc.freeze()
         os.close(reader)
         _die_with(parent)
         status = _process_rank(program, rank, address, secret, writer)
