@@ -17,23 +17,14 @@ from tests.parallel.lives.minimise import minimise
 from tests.parallel.sides import OnRanks
 
 #: Of so many numbers, the lives of each number of ranks.
-NUMBERS = 160
-#: Ways and acts that do not yet have the plain model's values: lives with them are left out.
-AWAITED_WAYS = ("root", "blocks", "kept", "nested", "listed", "hybrid", "shards tensor")
-AWAITED_ACTS = ("average", "go_on_with_a_copy", "move", "resume", "parametrize", "accumulate")
-
-
-def is_awaited(life: Life) -> bool:
-    if life.unlike is not None and life.unlike.kind == "spoils":
-        return True
-    return life.way in AWAITED_WAYS or any(act.startswith(AWAITED_ACTS) for act in life.acts)
+NUMBERS = 48
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_lives(ranks: int) -> None:
     lives = [life_of(number) for number in range(NUMBERS)]
-    lives = [life for life in lives if life.ranks == ranks and not is_awaited(life)]
+    lives = [life for life in lives if life.ranks == ranks]
     for outcome in run_lives(lives):
         if outcome.kind == "wrong":
             outcome = minimise(outcome)
