@@ -23,6 +23,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
 
+from tilework.comm.backends import load_backend
 from tilework.comm.flight import watch
 from tilework.comm.groups import destroy_process_group, init_process_group
 from tilework.comm.world import World, own_world
@@ -239,6 +240,7 @@ class _Child:
 
 def _in_processes(program: _Program) -> list[_Outcome]:
     secret = secrets.token_bytes(16)
+    load_backend(program.backend or "shm")
     with tempfile.TemporaryDirectory(prefix="tilework-") as folder:
         # Only Linux has sockets without files.
         linux = sys.platform.startswith("linux")

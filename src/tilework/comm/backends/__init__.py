@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,15 @@ def make_backend(name: str, request: DistributedBackendOptions, pg_options: Any)
     if plugin.extended_api:
         return plugin.creator_fn(request, pg_options)
     return plugin.creator_fn(request.store, request.group_rank, request.group_size, request.timeout)
+
+
+def load_backend(name: str) -> None:
+    """Import the module of a built-in backend: processes that are forked later find it loaded.
+
+    Does nothing for other names, and where the module cannot be imported.
+    """
+    with contextlib.suppress(ImportError, KeyError):
+        _built_in(name)
 
 
 def _built_in(name: str) -> _Create:
