@@ -409,8 +409,9 @@ BIG = (48, 256)
 SMALL_THINGS = 1024
 
 
-@pytest.mark.parametrize("buffer_bytes", [3 << 10, 16 << 10])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "buffer_bytes"), [(torch.float32, 3 << 10), (torch.bfloat16, 16 << 10)]
+)
 @pytest.mark.parametrize(
     ("source", "target"),
     [
