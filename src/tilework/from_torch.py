@@ -63,8 +63,9 @@ class LeftOut:
 
     #: Where a user looks for them here.
     package: str
-    #: torch's module, and the names in it.
+    #: torch's module.
     module: str
+    #: The names in that module, of functions, classes and inner modules.
     names: tuple[str, ...]
     #: The reason, as a clause for the error.
     why: str

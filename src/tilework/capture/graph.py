@@ -25,6 +25,7 @@ ITEM: Callable[[Tensor], Any] = Tensor.item
 class ProgramMemory:
     """Memory that several values of a program may be tensors in."""
 
+    #: The size of the storage when the step was recorded, in bytes.
     nbytes: int
 
 

@@ -456,6 +456,7 @@ def _is_dynamic(func: Any, args: tuple[Any, ...]) -> bool:
 class _About(NamedTuple):
     """Facts of an instruction besides function, arguments and result; see ``Instruction``."""
 
+    #: The tensors that the instruction writes to, or trees of tensors.
     written: Sequence[Any]
     kind: str
     name: str

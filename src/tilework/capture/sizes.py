@@ -60,6 +60,7 @@ class Size(NamedTuple):
 class SizedSpec:
     """The layout of a DTensor whose shape depends on the size."""
 
+    #: As from :func:`parts_of`, with a Size for each integer that depends on the size.
     parts: tuple[Any, ...]
 
     def __post_init__(self) -> None:

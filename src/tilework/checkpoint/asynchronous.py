@@ -108,6 +108,7 @@ class _Background:
     last: PendingSave | None = None
     #: The memory of the last copy, for the next one.
     copy: Tensor | None = None
+    #: True while :meth:`finish` is registered to be called as this rank ends.
     is_closed_with_rank: bool = False
 
     def close_with_rank(self) -> None:

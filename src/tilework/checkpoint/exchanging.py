@@ -37,9 +37,11 @@ class _Region:
     unit: ReadUnit
     #: The region of the part that a rank needs.
     need: Need
-    #: The first element of the block in the unit, the block, and the need.
+    #: The first element of the block, counted from the first element of the unit.
     at: int
+    #: The elements of the block, in the full tensor's coordinates.
     block: Box
+    #: The overlap of the block and the need, in the same coordinates.
     box: Box
 
 

@@ -68,9 +68,10 @@ class Filling:
     Args:
         index: The index of the checkpoint.
         saved: The state in the checkpoint.
-        rank: This rank.
+        rank: This rank's global rank.
         names: Patterns: only matching names of the state are filled.
         map_names: From names of the state to names of the checkpoint.
+        visit_optimizer: Looks up an optimizer in the state, as :meth:`visit` does for other values.
         check_files: Called with names of files before memory for their tensors is allocated;
             raises unless the files are as long as the index says.
         places: The places of the parameters in the state's modules.
@@ -81,9 +82,13 @@ class Filling:
     rank: int = 0
     names: NamePatterns = field(default_factory=lambda: NamePatterns(None))
     map_names: MapNames = None
+    #: The tensors to fill, which :meth:`visit` lists; tied tensors once.
     targets: list[Target] = field(default_factory=list)
+    #: Names of the state that the checkpoint lacks.
     missing: list[str] = field(default_factory=list)
+    #: Names of the checkpoint that have values for other ranks only.
     other_ranks: list[str] = field(default_factory=list)
+    #: Paths of the checkpoint that the state asks for. A load reports all other leaves as unused.
     used: set[Path] = field(default_factory=set)
     visit_optimizer: Callable[[Filling, Optimizer, Path], Finish] = _refuse_optimizer
     check_files: Callable[[Iterable[str]], None] = _nothing

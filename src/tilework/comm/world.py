@@ -86,7 +86,9 @@ class GroupRecord:
 
     group: ProcessGroup
     store: Store
+    #: The backend of each device, after any fallback to another backend.
     config: BackendConfig
+    #: The name of the backend for CPU tensors, or of the first backend if there is none.
     backend: str
     timeout: timedelta
 
@@ -103,11 +105,13 @@ class World(_Slots):
 
     #: Made by a function, because a default value would clash with the slot.
     default_group: ProcessGroup | None = field(default_factory=lambda: None)
+    #: The records of the registered groups, in the order of registration.
     records: dict[ProcessGroup, GroupRecord] = field(default_factory=dict)
     #: Numbers the groups that all ranks make together.
     group_count: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     #: By set of ranks: the number of groups that these ranks made by themselves.
     local_counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    #: The operation and group name of each warning about a call from outside of a group.
     warned: set[tuple[str, str]] = field(default_factory=set)
     #: The store that rendezvous made, closed with the World.
     owned_store: Store | None = None

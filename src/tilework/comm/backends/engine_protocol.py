@@ -73,8 +73,11 @@ class Operation:
     kind: Kind
     inputs: Parts = ()
     outputs: Parts = ()
+    #: The reduction; None for kinds that do not reduce.
     reduce_op: AnyReduceOp | None = None
+    #: The group rank of the root; without meaning for kinds that are not in ROOTED.
     root: int = 0
+    #: The limit in seconds, set before the engine gets the operation.
     timeout: float = 0.0
     #: The public name, if it differs from the kind ("all_gather_into_tensor").
     title: str = ""

@@ -34,8 +34,9 @@ class Receive:
     tag: int
     #: The tensor to write the message to.
     tensor: Tensor
-    #: The limit in seconds, and the time when it is over (time.monotonic()).
+    #: The limit in seconds, for the error.
     timeout: float
+    #: The time when the limit is over, on the clock of time.monotonic().
     deadline: float
     #: Completed when the message has come, or the receive has failed.
     completion: PythonCompletion

@@ -42,13 +42,17 @@ _MOST_TICKETS: Final = 20
 class Admission:
     """The plan of a group with newcomers, as members and newcomers know it."""
 
+    #: The number of the attempt to let newcomers in, from 1. Store keys of the attempt contain it.
     epoch: int
+    #: The name of the old group, which the new group takes over.
     name: str
+    #: The backend of each device, like "cpu:shm,cuda:nccl".
     backend: str
-    #: By rank of the new group: the number that the rank was started with, the rank's identity, and
-    #: the rank in the old group.
+    #: By rank of the new group: the number that the rank was started with.
     seats: tuple[int, ...]
+    #: By rank of the new group: the identity, by which others see whether the rank has ended.
     identities: tuple[str, ...]
+    #: By rank of the new group: the rank in the old group; None for a newcomer.
     origins: tuple[int | None, ...]
     #: The tickets of the newcomers.
     tickets: tuple[str, ...] = ()

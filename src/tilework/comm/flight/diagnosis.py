@@ -44,9 +44,9 @@ class Finding:
     number: int = 0
     """The number of the operation; 0 for messages, and without an operation."""
     ranks: tuple[int, ...] = ()
-    """The ranks of the finding: ranks that wait or failed."""
+    """The global ranks that the finding is about, such as ranks that wait or failed."""
     awaited: tuple[int, ...] = ()
-    """The ranks that they wait for."""
+    """The global ranks that they wait for."""
 
 
 def diagnose(records: Mapping[int, Record]) -> list[Finding]:

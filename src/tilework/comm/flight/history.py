@@ -28,6 +28,7 @@ class Group:
 
     name: str
     backend: str
+    #: Global ranks, in the order of group ranks.
     ranks: tuple[int, ...]
     #: Each rank's collectives, by number.
     calls: dict[int, dict[int, Entry]] = field(default_factory=dict)

@@ -31,7 +31,9 @@ _USER_SIGNAL: Final[int | None] = getattr(signal, "SIGUSR1", None)
 class _Watch:
     """The pipe and thread of this process's signals. Signals belong to a process, not a rank."""
 
+    #: The file descriptor of the pipe's write end; -1 until the process first listens.
     writer: int = -1
+    #: The thread that writes records after a signal; None while the process does not listen.
     thread: threading.Thread | None = None
 
 

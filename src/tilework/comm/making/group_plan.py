@@ -51,13 +51,19 @@ class Watch:
 class GroupPlan:
     """The plan of a group that this rank is about to make: name, ranks, store and timeout."""
 
+    #: The state of this rank, in which :meth:`make` registers the group.
     world: World
     store: Store
+    #: Global ranks, in the order of group ranks.
     ranks: tuple[int, ...]
+    #: The group rank of this rank.
     group_rank: int
     name: str
+    #: The limit of each operation of the group, and the longest time to make the group in.
     timeout: timedelta
+    #: The description that the program gave to the group; empty if none.
     desc: str = ""
+    #: The way to wait for other ranks; None: the check of ``wait``, within ``timeout``.
     watch: Watch | None = None
     #: The wait of the ranks that make the group, if they have met already.
     wait: GroupWait | None = None

@@ -45,17 +45,22 @@ class LocalTiles:
 class LocalTransfer:
     """This rank's side of a plan: the pieces to send, receive and keep, and the memory."""
 
+    #: The group whose ranks run the plan.
     pg: ProcessGroup
     plan: Plan
+    #: The tensors that this rank reads.
     source: LocalTiles
+    #: The tensors that this rank writes.
     target: LocalTiles
     #: The dtype of the tensors; ``source`` and ``target`` may show them as integers.
     dtype: torch.dtype
+    #: The device of the tensors, and of buffers for elements in flight.
     device: torch.device
     #: The element that fills tiles that get no value.
     identity: bool | int | float
-    #: The pieces for, and from, each group rank; kept pieces are in both.
+    #: By group rank: the pieces to send; for this rank, the pieces that it keeps.
     sends: list[list[Piece]] = field(init=False)
+    #: By group rank: the pieces to receive; for this rank, the pieces that it keeps.
     receives: list[list[Piece]] = field(init=False)
 
     def __post_init__(self) -> None:

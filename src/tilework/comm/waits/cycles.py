@@ -78,10 +78,13 @@ class _Task:
     cycle.
     """
 
+    #: The wait to publish.
     record: WaitRecord
     #: The groups of the rank, by name.
     groups: dict[str, ProcessGroup]
+    #: The waits that this rank has read so far.
     graph: WaitGraph
+    #: The part of the job's store that holds the waits of all ranks.
     store: Store
     #: The context of the waiting thread, which tells the rank.
     context: Context
@@ -93,12 +96,15 @@ class _Task:
 class _Wait:
     """The wait of the calling thread: the operation or message, and the ranks that it waits for."""
 
+    #: The group of the operation or message.
     group: ProcessGroup
-    #: The number of a collective, or the time of a message.
+    #: The number of a collective in the group; the time of a message, in Unix microseconds.
     number: int
     #: Global ranks.
     awaited: tuple[int, ...]
+    #: The message that the thread waits for; None in a collective.
     message: SeenMessage | None
+    #: The messages that the rank has under way, of all groups; None if unknown.
     messages: tuple[SeenMessage, ...] | None
     #: Of a message: the name and place in the program.
     entry: Entry | None = None
@@ -370,7 +376,9 @@ def _read(store: Store, key: str) -> bytes | None:
 class SeenMessage(NamedTuple):
     """A message, as the rank at one end sees it."""
 
+    #: The name of the group.
     group: str
+    #: True if this rank sends the message; False if this rank receives it.
     is_send: bool
     #: The global rank at the other end; -1: any.
     peer: int
@@ -398,8 +406,9 @@ class WaitRecord:
     serial: int
     #: Counts the rank's records. A record describes a time after the record before was published.
     tick: int
+    #: The name of the group that the rank waits in.
     group: str
-    #: The operation's number in the group.
+    #: The number of a collective in the group; the time of a message, in Unix microseconds.
     number: int
     #: Global ranks; some may have come.
     awaited: tuple[int, ...]
@@ -407,7 +416,7 @@ class WaitRecord:
     held_up: tuple[tuple[int, str, int], ...]
     #: The operation, for a person.
     what: str
-    #: The message of a wait for a message, as this rank sees it.
+    #: The message of a wait for a message, as this rank sees it; None in a collective.
     message: SeenMessage | None = None
     #: The messages that the rank has under way, of all groups; None if unknown.
     messages: tuple[SeenMessage, ...] | None = None
@@ -452,6 +461,7 @@ class _Seen:
     rank.
     """
 
+    #: The number of the wait, as in the rank's records.
     serial: int
     #: The first look that saw the wait.
     since: int

@@ -56,12 +56,15 @@ class GroupWait:
     Any rank's failure ends the wait of all ranks, who read it in the group's store.
     """
 
+    #: The name of the group, for errors and notices.
     name: str
+    #: The global rank of this rank.
     me: int
     #: The awaited global ranks.
     ranks: Sequence[int]
     #: A store that only the ranks of this group use.
     store: Store
+    #: The watch over the job's ranks; None: only ``groups`` tell of lost ranks.
     watch: RankWatch | None = None
     #: This rank's groups, the default group first.
     groups: Sequence[ProcessGroup] = ()

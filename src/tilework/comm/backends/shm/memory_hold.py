@@ -121,9 +121,13 @@ class StorageLayout(NamedTuple):
     that frees memory.
     """
 
+    #: The word with the address of the memory.
     data: int
+    #: The word with the argument of the function that frees memory: the address again.
     context: int
+    #: The word with the function that frees memory.
     deleter: int
+    #: The address of torch's own function in that word.
     free_memory: int
 
 

@@ -38,10 +38,11 @@ class TensorLayout(NamedTuple):
     impl: int
     #: In the object behind the tensor: the word with the negation bit.
     flags: int
+    #: The negation bit, as a mask of that word.
     negative: int
-    #: In the same object: the address of the version counter; and the number's offset there (32
-    #: bits).
+    #: In the same object: the address of the version counter.
     counter: int
+    #: In the version counter: the version number, of 32 bits.
     number: int
 
 

@@ -97,9 +97,14 @@ class _Meeting:
 
 @dataclass(slots=True, eq=False)
 class _Message:
+    """A message that a rank has sent, and that no receive has taken."""
+
+    #: The group rank of the sender.
     source: int
     tag: int
+    #: A copy of the sent tensor, since the sender may write to the tensor at once.
     tensor: Tensor
+    #: The label of the dtype and shape, to be compared with the receive.
     label: int = 0
 
 
