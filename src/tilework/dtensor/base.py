@@ -160,8 +160,10 @@ class Alias(NamedTuple):
     """The same local memory as a tensor at a place in the graph where gradients are partial."""
 
     tensor: Tensor
-    #: The local tensor that it was made from, and the node that had computed that.
+    #: The local tensor that the alias stands for.
     local: Tensor
+    #: The node that had computed ``local`` when the alias was made; None for a leaf. Once ``local``
+    #: has another node, the alias is out of date.
     grad_fn: Any
 
 
@@ -180,8 +182,9 @@ class Place(NamedTuple):
 class Ungraded(NamedTuple):
     """A view that was made without gradients, of a tensor that requires a gradient."""
 
-    #: The local tensor that has the memory, and the number of writes to it then.
+    #: The local tensor that has the memory.
     local: Tensor
+    #: torch's count of writes to ``local`` at the time when the view was made.
     version: int
 
 

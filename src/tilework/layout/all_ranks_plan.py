@@ -30,7 +30,7 @@ class AllRanksPlan:
     """
 
     plans: tuple[Plan, ...]
-    """The plan of each rank."""
+    """The plans of the ranks given to :func:`plan_all_ranks`, in the same order."""
     cost: CostModel = field(default_factory=CostModel)
     """The cost model for predictions."""
     itemsize: int = 4

@@ -39,7 +39,8 @@ class Collective:
     ranks: Ints
     """The ranks that take part together with this rank, ascending; empty if it takes no part."""
     root: int | None = None
-    """The rank that has everything before (broadcast, scatter) or afterwards (gather)."""
+    """The global rank that has everything before (broadcast, scatter) or afterwards (gather). None
+    for other kinds, and on a rank that takes no part."""
 
 
 #: The group of each rank, with the root.
@@ -93,6 +94,7 @@ class _Ends:
 
     source: Tiling
     target: Tiling
+    #: The global ranks that hold tiles in either tiling, ascending.
     ranks: Ints
 
     def has(self, rank: int) -> int | None:

@@ -36,7 +36,8 @@ class ShardState:
     partial: Ints
     """The axes along which the value is not reduced yet, ascending."""
     filled: Ints = ()
-    """The axes along which the target is partial in another way than the source."""
+    """The axes along which the target is partial in another way than the source. Empty in every
+    state but the target's."""
 
     def gathered(self, dim: int, count: int) -> ShardState:
         """The state without the innermost ``count`` splits of a dim."""

@@ -48,13 +48,19 @@ class SearchSpace:
     """
 
     shape: Ints
+    """The global shape of the tensor."""
     lengths: Ints
+    """The number of ranks along each axis of the mesh."""
     ranks: Ints
-    """All ranks of the mesh, the last axis running fastest."""
+    """All global ranks of the mesh, the last axis running fastest."""
     source: ShardState
+    """The state at which the search begins."""
     target: ShardState
+    """The state at which the search ends. Axes in ``partial`` stay partial, without a reduction."""
     itemsize: int
+    """Bytes per element."""
     cost: CostModel
+    """The prices of collectives, and which ranks share a host."""
 
     def edges(self, at: ShardState) -> Iterator[Edge]:
         """The possible next steps from a state. A slice is free: if there is one, only that."""

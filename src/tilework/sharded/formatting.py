@@ -55,8 +55,10 @@ class Overview:
     """A tensor without the values: the metadata, and each owner's shards."""
 
     name: str  # the beginning of the headline
+    #: The spec of the tensor. The headline names the sharded dim of a ChunkShardingSpec.
     spec: ShardingSpec
     metadata: ShardedTensorMetadata
+    #: The owners of shards, ranks first and ascending. Ranks of the group without shards follow.
     owners: tuple[ShardOwner, ...]
 
     @property

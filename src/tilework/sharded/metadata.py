@@ -143,10 +143,14 @@ class TensorProperties:
         False
     """
 
+    #: By default torch's default dtype at the time when the properties are made.
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    #: Sharded tensors have only ``torch.strided``.
     layout: torch.layout = torch.strided
     requires_grad: bool = False
+    #: Sharded tensors have only ``torch.contiguous_format``.
     memory_format: torch.memory_format = torch.contiguous_format
+    #: True if shards on the CPU should be in pinned memory. Without an accelerator they are not.
     pin_memory: bool = False
 
     @staticmethod

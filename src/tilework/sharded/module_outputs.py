@@ -82,6 +82,7 @@ def collect_local_shard(module: ModuleT) -> ModuleT:
 class _Reshard:
     """The forward hook of :func:`reshard_output`; unlike a closure, it can be pickled."""
 
+    #: The spec that each sharded tensor among the outputs gets.
     spec: ShardingSpec
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -30,6 +30,7 @@ class RemoteShards:
 class PendingTensors:
     """This rank's tensors that await RRefs from other ranks."""
 
+    #: Numbers for tensors to come, from 0 on. A tensor may have another number on another rank.
     numbers: Iterator[int] = field(default_factory=itertools.count)
     #: By number; dropped with the last other reference to the tensor.
     by_number: weakref.WeakValueDictionary[int, RemoteShards] = field(

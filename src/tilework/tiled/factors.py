@@ -149,6 +149,7 @@ class _Token:
     many: bool
     """Whether the name stands for any number of dims, aligned at the last and broadcast."""
     unshardable: bool
+    """Whether ``!`` follows the name here: then the factor is unshardable in all tensors."""
 
 
 @dataclass(frozen=True)

@@ -169,10 +169,13 @@ def _axis(cuts: list[int], least: int, room: int, most: int) -> _Axis:
 class _Picture:
     """The picture of a tensor of up to two dims, or of one slice of a tensor of more dims."""
 
+    #: The first of two dims. For a tensor of fewer dims, a single cell.
     down: _Axis
+    #: The last dim. For a scalar, a single cell.
     across: _Axis
     #: For each visible box the range of cells: from and to, down and across.
     spans: dict[int, tuple[int, int, int, int]]
+    #: For each visible box the possible labels, the longest first.
     labels: dict[int, Sequence[str]]
     ndim: int  # of the tensor, at most 2
 

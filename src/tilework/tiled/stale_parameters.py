@@ -28,9 +28,13 @@ _SHOWN = 3
 class _Replaced:
     """The former place of a parameter, and the function that replaced it there."""
 
+    #: The submodule that had the parameter. Once the submodule is gone, a step raises nothing.
     owner: weakref.ref[nn.Module]
+    #: The name of the parameter in ``owner``.
     attribute: str
+    #: The full name in the model, for errors; ``attribute`` if nobody gave a full name.
     name: str
+    #: The function that replaced the parameter, for errors.
     by: str
 
     def fault(self, old: Tensor) -> str | None:

@@ -32,6 +32,7 @@ class PendingGrad:
     """A partial gradient of a leaf that waits to be reduced at the end of the backward pass."""
 
     leaf: Tensor
+    #: The local gradient, in the layout ``spec``; the sum if several aliases gave gradients.
     grad: Tensor
     #: The gradient's layout, partial along some axes.
     spec: DTensorSpec

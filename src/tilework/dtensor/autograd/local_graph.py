@@ -163,6 +163,7 @@ class _Result(NamedTuple):
 
     edge: torch.autograd.graph.GradientEdge
     following: Tensor
+    #: The class of the result, and of the gradient that goes back into the wrappers' graph.
     kind: type[DTensorBase]
     spec: DTensorSpec
 

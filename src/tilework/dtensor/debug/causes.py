@@ -52,11 +52,13 @@ class GatherWarning(UserWarning):
 class _Recorder:
     """The open ``explain`` and ``strict`` blocks of one rank."""
 
+    #: The logs of the open ``explain`` blocks, the outermost first. Each gets every event.
     logs: list[EventLog] = field(default_factory=list)
     #: The number of open ``strict`` blocks.
     strict: int = 0
-    #: The running operator, and True if it gathers.
+    #: The operator that the last :func:`begin_operator` reported; "" if there was none.
     operator: str = ""
+    #: True if this operator gathers, for lack of a rule.
     gathered: bool = False
     #: The calls that a warning was given for.
     warned: set[Any] = field(default_factory=set)

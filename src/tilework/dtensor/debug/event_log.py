@@ -21,15 +21,17 @@ class CollectiveEvent:
     """A collective, and the cause."""
 
     operator: str
-    """The cause: torch's name of the operator, or the method."""
+    """The cause: torch's name of the operator, or the method; ``backward`` if it is unknown in a
+    backward pass. For gradients that are reduced together the number, like ``3 parameters``."""
     collective: str
     """``all_gather``, ``all_reduce``, ``reduce_scatter``, ``all_to_all`` or ``plan``."""
     axes: tuple[str, ...]
     """The axes of the mesh along which it runs; by number where they have no names."""
     tensor: str
-    """The tensor before, like ``f32[8@dp, 4]``."""
+    """The tensor before, like ``f32[8@dp, 4]``. For gradients that are reduced together the local
+    shapes, with the dtypes."""
     target: str
-    """The tensor afterwards."""
+    """The tensor afterwards; ``summed`` for gradients that are reduced together."""
     nbytes: int
     """The bytes on the rank that sends or receives the most."""
     site: str

@@ -105,9 +105,11 @@ class OpSharding:
     outputs: list[DTensorSpec] | None = None
     #: The steps that turn local results into results.
     finish: tuple[Finish, ...] = ()
-    #: True if the operator runs on the local tensors as they are: always, or while no local tensor
-    #: requires a gradient. False on a rank outside the mesh.
+    #: True if the operator always runs on the local tensors as they are. False on a rank outside
+    #: the mesh.
     as_is: bool = False
+    #: True if the operator does so while no gradient is recorded: the layouts fit, but gradients of
+    #: inputs may be partial. False on a rank outside the mesh.
     as_is_without_grad: bool = False
     #: The layout of a single result that is only wrapped; otherwise None.
     output: DTensorSpec | None = None

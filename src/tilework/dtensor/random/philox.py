@@ -177,7 +177,9 @@ class _Recipe:
 
     name: str
     a: float
+    """The lower bound, the mean, or the probability of a success."""
     b: float
+    """The upper bound, the standard deviation, or the value of a success."""
     dtype: torch.dtype
     """The dtype that is drawn: for a complex dtype, the dtype of the parts."""
     complex_mean: float | None = None

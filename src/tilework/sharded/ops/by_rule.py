@@ -40,7 +40,9 @@ class _View:
     """The result of a view's rule, for all tensors of one layout."""
 
     layout: ResultLayout
+    #: The factor map, and the ranges of each tile, which ``run`` reads.
     op: LocalOp
+    #: Makes the function for a tile. If this is None or makes None, the operator itself runs.
     run: MakeRun | None
 
 
