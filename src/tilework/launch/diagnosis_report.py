@@ -47,7 +47,7 @@ class Reading:
     records: dict[int, Record]
     """The flight records by rank."""
     problems: list[str]
-    """Files that could not be used, with the reasons; one line each."""
+    """Lines on files that are not used, with the reasons; a line may be about several files."""
 
 
 def print_diagnosis(folder: Path, as_json: bool = False) -> int:

@@ -39,7 +39,7 @@ class Rendezvous:
     master: tuple[str, int] | None = None
     """Host and port for rank 0 to listen on; None without TCP."""
     ends: str | None = None
-    """Where the launcher tells who has ended, if rank 0 serves; in the form of ``store``."""
+    """The store for the list of ended ranks, if rank 0 serves; None: the list is in ``store``."""
 
 
 def rank_environment(

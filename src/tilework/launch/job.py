@@ -55,13 +55,18 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 class Frontend:
     """The input, output and signals of ``tilework run``; ranks started by a program have none."""
 
+    #: The output of this host's ranks. The creator of the frontend closes it at the end.
     output: Output
+    #: The launcher's standard input. The creator of the frontend closes it at the end.
     stdin: StandardInput
+    #: The signals to the launcher, which only the supervisor's loop reads.
     inbox: SignalInbox
+    #: Called with the failure to blame, and with failures that the job outlives.
     on_failure: Callable[[RankFailure], None]
+    #: Called when the user asks for flight records, by SIGUSR1 to the launcher.
     on_asked: Callable[[], None]
+    #: The CPUs of each rank of this host, by local rank; empty: any.
     cpus: CpuSets = ()
-    """The CPUs of each rank; empty: any."""
 
 
 class Job:

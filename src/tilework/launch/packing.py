@@ -23,7 +23,7 @@ class Packed:
     data: bytes
     """The pickled value."""
     main: dict[str, Any]
-    """The way a fresh process gets the ``__main__`` that functions may have been defined in."""
+    """The data to recreate the ``__main__`` that functions were defined in; empty if not needed."""
     sources: dict[str, Any]
     """The typed lines, for tracebacks, in the form of ``linecache``."""
 

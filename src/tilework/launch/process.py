@@ -38,12 +38,16 @@ class RankProcess:
     get the number of the process group while somebody may still signal the group.
     """
 
+    #: The global rank.
     rank: int
+    #: The process id, which is also the number of the rank's process group.
     pid: int
+    #: The read end of the pipe for the failure report; -1 once closed.
     report_fd: int
+    #: Set by :meth:`check`; None: the process has not ended as far as the launcher knows.
     ending: Ending | None = None
+    #: True if the launcher has told the process to end; the end is then not a failure.
     asked_to_end: bool = False
-    """True if the launcher has told the process to end; the end is then not a failure."""
     _report: bytearray = field(default_factory=bytearray)
     _pidfd: int = -1
     _reaped: bool = False

@@ -44,7 +44,7 @@ class RankPlan:
     environment: dict[str, str]
     """The whole environment, not only the additions."""
     report_fd: int
-    """The write end of the pipe for the failure report."""
+    """The write end of the pipe for the failure report; -1 before the pipe is made."""
     launcher: int
     """The process id of the launcher."""
     dies_with_launcher: bool

@@ -45,6 +45,8 @@ class Recovery:
     Args:
         restarts: How often ranks may be started again, in total.
         least: The smallest number of ranks to go on with.
+        happenings: The events, in the order in which the launcher notes them. The times may be in
+            another order, as :meth:`note_told` adds events of ranks at the end of the job.
     """
 
     restarts: int

@@ -42,7 +42,7 @@ class RankFailure:
     time: float
     """``time.monotonic()`` at the failure, or when it was noticed."""
     code: int
-    """Exit code, or minus the number of the signal that ended the rank."""
+    """Exit code, or minus the number of the signal that ended or stopped the rank."""
     report: FailureReport | None = None
     """The rank's report; None after a signal or ``os._exit``."""
     crash_trace: str = ""
@@ -59,7 +59,7 @@ class RankFailure:
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended the rank; None if it exited."""
+        """The signal that ended or stopped the rank; None if it exited."""
         return -self.code if self.code < 0 else None
 
     @property

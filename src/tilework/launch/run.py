@@ -80,10 +80,15 @@ def _run_here(
 class _Parts:
     """The input and output of one run."""
 
+    #: The output of this host's ranks, and the launcher's own notices.
     output: Output
+    #: The launcher's standard input, for rank 0.
     stdin: StandardInput
+    #: The folder for the flight records of this host's ranks.
     flight: FlightFolder
+    #: The place among several hosts' launchers; None: the job has a single host.
     nodes: Nodes | None = None
+    #: The CPUs of each rank of this host, by local rank; empty: any.
     cpus: CpuSets = ()
 
     def print_failure(self, failure: RankFailure) -> None:

@@ -32,7 +32,7 @@ class LaunchSettings:
     """
 
     nprocs: int
-    """Number of ranks, at least 1."""
+    """Number of ranks on this host, at least 1."""
     start: StartMethod = "fork"
     """``fork``: from a process that has imported torch; ``spawn``: fresh interpreters."""
     backend: str | None = None
@@ -42,20 +42,22 @@ class LaunchSettings:
     log_dir: Path | None = None
     """The folder for ``rank-K.stdout`` and ``rank-K.stderr``, in addition to the terminal."""
     master_port: int | None = None
-    """The TCP port on 127.0.0.1 where ranks meet; 0: any free port; None: no TCP at all."""
+    """The TCP port for MASTER_PORT, on 127.0.0.1 or on the host of ``rdzv``; 0: any free port;
+    None: ranks get no MASTER_ADDR and no MASTER_PORT."""
     prefix: PrefixMode = "auto"
     """The ranks whose lines begin with ``[rank]``; ``auto``: all if there are several ranks."""
 
     restarts: int = 0
     """How often ranks that died may be started again, in total."""
     elastic: tuple[int, int] | None = None
-    """The minimum and maximum of ranks to go on with; None: the job ends with any rank."""
+    """The minimum and maximum of ranks to go on with; None: any number if ``restarts`` is positive,
+    else the job ends with any rank."""
     grace: timedelta = timedelta(seconds=2)
     """The time that ranks have to end, when the user ends the job, before SIGKILL."""
     bind: BindMode = "none"
     """The CPUs that each rank runs on: see :mod:`tilework.launch.binding`."""
     nnodes: int = 1
-    """The number of hosts whose launchers start the job's ranks together, ``nprocs`` each."""
+    """The number of hosts whose launchers start the job's ranks; ``nprocs`` may differ by host."""
     node_rank: int = 0
     """This host's number among the nodes."""
     rdzv: tuple[str, int] | None = None

@@ -47,7 +47,7 @@ class Outcome:
     others: tuple[RankFailure, ...] = ()
     """Other ranks that failed by themselves."""
     interrupted: int | None = None
-    """The signal by which the user ended the job."""
+    """The signal by which the user, or another host's launcher, ended the job; None if none."""
     lost_output: OSError | None = None
     """The error that ended the job, if the launcher could not write its output."""
 
@@ -65,34 +65,39 @@ class Outcome:
 class Endpoints:
     """Input, output, signals and callbacks that the loop serves besides the ranks; all optional."""
 
+    #: The ranks' output to pass on; None: the loop passes no output on.
     output: Output | None = None
+    #: Passes lines of a terminal on to rank 0; None: the loop reads no terminal.
     stdin: StandardInput | None = None
+    #: Signals to the launcher; None: signals interrupt this program as usual.
     inbox: SignalInbox | None = None
+    #: Called with the failure to blame, and with failures that the job outlives.
     on_failure: Callable[[RankFailure], None] = lambda failure: None
-    """Called with the failure to blame, and with failures that the job outlives."""
+    #: Called when the user asks the ranks for their flight records.
     on_asked: Callable[[], None] = lambda: None
-    """Called when the user asks the ranks for their flight records."""
+    #: Given if the job may go on without a rank.
     recovery: Recovery | None = None
-    """Given if the job may go on without a rank."""
+    #: Starts a new process for a rank.
     restart: Callable[[RankProcess], None] = lambda rank: None
-    """Starts a new process for a rank."""
+    #: Selects ranks that train, without those that wait to be let in or are out.
     members: Callable[[Sequence[RankProcess]], Sequence[RankProcess]] = lambda ranks: ranks
-    """Selects ranks that train, without those that wait to be let in or are out."""
+    #: Seconds from the user's signal to SIGKILL.
     grace: float = termination.KILL_SECONDS
-    """Seconds from the user's signal to SIGKILL."""
+    #: Called once for each rank that has ended, if the job goes on.
     on_end: Callable[[RankProcess], None] = lambda rank: None
-    """Called once for each rank that has ended, if the job goes on."""
+    #: Given if this process adopts orphans of ranks: the children that are not orphans.
     own_children: Callable[[], Sequence[int]] | None = None
-    """Given if this process adopts orphans of ranks: the children that are not orphans."""
+    #: Given if other launchers start ranks of the job on other hosts.
     link: NodeLink | None = None
-    """Given if other launchers start ranks of the job on other hosts."""
 
 
 @dataclass(eq=False)
 class Supervisor:
     """Runs the loop until every rank has ended."""
 
+    #: The ranks of this host, in the job's own list: a restart replaces a rank's process there.
     ranks: Sequence[RankProcess]
+    #: The input, output and callbacks of the loop; by default there are none.
     around: Endpoints = field(default_factory=Endpoints)
     _failures: dict[int, RankFailure] = field(default_factory=dict)
     _root: RankFailure | None = None
