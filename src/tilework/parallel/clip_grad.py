@@ -141,6 +141,7 @@ def _norms_of_ranks(
 class _Groups:
     """The groups in which ranks of several meshes exchange norms, by the groups' global ranks."""
 
+    #: The keys are sorted global ranks. The default group, which has all ranks, is never in here.
     known: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def of(self, ranks: Sequence[int]) -> Any:

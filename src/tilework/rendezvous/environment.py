@@ -25,7 +25,7 @@ class Settings:
     local_world_size: int | None = None
     """How many ranks this host has; None if unknown."""
     job: str = ""
-    """What only the ranks of this job know and all of them agree on; empty if there is nothing."""
+    """An identifier that all ranks of the job on a host share; empty if the launcher gives none."""
     host: str | None = None
     """Where rank 0 runs; None if unknown."""
 

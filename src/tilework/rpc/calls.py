@@ -28,14 +28,15 @@ class RemoteCall(ABC):
     """A call of this rank to another rank."""
 
     to: WorkerInfo
+    #: The name of the called function, for messages.
     what: str
-    """The function."""
+    #: The place of the call in the user's program; None: no code of the user has made the call.
     site: Site | None
-    """Where it was called."""
+    #: Seconds; infinite for no limit.
     timeout: float
-    """Seconds."""
+    #: True if the call is for RPC's own purposes.
     inner: bool = False
-    """True if it is for RPC's own purposes."""
+    #: The time of ``time.monotonic`` at which the call is late; set at construction.
     deadline: float = 0.0
 
     def __post_init__(self) -> None:
@@ -116,6 +117,7 @@ class FutureCall(RemoteCall):
 class CreatingCall(RemoteCall):
     """A call whose result stays on the called rank, which becomes the owner of the value."""
 
+    #: The entry for the value on this rank; an :class:`Owned` if the rank has called itself.
     entry: Entry
 
     def finish(self, outcome: Outcome) -> Task:

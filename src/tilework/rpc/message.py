@@ -102,17 +102,22 @@ FIRST_PIN: Final = 2
 class RpcMessage:
     """A received message, decoded into parts that are not unpickled yet."""
 
+    #: A :class:`MessageKind`.
     kind: int
+    #: The rank that has sent the message.
     sender: int
+    #: The meaning depends on the kind: see :class:`MessageKind`.
     number: int
+    #: The references in the pickle, or the reference that the message is about.
     refs: list[Ref]
+    #: The size in bytes and the place of each part: the pickle, then the buffers of the pickle.
     parts: list[tuple[int, int]]
-    """Size and place of each."""
+    #: The memory file with the large parts; ``NO_FILE``: no part is in a memory file.
     file: File
+    #: The end of the first frame: the pickle, if the pickle is small.
     rest: memoryview
-    """What follows in the first frame."""
+    #: The other frames, of ZeroMQ: the parts that stand apart.
     frames: list[Any]
-    """The other frames."""
 
     def load(self, memory: Any) -> list[Any]:
         """The parts as buffers; ``memory`` is the mapped memory file, if the message has any."""

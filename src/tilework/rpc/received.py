@@ -25,7 +25,7 @@ class Received:
     refs: list[RRef[Any]]
     """The references in the message."""
     file: Any
-    """The contents of the memory file; the error if it cannot be opened."""
+    """The contents of the memory file; the error if that cannot be opened; None without a file."""
 
     @property
     def lacks_memory(self) -> bool:

@@ -44,6 +44,7 @@ class _Outcome:
 
     result: Any = None
     error: BaseException | None = None
+    #: A time of ``time.monotonic``; 0: the process died; infinite: the program raised no error.
     when: float = float("inf")
 
 
@@ -122,11 +123,16 @@ def _raise_first(outcomes: Sequence[_Outcome], failed: Sequence[int]) -> NoRetur
 class _Program:
     """The program that each rank runs, and the arguments of :func:`run_ranks` for it."""
 
+    #: Called with the rank, then with ``args``.
     fn: Callable[..., Any]
     args: tuple[Any, ...]
+    #: The number of ranks.
     size: int
+    #: None: threads for threads, shm for processes.
     backend: str | None
+    #: For the whole run, and for each operation of the default group.
     timeout: timedelta
+    #: True: make the default group before ``fn``, and destroy it after.
     init: bool
 
     def run(self, rank: int, store: Store, default_backend: str) -> Any:
@@ -232,9 +238,13 @@ class _Child:
     """A forked rank, and the pipe for its outcome."""
 
     pid: int
+    #: The file descriptor that this process reads from.
     pipe: int
+    #: The bytes read so far: a pickled :class:`_Outcome`; empty if the rank died before that.
     data: bytearray
+    #: True once the rank has closed the pipe.
     ended: bool = False
+    #: None: not reaped yet; negative: the number of the signal that killed the rank.
     exitcode: int | None = None
 
 

@@ -161,9 +161,12 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFut
 class _Matrix:
     """A gradient matrix M under compression, with the thin matrices P and Q that are sent."""
 
+    #: The indices of the bucket and of the gradient in the bucket; -1: the whole bucket.
     key: tuple[int, int]
     matrix: Tensor
+    #: Of n x r. Undefined at first; then M Q of this rank, then the average, orthonormalised.
     p: Tensor
+    #: Of m x r. Orthonormal and the same on all ranks; then M' P of this rank, then the average.
     q: Tensor
 
 

@@ -72,11 +72,16 @@ class ReducerOptions:
 class _Bucket:
     """The state of one bucket."""
 
+    #: The place in the order of reduction, from 0.
     index: int
+    #: The indices of the tensors in ``Reducer.leaves``, in the order in memory.
     members: tuple[int, ...]
+    #: None for a sparse gradient, and on the meta device.
     memory: BucketMemory | None
-    """None for a sparse gradient, and on the meta device."""
+    #: The reduction in the current pass, or the future of a communication hook. None: the reduction
+    #: has not started, was done at once, or is of a sparse gradient.
     work: Work | torch.futures.Future[Any] | None = None
+    #: A new object for each pass: ``Reducer.last_pass`` keeps the objects of the last pass.
     times: BucketTimes = field(default_factory=BucketTimes)
 
 

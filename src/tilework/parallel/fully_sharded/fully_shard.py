@@ -243,8 +243,9 @@ def _move(modules: Iterable[nn.Module], kind: str, ignored: Iterable[nn.Paramete
 
 @dataclass
 class _MeshOfAllRanks:
-    """The mesh that modules are sharded on by default, made once for each default group."""
+    """The meshes of all ranks, on which modules are sharded by default; each is made once."""
 
+    #: By the default group and the type of device. All keys have the same group.
     of: dict[tuple[ProcessGroup, str], DeviceMesh] = field(default_factory=dict)
 
     def forget_groups(self) -> None:

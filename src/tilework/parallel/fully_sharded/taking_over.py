@@ -136,6 +136,7 @@ def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Modul
 class _Taken:
     """A parameter to take over: the description, and a function for this rank's shard."""
 
+    #: With ``full``, ``param.sharded`` is the full parameter until :func:`_replace` is done.
     param: ShardedParam
     shard: Callable[[], Tensor]
     #: The full parameter that the sharded one replaces; None: modules hold a sharded parameter.

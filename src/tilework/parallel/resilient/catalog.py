@@ -23,6 +23,7 @@ class SnapshotPart:
     box: Box
     #: The index, in the tensor's tiling, of the tile that the box belongs to.
     tile: int
+    #: The rank that writes the box, in the group that takes the snapshot.
     writer: int
     #: The first byte in the writer's slot.
     offset: int
@@ -32,9 +33,12 @@ class SnapshotPart:
 class SnapshotEntry:
     """A tensor of a snapshot."""
 
+    #: The key in the state; then, after slashes, the path in the module or optimizer.
     name: str
+    #: The shape of the whole tensor, over all ranks.
     shape: Ints
     dtype: torch.dtype
+    #: The parts of all writers, which cover the tensor; empty for a tensor without elements.
     parts: tuple[SnapshotPart, ...]
 
 
@@ -43,6 +47,7 @@ class Catalog:
     """All tensors of a snapshot, and the bytes of each rank's slot."""
 
     entries: tuple[SnapshotEntry, ...]
+    #: By rank: the bytes of all parts that the rank writes, with padding, without plain data.
     slot_bytes: Ints
 
     @property

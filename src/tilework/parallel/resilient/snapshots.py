@@ -31,7 +31,9 @@ _LEAST_PLAIN, _PLAIN_ROOM = 32 << 10, 2
 class _Share:
     """A part that this rank writes: the tensor, the local tile, and the place in a slot."""
 
+    #: The index of the tensor in ``Snapshots._tracked``.
     tracked: int
+    #: The index of the tile among this rank's tiles of the tensor.
     position: int
     part: SnapshotPart
     dtype: torch.dtype

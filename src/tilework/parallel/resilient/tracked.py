@@ -29,6 +29,7 @@ _EXTRA_STATE: Final = "_extra_state"
 class FoundTensor(NamedTuple):
     """A tensor of a state at this moment: programs may replace it by another tensor."""
 
+    #: The key in the state; then, after slashes, the path in the module or optimizer.
     name: str
     tensor: Tensor
     #: The ranks that hold equal copies of a plain tensor; None: all ranks.
@@ -48,6 +49,7 @@ class FoundTensor(NamedTuple):
 class Contents:
     """Everything in a state."""
 
+    #: The tensors that this rank knows of, each once.
     tensors: list[FoundTensor]
     #: Values other than tensors, by the name of the module, optimizer or object.
     plain: dict[str, Any]
@@ -57,7 +59,9 @@ class Contents:
 class Tracked:
     """A tensor of a state, with the boxes of it that ranks hold."""
 
+    #: ``Snapshots.fits`` replaces the entry when the program has replaced the tensor.
     found: FoundTensor
+    #: For a plain tensor: a single tile of all owners.
     tiling: Tiling = field(init=False)
     #: ``found.facts`` when the tensor was found.
     facts: tuple[object, ...] = field(init=False)

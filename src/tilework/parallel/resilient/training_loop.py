@@ -76,9 +76,15 @@ class Event:
 
 @dataclass
 class _Counters:
+    """Counters of this rank since construction, which :meth:`Resilient.statistics` returns."""
+
+    #: The trained steps, also those after which no copy was due.
     snapshots: int = 0
+    #: Seconds for copies at the end of these steps, with the waiting for other ranks.
     snapshot_seconds: float = 0.0
+    #: The times that the loop went on after a loss of ranks; ranks that join do not count.
     recoveries: int = 0
+    #: Seconds from the error of a loss until the state was filled and copied again.
     recovery_seconds: float = 0.0
 
 
