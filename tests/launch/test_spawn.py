@@ -86,6 +86,14 @@ def test_joining_later(tmp_path: Path) -> None:
     ranks.close()
 
 
+def test_a_failure_of_a_process_that_the_program_reaped(tmp_path: Path) -> None:
+    ranks = spawn(rank_functions.fail_at, (0, tmp_path), 1, start="fork", join=False)
+    os.waitpid(ranks.pids[0], 0)
+    with pytest.raises(RankFailedError, match="at rank 0"):
+        ranks.join()
+    ranks.close()
+
+
 def test_from_another_thread(tmp_path: Path) -> None:
     thread = threading.Thread(
         target=spawn, args=(rank_functions.end_by, ("not at all",), 2), kwargs={"start": "spawn"}

@@ -156,7 +156,8 @@ class RankProcess:
         It is the code in the failure report, or 0 without a report.
         """
         self._reaped = True
-        return self._words.exit_code if self._words is not None else 0
+        self.read_report()
+        return self.report.exit_code if self.report is not None else 0
 
     def _close_report(self) -> None:
         if self.report_fd >= 0:
