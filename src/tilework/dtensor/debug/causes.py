@@ -94,7 +94,7 @@ def explain() -> Iterator[EventLog]:
         try:
             yield log
         finally:
-            recorder.logs.remove(log)
+            recorder.logs = [other for other in recorder.logs if other is not log]
 
 
 @contextmanager
