@@ -204,7 +204,10 @@ def test_fewer_copies_compute_again_what_was_lost() -> None:
                 raise Gone
 
         loop = make_loop("replicated", disturb, every=2)
-        return list(loop.run(STEPS))
+        results = list(loop.run(STEPS))
+        # After step 1, which made the optimizer's states, and after 2, 4 and 6.
+        assert loop.statistics()["snapshots"] == 4
+        return results
 
     results: list[Any] = run_ranks(3, program, return_exceptions=True)
     numbers = [number for number, _ in results[0]]

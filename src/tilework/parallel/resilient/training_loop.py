@@ -78,9 +78,9 @@ class Event:
 class _Counters:
     """Counters of this rank since construction, which :meth:`Resilient.statistics` returns."""
 
-    #: The trained steps, also those after which no copy was due.
+    #: The copies at the ends of steps.
     snapshots: int = 0
-    #: Seconds for copies at the end of these steps, with the waiting for other ranks.
+    #: Seconds at the ends of steps: for these copies, and to agree whether a copy is due.
     snapshot_seconds: float = 0.0
     #: The times that the loop went on after a loss of ranks; ranks that join do not count.
     recoveries: int = 0
@@ -299,12 +299,13 @@ class Resilient(Generic[T]):
         all_reduce(flags, op=ReduceOp.MAX)
         self._settle()
         changed, stop, grow = flags.tolist()
+        is_due = changed or steps % self._every == 0 or stop or grow
         if changed:
             self._copy_anew(steps)
-        elif steps % self._every == 0 or stop or grow:
+        elif is_due:
             self._kept[-1].write(steps)
             barrier()
-        self._counters.snapshots += 1
+        self._counters.snapshots += bool(is_due)
         self._counters.snapshot_seconds += time.perf_counter() - begun
         return REASONS[stop], bool(grow)
 
