@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from tests.tables import each
+from tilework.errors import RankFailedError
 from tilework.testing import run_ranks
 
 
@@ -77,3 +79,15 @@ def test_garbage_of_the_parent_is_not_freed_in_a_forked_rank() -> None:
         gc.enable()
     gc.collect()
     assert freed_in == [os.getpid()]
+
+
+def test_a_rank_that_dies_while_it_writes_its_result() -> None:
+    def program(rank: int) -> None:
+        def begin(pipe: int, mode: str) -> None:
+            os.write(pipe, bytes(100))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(os, "fdopen", begin)  # noqa: B010 - in the forked process only
+
+    with pytest.raises(RankFailedError, match="rank 0 was killed by SIGKILL"):
+        run_ranks(1, program, kind="processes")

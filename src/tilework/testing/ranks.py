@@ -34,6 +34,8 @@ from tilework.testing.generators import OwnDraws, give_generator, own_generators
 _Result = TypeVar("_Result")
 Kind = Literal["threads", "processes"]
 
+#: The bytes of the length in front of a pickled outcome: a rank may die while it writes.
+_LENGTH_BYTES = 8
 #: Seconds for stopped ranks to notice the stop.
 _GRACE_SECONDS = 3.0
 
@@ -240,7 +242,8 @@ class _Child:
     pid: int
     #: The file descriptor that this process reads from.
     pipe: int
-    #: The bytes read so far: a pickled :class:`_Outcome`; empty if the rank died before that.
+    #: The bytes read so far: the length and the bytes of a pickled :class:`_Outcome`. Bytes are
+    #: missing if the rank died while it wrote, or before.
     data: bytearray
     #: True once the rank has closed the pipe.
     ended: bool = False
@@ -314,8 +317,9 @@ def _process_rank(program: _Program, rank: int, address: str, secret: bytes, pip
             error.add_note(f"On rank {rank}:\n{traceback.format_exc()}")
     sys.stdout.flush()
     sys.stderr.flush()
+    data = _pickled(outcome)
     with os.fdopen(pipe, "wb") as stream:
-        stream.write(_pickled(outcome))
+        stream.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
     return 1 if outcome.error is not None else 0
 
 
@@ -362,8 +366,9 @@ def _end(children: Sequence[_Child]) -> None:
 
 
 def _outcome(program: _Program, rank: int, child: _Child) -> _Outcome:
-    if child.data:
-        outcome = pickle.loads(bytes(child.data))
+    length, data = child.data[:_LENGTH_BYTES], child.data[_LENGTH_BYTES:]
+    if child.data and len(data) == int.from_bytes(length, "big"):
+        outcome = pickle.loads(bytes(data))
         assert isinstance(outcome, _Outcome)
         return outcome
     if not child.ended:
