@@ -75,6 +75,18 @@ def test_logs_nest_and_end() -> None:
     run_ranks(2, program)
 
 
+def test_what_several_operators_compute_has_a_cause() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.randn(4, 4, 3), mesh, [Shard(0)])
+        weight = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        with explain() as log:
+            torch.nn.functional.batch_norm(x, None, None, weight, training=True)
+        assert {event.operator for event in log.events} == {"batch_norm"}
+
+    run_ranks(2, program)
+
+
 @torch.library.custom_op("tests::reversed_rows", mutates_args=())
 def reversed_rows(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)

@@ -100,6 +100,8 @@ class Ways:
     def _composed(self, sharding: OpSharding, way: Composed, call: DTensorCall) -> Any:
         """The result of a call that other operators compute."""
         func, args, kwargs, tensors, _, digest = call
+        if causes.watchers:
+            causes.begin_operator(self._name)
         if way.overwrites:  # what was there before may be what the memory happens to hold
             digest = digest_of_rest(sharding, call)
         with moving(digest, self._title), refusals(call):
