@@ -427,6 +427,17 @@ def test_missing_names_are_told(tmp_path: Path) -> None:
     assert "missing: y, n" in str(report)
 
 
+def test_what_other_ranks_compose_is_unused_here(tmp_path: Path) -> None:
+    checkpoint.save({"a": torch.ones(2), "b": torch.zeros(2), "c": torch.ones(1)}, tmp_path)
+
+    def program(rank: int) -> list[str]:
+        state = {"both": torch.empty(4)} if rank == 0 else {"c": torch.empty(1)}
+        names = lambda name: ["a", "b"] if name == "both" else name  # noqa: E731
+        return checkpoint.load(tmp_path, into=state, map_names=names, strict=False).unused
+
+    assert run_ranks(2, program) == [["c"], ["a", "b"]]
+
+
 def test_names_are_mapped(tmp_path: Path) -> None:
     checkpoint.save({"net": {"w": numbers(2)}}, tmp_path)
     state = {"model": {"w": torch.zeros(2)}}

@@ -143,9 +143,17 @@ class Filling:
 
     def compose_all(self, composed: Iterable[tuple[Any, ...]]) -> None:
         """Compose the tensors that other ranks have composed, given as in ``composed``."""
+        used = set(self.used)
         for each in composed:
             is_piece = not all(isinstance(item, str) for item in each)
             self.compose(PieceOf(*each) if is_piece else each)
+        self.used = used  # this rank has asked for none of the parts
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of the checkpoint that this rank has not asked for."""
+        names = (dotted(path) for path in self.saved.leaves if path not in self.used)
+        return [name for name in names if name not in self.made]
 
     @property
     def tensors(self) -> dict[str, SavedTensor]:

@@ -112,7 +112,7 @@ def load_into(
     report.loaded = filling.filled
     report.converted = [t.where for t in filling.targets if t.tensor.dtype != DTYPES[t.saved.dtype]]
     report.missing, report.other_ranks = filling.missing, filling.other_ranks
-    report.unused = [dotted(p) for p in filling.saved.leaves if p not in filling.used]
+    report.unused = filling.unused
     report.bytes_read = reader.bytes_read
     return report
 
