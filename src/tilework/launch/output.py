@@ -294,7 +294,7 @@ class Output:
         is_read = fd == 2 or self._merged or os.isatty(fd)
         has_prefix = bool(self._prefix(0, False))  # else lines would not name their rank
         merged_ranks = self._settings.nprocs if is_read and has_prefix else 0
-        if os.isatty(fd):
+        if os.isatty(fd) and self._settings.node_rank == 0:
             merged_ranks -= 1  # rank 0 is shown live
         return Screen(fd, self._prefix(0, wants_colour(fd)), merged_ranks)
 
