@@ -87,3 +87,11 @@ def test_other_tiles_are_not_taken_for_copies(tmp_path: Path) -> None:
     run_ranks(4, save)
     found = checkpoint.read(tmp_path)["x"]
     assert all(found[rank].equal(x) for rank in range(4))
+
+
+def test_conjugates_and_negatives_in_the_same_memory_are_saved_apart(tmp_path: Path) -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    state = {"x": x, "conjugate": x.conj(), "imag": x.imag, "negative": x.conj().imag}
+    checkpoint.save(state, tmp_path)
+    found = checkpoint.read(tmp_path)
+    assert all(found[name].equal(tensor) for name, tensor in state.items())

@@ -110,7 +110,8 @@ def _facts(path: Path, leaf: Any, seen: dict[Any, Path], is_alone: bool) -> Fact
     if isinstance(leaf, TiledTensor):
         return "tiles", dtype, shape, tiles_of(leaf), layout_text(leaf)
     if leaf.numel():
-        key = (leaf.data_ptr(), shape, leaf.stride(), leaf.dtype, str(leaf.device))
+        signs = leaf.is_conj(), leaf.is_neg()
+        key = (leaf.data_ptr(), shape, leaf.stride(), leaf.dtype, signs, str(leaf.device))
         first = seen.setdefault(key, path)
         if first != path:
             return "alias", first
