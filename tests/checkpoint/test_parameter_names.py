@@ -175,6 +175,33 @@ def test_old_names_that_are_not_certain_are_missing(tmp_path: Path) -> None:
     assert [moment(other, module) for module in modules.values()] == [None, None, None]
 
 
+def test_states_that_were_not_saved_stay(tmp_path: Path) -> None:
+    a, b = linear(), linear()
+    checkpoint.save({"a": a, "opt": stepped(a)}, tmp_path)
+    optimizer = stepped(a, b, first=5)
+    report = checkpoint.load(tmp_path, into={"a": a, "b": b, "opt": optimizer}, strict=False)
+    assert report.missing == ["b.weight", "opt.state.b/weight"]
+    assert [moment(optimizer, module) for module in (a, b)] == [1, 6]
+
+
+def test_states_of_other_ranks_stay(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        module = linear()
+        checkpoint.save({"a": module, "opt": stepped(module, first=rank + 1)}, tmp_path)
+
+    def load(rank: int) -> float | None:
+        module = linear()
+        optimizer = stepped(module, first=5)
+        report = checkpoint.load(tmp_path, into={"a": module, "opt": optimizer})
+        assert ("opt.state.weight.exp_avg" in report.other_ranks) == (rank == 2)
+        loaded = moment(optimizer, module)
+        optimizer.step()  # with a whole state
+        return loaded
+
+    run_ranks(2, save)
+    assert run_ranks(3, load) == [1, 2, 5]
+
+
 def test_one_to_one_leaves_out_what_is_not_certain() -> None:
     assert one_to_one({}) == {}
     assert one_to_one({"p": "xy"}) == {}

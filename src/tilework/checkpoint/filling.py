@@ -195,6 +195,12 @@ class Filling:
                     self._inside.setdefault(path[:length], []).append(path)
         return self._inside.get(root, [])
 
+    def is_of_others(self, root: Path) -> bool:
+        """True if leaves below a saved path are of other ranks, and none is of this rank alone."""
+        leaves = [self.saved.leaves[path] for path in self.paths_under(root)]
+        variants = [leaf for leaf in leaves if isinstance(leaf, PerRank)]
+        return bool(variants) and all(leaf.of(self.rank) is None for leaf in variants)
+
     # -- walking -----------------------------------------------------------------------------
 
     def visit(self, value: Any, path: Path) -> Finish:

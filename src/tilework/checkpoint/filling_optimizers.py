@@ -36,7 +36,8 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
     """Look up the states of an optimizer's parameters, and the groups' settings.
 
     A parameter that was saved without a state gets no state. A parameter that was not saved is
-    listed as missing.
+    listed as missing. In a plain optimizer the parameter keeps the state that it has then, and also
+    if other ranks have saved the state.
     """
     if not _is_asked(filling, path):
         return lambda: optimizer
@@ -48,18 +49,22 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
     saved_groups = _saved_groups(filling, root)
     saved_name = _matching(filling, path, groups, saved_groups)
     states: dict[int, FlatState] = {}
+    kept: list[int] = []
     listed = [pair for group in groups for pair in group]
     for number, (name, parameter) in enumerate(listed):
         saved = saved_name.get(name)
         if saved is None:
             filling.missing.append(dotted((*path, "state", name)))
+            kept.append(number)
         elif _is_here(optimizer, parameter):
             state = _state_of(filling, (*root, "state", saved), parameter)
-            if state.leaves:
+            if filling.is_of_others((*root, "state", saved)):
+                kept.append(number)
+            elif state.leaves:
                 states[number] = state
     _note_rest(filling, root)
     options = [_options(group, saved_groups, saved_name) for group in groups]
-    return lambda: _give(optimizer, groups, states, options)
+    return lambda: _give(optimizer, groups, states, options, kept)
 
 
 def _is_asked(filling: Filling, path: Path) -> bool:
@@ -241,9 +246,13 @@ def _give(
     groups: list[Named],
     states: Mapping[int, FlatState],
     options: list[dict[str, Any]],
+    kept: Iterable[int],
 ) -> Optimizer:
     filled = {number: rebuild(state) for number, state in states.items()}
     listed = [pair for group in groups for pair in group]
+    if not isinstance(optimizer, ShardedOptimizer) and not is_split(optimizer):
+        own_states = {number: optimizer.state.get(listed[number][1]) for number in kept}
+        filled |= {number: dict(own) for number, own in own_states.items() if own}
     if isinstance(optimizer, ShardedOptimizer):
         saved = {name: filled.get(number, {}) for number, (name, _) in enumerate(listed)}
         names = [
