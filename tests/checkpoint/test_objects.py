@@ -208,6 +208,41 @@ def test_generators_of_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, program) == [True, True]
 
 
+class Counts:
+    """An object with a state of which a part differs between ranks."""
+
+    def __init__(self, **counts: int) -> None:
+        self.counts = counts
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.counts = {key: state[key] for key in ("epoch", "seen")}
+
+
+def test_additional_ranks_keep_values_in_objects_and_containers(tmp_path: Path) -> None:
+    def save(rank: int) -> None:
+        state = {"own": Counts(epoch=3, seen=rank), "dict": {"a": rank}, "list": [{"a": rank}, 1]}
+        torch.manual_seed(rank)
+        checkpoint.save({**state, "random": RandomState()}, tmp_path)
+
+    def load(rank: int) -> Any:
+        state: dict[str, Any] = {"own": Counts(epoch=0, seen=7), "dict": {}, "list": []}
+        report = checkpoint.load(tmp_path, into={**state, "random": RandomState()})
+        return state["own"].counts, state["dict"], state["list"], report.other_ranks
+
+    run_ranks(2, save)
+    loaded = run_ranks(3, load)
+    assert loaded[1] == ({"epoch": 3, "seen": 1}, {"a": 1}, [{"a": 1}, 1], [])
+    assert loaded[2] == (
+        {"epoch": 3, "seen": 7},
+        {},
+        [],
+        ["own.seen", "dict.a", "list.0.a", "random.rank"],
+    )
+
+
 def test_schedulers_and_averages(tmp_path: Path) -> None:
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from tilework.checkpoint.composing import PieceOf, joined, piece
 from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
-from tilework.checkpoint.flattening import is_numpy_array, numpy_as_tensor, rebuild
+from tilework.checkpoint.flattening import flatten, is_numpy_array, numpy_as_tensor, rebuild
 from tilework.checkpoint.format import Index, Path
 from tilework.checkpoint.name_patterns import NamePatterns
-from tilework.checkpoint.objects import has_state, is_lazy, unwrapped
+from tilework.checkpoint.objects import Containers, has_state, is_lazy, unwrapped
 from tilework.checkpoint.parameter_names import Places
 from tilework.checkpoint.saved import SavedTensor
 from tilework.checkpoint.values import decode_value, is_plain_sequence
@@ -289,7 +289,7 @@ class Filling:
         found = self.find(path)
         if not value and found is not None and self.is_asked(dotted(path)):
             fresh = self.fresh(found)
-            return lambda: _updated(value, fresh())
+            return lambda: _updated(value, fresh()) if fresh.found else value
         finishes = {key: self.visit(each, (*path, key)) for key, each in value.items()}
 
         def finish() -> Mapping[Any, Any]:
@@ -304,6 +304,8 @@ class Filling:
         found = self.find(path)
         if not value and found is not None and self.is_asked(dotted(path)):
             fresh = self.fresh(found)
+            if self.is_of_others(found):
+                return lambda: value
             return lambda: _replaced(value, fresh())
         finishes = [self.visit(each, (*path, number)) for number, each in enumerate(value)]
         return lambda: _replaced(value, [finish() for finish in finishes])
@@ -360,7 +362,8 @@ class Filling:
     def _visit_object(self, value: Any, path: Path) -> Finish:
         """Look up an object with ``load_state_dict``, which is called with the whole state.
 
-        The object is left alone if none of the names in the state is asked for.
+        The object is left alone if none of the names in the state is asked for. What is saved for
+        other ranks only stays as the object has it.
         """
         name, found = dotted(path), self.find(path)
         if not self.is_asked(name) and not (
@@ -371,8 +374,11 @@ class Filling:
             self.missing.append(name)
             return lambda: value
         known: dict[Path, Tensor] = {}
-        tensors_by_path(value.state_dict(), (), known)
+        contents = value.state_dict()
+        tensors_by_path(contents, (), known)
         fresh = self.fresh(found, known)
+        if self.is_of_others(found):
+            fresh.keep(flatten(contents, Containers(contents)))
 
         def give() -> Any:
             state = fresh()
@@ -406,15 +412,22 @@ class Fresh:
                 if path[: len(root)] == root
             }
         )
-        paths = filling.paths_under(root)
-        for path in paths:
+        self._paths = filling.paths_under(root)
+        for path in self._paths:
             leaf = filling.leaf(path)
             if isinstance(leaf, FlatValue):
                 self._flat.leaves[path] = leaf
             elif leaf is not None:
                 self._flat.leaves[path] = self._tensor(filling, leaf, into.get(path[len(root) :]))
         #: False if everything belongs to other ranks.
-        self.found = bool(self._flat.leaves) or not paths
+        self.found = bool(self._flat.leaves) or not self._paths
+
+    def keep(self, own: FlatState) -> None:
+        """Take the leaves of other ranks from this rank's state, if it has all of them."""
+        lacking = [path for path in self._paths if path not in self._flat.leaves]
+        kept = {path: own.leaves.get(path[len(self._root) :]) for path in lacking}
+        self.found = None not in kept.values()
+        self._flat.leaves.update(kept)
 
     @staticmethod
     def _tensor(filling: Filling, leaf: NamedTensor, known: Tensor | None) -> Tensor:
