@@ -95,3 +95,18 @@ def test_conjugates_and_negatives_in_the_same_memory_are_saved_apart(tmp_path: P
     checkpoint.save(state, tmp_path)
     found = checkpoint.read(tmp_path)
     assert all(found[name].equal(tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_is_empty_on_a_rank_is_saved_for_each(tmp_path: Path, kind: type) -> None:
+    """As a history that only the first rank keeps."""
+
+    def program(rank: int) -> Any:
+        checkpoint.save({"history": kind([0.5] if rank == 0 else [])}, tmp_path)
+        states: list[Any] = [{"history": kind(each)} for each in ([], [9.0])]
+        for state in states:
+            checkpoint.load(tmp_path, into=state)
+        return [state["history"] for state in states]
+
+    assert run_ranks(2, program) == [[kind([0.5])] * 2, [kind()] * 2]
+    assert checkpoint.read(tmp_path)["history"] == {0: kind([0.5]), 1: kind()}

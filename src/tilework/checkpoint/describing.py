@@ -7,7 +7,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,7 @@ from tilework.checkpoint.index_text import unique_name
 from tilework.checkpoint.memory import full_crc32
 from tilework.checkpoint.objects import is_lazy
 from tilework.checkpoint.save_planning import TensorToSave
+from tilework.checkpoint.values import KIND
 from tilework.comm.per_call.checks import has_memory
 from tilework.dtensor import DTensor
 from tilework.layout import Box, Partial, Replicate
@@ -178,6 +179,7 @@ def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedSt
     Raises:
         ValueError: Ranks have different containers in the same place.
     """
+    descriptions = _empty_as_values(descriptions)
     merger, by_path = _Merger(), dict[Path, dict[Facts, list[int]]]()
     containers = merger.state.flat.containers
     # Ranks with equal states share a description.
@@ -205,6 +207,27 @@ def merge(descriptions: Sequence[Description], ranks: Sequence[int]) -> MergedSt
             leaves.append((owners, merger.leaf(path, facts, owners, suffix)))
         merger.state.flat.leaves[path] = PerRank(tuple(leaves)) if len(leaves) > 1 else leaves[0][1]
     return merger.state
+
+
+def _empty_as_values(descriptions: Sequence[Description]) -> list[Description]:
+    """The descriptions, with empty lists and tuples as values where another rank has a value.
+
+    A list of numbers is a value, and an empty list a container.
+    """
+    distinct = {id(each): each for each in descriptions}
+    leaves = [leaf for each in distinct.values() for leaf in each.leaves.items()]
+    values = {path for path, facts in leaves if facts[0] == "value"}
+    for key, each in distinct.items():
+        filled = {path[:-1] for path in (*each.leaves, *each.containers) if path}
+        empty: dict[Path, Facts] = {
+            path: ("value", [] if kind == "list" else {KIND: kind, "v": []})
+            for path, kind in each.containers.items()
+            if path in values and path not in filled and kind in ("list", "tuple")
+        }
+        if empty:
+            containers = {path: kind for path, kind in each.containers.items() if path not in empty}
+            distinct[key] = replace(each, leaves=each.leaves | empty, containers=containers)
+    return [distinct[id(each)] for each in descriptions]
 
 
 def _copies_as_one(
