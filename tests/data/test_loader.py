@@ -125,6 +125,28 @@ def test_streams_are_divided(uneven: Any, rows: list[list[int]]) -> None:
     assert run_ranks(2, program) == rows
 
 
+def test_a_stream_with_a_length_gives_the_number_of_batches() -> None:
+    class Counted(Stream):
+        def __len__(self) -> int:
+            return self.length
+
+    def program(rank: int) -> list[int]:
+        uneven: list[Any] = ["pad", "drop", "keep"]
+        loaders = [DataLoader(Counted(9), batch_size=2, uneven=each) for each in uneven]
+        assert [len(loader) for loader in loaders] == [len(list(loader)) for loader in loaders]
+        with pytest.raises(TypeError, match="'Stream' has no len"):
+            len(DataLoader(Stream(9), batch_size=2))
+        return [len(loader) for loader in loaders]
+
+    assert run_ranks(2, program) == [[3, 2, 3], [3, 2, 2]]
+
+
+def test_no_sampler_may_be_given() -> None:
+    """As by a program that passes the options of torch's DataLoader on."""
+    loader: DataLoader[int] = DataLoader(range(3), 2, sampler=None, batch_sampler=None)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2]]
+
+
 def test_a_stream_shorter_than_the_ranks_is_repeated() -> None:
     def program(rank: int) -> list[int]:
         return [row for batch in DataLoader(Stream(2), batch_size=1) for row in batch.tolist()]

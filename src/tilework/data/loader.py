@@ -101,7 +101,8 @@ class DataLoader(TorchDataLoader[T_co]):
                 cast(Any, dataset), division.ranks, division.rank, shuffle, seed, uneven=uneven
             )
         self._own_sampler = sampler
-        super().__init__(dataset, rows, sampler=sampler, drop_last=drop_last, **options)
+        options["sampler"] = sampler
+        super().__init__(dataset, rows, drop_last=drop_last, **options)
 
     @property
     def epoch(self) -> int:
@@ -177,6 +178,9 @@ class _RankRows(IterableDataset[Any]):
 
     def __init__(self, dataset: IterableDataset[Any], division: Division) -> None:
         self.dataset, self.division = dataset, division
+
+    def __len__(self) -> int:
+        return self.division.count(len(cast(Any, self.dataset)))
 
     def __iter__(self) -> Iterator[Any]:
         first: list[Any] = []
