@@ -170,6 +170,14 @@ def test_what_a_model_has_joined_or_in_pieces_is_said_by_names(tmp_path: Path) -
     assert torch.cat([state["left.weight"], state["right.weight"]], 1).equal(both)
 
 
+@pytest.mark.parametrize(("number", "count"), [(3, 3), (-1, 3), (0, 0), (0, -1)])
+def test_a_piece_that_does_not_exist_is_refused(tmp_path: Path, number: int, count: int) -> None:
+    _save_plain(nn.Linear(2, 6, bias=False), tmp_path)
+    names = {"weight": PieceOf("weight", number, count)}
+    with pytest.raises(CheckpointError, match=f"'weight' has no piece {number} of {count}: "):
+        checkpoint.load(tmp_path, into=nn.Linear(2, 2, bias=False), map_names=names)
+
+
 def test_missing_weights_are_named_and_the_model_stayson_meta(tmp_path: Path) -> None:
     _save_plain(nn.Linear(2, 2, bias=False), tmp_path)
     model = nn.Linear(2, 2, device="meta")

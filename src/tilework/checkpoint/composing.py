@@ -103,8 +103,8 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
     """The piece of a tensor that ``of`` describes. Each part of the piece is contiguous in a file.
 
     Raises:
-        CheckpointError: The dim does not exist, or the size is not a multiple of the count; or the
-            tensor has checksums: a piece of a tensor cannot be compared with them.
+        CheckpointError: The dim or the number does not exist, or the size is not a multiple of the
+            count; or the tensor has checksums: a piece of a tensor cannot be compared with them.
 
     Example:
         >>> rows = SavedTensor("x", "F32", (4, 2), (Part(Box((0, 0), (4, 2)), "f", 0, 32, (0,)),))
@@ -112,6 +112,12 @@ def piece(tensor: SavedTensor, of: PieceOf) -> SavedTensor:
         [('[0:2, 0:2]', 16)]
     """
     dim = of.dim
+    if not 0 <= of.number < of.count:
+        raise CheckpointError(
+            f"{tensor.name!r} has no piece {of.number} of {of.count}: pieces are numbered from 0. "
+            f"Correct the number or the count of the PieceOf in map_names",
+            tensor=tensor.name,
+        )
     if not 0 <= dim < len(tensor.shape) or tensor.shape[dim] % of.count:
         raise CheckpointError(
             f"{tensor.name!r} of shape {list(tensor.shape)} cannot be cut into {of.count} equal "
