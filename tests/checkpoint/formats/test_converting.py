@@ -63,6 +63,14 @@ def test_there_and_back(saved: Path, tmp_path: Path, name: str, to: str | None) 
     assert not [each for each in os.listdir(tmp_path) if each.startswith(".")]
 
 
+def test_names_that_become_the_same_are_refused(tmp_path: Path) -> None:
+    checkpoint.save({"model": {"a": torch.ones(2)}, "a": torch.zeros(2)}, tmp_path / "saved")
+    target, options = tmp_path / "x.safetensors", ConvertOptions(strip="model.")
+    with pytest.raises(CheckpointError, match=r"'model\.a' and 'a' would both be named 'a'"):
+        checkpoint.convert(tmp_path / "saved", target, options=options)
+    assert not target.exists()
+
+
 def test_safetensors_there_and_back(saved: Path, tmp_path: Path) -> None:
     options = ConvertOptions(names=["model.*"], strip="model.", file_bytes=10_000)
     checkpoint.convert(saved, tmp_path / "hf", "safetensors", options)

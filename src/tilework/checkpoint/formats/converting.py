@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def convert(
 
     Raises:
         CheckpointError: The source is in no known format, or damaged; the target is there already,
-            or cannot be written.
+            or cannot be written; or two tensors would have the same name without ``strip``.
         ValueError: There is no such format.
 
     Example:
@@ -232,6 +232,7 @@ class _Chosen(Source):
         self._renamed = {
             tensor.name: options.prefix + tensor.name.removeprefix(options.strip) for tensor in kept
         }
+        _check_unique(self._renamed)
         self.tensors = [replace(tensor, name=self._renamed[tensor.name]) for tensor in kept]
         self.flat = self._state(source.flat, options)
         progress.total = sum(math.prod(each.shape) * each.itemsize for each in kept)
@@ -247,6 +248,18 @@ class _Chosen(Source):
         region = self._source.region(self._numbers[number], box)
         self._progress(region.nbytes)
         return region
+
+
+def _check_unique(renamed: Mapping[str, str]) -> None:
+    """Raise CheckpointError if two tensors get the same name."""
+    first: dict[str, str] = {}
+    for name, new in renamed.items():
+        if first.setdefault(new, name) != name:
+            raise CheckpointError(
+                f"{first[new]!r} and {name!r} would both be named {new!r}: convert them apart, "
+                f"each with other names, or with another strip",
+                tensor=name,
+            )
 
 
 def _write_tilework(source: Source, target: AnyPath, options: ConvertOptions) -> None:
