@@ -40,8 +40,6 @@ class PendingSave:
 
     Attributes:
         path: The path of the checkpoint.
-        total: The number of bytes that this rank writes.
-        is_first: True on the rank that shows progress.
     """
 
     def __init__(self, path: str, total: int = 0, is_first: bool = True) -> None:
