@@ -81,6 +81,16 @@ def test_a_module_is_copied_and_pickled_as_what_it_is() -> None:
         block.zero_grad()
 
 
+def test_a_copy_of_a_compiled_module_computes_with_the_weights_of_the_copy() -> None:
+    layer = checkpoint_wrapper(nn.Linear(2, 2))
+    layer.compile(backend="eager")
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(torch.ones(1, 2)).any()
+
+
 def test_another_function_may_do_it() -> None:
     seen: list[object] = []
 

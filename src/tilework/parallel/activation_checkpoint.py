@@ -51,6 +51,7 @@ class CheckpointWrapper(nn.Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = dict(self.__dict__)
+        state.pop("_compiled_call_impl", None)  # calls this module; copies compile anew
         return _rebuild, (type(self).__mro__[2], state)
 
 

@@ -119,6 +119,19 @@ def test_copies_are_replicas_of_their_own(copied: Callable[[Any], Any]) -> None:
     run_ranks(2, program)
 
 
+def test_a_copy_of_a_compiled_module_computes_with_the_weights_of_the_copy() -> None:
+    def program(rank: int) -> bool:
+        ddp: Any = DistributedDataParallel(mlp())
+        ddp.compile(backend="eager")
+        copied = copy.deepcopy(ddp)
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        return bool(copied(batch(2)[0]).any())
+
+    assert run_ranks(2, program) == [False, False]
+
+
 def _through_file(ddp: nn.Module) -> Any:
     file = io.BytesIO()
     torch.save(ddp, file)

@@ -494,6 +494,25 @@ def test_other_methods_than_forward() -> None:
     run_ranks(1, program)
 
 
+def test_a_copy_computes_with_the_weights_of_the_copy() -> None:
+    class WithEncode(nn.Linear):
+        def encode(self, x: Tensor) -> Tensor:
+            y: Tensor = self(x)
+            return y
+
+    def program(rank: int) -> list[float]:
+        x, model = torch.ones(1, 2), fully_shard(WithEncode(2, 1))
+        register_fsdp_forward_method(model, "encode")
+        model.compile(backend="eager")
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.fill_(1.0)
+        return [copied(x).item(), copied.encode(x).item()]
+
+    assert run_ranks(2, program) == [[3.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_prefetching(explicit: bool) -> None:
     """A module's gather is started before the one before it computes."""

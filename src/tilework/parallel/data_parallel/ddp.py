@@ -419,7 +419,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     # -- copies and files --------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("reducer", "process_group", "device_mesh", "_delayed", "_structure", "_passes")
+        left_out = {"reducer", "process_group", "device_mesh", "_delayed", "_structure", "_passes"}
+        left_out.add("_compiled_call_impl")  # calls this module; copies compile anew
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         state["join_context"] = None
         return state

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, update_wrapper
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from tilework.parallel.fully_sharded.unit import Unit
+
+#: Compiled calls of a module. They call that module, also from a copy: copies compile anew.
+_COMPILED = ("_compiled_run", "_compiled_call_impl")
 
 
 class FSDPModule:
@@ -193,7 +196,8 @@ class FSDPModule:
             unit.reshard()
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        state = {name: value for name, value in vars(self).items() if name not in _COMPILED}
+        copied.__dict__ = copy.deepcopy(state, memo)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -289,10 +293,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
-    unit = module._fsdp_state
+    # Copies of a partial call the copied module; a function would call the original.
+    call = partial(_run_gathered, module, method)
+    setattr(module, method_name, update_wrapper(call, method))
 
-    @wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return unit.run(method, args, kwargs)
 
-    setattr(module, method_name, wrapped)
+def _run_gathered(module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return module._fsdp_state.run(method, args, kwargs)
