@@ -586,6 +586,36 @@ def test_a_mesh_of_all_kinds_of_parallelism() -> None:
     run_ranks(4, program)
 
 
+def test_nested_tied_and_ignored_parameters_on_such_a_mesh() -> None:
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+
+        def tied() -> Any:
+            model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+            for layer in model:
+                value = distribute_tensor(torch.ones(2, 2), mesh, [Replicate(), Shard(0)])
+                layer.weight = nn.Parameter(value)
+            model[1].weight = model[0].weight
+            return model
+
+        def sharded(module: Any, **settings: Any) -> Any:
+            dims = DataParallelMeshDims(shard="dp")
+            return fully_shard(module, mesh=mesh, dp_mesh_dims=dims, **settings)
+
+        model = tied()
+        ignored = model[2].weight
+        sharded([model[0], model[1]])
+        sharded(model, ignored_params=[ignored])
+        assert model[0].weight is model[1].weight
+        assert model[2].weight is ignored
+        other = tied()
+        sharded(other[0])
+        with pytest.raises(ValueError, match="Give modules that share a weight in a single call"):
+            sharded(other)
+
+    run_ranks(2, program)
+
+
 def test_phases() -> None:
     """Each transition of a unit, and that it is idempotent."""
 

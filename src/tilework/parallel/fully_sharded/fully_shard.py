@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import broadcast
@@ -32,6 +33,7 @@ from tilework.parallel.fully_sharded.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from tilework.parallel.fully_sharded.taking_over import own_modules
 from tilework.parallel.fully_sharded.unit import Unit
 from tilework.tiled.module_plan import check_is_module
 
@@ -102,8 +104,9 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     mesh = None if mesh is None else mesh_or_current(mesh)
+    ignored = list(ignored_params or ())
     if mesh is not None and dp_mesh_dims is not None:
-        _leave_axes(modules, mesh, dp_mesh_dims)
+        _leave_axes(modules, mesh, dp_mesh_dims, ignored)
         mesh = _part_of(mesh, dp_mesh_dims)
     if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
         raise NotImplementedError(
@@ -112,7 +115,6 @@ def fully_shard(
         )
     _check(modules, mesh, offload_policy)
     mesh = _mesh_of_all_ranks(modules) if mesh is None else mesh
-    ignored = list(ignored_params or ())
     _move(modules, mesh.device_type, ignored)
     policy = mp_policy or MixedPrecisionPolicy()
     unit = Unit(modules, mesh, policy, reshard_after_forward, shard_placement_fn, ignored)
@@ -138,8 +140,19 @@ def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     return mesh[tuple(axes)]
 
 
-def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+#: The parameters without data-parallel axes, by the parameters that they replaced: ties stay.
+_replaced_by: Any = WeakTensorKeyDictionary()
+
+
+def _leave_axes(
+    modules: Iterable[nn.Module],
+    mesh: DeviceMesh,
+    dims: DataParallelMeshDims,
+    ignored: Iterable[nn.Parameter],
+) -> None:
     """Replace DTensor parameters on ``mesh`` by DTensors without the data-parallel axes. Local.
+
+    Parameters of modules that are sharded already stay, as do those of ``ignored``.
 
     Raises:
         ValueError: A parameter is not replicated along these axes, or the mesh lacks them.
@@ -153,9 +166,15 @@ def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParall
     if not own <= set(known):
         raise ValueError(f"dp_mesh_dims names {sorted(own)}, and the mesh has the axes {known}")
     rest = tuple(name for name in known if name not in own)
-    for module in (inner for each in modules for inner in each.modules()):
+    stay = set(map(id, ignored))
+    for module in (inner for each in modules for _, inner in own_modules(each, "")):
         for name, parameter in module._parameters.items():
-            if not isinstance(parameter, DTensor) or parameter._spec.mesh != mesh:
+            if not isinstance(parameter, DTensor) or id(parameter) in stay:
+                continue
+            if parameter._spec.mesh != mesh:
+                continue
+            if parameter in _replaced_by:
+                module._parameters[name] = _replaced_by[parameter]
                 continue
             placements = dict(zip(known, parameter.placements, strict=True))
             if not rest or not all(placements[axis].is_replicate() for axis in own):
@@ -166,7 +185,8 @@ def _leave_axes(modules: Iterable[nn.Module], mesh: DeviceMesh, dims: DataParall
                 )
             spec = spec_of(mesh[rest], [placements[axis] for axis in rest], parameter.shape)
             local = wrap(parameter._local_tensor.detach(), spec)
-            module._parameters[name] = nn.Parameter(local, parameter.requires_grad)
+            _replaced_by[parameter] = nn.Parameter(local, parameter.requires_grad)
+            module._parameters[name] = _replaced_by[parameter]
 
 
 def _take_values_of(source: int, unit: Unit) -> None:

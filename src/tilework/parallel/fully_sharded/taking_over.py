@@ -99,7 +99,7 @@ class ModuleTables:
         return tables
 
     def _scan(self) -> None:
-        self._modules = list(chain.from_iterable(_own_modules(root, "") for root in self._roots))
+        self._modules = list(chain.from_iterable(own_modules(root, "") for root in self._roots))
         #: Layers that also keep a list of their weights.
         self.recurrent: list[Any] = [m for _, m in self._modules if isinstance(m, nn.RNNBase)]
 
@@ -124,12 +124,12 @@ class ModuleTables:
         return list(found.values())
 
 
-def _own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+def own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
     """A module and the modules within that belong to the same unit, with name prefixes."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and "_fsdp_state" not in vars(child):
-            yield from _own_modules(child, f"{prefix}{name}.")
+            yield from own_modules(child, f"{prefix}{name}.")
 
 
 @dataclass(frozen=True)
