@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tilework.distributed as dist
 from tests.parallel.data_parallel.models import WIDTH, batch, mlp, mse, same_gradients
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.world import current_world
 from tilework.parallel import DistributedDataParallel, Join, Joinable, JoinHook, SyncBatchNorm
 from tilework.testing import run_ranks
 
@@ -181,6 +182,21 @@ def test_joinables_of_your_own() -> None:
         return counter.own, counter.followed, counter.last
 
     assert run_ranks(3, program) == [(1, 4, False), (3, 2, False), (5, 0, True)]
+
+
+def test_the_end_closes_the_groups_of_ranks_with_inputs() -> None:
+    def program(rank: int) -> list[int]:
+        counter = Counter()
+        groups: list[int] = []
+        for epoch in range(2):
+            with Join([counter]):
+                for _ in range(2 * rank + epoch):
+                    counter.step()
+                groups.append(len(current_world().records))
+            groups.append(len(current_world().records))
+        return groups
+
+    assert run_ranks(3, program) == [[1, 1, 1, 1], [2, 1, 2, 1], [3, 1, 3, 1]]
 
 
 def test_misuse() -> None:

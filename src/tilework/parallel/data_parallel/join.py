@@ -206,6 +206,16 @@ class Join:
         current_world().state(_ActiveGroups).of.pop(self.group, None)
         for hook in self._hooks:
             hook.post_hook(is_last)
+        self._close_groups()
+
+    def _close_groups(self) -> None:
+        """Close the groups that :meth:`_activate` made. Local.
+
+        No rank needs them any more when all ranks have said that they have no inputs.
+        """
+        while self._made:
+            _, group = self._made.popitem()
+            current_world().forget(group)
 
 
 _EARLY = (
