@@ -114,6 +114,26 @@ def test_states_are_those_of_the_plain_optimizer(ranks: int) -> None:
     run_ranks(2, resume)
 
 
+def test_a_loaded_state_dict_replaces_all_states_and_fits_the_parameters() -> None:
+    def program(rank: int) -> None:
+        first = model()
+        settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+        new = torch.optim.SGD(first.parameters(), **settings).state_dict()
+        own = ZeroRedundancyOptimizer(first.parameters(), torch.optim.SGD, **settings)
+        first(rows(0)).sum().backward()
+        own.step()
+        assert own.optim is not None
+        assert own.optim.state
+        own.load_state_dict(new)
+        assert not own.optim.state
+        other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5).state_dict()
+        with pytest.raises(ValueError, match=r"groups of \[2\] parameters, and this optimizer"):
+            own.load_state_dict(other)
+        assert own.param_groups[0]["lr"] == 0.1
+
+    run_ranks(2, program)
+
+
 def test_groups_and_schedulers() -> None:
     def program(rank: int) -> None:
         plain, other = model(), model()

@@ -348,13 +348,26 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         Args:
             state_dict: From this class or from the plain optimizer, the same on all ranks.
+
+        Raises:
+            ValueError: The groups have other numbers of parameters than those of this optimizer.
         """
+        sizes, given = (
+            [len(group["params"]) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        )
+        if sizes != given:
+            raise ValueError(
+                f"the state dict has groups of {given} parameters, and this optimizer of {sizes}: "
+                f"load the state dict of an optimizer with the same groups"
+            )
         every = [p for group in self.param_groups for p in group["params"]]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(_settings(saved))
         if self.optim is None:
             return
         self._copy_settings()
+        self.optim.state.clear()
         rank = self.process_group.rank()
         for at, value in state_dict["state"].items():
             parameter = every[int(at)]
