@@ -63,6 +63,26 @@ def test_steps_are_those_of_the_plain_optimizer(
     assert ranks == 1 or max(counts) < 4
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_an_optimizer_of_matrices() -> None:
+    def program(rank: int) -> None:
+        results = []
+        for spread in (False, True):
+            layer = model()[0]
+            kind: Any = torch.optim.Muon
+            own: Any = (
+                ZeroRedundancyOptimizer([layer.weight], kind, lr=0.1)
+                if spread
+                else kind([layer.weight], lr=0.1)
+            )
+            torch.autograd.backward(layer(rows(0)).square().mean())
+            own.step()
+            results.append(layer.weight.detach())
+        assert_close(*results)
+
+    run_ranks(2, program)
+
+
 def test_shares_are_nearly_equal() -> None:
     def program(rank: int) -> list[int]:
         parameters = [nn.Parameter(torch.zeros(size)) for size in (9, 1, 5, 4, 1)]

@@ -93,8 +93,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._saved: list[tuple[dict[int, Any], dict[int, Any]]] | None = None
         self.optim: Optimizer | None = None
         self._is_constructed = False
-        # Groups have all settings, as in the state dicts of the optimizer itself.
-        every = optimizer_class([nn.Parameter(torch.empty(0))], **defaults).defaults
+        # Groups have all settings, as in the state dicts of the optimizer itself. Muon, for one,
+        # takes only matrices.
+        every = optimizer_class([nn.Parameter(torch.empty(0, 0))], **defaults).defaults
         super().__init__(params, every)
         self._is_constructed = True
         self._check_layouts()
