@@ -62,6 +62,21 @@ def test_all_ranks_end_with_one_model() -> None:
         assert all(map(torch.equal, ranks[0], other))
 
 
+@pytest.mark.parametrize("counts", [(0, 2), (2, 0)])
+def test_a_rank_without_inputs_has_some_in_the_next_epoch(counts: tuple[int, int]) -> None:
+    def program(rank: int) -> float:
+        ddp: Any = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        for count in (counts[rank], 2, 2):
+            with ddp.join():
+                for _ in range(count):
+                    ddp.zero_grad()
+                    ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+        grad: float = ddp.module.weight.grad.item()
+        return grad
+
+    assert run_ranks(2, program) == [1.5, 1.5]
+
+
 def test_batch_statistics_of_the_ranks_that_have_inputs() -> None:
     def program(rank: int) -> list[float]:
         net: Any = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))

@@ -496,9 +496,11 @@ class _FinalSync(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self._ddp
         group = ddp.process_group
-        last = torch.tensor([group.rank() if is_last_joiner else -1])
-        all_reduce(last, ReduceOp.MAX, group)
-        broadcast_tensors(ddp._state_tensors(), group, int(last))
+        facts = torch.tensor([group.rank() if is_last_joiner else -1, ddp.reducer.passes])
+        all_reduce(facts, ReduceOp.MAX, group)
+        last, passes = facts.tolist()
+        broadcast_tensors(ddp._state_tensors(), group, last)
+        ddp.reducer.passes = passes  # without inputs, too: all ranks assign buckets together
         ddp._passes.reset()
         ddp.reducer.active_group = None
         ddp.reducer.divide_by_initial_size = True
