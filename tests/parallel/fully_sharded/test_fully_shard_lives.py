@@ -576,7 +576,10 @@ def test_a_mesh_of_all_kinds_of_parallelism() -> None:
                 getattr(plain, name).detach(), mesh, [Replicate(), Replicate(), placement]
             )
             model._parameters[name] = nn.Parameter(value)
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
+        with pytest.raises(RuntimeError, match="which fully_shard has replaced"):
+            early.step()
         assert_close(full(model.weight), plain.weight.detach())
         x = DTensor.from_local(ROWS, mesh["tp"], [Replicate()])
         model(x).to_local().square().sum().backward()

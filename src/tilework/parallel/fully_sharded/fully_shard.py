@@ -36,6 +36,7 @@ from tilework.parallel.fully_sharded.policies import (
 from tilework.parallel.fully_sharded.taking_over import own_modules
 from tilework.parallel.fully_sharded.unit import Unit
 from tilework.tiled.module_plan import check_is_module
+from tilework.tiled.stale_parameters import mark_replaced
 
 
 def fully_shard(
@@ -187,6 +188,7 @@ def _leave_axes(
             local = wrap(parameter._local_tensor.detach(), spec)
             _replaced_by[parameter] = nn.Parameter(local, parameter.requires_grad)
             module._parameters[name] = _replaced_by[parameter]
+            mark_replaced(parameter, module, name, by="fully_shard")
 
 
 def _take_values_of(source: int, unit: Unit) -> None:
