@@ -566,6 +566,17 @@ def test_sums_and_divisors_of_gradients() -> None:
     assert run_ranks(2, program)[0] == [1, 1, 2, 3, 2]
 
 
+def test_all_reduce_hooks_get_gradients_only() -> None:
+    def program(rank: int) -> list[float]:
+        model = fully_shard(nn.Linear(2, 2, bias=False))
+        seen: list[float] = []
+        model.set_all_reduce_hook(lambda grads: seen.extend(grads.tolist()))
+        model(torch.full((1, 2), 3.0)).sum().backward()
+        return seen
+
+    assert run_ranks(2, program) == [[3.0, 3.0], [3.0, 3.0]]
+
+
 def test_a_mesh_of_all_kinds_of_parallelism() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))

@@ -231,7 +231,7 @@ class Flat:
         if pairs:
             torch._foreach_copy_([shard for shard, _ in pairs], [part for _, part in pairs])
         rows[:, row.numel :] = 1.0 if all(marks) else rows.new_tensor(marks)
-        reduced = self._reduce(rows.view(-1), rows.shape[1], how)
+        reduced = self._reduce(rows.view(-1), rows.shape[1], how, row.numel)
         for (param, _), offset in zip(together, row.offsets, strict=False):
             results[id(param)] = param.in_row(reduced, offset, self.rank)
         used = [True] * len(params) if all(marks) else (reduced[row.numel :] > 0).tolist()
@@ -246,7 +246,9 @@ class Flat:
         contribution = grad.to(self.reduce_dtype).contiguous()
         return self._reduce(contribution.view(-1), param.padded, how).view(param.shard_shapes[0])
 
-    def _reduce(self, contributions: Tensor, numel: int, how: Reduction) -> Tensor:
+    def _reduce(
+        self, contributions: Tensor, numel: int, how: Reduction, grads: int | None = None
+    ) -> Tensor:
         reduced, ranks = contributions.new_empty(numel), self.ranks
         is_average = how.divide_factor is None and not how.sums
         op = ReduceOp.AVG if is_average else ReduceOp.SUM
@@ -257,7 +259,7 @@ class Flat:
         if not is_average:
             reduced /= how.divide_factor or ranks
         if how.hook is not None:
-            how.hook(reduced)
+            how.hook(reduced[:grads])  # the rest marks which gradients there are
         return reduced
 
 
