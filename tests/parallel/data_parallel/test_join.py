@@ -77,6 +77,22 @@ def test_a_rank_without_inputs_has_some_in_the_next_epoch(counts: tuple[int, int
     assert run_ranks(2, program) == [1.5, 1.5]
 
 
+def test_a_parameter_that_thaws_does_not_change_the_divisor() -> None:
+    def program(rank: int) -> list[float]:
+        ddp: Any = DistributedDataParallel(nn.Linear(1, 1))
+        ddp.module.bias.requires_grad_(False)
+        grads = []
+        with ddp.join(divide_by_initial_world_size=False):
+            for step in range(2 + rank):
+                ddp.module.bias.requires_grad_(step > 0)
+                ddp.zero_grad()
+                ddp(torch.ones(1, 1)).sum().backward()
+                grads.append(ddp.module.weight.grad.item())
+        return grads
+
+    assert run_ranks(2, program) == [[1.0, 1.0], [1.0, 1.0, 1.0]]
+
+
 def test_batch_statistics_of_the_ranks_that_have_inputs() -> None:
     def program(rank: int) -> list[float]:
         net: Any = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))

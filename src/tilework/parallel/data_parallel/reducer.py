@@ -141,11 +141,11 @@ class Reducer:
         self._reset()
 
     def go_on_from(self, before: Reducer) -> None:
-        """Take over from ``before``: the communication hook, and which gradients await reduction.
+        """Take over from ``before``: hook, divisor, and which gradients await reduction.
 
         These were accumulated in backward passes within ``no_sync()``. Local.
         """
-        self.hook = before.hook
+        self.hook, self.divide_by_initial_size = before.hook, before.divide_by_initial_size
         waiting = {id(before.leaves[index].tensor) for index in before._accumulated}
         self._accumulated = {
             index for index, leaf in enumerate(self.leaves) if id(leaf.tensor) in waiting
