@@ -42,6 +42,7 @@ class RunningRanks:
     def __init__(self, job: Job, folder: str) -> None:
         self._job = job
         self._folder = folder
+        self._joined = False
         #: The ranks' results, in the order of ranks, once :meth:`join` has returned True.
         self.results: list[Any] = []
 
@@ -60,8 +61,9 @@ class RunningRanks:
         outcome = self._job.supervise(timeout)
         if outcome is None:
             return False
-        if outcome.root is None:
+        if outcome.root is None and not self._joined:  # close() removes the ranks' files
             self.results = [self._result(rank) for rank in range(len(self.pids))]
+            self._joined = True
         self.close()
         _raise_for(outcome)
         return True
