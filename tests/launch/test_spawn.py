@@ -92,6 +92,12 @@ def test_joining_twice_keeps_the_results() -> None:
         assert ranks.results == [0, 1]
 
 
+def test_joining_without_time_sees_that_ranks_have_ended() -> None:
+    with spawn(abs, nprocs=2, start="fork", join=False) as ranks:
+        assert wait_until(lambda: ranks.join(timedelta(0)), 5)
+        assert ranks.results == [0, 1]
+
+
 def test_a_failure_of_a_process_that_the_program_reaped(tmp_path: Path) -> None:
     ranks = spawn(rank_functions.fail_at, (0, tmp_path), 1, start="fork", join=False)
     os.waitpid(ranks.pids[0], 0)

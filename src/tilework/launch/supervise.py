@@ -118,9 +118,12 @@ class Supervisor:
     def run(self, seconds: float | None = None) -> bool:
         """Serve until every rank has ended (True), at most ``seconds`` (then False)."""
         deadline = None if seconds is None else time.monotonic() + seconds
+        late = False
         while any(rank.alive for rank in self.ranks) or self._undecided or self._others_need_us():
-            if deadline is not None and time.monotonic() >= deadline:
+            if late:
                 return False
+            # Look at the ranks at least once, also without any time.
+            late = deadline is not None and time.monotonic() >= deadline
             self._serve(deadline)
             self._note_lost_output()
             self._hear_others()
