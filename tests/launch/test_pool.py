@@ -37,6 +37,12 @@ def fail(rank: int) -> None:
     dist.barrier()
 
 
+def fail_to_connect(rank: int) -> None:
+    if rank == 1:
+        raise ConnectionRefusedError("nobody listens")
+    time.sleep(60)
+
+
 def wait_long(rank: int, parent: int) -> None:
     if rank == 0:
         os.kill(parent, signal.SIGINT)
@@ -68,6 +74,14 @@ def test_an_error_names_its_rank_and_the_pool_stays(pool: RankPool) -> None:
         pool.run(total, 1.0)
     pool.run(begin)
     assert pool.run(total, 2.0) == [5.0, 5.0]
+
+
+def test_a_rank_that_only_waited_is_not_blamed(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilework.launch.pool._PATIENCE_SECONDS", 0.1)
+    with pytest.raises(RankFailedError, match=r"rank 1 failed.*: nobody listens"):
+        pool.run(fail_to_connect)
 
 
 @pytest.mark.parametrize("result", [threading.Lock, lambda rank: threading.Lock()])

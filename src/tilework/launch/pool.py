@@ -94,7 +94,9 @@ class RankPool:
             if answer.failure is not None
         ]
         if failures:
-            root = root_cause(failures)
+            # Interrupted ranks only waited, even if the cause looks like a consequence.
+            own = [failure for failure in failures if not _is_interrupt(failure.report)]
+            root = root_cause(own or failures)
             raise RankFailedError(failure_text(root).rstrip("\n"), root.rank, root.code)
         results = {rank: answers[rank].result for rank in range(len(self._links))}
         return [
@@ -195,6 +197,10 @@ class RankPool:
             link.close()
         self._links = []
         self._running.close()
+
+
+def _is_interrupt(report: FailureReport | None) -> bool:
+    return report is not None and "builtins.KeyboardInterrupt" in report.classes
 
 
 @contextlib.contextmanager
