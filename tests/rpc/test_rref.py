@@ -38,6 +38,10 @@ class Counter:
     def add_later(self, amount: int) -> torch.futures.Future[int]:
         return rpc.rpc_async("w0", operator.add, args=(self.value, amount))
 
+    @rpc.functions.async_execution
+    def add_at_once(self, amount: int) -> int:
+        return self.value + amount
+
     def fail(self) -> None:
         raise ValueError("the counter is broken")
 
@@ -168,6 +172,17 @@ def test_methods_are_called_where_the_value_is() -> None:
         return here.rpc_sync().add(1), here.local_value().value
 
     assert together(2, only(0, act))[0] == (2, 2)
+
+
+def test_an_asynchronous_method_without_a_future_is_told() -> None:
+    def act() -> None:
+        counter = rpc.remote("w1", Counter)
+        with pytest.raises(TypeError, match=r"add_at_once is marked .* returned int"):
+            counter.rpc_sync(timeout=3).add_at_once(1)
+        with pytest.raises(TypeError, match=r"add_at_once is marked .* returned int"):
+            counter.remote(timeout=3).add_at_once(1).to_here()
+
+    together(2, only(0, act))
 
 
 def test_the_proxys_timeout_counts() -> None:

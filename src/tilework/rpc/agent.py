@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import torch
-
 from tilework.comm.per_call.callbacks import run_soon
 from tilework.comm.per_call.callsite import Site, user_frame
 from tilework.errors import DistError, RpcTimeoutError
@@ -296,7 +294,7 @@ class Agent:
         try:
             result = fn(*args, **kwargs)
             if is_async(fn):
-                result = _later(fn, result)
+                result = Later.of(fn, result)
         except BaseException as error:
             self._answer(message, partial(_raise, error))
             return
@@ -402,15 +400,6 @@ class Agent:
 def _arrive(key: Key, rank: int, obj: Any) -> Later:
     """Add ``obj`` of ``rank`` to gathering ``key``; runs on the rank that collects the objects."""
     return current_agent().gatherings.arrive(key, rank, obj)
-
-
-def _later(fn: Callable[..., Any], result: Any) -> Later:
-    if not isinstance(result, torch._C.Future):  # of which torch.futures.Future is one kind
-        raise TypeError(
-            f"{fn.__qualname__} is marked with async_execution, so it must return a "
-            f"torch.futures.Future, but it returned {type(result).__name__}"
-        )
-    return Later(result)
 
 
 def _raise(error: BaseException) -> Any:

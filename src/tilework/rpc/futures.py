@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -38,3 +39,17 @@ class Later:
 
     def __init__(self, future: torch._C.Future[Any]) -> None:
         self.future = future
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], result: Any) -> Later:
+        """The ``result`` of ``fn``, which is marked with async_execution.
+
+        Raises:
+            TypeError: The result is no future.
+        """
+        if not isinstance(result, torch._C.Future):  # of which torch.futures.Future is one kind
+            raise TypeError(
+                f"{fn.__qualname__} is marked with async_execution, so it must return a "
+                f"torch.futures.Future, but it returned {type(result).__name__}"
+            )
+        return cls(result)

@@ -172,7 +172,7 @@ def _fetch(rref: RRef[Any]) -> Any:
 def _call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     method = getattr(rref.local_value(), name)
     result = method(*args, **kwargs)
-    return Later(result) if is_async(method) else result
+    return Later.of(method, result) if is_async(method) else result
 
 
 def fill(rref: RRef[Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
