@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -118,6 +120,12 @@ def test_from_another_thread(tmp_path: Path) -> None:
 def test_function_that_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match=r'must be picklable: .* or use start="fork"'):
         spawn(threading.Lock().acquire)
+
+
+def test_arguments_that_cannot_be_pickled() -> None:
+    for value in (multiprocessing.Lock(), ctypes.pointer(ctypes.c_int())):
+        with pytest.raises(TypeError, match="must be picklable"):
+            spawn(print, (value,))
 
 
 def test_function_that_can_only_be_forked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import operator
 import pickle
 import threading
@@ -269,6 +270,8 @@ def test_what_cannot_be_pickled_is_told_to_the_caller() -> None:
             rpc.rpc_sync("w1", lambda: 1)
         with pytest.raises(TypeError, match="cannot be sent to another rank"):
             rpc.rpc_async("w1", identity, args=(threading.Lock(),))
+        with pytest.raises(TypeError, match="cannot be sent to another rank"):
+            rpc.rpc_sync("w1", identity, args=(multiprocessing.Lock(),))
         with pytest.raises(TypeError, match="cannot be sent to another rank"):
             rpc.rpc_sync("w1", threading.Lock)  # the result
         return rpc.rpc_sync("w1", my_name)

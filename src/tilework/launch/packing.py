@@ -65,7 +65,7 @@ def pack(value: object) -> Packed:
         data = _typed_dumps(value) if typed else pickle.dumps(value)
         # Definitions in this program's main module are pickled by its name.
         main = _how_to_recreate_main() if b"__main__" in data and not typed else {}
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"functions and values for another interpreter must be picklable: {error}"
         ) from error

@@ -40,7 +40,7 @@ class Payload:
         file = io.BytesIO()
         try:
             _Pickler(file, self._keep, refer).dump(obj)
-        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
             raise TypeError(
                 f"an object cannot be sent to another rank: {error}. Functions and classes travel "
                 f"by name: define them at the top of a module that all ranks can import"
