@@ -73,6 +73,7 @@ def test_cores_of_nodes_that_have_fewer_are_for_fewer_ranks(tmp_path: Path) -> N
     usable = [0, 1, 2, 3, 4]  # of eight: four on one node, and one on the other
     topology = read_topology(_machine(tmp_path, nodes=2, cores=4), usable)
     assert [cpu_list(each) for each in sets_for("cores", 4, topology)] == ["0", "1", "2-3", "4"]
+    assert [cpu_list(each) for each in sets_for("cores", 3, topology)] == ["0", "1", "2-3"]
 
 
 def test_more_ranks_than_cores_are_refused(tmp_path: Path) -> None:

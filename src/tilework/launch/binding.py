@@ -61,7 +61,7 @@ def sets_for(mode: BindMode, ranks: int, topology: Topology) -> CpuSets:
         return tuple(_joined(list(chain(*each))) for each in _shares(nodes, ranks))
     sets: list[frozenset[int]] = []
     for node, count in zip(nodes, _counts(ranks, [len(node) for node in nodes]), strict=True):
-        shares = [node] * count if mode == "numa" else _shares(node, count)
+        shares = [node] * count if mode == "numa" or not count else _shares(node, count)
         sets += [_joined(share) for share in shares]
     return tuple(sets)
 
