@@ -126,6 +126,25 @@ def test_a_node_that_ends_early_is_waited_for_by_node_0_only(launch: Launch, por
     assert len(wait_for_files(launch.folder, "done-*", 3)) == 3
 
 
+def test_a_rank_of_another_node_that_has_ended_is_noted(launch: Launch, port: int) -> None:
+    script = launch.script(
+        """
+        import os, time
+        from datetime import timedelta
+        from tilework.rendezvous.ended_ranks import EndedRanks
+        from tilework.rendezvous.handlers import launcher_store
+        if os.environ["RANK"] == "0":
+            store = launcher_store(os.environ["TILEWORK_STORE"], timedelta(seconds=5), None)
+            until = time.monotonic() + 5
+            while not EndedRanks(store).among([1]) and time.monotonic() < until:
+                time.sleep(0.02)
+            print(EndedRanks(store).among([1]))
+        """
+    )
+    done = [launch.finish(each) for each in start(launch, port, script, ranks=(1, 1))]
+    assert (done[0].out, done[0].err) == ("[0] {1}\n", "")
+
+
 # -- on hosts of their own ------------------------------------------------------------------
 
 REDUCE = """

@@ -204,7 +204,7 @@ class Job:
         """Note in the store that ``rank`` has ended, for ranks that may wait for it."""
         rendezvous = self._rendezvous
         place = None if rendezvous is None else rendezvous.store or rendezvous.ends
-        if rendezvous is None or place is None or len(self._ranks) < 2:
+        if rendezvous is None or place is None or self._place.world_size < 2:
             return
         with contextlib.suppress(DistError):
             if self._store is None:
