@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import signal
+import zipapp
 
 from tests.launch.conftest import Launch
 
@@ -57,6 +58,15 @@ def test_folder(launch: Launch) -> None:
     launch.script("import beside; print(beside.x, __name__)", "app/__main__.py")
     launch.script("x = 1", "app/beside.py")
     done = launch.finish(launch.start("-n", "1", "app"))
+    assert (done.out, done.err) == ("1 __main__\n", "")
+
+
+def test_archive_with_a_line_for_the_shell(launch: Launch) -> None:
+    launch.script("import beside; print(beside.x, __name__)", "app/__main__.py")
+    launch.script("x = 1", "app/beside.py")
+    archive = launch.folder / "app.pyz"
+    zipapp.create_archive(launch.folder / "app", archive, "/usr/bin/env python3")
+    done = launch.finish(launch.start("-n", "1", str(archive)))
     assert (done.out, done.err) == ("1 __main__\n", "")
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
+from zipimport import ZipImportError, zipimporter
 
 from tilework.launch.packing import pack
 
@@ -141,5 +142,8 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _is_archive(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+    try:
+        zipimporter(path)  # as Python does: an archive may begin with a line such as #!/bin/python3
+    except ZipImportError:
+        return False
+    return True
