@@ -218,11 +218,15 @@ def test_no_rank_outlives_its_program(tmp_path: Path, method: StartMethod, how: 
         assert text.count("KeyboardInterrupt") == (how == signal.SIGINT)
 
 
-def test_no_rank_outlives_a_program_that_ends_without_joining(tmp_path: Path) -> None:
+def test_a_program_that_ends_without_joining_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with program(tmp_path, "spawn", "leave") as process:
         assert process.wait(10) == 0
         pids = [int(text) for text in wait_for_files(tmp_path, "pid-*", 2)]
         assert wait_until(lambda: not any(map(alive, pids)), 5)
+        assert wait_until(lambda: not list(tmp_path.glob("tilework-*/")), 5)
 
 
 def test_a_program_without_its_guard_is_told(tmp_path: Path) -> None:

@@ -29,32 +29,34 @@ while read -r line; do
   groups="$groups $line"
 done
 for group in $groups; do kill -KILL "-$group" 2>/dev/null; done
-if [ -n "$1" ]; then rm -rf -- "$1"; fi
-if [ -n "$4" ]; then exec "$2" -I -S "$3" "$4" >/dev/null 2>&1 </dev/null; fi
+for folder in "$4" "$5"; do if [ -n "$folder" ]; then rm -rf -- "$folder"; fi; done
+if [ -n "$3" ]; then exec "$1" -I -S "$2" "$3" >/dev/null 2>&1 </dev/null; fi
 """
 
 
 class Guardian:
-    """Kills a job's processes, and removes a folder, if this process dies without calling close.
+    """Kills a job's processes, and removes folders, if this process dies without calling close.
 
     Without ``/bin/sh`` on this system it does nothing, and :attr:`pid` is None.
 
     Args:
-        folder: The folder to remove; None: nothing.
+        folder: The folder of the job's store, to remove; None: there is none.
+        results: The folder of the ranks' results, to remove; None: there is none.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, results: str | None = None) -> None:
         #: The value of :data:`MARK_VARIABLE` for the job's processes.
         self.mark = secrets.token_hex(12)
         reader, self._writer = os.pipe()
         mark = self.mark if sys.platform == "linux" and sys.executable else ""
         # The guardian must not bear the mark, nor the mark of a job around this launcher.
         environment = {name: text for name, text in os.environ.items() if name != MARK_VARIABLE}
-        arguments = ["/bin/sh", "-c", _SCRIPT, "tilework-guardian", str(folder or "")]
+        folders = [str(folder or ""), results or ""]
+        arguments = ["/bin/sh", "-c", _SCRIPT, "tilework-guardian"]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                [*arguments, sys.executable, sweep.__file__, mark],
+                [*arguments, sys.executable, sweep.__file__, mark, *folders],
                 stdin=reader,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -31,7 +31,7 @@ from tilework.launch.nodes import NodePlace, Nodes
 from tilework.launch.notebook import CellOutput
 from tilework.launch.output import Output, RankEnds
 from tilework.launch.process import RankProcess
-from tilework.launch.program import Program
+from tilework.launch.program import Function, Program
 from tilework.launch.rank import RankPlan
 from tilework.launch.recovery import Recovery
 from tilework.launch.root_cause import RankFailure
@@ -177,7 +177,8 @@ class Job:
 
     def _start(self) -> None:
         rendezvous = self._prepare_rendezvous()
-        self._guardian = Guardian(self._folder)
+        results = self._program.folder if isinstance(self._program, Function) else None
+        self._guardian = Guardian(self._folder, results)
         if self._frontend is not None:
             self._adopting = linux.adopt_orphans()
         with contextlib.closing(self._starter(rendezvous)) as starter:
