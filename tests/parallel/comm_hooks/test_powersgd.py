@@ -156,3 +156,12 @@ def test_a_matrix_of_zeros() -> None:
     matrix = torch.zeros(4, 2)
     orthogonalize(matrix)
     assert not matrix.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_columns_stay_however_long_they_are(dtype: torch.dtype) -> None:
+    matrix = torch.randn(4096, 3, generator=torch.Generator().manual_seed(7)).to(dtype)
+    matrix[:, 1] = matrix[:, 0]  # depends on column 0
+    matrix[:, 2] *= 1e-3
+    orthogonalize(matrix)
+    assert_close(matrix.float().norm(dim=0), torch.tensor([1.0, 0.0, 1.0]), rtol=0, atol=2e-2)

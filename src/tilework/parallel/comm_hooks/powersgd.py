@@ -290,8 +290,8 @@ def orthogonalize(matrix: Tensor, epsilon: float = 0) -> None:
         epsilon: Added to each column's norm.
     """
     columns = matrix.to(torch.float64)
-    limit = torch.finfo(matrix.dtype).eps * columns.norm(dim=0).max().item() * matrix.shape[0]
-    for at in range(columns.shape[1]):
+    limits = (torch.finfo(matrix.dtype).eps * columns.norm(dim=0)).tolist()
+    for at, limit in enumerate(limits):
         column = columns[:, at]
         for before in range(at):
             column -= torch.dot(columns[:, before], column) * columns[:, before]
