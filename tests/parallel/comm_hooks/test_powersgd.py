@@ -99,6 +99,26 @@ def test_a_full_rank_is_the_average() -> None:
         assert_close(own, wanted, rtol=1e-3, atol=1e-4)
 
 
+def test_gradients_in_channels_last_are_averaged() -> None:
+    def program(rank: int, hook: CommHook | None) -> Tensor:
+        conv: Any = seeded(lambda: nn.Conv2d(4, 6, 3)).to(memory_format=torch.channels_last)
+        ddp: Any = DistributedDataParallel(conv)
+        if hook is not None:
+            state = PowerSGDState(None, 6, start_powerSGD_iter=2, min_compression_rate=1e-9)
+            ddp.register_comm_hook(state, hook)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.randn(2, 4, 5, 5, generator=generator)).square().mean().backward()
+        gradient: Tensor = conv.weight.grad
+        return gradient
+
+    plain = run_ranks(2, lambda rank: program(rank, None))
+    full = run_ranks(2, lambda rank: program(rank, powerSGD_hook))
+    assert_close(full[0], plain[0], rtol=1e-3, atol=1e-5)
+    assert torch.equal(*full)
+
+
 @BOTH
 def test_errors_are_fed_back(hook: CommHook) -> None:
     """With one matrix kept fixed, the sums of what was sent approach the sums of what was asked."""

@@ -140,9 +140,11 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
     Gradients of two or more dims count as matrices of first dim x the rest. A gradient that is not
     a matrix, or is too small to gain, is averaged without compression.
     """
-    matrices = [
-        (number, gradient.reshape(gradient.shape[0], -1))
-        for number, gradient in enumerate(bucket.gradients())
+    gradients = bucket.gradients()
+    parts = torch.split(bucket.buffer(), [gradient.numel() for gradient in gradients])
+    matrices = [  # views: reshape would copy a gradient in channels_last
+        (number, gradient if gradient.ndim == 2 else part.view(gradient.shape[0], -1))
+        for number, (gradient, part) in enumerate(zip(gradients, parts, strict=True))
         if gradient.ndim > 1
     ]
     return _hook(state, bucket, matrices)
