@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -49,6 +51,24 @@ def test_a_collective_writes_to_a_tensor_of_before_the_step() -> None:
         assert len(made.records) == 1
 
     run_ranks(2, program)
+
+
+def test_a_step_in_a_coalescing_block() -> None:
+    def program(rank: int) -> list[float]:
+        def step(x: Tensor) -> Tensor:
+            total = x + 1
+            dist.all_reduce(total)
+            return total * 2
+
+        fast, out = capture(step), []
+        for _ in range(20):
+            time.sleep(0.001 * rank)
+            with dist.coalescing_manager() if fast.records else nullcontext():
+                out.append(fast(torch.full((1,), float(rank))).item())
+        assert len(fast.records) == 1
+        return out
+
+    assert run_ranks(2, program, backend="shm") == [[6.0] * 20] * 2
 
 
 def test_a_hook_that_counts_is_refused_and_synchronised_statistics_are_not() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from tilework.comm.contract import FastPath, Options, ProcessGroup, SeveralWorks, Work
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.world import AnyGroup, current_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _works: ContextVar[list[Work] | None] = ContextVar("tilework_coalesced", default=None)
 
@@ -30,7 +34,8 @@ def coalescing_manager(
 ) -> Iterator[CoalescedWork]:
     """Start the collectives of the block one after the other, and wait for all at the end.
 
-    Inside, operations return None, and results must not be used.
+    Inside, collectives on tensors return None, and results must not be used. Functional collectives
+    and collectives on objects work as outside.
 
     Args:
         group: Accepted for torch's sake; each operation names a group.
@@ -81,6 +86,26 @@ class _CoalescingPath(FastPath):
             return False
         works.append(work)
         return True
+
+
+def direct(group: ProcessGroup) -> FastPath:
+    """The fast path of ``group`` without :func:`coalescing_manager`: operations block."""
+    path = group.fast_path
+    return path.path if isinstance(path, _CoalescingPath) else path
+
+
+def uncoalesced(function: Callable[P, T]) -> Callable[P, T]:
+    """Wrap ``function``, which uses results of collectives: these block, also in a block."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        token = _works.set(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _works.reset(token)
+
+    return call
 
 
 class _FastPaths:
