@@ -98,6 +98,16 @@ def test_values_that_are_the_same_pass(value: Any) -> None:
     run_ranks(2, lambda rank: dist.assert_same(value))
 
 
+def test_the_order_of_sets_does_not_count() -> None:
+    def program(rank: int) -> list[int]:
+        inner = frozenset([8, 0] if rank else [0, 8])
+        dist.assert_same({"plain": set(inner), "nested": {inner, "x"}})
+        return list(inner)
+
+    first, second = run_ranks(2, program)
+    assert first != second
+
+
 @each(
     ("first", "second", "message"),
     [
@@ -106,6 +116,8 @@ def test_values_that_are_the_same_pass(value: Any) -> None:
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, r"value\.keys\(\)"),
         ([1], [1, 2], r"len\(value\)=1 on rank 0"),
         (1, 1.0, "value=1 on rank 0"),
+        ({1, 2}, {1, 3}, "value=set of digest"),
+        ({1}, frozenset({1}), "value=set of digest"),
     ],
 )
 def test_values_that_differ_raise_on_all_ranks(first: Any, second: Any, message: str) -> None:

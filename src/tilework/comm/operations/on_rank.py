@@ -100,7 +100,8 @@ def assert_same(value: Any, what: str = "the value", group: AnyGroup = None) -> 
     """Raise on every rank unless all ranks have equal values; the error names the difference.
 
     Collective; blocks; sends a digest of each part. Tensors are equal if dtype, shape and bits are.
-    Dicts, lists and tuples are compared part by part, other objects by their pickles.
+    Dicts, lists and tuples are compared part by part, sets in any order, other objects by their
+    pickles.
 
     Args:
         value: Plain data and tensors, which may be nested.
@@ -139,6 +140,9 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, str]]:
         yield f"len({name})", str(len(value))
         for number, each in enumerate(value):
             yield from _parts(each, f"{path}[{number}]")
+    elif isinstance(value, set | frozenset):  # equal sets may have another order
+        texts = sorted(str(list(_parts(each, path))) for each in value)
+        yield name, f"{type(value).__name__} of digest {_digest(str(texts).encode())}"
     elif isinstance(value, Tensor):
         yield name, _tensor_text(value, name)
     elif isinstance(value, int | float | str | bool | None):
