@@ -302,3 +302,17 @@ def test_a_forked_child_is_no_rank(armed: Path) -> None:
         assert ranks[0].hear() is signal.SIG_DFL
     os.kill(os.getpid(), signal.SIGUSR1)  # the parent still listens; no rank is known here
     assert os.listdir(armed) == []
+
+
+def test_a_forked_child_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWORK_FLIGHT_DIR", "somewhere")
+    with watch.armed():
+        child = os.fork()
+        if child == 0:
+            time.sleep(5)
+            os._exit(0)
+        begun = time.monotonic()
+    took = time.monotonic() - begun
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert took < 3

@@ -83,8 +83,8 @@ def armed() -> Iterator[None]:
 def _disarm() -> None:
     thread, _watch.thread = _watch.thread, None
     _stop_listening()
-    os.close(_watch.writer)
-    if thread is not None:
+    if thread is not None:  # else this is a forked child
+        os.close(_watch.writer)
         thread.join()  # the thread has nothing more to read
 
 
@@ -126,6 +126,8 @@ def _forget_in_child() -> None:
     if _watch.thread is not None:
         _watch.thread = None
         _stop_listening()
+        os.close(_watch.writer)  # the parent's thread reads until no process can write
+        _watch.writer = -1
 
 
 if hasattr(os, "register_at_fork"):
