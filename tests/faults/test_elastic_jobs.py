@@ -15,6 +15,7 @@ import pytest
 
 PROGRAM = """
 import json, os, signal, sys, time
+from datetime import timedelta
 import torch
 import tilework.distributed as dist
 from tilework.parallel import Resilient
@@ -47,6 +48,10 @@ for number, value in loop.run(10**9):
     time.sleep(0.02)
 assert numbers == list(range(numbers[0], numbers[-1] + 1))
 assert AGAIN or numbers[0] == 0
+if WHAT["size"] == 3:  # all ranks are there again, and can make another group
+    dist.destroy_process_group()
+    dist.init_process_group(timeout=timedelta(seconds=15))
+    dist.barrier()
 print(json.dumps({"seat": SEAT, "rank": dist.get_rank(), "size": dist.get_world_size()}))
 """
 

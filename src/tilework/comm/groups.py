@@ -114,9 +114,10 @@ def init_process_group(
         _check_store_arguments(init_method, rank, world_size)
     try:
         store.set_timeout(limit)
-        if os.environ.get(REJOIN_VARIABLE) and owned:
+        if os.environ.get(REJOIN_VARIABLE) and owned and not world.state(_Rejoined).done:
             world.default_group = rejoin(world, store, rank, limit)
             EndedRanks(store).remove(rank)
+            world.state(_Rejoined).done = True
             world.default_group.successors = _SUCCESSORS
             return
         plan = _plan_world(world, store, rank, world_size, config, limit, group_name)
@@ -190,6 +191,12 @@ def _check_store_arguments(init_method: str | None, rank: int, world_size: int) 
             f"with store, rank and world_size must be given, too, and 0 <= rank < world_size; got "
             f"rank={rank}, world_size={world_size}"
         )
+
+
+class _Rejoined:
+    """The mark of a rank that was let into the job: later groups are made as usual."""
+
+    done = False
 
 
 class _Successors:
