@@ -250,6 +250,7 @@ def test_a_loop_can_be_left_and_gone_on_with() -> None:
             if len(losses) == 2:
                 break
         losses += [loss for _, loss in loop.run(4)]
+        loop.close()
         losses += [loss for _, loss in loop.run(STEPS)]
         loop.close()
         loop.close()

@@ -202,8 +202,10 @@ class Resilient(Generic[T]):
                     return
 
     def _start(self) -> None:
-        if not self._kept:
+        if not self.events:
             self._guarded(self._enter_first)
+        elif not self._kept:  # close() has freed the copies
+            self._guarded(lambda: self._copy_anew(self.steps))
 
     def _enter_first(self) -> None:
         self._enter("started")
