@@ -163,7 +163,12 @@ print(loop.stopped, loop.steps)
     assert "SIGTERM before the first step" in ended.stderr
 
 
-def test_a_rank_lost_in_the_last_save_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every", "steps"), [(1000, 2), (1, 1)])
+def test_a_rank_lost_in_the_last_save_does_not_cost_the_checkpoint(
+    tmp_path: Path, every: int, steps: int
+) -> None:
+    """If the save was due, the other ranks save again; else they save after another step."""
+
     class Dying(CheckpointManager):
         def save(self, step: int, state: Any, metrics: Any = None) -> None:
             if dist.get_rank() == 1 and dist.get_world_size() == 3:
@@ -172,12 +177,20 @@ def test_a_rank_lost_in_the_last_save_does_not_cost_the_checkpoint(tmp_path: Pat
 
     def program(rank: int) -> object:
         limit = timedelta(seconds=0.0 if rank == 0 else 1000)
-        manager = Dying(tmp_path, every=1000)
+        manager = Dying(tmp_path, every=every)
         loop = make_loop("replicated", lambda number: None, checkpoint=manager, time_limit=limit)
         return [number for number, _ in loop.run(STEPS)], bool(loop.stopped), manager.latest()
 
     results: list[Any] = run_ranks(3, program, return_exceptions=True)
-    assert results[0] == results[2] == ([0, 1], True, str(tmp_path / "step-00000002"))
+    assert (
+        results[0]
+        == results[2]
+        == (
+            list(range(steps)),
+            True,
+            str(tmp_path / f"step-{steps:08}"),
+        )
+    )
 
 
 def test_too_few_ranks_are_an_error() -> None:

@@ -164,6 +164,8 @@ class Resilient(Generic[T]):
         self._least = int(os.environ.get(MIN_RANKS_VARIABLE, 1)) if min_ranks is None else min_ranks
         self._stopping = Stopping(time_limit)
         self._kept: list[Snapshots] = []
+        #: The step of a due checkpoint whose save has begun and not ended; -1: none.
+        self._saving = -1
         #: True once all ranks had a copy.
         self._is_protected = False
         self._look_at = 0.0
@@ -223,7 +225,7 @@ class Resilient(Generic[T]):
             stop, wants_growth = self._protect(number + 1)
             self.steps = number + 1
             if self._checkpoint is not None and self._checkpoint.should_save(self.steps):
-                self._checkpoint.save(self.steps, self.state)
+                self._save_due(self._checkpoint)
 
         self._guarded(train)
         # The loss of a rank after the copy loses no step.
@@ -408,6 +410,14 @@ class Resilient(Generic[T]):
     def _enter_without_the_lost(self) -> None:
         self._check_size(shrink_group(timeout=self._patience))
         self._enter("lost")
+        if self._checkpoint is not None and any(agree(lambda: self._saving == self.steps)):
+            self._save_due(self._checkpoint)
+
+    def _save_due(self, checkpoint: Checkpoints) -> None:
+        """Save a checkpoint; a loss of ranks before the end makes all ranks save again."""
+        self._saving = self.steps
+        checkpoint.save(self.steps, self.state)
+        self._saving = -1
 
     def _check_size(self, group: ProcessGroup) -> None:
         if group.size() < self._least:
