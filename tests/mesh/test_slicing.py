@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -41,6 +42,26 @@ def test_axes_in_any_order_and_parts_of_parts() -> None:
             mesh["pp"]["tp"]
 
     run_ranks(4, program)
+
+
+def test_parts_of_a_second_mesh_and_after_another_init() -> None:
+    store = dist.HashStore()
+
+    def program(rank: int) -> None:
+        def make() -> DeviceMesh:
+            return init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+        first, second = make(), make()
+        parts = first["tp"], second["tp"]
+        assert parts[0] is first["tp"]
+        assert parts[1] is second["tp"] is not parts[0]
+        dist.destroy_process_group()
+        dist.init_process_group("threads", store=store, rank=rank, world_size=2)
+        part = make()["tp"]
+        assert pickle.loads(pickle.dumps(part)) is part
+        assert total(part.get_group()) == 1
+
+    run_ranks(2, program)
 
 
 def test_flattened_axes_have_a_group_and_a_name() -> None:

@@ -201,6 +201,9 @@ class World(_Slots):
         self.end_watch()
         self.group_count, self.local_counts = itertools.count(1), {}
         self.warned.clear()
+        self._forget_groups()
+
+    def _forget_groups(self) -> None:
         for state in self.states.values():
             if hasattr(state, "forget_groups"):
                 state.forget_groups()
@@ -225,9 +228,13 @@ class World(_Slots):
         self.close()
 
     def close(self) -> None:
-        """Close every group, newest first, and the store. Idempotent, never waits for ranks."""
+        """Close every group, newest first, and the store. Idempotent, never waits for ranks.
+
+        Objects of :meth:`state` are told to forget the groups, as by :meth:`succeed`.
+        """
         for known in reversed(list(self.records)):
             self.forget(known)
+        self._forget_groups()
         self.default_group, self.seats = None, ()
         self.group_count, self.local_counts = itertools.count(1), {}
         self.warned.clear()

@@ -63,6 +63,8 @@ class MeshGrid(TorchMeshNames):
         self._torch: Any = None
         #: Those made for the mesh's parts, of the root: by content.
         self._torch_parts: dict[MeshSpec, Any] = {}
+        #: Those made by mesh[...] or flatten(), of the root: by content.
+        self._parts: WeakValueDictionary[MeshSpec, Any] = WeakValueDictionary()
         #: That which flatten() made it of.
         self._flat_of: Any = None
         #: The seats of the mesh's ranks, which stay when ranks get other numbers.

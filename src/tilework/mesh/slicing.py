@@ -52,8 +52,8 @@ class MeshSlicing(MeshGrid):
             if theirs is not None:
                 return self._from_torch(theirs)
         part = self._part(wanted)
-        same: _Mesh | None = current_world().state(MeshesOfRank).known.get((self.device_type, part))
-        if same is not None and same._root is self._root:
+        same: _Mesh | None = self._root._parts.get(part)
+        if same is not None:
             return same  # with the layouts and calls that are remembered for it
         groups = [
             self._groups[self.spec.axis(name)] if made is None else made._groups[0]
@@ -256,6 +256,7 @@ class MeshSlicing(MeshGrid):
         mesh: _Mesh = object.__new__(type(self))
         mesh._set(self.device_type, spec, self._root)
         mesh._groups = groups
+        self._root._parts.setdefault(spec, mesh)
         current_world().state(MeshesOfRank).known.setdefault((self.device_type, spec), mesh)
         return mesh
 
