@@ -101,8 +101,8 @@ def test_a_full_rank_is_the_average() -> None:
 
 def test_gradients_in_channels_last_are_averaged() -> None:
     def program(rank: int, hook: CommHook | None) -> Tensor:
-        conv: Any = seeded(lambda: nn.Conv2d(4, 6, 3)).to(memory_format=torch.channels_last)
-        ddp: Any = DistributedDataParallel(conv)
+        conv: Any = seeded(lambda: nn.Conv2d(4, 6, 3))
+        ddp: Any = DistributedDataParallel(conv.to(memory_format=torch.channels_last))
         if hook is not None:
             state = PowerSGDState(None, 6, start_powerSGD_iter=2, min_compression_rate=1e-9)
             ddp.register_comm_hook(state, hook)
