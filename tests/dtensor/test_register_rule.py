@@ -167,6 +167,23 @@ def _doubled_(x: Tensor) -> None:
     x.mul_(2)
 
 
+@torch.library.custom_op("own::clamp", mutates_args=())
+def _below_mean(x: Tensor) -> Tensor:
+    return x.clamp(max=x.mean())
+
+
+@torch.library.custom_op("own::noisy", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded])
+def _noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def square(x: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function((x,)):
+        result: Tensor = torch.overrides.handle_torch_function(square, (x,), x)
+        return result
+    return x * x.mean()
+
+
 _notes: list[tuple[tuple[int, ...], str]] = []
 
 
@@ -187,3 +204,18 @@ def test_operators_of_ones_own_take_dtensors() -> None:
     with noting_gatherings():
         run_ranks(2, program)
     assert _notes == [((4, 6), "seen")] * 2
+
+
+def test_an_operator_may_have_the_name_of_one_of_torchs() -> None:
+    def program(rank: int) -> list[float]:
+        torch.manual_seed(rank)
+        mesh = init_device_mesh("cpu", (2,))
+        x = cut(GRID, mesh, [Shard(0)])
+        same(torch.ops.own.clamp(x), GRID.clamp(max=GRID.mean()))
+        same(square(x), GRID * GRID.mean())
+        drawn: list[float] = torch.ops.own.noisy(cut(GRID, mesh, [Replicate()])).to_local().tolist()
+        return drawn
+
+    with noting_gatherings():
+        first, second = run_ranks(2, program)
+    assert first == second

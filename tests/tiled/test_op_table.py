@@ -57,6 +57,7 @@ def test_a_form_in_place_may_have_an_entry_of_its_own(name: str) -> None:
 
     def an_operator_() -> None: ...
 
+    an_operator_.__module__ = "torch"
     assert find(an_operator_) == (OpEntry(name), True)
     dtensor_handler(f"{name}_")(lambda func, args, kwargs: "in place")
     entry, in_place = find(an_operator_)

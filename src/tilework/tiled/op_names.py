@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -73,6 +74,21 @@ _PREFIXES = ("special_", "_VF_")
 def packet_of(func: Any) -> Any:
     """The operator of an overload such as ``torch.ops.aten.add.Tensor``; else the function."""
     return getattr(func, "overloadpacket", func)
+
+
+def foreign_name(func: Any) -> str | None:
+    """The full name of an operator or Python function that is not torch's; None for torch's.
+
+    The canonical name of such a function may be the name of an operator of torch.
+    """
+    packet = packet_of(func)
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        name: str = packet._qualified_op_name
+        return None if name.startswith(("aten::", "prims::")) else name
+    if not isinstance(func, FunctionType) or not func.__module__:
+        return None
+    is_known = func.__module__.partition(".")[0] in ("torch", "tilework")
+    return None if is_known else f"{func.__module__}.{func.__name__}"
 
 
 def canonical_name(func: Any) -> tuple[str, bool]:

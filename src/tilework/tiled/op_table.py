@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilework.tiled.op_names import canonical_name, overloads_of, packet_of, schemas_of
+from tilework.tiled.op_names import (
+    canonical_name,
+    foreign_name,
+    overloads_of,
+    packet_of,
+    schemas_of,
+)
 from tilework.tiled.op_rules import RuleFunction
 
 #: Called with the torch function, the arguments, and the keyword arguments.
@@ -75,9 +81,9 @@ class OpEntry:
 
 
 @cache
-def _is_tagged_random(name: str) -> bool:
-    """True if torch tags an overload of the operator as random."""
-    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(name))
+def _is_tagged_random(packet: Any) -> bool:
+    """True if an overload of the operator, an object or a name of torch's, is tagged as random."""
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads_of(packet))
 
 
 def aten_parameters(name: str) -> list[str]:
@@ -98,8 +104,8 @@ _EXCLUSIVE = {
 def register(key: Key, **facts: Any) -> None:
     """Add facts to the entry of an operator.
 
-    The entry of a function starts with the facts of the operator of the same name, except how
-    that operator runs.
+    The entry of a function of torch starts with the facts of the operator of the same name, except
+    how that operator runs.
 
     Args:
         key: The operator.
@@ -124,9 +130,22 @@ def register(key: Key, **facts: Any) -> None:
 def _new_entry(key: Key) -> OpEntry:
     if isinstance(key, str):
         return OpEntry(key)
+    foreign = _foreign_entry(key)
+    if foreign is not None:
+        return foreign
     name, _ = canonical_name(key)
     named = _ENTRIES.get(name) or OpEntry(name)
     return replace(named, rule=None, dtensor_rule=None, values_matter=True, dtensor_handler=None)
+
+
+def _foreign_entry(func: Any) -> OpEntry | None:
+    """The entry of a function that is not torch's, without a rule; None for torch's functions."""
+    name = foreign_name(func)
+    if name is None:
+        return None
+    in_place = canonical_name(func)[1]
+    name = name.removesuffix("_") if in_place else name
+    return OpEntry(name, is_random=_is_tagged_random(packet_of(func)))
 
 
 def override_rule(key: Key, rule: RuleFunction) -> None:
@@ -155,7 +174,7 @@ def find(func: Any) -> tuple[OpEntry, bool]:
         ('add', True, True)
     """
     name, in_place = canonical_name(func)
-    entry = _ENTRIES.get(func) or _ENTRIES.get(packet_of(func))
+    entry = _ENTRIES.get(func) or _ENTRIES.get(packet_of(func)) or _foreign_entry(func)
     if entry is None and in_place:
         entry = _ENTRIES.get(f"{name}_")
         if entry is None and (entry := _ENTRIES.get(name)) is not None:
