@@ -143,3 +143,23 @@ def test_hooks_that_are_registered_later_are_within() -> None:
 
     run_ranks(1, program)
     assert seen == [["exp_avg", "exp_avg_sq", "step"]] * 3
+
+
+def test_a_step_after_one_with_a_scaler_divides_by_no_scale() -> None:
+    def trained(p: nn.Parameter) -> Tensor:
+        optimizer = torch.optim.SGD([p], lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaled: Any = scaler.scale((p * p).sum())
+        scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        loss: Any = (p * p).sum()
+        loss.backward()
+        optimizer.step()
+        return _full(p)
+
+    def program(rank: int) -> Tensor:
+        mesh = init_device_mesh("cpu", (2,))
+        return trained(nn.Parameter(distribute_tensor(VALUES, mesh, [Shard(0)])))
+
+    assert_close(run_ranks(2, program)[0], trained(nn.Parameter(VALUES.clone())))

@@ -81,7 +81,7 @@ def _step_on_twin(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         _fill(twin, optimizer)
         return result
 
-    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__ = {**optimizer.__dict__}
     if len(args) > 1:
         return (twin, close, *args[2:]), kwargs
     return (twin,), {**kwargs, "closure": close}
@@ -92,7 +92,7 @@ def _fill(twin: Optimizer, optimizer: Optimizer) -> None:
 
     If some tensor does not allow a local step, the twin gets the DTensors themselves.
     """
-    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__ = {**optimizer.__dict__}  # without what GradScaler has deleted since
     of_locals = _on_locals(optimizer)
     if of_locals is not None:
         _keep_digests(optimizer)
