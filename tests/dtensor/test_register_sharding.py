@@ -10,6 +10,7 @@ import torch
 from tests.tables import each
 from tilework.dtensor import (
     CommDebugMode,
+    DTensor,
     Partial,
     Replicate,
     Shard,
@@ -91,6 +92,25 @@ def test_what_no_line_of_the_list_shards_is_gathered() -> None:
         return full.tolist()
 
     assert run_ranks(2, program)[0] == [[1.0], [2.0], [3.0], [4.0]]
+
+
+def test_maxima_that_pass_through_are_no_sums() -> None:
+    @torch.library.custom_op("lists_of_placements::positive", mutates_args=())
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(min=0)
+
+    positive.register_fake(torch.empty_like)
+
+    @register_sharding(torch.ops.lists_of_placements.positive)
+    def _(x: Any) -> list[Any]:
+        return [([Partial("max")], [Partial("max")])]
+
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2,))
+        x = DTensor.from_local(torch.tensor([-2.0, 1.0][rank]), mesh, [Partial()])
+        return float(torch.ops.lists_of_placements.positive(x))
+
+    assert run_ranks(2, program) == [0.0, 0.0]
 
 
 def test_an_operator_whose_shapes_nobody_knows_is_refused_by_name() -> None:

@@ -108,10 +108,11 @@ class _Ways:
     def add(self, outs: Sequence[Any], ins: Sequence[Any]) -> None:
         """Add one way, unless an earlier way shards one of the same dims differently."""
         pairs = list(zip(self._args, ins, strict=False))
-        partial = [arg for arg, its in pairs if isinstance(its, Partial)]
+        partial = [(arg, its) for arg, its in pairs if isinstance(its, Partial)]
         if partial:
-            if all(isinstance(out, Partial) for out in outs):
-                self.linear.append(partial)
+            needed = [*outs, *(its for _, its in partial)]
+            if all(isinstance(each, Partial) and each.reduce_op == "sum" for each in needed):
+                self.linear.append([arg for arg, _ in partial])
             return
         places = [
             (self.dims[arg], arg.shape, placement.dim % arg.ndim)
