@@ -256,6 +256,17 @@ class DTensor(DTensorBase):
         given = [*map(native_placement, placements_in(grad_placements))]
         return gradients.local_with_grad(self, given)
 
+    def local_tiles(self) -> list[Tensor]:
+        """The local tensor in a list; an empty list outside the mesh.
+
+        Collective for a copied view whose base was written to since.
+        """
+        if self._view_of is not None:
+            copied_views.refresh(self)
+        if self._viewed is not None:
+            copied_views.hand_out(self)
+        return super().local_tiles()
+
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The full value as a plain tensor on every rank. Collective; blocks; differentiable.
 

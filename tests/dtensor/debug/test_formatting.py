@@ -67,6 +67,19 @@ def drawn(capsys: pytest.CaptureFixture[str], shape: tuple[int, ...], make: Any)
     return capsys.readouterr().out
 
 
+def test_a_copied_view_shows_no_number_that_is_old() -> None:
+    def program(rank: int) -> tuple[str, str]:
+        x = there(torch.arange(4.0), init_device_mesh("cpu", (2,)), Shard(0))
+        view = x[3]
+        before = repr(view)
+        x.mul_(10)
+        return before, repr(view)
+
+    before, after = run_ranks(2, program)[0]
+    assert "f32[] = 3 on" in before
+    assert "f32[] on" in after
+
+
 def test_pictures_say_who_holds_what(capsys: pytest.CaptureFixture[str]) -> None:
     text = drawn(capsys, (2,), lambda mesh: there(torch.zeros(5, 2), mesh, Shard(0)))
     assert text.splitlines()[0] == "DTensor f32[5@0, 2] on cpu mesh 0=2"
