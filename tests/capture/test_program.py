@@ -6,6 +6,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable
+from math import exp
 from typing import Any
 
 import pytest
@@ -564,7 +565,11 @@ def prints(x: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    return x * math.exp(x.sum().item())
+    return x * exp(x.sum().item())
+
+
+def finite(x: Tensor) -> Tensor:
+    return x if math.isfinite(x.sum().item()) else -x
 
 
 @pytest.mark.parametrize(
@@ -579,6 +584,9 @@ def exponential(x: Tensor) -> Tensor:
         (lambda x: x[x > 0].sum(), r"shape or Python value depends on data"),
         (lambda x: x[x.argmax().item()], r"makes a Python number of a tensor of torch.int64"),
         (exponential, r"math.exp or numpy's computed from item\(\)"),
+        (finite, r"given to math.isfinite in Python, at .*test_program.py:\d+ in finite"),
+        (lambda x: x * math.isclose(1.0, 2.0, abs_tol=x.sum().item()), r"given to math.isclose"),
+        (lambda x: x if math.fsum([1.0, x.sum().item()]) < 3 else -x, r"given to math.fsum"),
         (Counter().step, r"changes self.count in Python, from 1 to 2"),
         (Counter().collect, r"puts a tensor into the list self.seen"),
         (lambda x: x * torch.from_numpy(ARRAY), r"makes a tensor of a numpy array"),

@@ -3,8 +3,8 @@
 ``item()`` of a tensor and the options of an optimizer are numbers which change from call to call.
 While a step is recorded a :class:`Number` stands for each. Python arithmetic on it makes an
 expression. An operator of torch recognises it: as a float it is a *signaling* NaN with a tag, whose
-bits reach torch's dispatcher unchanged, while arithmetic outside of Python's operators
-(``math.exp``, numpy) makes a *quiet* NaN, which the recorder refuses.
+bits reach torch's dispatcher unchanged, while arithmetic outside of Python's operators (an ``exp``
+imported from ``math``, numpy) makes a *quiet* NaN, which the recorder refuses.
 """
 
 from __future__ import annotations
@@ -112,13 +112,14 @@ class Number(float):
             frame = sys._getframe(2)
             recorder = self.book.recorder
             if recorder is None or not recorder.decides(frame.f_code.co_filename):
-                self._refuse("compared")
+                self.refuse("compared")
             recorder.expect(function, (self, other), result)
             return result
         self.book.guards.append((function, (self, other), result))
         return result
 
-    def _refuse(self, how: str) -> NoReturn:
+    def refuse(self, how: str) -> NoReturn:
+        """Raise a CaptureError that says what Python does with the number, and where."""
         raise CaptureError(
             f"a number that comes from a tensor (item()) is {how} in Python, at {call_site()}: a "
             f"program has no Python, so a branch, a text or a number made of the value would stay "
@@ -192,32 +193,32 @@ class Number(float):
     def __float__(self) -> float:
         if in_library[sys._getframe(1).f_code.co_filename]:  # a library hands it on to operators
             return _float_of(_SIGNALING | self.tag)
-        self._refuse("made a plain number")
+        self.refuse("made a plain number")
 
     def __int__(self) -> int:
-        self._refuse("made an integer")
+        self.refuse("made an integer")
 
     __index__ = __trunc__ = __round__ = __floor__ = __ceil__ = __int__  # type: ignore[assignment]
 
     def __floordiv__(self, other: Any) -> Any:
-        self._refuse("divided to an integer")
+        self.refuse("divided to an integer")
 
     __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __floordiv__
 
     def __repr__(self) -> str:
         if self.is_option or in_library[sys._getframe(1).f_code.co_filename]:
             return repr(self.value)
-        self._refuse("printed")
+        self.refuse("printed")
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
         if self.is_option:
             return format(self.value, spec)
-        self._refuse("printed")
+        self.refuse("printed")
 
     def __reduce__(self) -> NoReturn:
-        self._refuse("copied or pickled")
+        self.refuse("copied or pickled")
 
 
 def value_of(number: Any) -> Any:

@@ -2,12 +2,14 @@
 
 ``item()`` of a float gives a :class:`~tilework.capture.number.Number`. Other reads (numpy, lists,
 branches, prints) would silently leave current values in the program: they raise, naming the line.
-The methods of ``torch.Tensor`` are replaced while any thread of the process records.
+The methods of ``torch.Tensor`` and the functions of ``math`` are replaced while any thread of the
+process records.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.capture.number import Number
 from tilework.comm.per_call.call_recorder import current_recorder, recorded
 from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.errors import CaptureError
@@ -39,6 +42,8 @@ _DECISIONS = ("tolist", "__bool__", "__int__", "__index__")
 _NUMBERS = ("item", "__float__")
 #: Functions of the default generator's state, used by recomputed layers.
 _STATES = ("get_rng_state", "set_rng_state", "manual_seed")
+#: Functions in C, which would compute with the NaN that a Number is to them.
+_MATH = [name for name, value in vars(math).items() if callable(value) and name[0] != "_"]
 _lock = threading.Lock()
 _users = 0
 _originals: dict[str, Any] = {}
@@ -67,6 +72,9 @@ def _replace() -> None:
         _originals[f"torch.{name}"] = original
         for place in (torch, torch.random):
             setattr(place, name, recorded(original))
+    for name in _MATH:
+        _originals[f"math.{name}"] = original = getattr(math, name)
+        setattr(math, name, _without_numbers(original))
     for name in (*_READS, *_NUMBERS, "as_subclass"):
         _originals[name] = vars(Tensor).get(name)
         made = _number(name) if name in _NUMBERS else _refused(name)
@@ -79,11 +87,25 @@ def _put_back() -> None:
         if name.startswith("torch."):
             for place in (torch, torch.random):
                 setattr(place, name.removeprefix("torch."), original)
+        elif name.startswith("math."):
+            setattr(math, name.removeprefix("math."), original)
         elif original is None:
             delattr(Tensor, name)
         else:
             setattr(Tensor, name, original)
     _originals.clear()
+
+
+def _without_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        listed = [x for arg in args if isinstance(arg, list | tuple) for x in arg]
+        for each in (*args, *kwargs.values(), *listed):
+            if isinstance(each, Number):
+                each.refuse(f"given to math.{function.__name__}")
+        return function(*args, **kwargs)
+
+    return compute
 
 
 def _number(name: str) -> Callable[..., Any]:
