@@ -586,6 +586,8 @@ def finite(x: Tensor) -> Tensor:
         (exponential, r"math.exp or numpy's computed from item\(\)"),
         (finite, r"given to math.isfinite in Python, at .*test_program.py:\d+ in finite"),
         (lambda x: x * math.isclose(1.0, 2.0, abs_tol=x.sum().item()), r"given to math.isclose"),
+        (lambda x: x if x.sum().item().is_integer() else -x, r"tested by is_integer\(\) in Python"),
+        (lambda x: x if x.sum().item().real > 9 else -x, r"compared in Python"),
         (lambda x: x if math.fsum([1.0, x.sum().item()]) < 3 else -x, r"given to math.fsum"),
         (Counter().step, r"changes self.count in Python, from 1 to 2"),
         (Counter().collect, r"puts a tensor into the list self.seen"),
@@ -601,6 +603,17 @@ def test_what_a_program_cannot_do_again_raises_and_names_the_line(
     step: Callable[..., Any], message: str
 ) -> None:
     refused(step, message, torch.tensor([1.0, 2.0, 0.5]))
+
+
+def test_a_number_is_not_rounded_and_nothing_has_changed() -> None:
+    model = nn.Linear(4, 4)
+    train = training(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    program = capture(lambda x: round(train(x).item(), 4))
+    program(torch.ones(2, 4))
+    kept = model.weight.detach().clone()
+    with pytest.raises(CaptureError, match=r"rounded in Python, at .*test_program.py:\d+"):
+        program(torch.ones(2, 4))
+    assert same_bits(kept, model.weight.detach())
 
 
 def test_a_scheduler_within_the_step_is_refused_and_nothing_has_changed() -> None:

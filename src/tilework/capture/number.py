@@ -198,7 +198,24 @@ class Number(float):
     def __int__(self) -> int:
         self.refuse("made an integer")
 
-    __index__ = __trunc__ = __round__ = __floor__ = __ceil__ = __int__  # type: ignore[assignment]
+    __index__ = __trunc__ = __floor__ = __ceil__ = __int__  # type: ignore[assignment]
+
+    def __round__(self, ndigits: Any = None) -> Any:
+        self.refuse("rounded")
+
+    def is_integer(self) -> bool:
+        self.refuse("tested by is_integer()")
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        self.refuse("made a ratio of integers")
+
+    def hex(self) -> str:
+        self.refuse("printed")
+
+    def conjugate(self) -> Any:
+        return self
+
+    real = property(conjugate)  # type: ignore[assignment]
 
     def __floordiv__(self, other: Any) -> Any:
         self.refuse("divided to an integer")
