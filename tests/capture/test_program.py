@@ -484,6 +484,24 @@ def test_numbers_that_are_equal_but_not_the_same_have_programs_of_their_own() ->
     assert len(program.records) == 2
 
 
+def test_constants_of_another_class_or_sign_have_programs_of_their_own() -> None:
+    class Settings:
+        factor: Any = 2
+
+    def step(x: Tensor) -> Tensor:
+        return x * Settings.factor
+
+    program = capture(step)
+    x = torch.tensor([3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for Settings.factor in (2, 2, 2.0, 2, 1, True, 0.0, -0.0, -0.0):
+            found, expected = program(x), step(x)
+            assert found.dtype is expected.dtype
+            assert same_bits(found, expected)
+    assert len(program.records) == 6
+
+
 def test_a_program_keeps_no_copy_of_what_the_step_writes() -> None:
     model = nn.Linear(50, 50)
     program = capture(training(model, torch.optim.AdamW(model.parameters())))

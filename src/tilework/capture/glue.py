@@ -6,7 +6,7 @@ record's conditions: some 40 ns each. A loop over descriptions takes four times 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class ProgramConditions(NamedTuple):
         options: Floats of optimizers, such as learning rates, which are inputs and may change.
         way: The objects that lead to inputs: (place, object). The same object must be there.
         constants: Numbers, texts and flags that the step may have read: (place, value). The value
-            must be equal.
+            must be equal, and of the same class.
         guards: Comparisons of options by the step: (function, arguments, recorded result). The
             result must be the same.
     """
@@ -99,12 +99,8 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
     """
     source = _Source()
     checks = [f"{source.read(place)} is {source.name(thing)}" for place, thing in held.way]
-    for place, value in held.constants:
-        if place.how == "length" and not value:
-            checks.append(f"not {source.name(place.owner)}")
-            continue
-        same = "is" if value is None or isinstance(value, bool) else "=="
-        checks.append(f"{source.read(place)} {same} {source.name(value)}")
+    for number, (place, value) in enumerate(held.constants):
+        checks += _checks_of(source, f"k{number}", place, value)
     inputs = []
     for number, each in enumerate(graph.inputs):
         path = each.path
@@ -130,6 +126,21 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
     source.lines.append("    pass")
     source.lines.append("return None")
     return source.function("enter", "leaves")
+
+
+def _checks_of(source: _Source, name: str, place: StatePlace, value: Any) -> Iterator[str]:
+    """Conditions that a place has a constant; ``name`` is for the value that is there."""
+    if place.how == "length" and not value:
+        yield f"not {source.name(place.owner)}"
+    elif value is None or isinstance(value, bool):
+        yield f"{source.read(place)} is {source.name(value)}"
+    elif place.how in ("length", "bytes") or not isinstance(value, int | float):
+        yield f"{source.read(place)} == {source.name(value)}"
+    else:  # 2 == 2.0, 1 == True, 0.0 == -0.0
+        yield f"({name} := {source.read(place)}) == {source.name(value)}"
+        yield f"{name}.__class__ is {source.name(type(value))}"
+        if not value and isinstance(value, float):
+            yield f"repr({name}) == {repr(value)!r}"
 
 
 def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:

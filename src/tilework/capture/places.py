@@ -129,6 +129,11 @@ def memory_layout_of(tensor: Any) -> tuple[Any, ...]:
     return shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
 
 
+def key_of_constant(value: Any) -> tuple[Any, ...]:
+    """What tells constants apart, also 2 from 2.0 and 0.0 from -0.0."""
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
 def plain(tensor: Any) -> Any:
     """The local tensor of a DTensor; other things unchanged."""
     return tensor._local_tensor if tensor.__class__ is DTensor else tensor

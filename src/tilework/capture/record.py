@@ -15,7 +15,7 @@ from tilework.capture.glue import ProgramConditions, layouts_hold, write_enter, 
 from tilework.capture.graph import Graph, Value
 from tilework.capture.inductor import Compiled
 from tilework.capture.number import Number
-from tilework.capture.places import StatePlace, memory_layout_of
+from tilework.capture.places import StatePlace, key_of_constant, memory_layout_of
 from tilework.capture.python_code import PythonCode, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
 from tilework.capture.same_program import Digests
@@ -123,7 +123,7 @@ class StepRecord:
                 now = place.get()
             except LookupError:
                 now = LookupError
-            if now is not value and (type(now) is not type(value) or now != value):
+            if now is not value and key_of_constant(now) != key_of_constant(value):
                 self._changed = f"{place.text} was {value!r} and is {now!r}"
                 return False
         return self._options_hold() and self._inputs_hold()

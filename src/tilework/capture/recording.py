@@ -13,7 +13,14 @@ from tilework.capture.glue import ProgramConditions
 from tilework.capture.graph import Graph, Input, ProgramMemory
 from tilework.capture.number import value_of
 from tilework.capture.options import OptimizerOptions
-from tilework.capture.places import Argument, StatePlace, StatePlaces, is_dtensor, plain
+from tilework.capture.places import (
+    Argument,
+    StatePlace,
+    StatePlaces,
+    is_dtensor,
+    key_of_constant,
+    plain,
+)
 from tilework.capture.record import StepRecord
 from tilework.capture.recorder import StepRecorder, storage_bytes_of
 from tilework.capture.same_program import compare_program
@@ -443,7 +450,7 @@ def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
 def _facts(held: ProgramConditions) -> dict[Any, Any]:
     """By place, what must be there for a record to hold."""
     facts: dict[Any, Any] = {_identity(place): id(thing) for place, thing in held.way}
-    facts.update({_identity(place): (type(value), value) for place, value in held.constants})
+    facts.update({_identity(place): key_of_constant(value) for place, value in held.constants})
     return facts
 
 
