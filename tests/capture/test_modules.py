@@ -200,6 +200,24 @@ def test_modes_have_programs_of_their_own() -> None:
     on_one_rank(program)
 
 
+def test_a_model_that_was_frozen_at_first_trains() -> None:
+    def program(rank: int) -> None:
+        model, batch = whole(1)
+        compiled = torch.compile(model, backend="aot_eager")
+        model.eval().requires_grad_(False)
+        for _ in range(2):
+            assert not compiled(batch()).requires_grad
+        model.requires_grad_(True)
+        for _ in range(4):
+            x = batch()
+            found = torch.autograd.grad(compiled(x).sum(), [*model.parameters()])
+            expected = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+            assert all(nearly(*pair) for pair in zip(found, expected, strict=True))
+
+    with pytest.warns(UserWarning, match="recorded again"):
+        run_ranks(1, program)
+
+
 def test_graphs_that_stay_and_those_that_do_not() -> None:
     def program(model: Any, compiled: Any, batch: Callable[[], Tensor]) -> None:
         for _ in range(3):

@@ -105,7 +105,10 @@ class CompiledFunction:
             self._is_step = torch.is_grad_enabled() and not _any_requires_grad(result)
             return result
         if self._is_step or not torch.is_grad_enabled():
-            return self._without_grad(*args, **kwargs)
+            result = self._without_grad(*args, **kwargs)
+            if torch.is_grad_enabled() and _any_requires_grad(result):  # recorded again
+                self._is_step = False
+            return result
         leaves, key = key_of_call(args, kwargs)
         known = self._passes.setdefault(key, [])
         for passes, size in known:
