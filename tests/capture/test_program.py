@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import tilework.distributed as dist
 from tests.capture.twins import advance, run_twins, same_bits, tensors_of
 from tilework.capture import Program, capture
+from tilework.capture.program import key_of_call
 from tilework.dtensor import (
     DeviceMesh,
     Replicate,
@@ -500,6 +501,16 @@ def test_constants_of_another_class_or_sign_have_programs_of_their_own() -> None
             assert found.dtype is expected.dtype
             assert same_bits(found, expected)
     assert len(program.records) == 6
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_of_each_device_has_programs_of_its_own(device: str) -> None:
+    before = key_of_call((torch.ones(2),), {})[1]
+    torch.set_autocast_enabled(device, True)
+    try:
+        assert key_of_call((torch.ones(2),), {})[1] != before
+    finally:
+        torch.set_autocast_enabled(device, False)
 
 
 def test_a_program_keeps_no_copy_of_what_the_step_writes() -> None:

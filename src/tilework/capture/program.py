@@ -311,10 +311,12 @@ def _shown(key: Any) -> str:
 
 
 def _modes() -> tuple[Any, ...]:
-    is_cast = torch.is_autocast_enabled("cpu")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        is_cast and torch.get_autocast_dtype("cpu"),
+        *[
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+            for kind in ("cpu", "cuda")
+        ],
         torch.get_default_dtype(),
     )
