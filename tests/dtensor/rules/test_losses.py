@@ -170,6 +170,20 @@ def test_cross_entropy(shape: tuple[int, ...], reduction: str) -> None:
     check_op(smooth, x, rand(*shape).softmax(at).requires_grad_(), rand(5), **few)
 
 
+@each("loss", [F.cross_entropy, F.nll_loss])
+@each("reduction", REDUCTIONS)
+def test_targets_that_are_bytes(reduction: str, loss: Any) -> None:
+    target = torch.tensor([0, 4, 255, 3, 2], dtype=torch.uint8)
+    check_op(
+        lambda x, t, w: loss(x, t, w, ignore_index=255, reduction=reduction),
+        *(randn(5, 5).requires_grad_(), target, rand(5)),
+        **FEW,
+        grads=None,
+    )
+    target = torch.tensor([156, 3], dtype=torch.uint8)  # -100 as a byte
+    check_op(lambda x, t: loss(x, t, reduction=reduction), randn(2, 160), target, **FEW)
+
+
 def test_all_targets_ignored() -> None:
     check_op(lambda x, t: F.cross_entropy(x, t), randn(4, 5), torch.full((4,), -100), **FEW)
 

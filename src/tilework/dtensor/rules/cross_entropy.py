@@ -105,7 +105,7 @@ def _nll_rule(
         def losses(*tensors: Tensor) -> Tensor:
             x, t = tensors[input.number], tensors[target.number]
             w = None if weight is None else tensors[weight.number]
-            ignored = t == ignore_index
+            ignored = t.long() == ignore_index  # the byte 156 equals -100
             if not span.is_full:
                 x, t, w = _local_classes(x, t, w, span, ignored)
             ignore = ignore_index if span.is_full else _IGNORED
@@ -127,6 +127,8 @@ def _local_classes(
 
     Targets become indices of local classes; targets of other ranks' classes become ``_IGNORED``.
     """
+    if target.dtype is torch.uint8:  # has no -100
+        target = target.long()
     numbers, here = span.localize(target, ignored)
     if span.count == 0:  # torch needs at least one class: add a class that no target has
         at = _class_dim(x)
@@ -153,10 +155,10 @@ def _weights(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
     """The weight of each target's class; 0 for targets that are ignored."""
-    counted = target != ignore_index
+    counted = target.long() != ignore_index
     if weight is None:
         return counted.to(dtype)
-    return weight[target.where(counted, 0)].to(dtype).masked_fill(~counted, 0)
+    return weight[target.where(counted, 0).long()].to(dtype).masked_fill(~counted, 0)
 
 
 @internal_operator(_nll_rule)
@@ -296,7 +298,7 @@ def _class_sums_rule(
             w = None if weight is None else tensors[weight.number]
             z = x - tensors[top.number]
             sums_of_q = (
-                _sums_of_indices(z, t, w, span, t == ignore_index, label_smoothing)
+                _sums_of_indices(z, t, w, span, t.long() == ignore_index, label_smoothing)
                 if indices
                 else _sums_of_probabilities(z, t, w, span, label_smoothing)
             )
@@ -382,7 +384,7 @@ def _class_losses(sums: Tensor, target: Tensor | None, ignore_index: int, reduct
     exps, q, qz, *weights = sums.unbind(0)
     loss = q * exps.log() - qz
     if target is not None:
-        loss = loss.where(target != ignore_index, 0)
+        loss = loss.where(target.long() != ignore_index, 0)
     if reduction == NONE:
         return loss
     if reduction == SUM:
