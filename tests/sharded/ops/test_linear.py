@@ -141,6 +141,20 @@ def test_dtypes(dtype: torch.dtype) -> None:
     on(RANKS, program)
 
 
+def test_autocast() -> None:
+    weight, x, bias = (values(*size, dtype=torch.float32) for size in ((4, 8), (3, 8), (4,)))
+
+    def program(rank: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            for each_bias in (None, bias):
+                found = F.linear(x, shards_of(weight, chunks(1, [0, 1, 2]), rank), each_bias)
+                expected = F.linear(x, weight, each_bias)
+                assert found.dtype is expected.dtype is torch.bfloat16
+                assert_close(found, expected, rtol=0.05, atol=0.3)
+
+    on(RANKS, program)
+
+
 def test_a_module_with_a_sharded_weight() -> None:
     def program(rank: int) -> None:
         module, whole = nn.Linear(4, 5).double(), values(5, 4)

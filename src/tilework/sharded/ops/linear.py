@@ -72,6 +72,8 @@ def linear(x: Tensor, weight: ShardedTensor, bias: Tensor | None, name: str = "l
         result = F.linear(x, spread(weight))
     if isinstance(bias, ShardedTensor):
         bias = spread(bias)
+    if bias is not None and torch.is_autocast_enabled(x.device.type):
+        bias = bias.to(result.dtype)
     return result if bias is None else result + bias
 
 
