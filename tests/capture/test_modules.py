@@ -203,7 +203,7 @@ def test_modes_have_programs_of_their_own() -> None:
 def test_a_model_that_was_frozen_at_first_trains() -> None:
     def program(rank: int) -> None:
         model, batch = whole(1)
-        compiled = torch.compile(model, backend="aot_eager")
+        compiled: Any = torch.compile(model, backend="aot_eager")
         model.eval().requires_grad_(False)
         for _ in range(2):
             assert not compiled(batch()).requires_grad

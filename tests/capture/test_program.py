@@ -487,7 +487,7 @@ def test_numbers_that_are_equal_but_not_the_same_have_programs_of_their_own() ->
 
 def test_constants_of_another_class_or_sign_have_programs_of_their_own() -> None:
     class Settings:
-        factor: Any = 2
+        factor: float = 2
 
     def step(x: Tensor) -> Tensor:
         return x * Settings.factor

@@ -198,7 +198,7 @@ class Number(float):
     def __int__(self) -> int:
         self.refuse("made an integer")
 
-    __index__ = __trunc__ = __floor__ = __ceil__ = __int__  # type: ignore[assignment]
+    __index__ = __trunc__ = __floor__ = __ceil__ = __int__
 
     def __round__(self, ndigits: Any = None) -> Any:
         self.refuse("rounded")
@@ -215,7 +215,7 @@ class Number(float):
     def conjugate(self) -> Any:
         return self
 
-    real = property(conjugate)  # type: ignore[assignment]
+    real = property(conjugate)
 
     def __floordiv__(self, other: Any) -> Any:
         self.refuse("divided to an integer")
