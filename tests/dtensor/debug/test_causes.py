@@ -87,6 +87,21 @@ def test_what_several_operators_compute_has_a_cause() -> None:
     run_ranks(2, program)
 
 
+def test_results_that_move_have_their_operator_as_cause() -> None:
+    def program(rank: int) -> list[str]:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        leaf = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
+        out = distribute_tensor(torch.zeros(4, 4), mesh)
+        with explain() as log:
+            x.full_tensor()
+            leaf.prod(0)
+            torch.add(x, 1, out=out)
+        return [event.operator for event in log.events]
+
+    assert run_ranks(2, program)[0][-2:] == ["prod", "add"]
+
+
 @torch.library.custom_op("tests::reversed_rows", mutates_args=())
 def reversed_rows(x: torch.Tensor) -> torch.Tensor:
     return x.flip(0)

@@ -402,6 +402,8 @@ def write_out(out: Any, value: Any, name: str) -> None:
         out.copy_(value)
         return
     digest = digest_of(value)
+    if causes.watchers:
+        causes.begin_operator(name)
     write(out, value._local_tensor, value._spec, name, digest)
     note_write(out, digest)
     copied_views.wrote(out)

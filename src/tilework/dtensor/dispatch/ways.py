@@ -86,6 +86,8 @@ class Ways:
         """The result of a call, from what the operator gives for the local tensors as they are."""
         if sharding.finish[0] is _WHOLE_SUMS and not _scales_finitely(self._name, call):
             return self._composed(sharding, _by_whole_sums(call), call)
+        if causes.watchers:
+            causes.begin_operator(self._name)
         return finished(self._operation, sharding, result, call)
 
     def _is_unrecorded(self, sharding: OpSharding, call: DTensorCall) -> bool:
