@@ -118,6 +118,18 @@ def test_one_dim_gives_the_value_and_its_place() -> None:
     on(RANKS, program)
 
 
+def test_one_of_equal_elements_gets_the_gradient() -> None:
+    whole = torch.tensor([1.0, 3.0, -2.0, 3.0, -2.0, 3.0], dtype=torch.float64).requires_grad_()
+
+    def program(rank: int) -> None:
+        for spec in (chunks(0, [0, 2, 0]), chunks(0, [1])):
+            check_same(rank, lambda x: x.max(0).values, [whole], spec)
+            check_same(rank, lambda x: x.min(dim=0, keepdim=True).values, [whole], spec)
+            check_same(rank, lambda x: x.max(), [whole], spec)
+
+    on(RANKS, program)
+
+
 _ALONG: dict[str, Callable[[Any, int], Any]] = {
     "sum": lambda x, dim: x.sum(dim),
     "mean, kept": lambda x, dim: torch.mean(x, dim, keepdim=True),

@@ -166,6 +166,22 @@ def _place(index: Tensor, box: Box | None, shape: torch.Size) -> Tensor:
     return place
 
 
+def _element(tensor: ShardedTensor, place: int) -> Tensor:
+    """The element at a place of a tensor of at most one dim; only this element gets a gradient."""
+    if not tensor.dim():
+        return gather_from_tiles(tensor, lambda tile: tile)[0]
+    boxes = [tile.box for tile in tensor.tiling.tiles if not tile.box.empty]
+    row = next(i for i, box in enumerate(boxes) if box.offsets[0] <= place < box.ends[0])
+    own = iter([box for box in tensor.tiling.boxes_of(_rank(tensor)) if not box.empty])
+
+    def element(tile: Tensor) -> Tensor:
+        box = next(own, None)
+        within = 0 if box is None else place - box.offsets[0]
+        return tile[min(max(within, 0), len(tile) - 1)]  # any element of the other tiles
+
+    return gather_from_tiles(tensor, element)[row]
+
+
 def _rank(tensor: ShardedTensor) -> int:
     group = member_of(tensor, "argmax")
     return group.global_ranks[group.rank()]
@@ -173,11 +189,11 @@ def _rank(tensor: ShardedTensor) -> int:
 
 def _extremes(name: str) -> Reduce:
     def reduce(tensor: ShardedTensor, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-        value = _extreme(tensor, f"a{name}")
         if "dim" not in options:
-            return value
+            return _extreme(tensor, f"a{name}")
+        place = _arg(tensor, name)
         kind = getattr(torch.return_types, name)
-        return kind((value, _arg(tensor, name)))
+        return kind((_element(tensor, int(place)), place))
 
     return reduce
 
