@@ -130,7 +130,7 @@ def memory_layout_of(tensor: Any) -> tuple[Any, ...]:
 
 
 def key_of_constant(value: Any) -> tuple[Any, ...]:
-    """What tells constants apart, also 2 from 2.0 and 0.0 from -0.0."""
+    """A key that differs for different constants, also for 2 and 2.0, and for 0.0 and -0.0."""
     return type(value), repr(value) if isinstance(value, float) else value
 
 
