@@ -85,7 +85,7 @@ def test_a_sharded_model_on_meta_is_filled_and_computes_as_the_published_one(
         return model(IDS).logits.detach()
 
     for logits in run_ranks(2, program):
-        assert logits.equal(expected)
+        torch.testing.assert_close(logits, expected)
 
 
 def test_a_plan_shards_while_weights_are_read(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_files_may_be_links_as_in_the_cache_of_downloads(tmp_path: Path) -> None
         file.rename(blobs / str(number))
     model = on_meta("Mistral")
     checkpoint.load(snapshot, into=model)
-    assert model(IDS).logits.equal(expected)
+    torch.testing.assert_close(model(IDS).logits, expected)
     checkpoint.convert(snapshot, tmp_path / "converted")
 
 
