@@ -63,7 +63,13 @@ def _(x: Tensor) -> Tensor:
 @pytest.fixture
 def rules() -> Iterator[None]:
     yield
-    for own in (torch.ops.own.weighted, torch.ops.own.largest, torch.ops.own.ordered):
+    for own in (
+        torch.ops.own.weighted,
+        torch.ops.own.largest,
+        torch.ops.own.ordered,
+        torch.ops.own.scaled,
+        outer,
+    ):
         op_table.forget(own)
         forget_handler(own)
 
@@ -139,6 +145,26 @@ def test_a_new_rule_takes_the_place_of_the_old_at_once() -> None:
     assert lies() == (Shard(0),)
 
 
+@each("operator", ["in the library", "in Python"])
+@pytest.mark.usefixtures("rules")
+def test_tensors_may_be_passed_by_name(operator: str) -> None:
+    own: Any = torch.ops.own.weighted if operator == "in the library" else outer
+    line = "r c, r -> c" if operator == "in the library" else "r c, r -> r c"
+    register_rule(own, line, linear=[[0], [1]])
+    register_rule(torch.ops.own.scaled, "a b, a b -> a b")
+    x, w = torch.randn(7, 4), torch.randn(7)
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        rows, weights = cut(x, mesh, [Shard(0)]), cut(w, mesh, [Shard(0)])
+        with strict():
+            same(own(rows, w=weights), own(x, w))
+            same(own(w=weights, x=rows), own(x, w))
+            same(torch.ops.own.scaled(rows, scale=rows, times=3), x * x * 3)
+
+    run_ranks(2, program)
+
+
 @each("text", ["", "a b", "a -> b -> c"])
 def test_what_is_no_line_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -184,12 +210,18 @@ def square(x: Tensor) -> Tensor:
     return x * x.mean()
 
 
+def outer(x: Tensor, w: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function((x, w)):
+        result: Tensor = torch.overrides.handle_torch_function(outer, (x, w), x, w=w)
+        return result
+    return x * w[:, None]
+
+
 _notes: list[tuple[tuple[int, ...], str]] = []
 
 
 def test_operators_of_ones_own_take_dtensors() -> None:
     """pytorch#167977, pytorch#167219: tensors by keyword, no results, written in place."""
-    register_rule(torch.ops.own.scaled, "a b, a b -> a b")
 
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tilework.dtensor.handlers import forget_handler
 from tilework.tiled.factors import Pattern
+from tilework.tiled.op_names import packet_of, schemas_of
 from tilework.tiled.op_rules import RuleResult
 from tilework.tiled.op_table import override_rule
 from tilework.tiled.pattern_rules import match_pattern
@@ -63,9 +65,11 @@ def register_rule(
         (Shard(dim=0),)
     """
     pattern = Pattern.parse(text, reduce_ops)
+    parameters = _parameters(operator)
 
     def pattern_result(*args: Any, **kwargs: Any) -> RuleResult:
-        tensors = [*args[: len(pattern.inputs)]]
+        by_name = [kwargs.get(name) for name in parameters[len(args) :]]
+        tensors = [*args, *by_name][: len(pattern.inputs)]
         tensors += [None] * (len(pattern.inputs) - len(tensors))
         return match_pattern(
             pattern,
@@ -76,3 +80,14 @@ def register_rule(
 
     override_rule(operator, pattern_result)
     forget_handler(operator)
+
+
+def _parameters(operator: Callable[..., Any]) -> list[str]:
+    """The names of the operator's parameters, in the order that the line counts them in."""
+    schemas = schemas_of(packet_of(operator))
+    if schemas:
+        return [parameter.name for parameter in schemas[0].arguments]
+    try:
+        return [*inspect.signature(operator).parameters]
+    except ValueError:  # a function in C++ without a text signature
+        return []
