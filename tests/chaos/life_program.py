@@ -222,20 +222,22 @@ def more_than(before: Any) -> str:
 
 def belongings() -> str:
     """The descriptors, mappings and threads of this process, in words."""
+    from tilework.comm.per_call.stacks import stacks_of_threads
+
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             files.append(f"{descriptor}: {os.readlink(f'/proc/self/fd/{descriptor}')}")
     maps = Path("/proc/self/maps").read_text().splitlines()
     shared = [line for line in maps if "memfd:" in line or "/dev/shm/" in line]
-    frames = sys._current_frames()
-    stacks = [
-        f"{thread.name} {''.join(traceback.format_stack(frames[thread.ident or 0])[-3:])}"
+    stacks = stacks_of_threads()
+    places = [
+        f"{thread.name} {stacks[thread.ident][:3]}"
         for thread in threading.enumerate()
-        if thread.ident in frames
+        if thread.ident in stacks
     ]
     names = len(os.listdir("/proc/self/task"))
-    return f"descriptors {files}; mapped {shared}; {names} threads: {stacks}"
+    return f"descriptors {files}; mapped {shared}; {names} threads: {places}"
 
 
 def main() -> None:

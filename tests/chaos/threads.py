@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import traceback
@@ -14,6 +13,7 @@ from tests.chaos.expected import Outcome
 from tests.chaos.plan import Trial
 from tests.chaos.rank_program import RankProgram, Restart, Setting, settled, sum_after_restart
 from tests.faults.forked_ranks import Holdings
+from tilework.comm.per_call.stacks import stacks_of_threads
 from tilework.comm.world import World, own_world
 from tilework.rendezvous.liveness import process_identity
 
@@ -82,9 +82,9 @@ def _together(act: Callable[[int], None], ranks: Iterable[int]) -> str:
     deadline = time.monotonic() + ENDING_SECONDS
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    frames = sys._current_frames()
+    stacks = stacks_of_threads()
     for thread in threads:
         if thread.is_alive():
-            stack = "".join(traceback.format_stack(frames[thread.ident or 0]))
+            stack = "\n".join(map(str, stacks[thread.ident or 0]))
             failures.append(f"{thread.name} is stuck here:\n{stack}")
     return "\n".join(failures)

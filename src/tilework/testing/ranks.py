@@ -26,6 +26,7 @@ import torch
 from tilework.comm.backends import load_backend
 from tilework.comm.flight import watch
 from tilework.comm.groups import destroy_process_group, init_process_group
+from tilework.comm.per_call.stacks import stacks_of_threads
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError, text_of
 from tilework.store import HashStore, Store, StoreServer, UnixStore
@@ -227,8 +228,9 @@ def _check_ended(
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    told = "".join(traceback.format_stack(frame, limit=-8)) if frame is not None else "ended\n"
+    innermost = stacks_of_threads().get(thread.ident or 0, [])[:8]
+    lines = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in innermost[::-1])
+    told = "".join(lines.format()) or "ended\n"
     return f"--- {thread.name}\n{told}"
 
 

@@ -11,10 +11,8 @@ import hashlib
 import itertools
 import os
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Final
@@ -25,6 +23,7 @@ from tilework.comm.flight import document
 from tilework.comm.flight.document import GroupLog, Record, RecordedFault, Stack, file_name
 from tilework.comm.flight.watch import DIRECTORY_VARIABLE, WATCHER_NAME
 from tilework.comm.per_call.callsite import format_site, in_library, user_frame
+from tilework.comm.per_call.stacks import stacks_of_threads
 from tilework.comm.world import World, current_world, live_worlds
 
 #: Numbers of records in order of time: if two threads write one file, the later record wins.
@@ -151,29 +150,31 @@ def _ends(group: ProcessGroup) -> list[ProcessGroup]:
 def _stacks(own: threading.Thread | None) -> Iterator[Stack]:
     """The stacks of all threads; the rank's own thread first (else the main thread)."""
     own = own or threading.main_thread()
-    frames = sys._current_frames()
+    stacks = stacks_of_threads()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    idents = sorted(frames, key=lambda ident: ident != own.ident)
+    idents = sorted(stacks, key=lambda ident: ident != own.ident)
     for ident in idents[: document.MAX_STACKS]:
         name = names.get(ident, f"thread {ident}")
         if name != WATCHER_NAME:
-            yield _stack(name, frames[ident])
+            yield _stack(name, stacks[ident])
 
 
-def _stack(name: str, frame: FrameType | None) -> Stack:
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
-        frame = frame.f_back  # skips this folder's frames
-    user = user_frame(frame)
+def _stack(name: str, stack: Sequence[FrameType]) -> Stack:
+    frames = [*itertools.dropwhile(_is_of_this_folder, stack)]
+    user = user_frame(frames[0]) if frames else None
     lines = [
-        f"{each.f_code.co_filename}:{line} in {each.f_code.co_name}"
-        for each, line in traceback.walk_stack(frame)
+        f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in frames
     ]
     return Stack(
         thread=name,
         frames=tuple(lines[: document.MAX_FRAMES]),
         site="" if user is None else format_site((user.f_code, user.f_lasti)),
-        inside=frame is not None and in_library[frame.f_code.co_filename],
+        inside=bool(frames) and in_library[frames[0].f_code.co_filename],
     )
+
+
+def _is_of_this_folder(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OWN_FOLDER)
 
 
 def _replace(path: str, data: bytes, moment: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
 from types import FrameType
 
 from tilework.comm.per_call.callsite import in_library
+from tilework.comm.per_call.stacks import stacks_of_threads
 
 #: The folder of the standard library.
 _STDLIB = os.path.join(os.path.dirname(os.__file__), "")
@@ -34,22 +34,16 @@ def may_call(bystanders: Collection[threading.Thread]) -> bool:
     if any(isinstance(t, threading.Timer) and t.ident not in known for t in threading.enumerate()):
         return True
     return any(
-        ident not in known and not _is_harmless(frame)
-        for ident, frame in sys._current_frames().items()
+        ident not in known and not _is_harmless(stack)
+        for ident, stack in stacks_of_threads().items()
     )
 
 
-def _is_harmless(frame: FrameType | None) -> bool:
-    files = [*_files(frame)]
+def _is_harmless(stack: Sequence[FrameType]) -> bool:
+    files = [frame.f_code.co_filename for frame in stack]
     if not all(map(_is_known, files)):
         return False
     return any(map(in_library.__getitem__, files)) or not any(map(_calls_later, files))
-
-
-def _files(frame: FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
 
 
 def _is_known(file: str) -> bool:
