@@ -51,6 +51,28 @@ def test_verify_names_a_plain_parameter_that_one_rank_has_changed(way: str) -> N
         assert "0.0 on rank 0 and 7.0 on rank 1" in text
 
 
+#: Elements of rank 0 and of rank 1, in the same place.
+UNEQUAL = [(0.0, 1.0), (3.0, torch.inf), (-torch.inf, torch.inf), (torch.nan, 0.0)]
+
+
+def test_every_element_is_compared_also_beside_infinite_ones() -> None:
+    def program(rank: int) -> list[str]:
+        texts = []
+        for pair in UNEQUAL:
+            table = nn.Embedding(1000, 2)
+            nn.init.ones_(table.weight)
+            with torch.no_grad():
+                table.weight[0, 0], table.weight[789, 1] = -torch.inf, pair[rank]
+            with pytest.raises(CollectiveMismatchError) as caught:
+                verify(table)
+            texts.append(str(caught.value))
+        return texts
+
+    for texts in run_ranks(2, program):
+        for (one, other), text in zip(UNEQUAL, texts, strict=True):
+            assert f"an element is {one} on rank 0 and {other} on rank 1" in text
+
+
 def test_differences_of_rounding_are_none() -> None:
     def program(rank: int) -> None:
         model = nn.Linear(4, 4)

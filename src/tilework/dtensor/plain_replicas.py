@@ -10,13 +10,21 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.dtensor.provenance.content import hash_of, sample
+from tilework.comm.operations.coalescing import uncoalesced
+from tilework.comm.operations.collectives import broadcast
+from tilework.comm.operations.objects import device_of
+from tilework.comm.per_call.call_recorder import unrecorded
+from tilework.dtensor.provenance.content import hash_of
 from tilework.errors import CollectiveMismatchError
 
 #: The differences between replicas that count as rounding, relative to the largest value.
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.complex128: 1e-8}
 _COARSE = 2e-2
-_SHOWN = 256
+#: The most elements that are exchanged in one message.
+_CHUNK = 1 << 22
+
+#: Two group ranks, and an element that they should have in common as each of the two has it.
+Difference = tuple[tuple[int, int], tuple[Any, Any]]
 
 
 def content_of(tensors: Sequence[Tensor], full: bool) -> int:
@@ -24,19 +32,49 @@ def content_of(tensors: Sequence[Tensor], full: bool) -> int:
     return hash(tuple([hash_of(tensor, full) for tensor in tensors]))
 
 
-def shown(tensor: Tensor) -> list[Any]:
-    """Up to ``_SHOWN`` elements of a tensor, as numbers, for :func:`apart`; none on meta."""
-    return [] if tensor.is_meta else sample(tensor.detach(), _SHOWN).cpu().tolist()
+@unrecorded
+@uncoalesced
+@torch.no_grad()
+def difference_from_first(tensor: Tensor, group: ProcessGroup) -> Difference | None:
+    """Compare all elements with the group's first rank. Collective over the group; blocks.
+
+    Args:
+        tensor: A plain tensor, of one shape and dtype on all ranks of the group.
+        group: The ranks that should have the same elements.
+
+    Returns:
+        The first element that differs on this rank by more than rounding; None if there is none.
+    """
+    mine = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    found: Difference | None = None
+    for chunk in torch.split(mine, _CHUNK):
+        first = chunk.to(device_of(group)).clone()
+        broadcast(first.view(torch.uint8), group=group, group_src=0)
+        if found is None:
+            pair = _apart(first.to(chunk.device), chunk)
+            found = None if pair is None else ((0, group.rank()), pair)
+    return found
 
 
-def apart(one: Sequence[Any], other: Sequence[Any], dtype: torch.dtype) -> tuple[Any, Any] | None:
-    """The first pair of :func:`shown` elements that differ by more than rounding, or None."""
-    tolerance = _TOLERANCES.get(dtype, _COARSE if dtype.is_floating_point else 0)
-    scale = max((abs(x) for x in (*one, *other) if x == x), default=0)
-    for x, y in zip(one, other, strict=True):
-        if x != y and not (x != x and y != y) and not abs(x - y) <= tolerance * scale:
-            return x, y
-    return None
+def _apart(one: Tensor, other: Tensor) -> tuple[Any, Any] | None:
+    """The first pair of elements of two flat tensors that differ by more than rounding, or None."""
+    size = one.element_size()
+    if one.is_floating_point() or one.is_complex():
+        wide = one.dtype if size >= 4 else torch.float32
+        x, y = one.to(wide), other.to(wide)
+        tolerance, gap = _TOLERANCES.get(one.dtype, _COARSE), (x - y).abs()
+        sizes = torch.stack([x.abs(), y.abs()])
+        scale = sizes.amax()
+        if gap.amax() <= tolerance * scale < torch.inf:
+            return None
+        scale = sizes.nan_to_num(0.0, posinf=0.0).amax()
+        same = (x == y) | (x.isnan() & y.isnan()) | (gap <= tolerance * scale)
+    else:
+        same = (one.view(torch.uint8) == other.view(torch.uint8)).view(-1, size).all(1)
+    if same.all():
+        return None
+    place = int(same.logical_not().nonzero()[0])
+    return one[place].item(), other[place].item()
 
 
 def compare_plain(
@@ -63,17 +101,16 @@ def compare_plain(
         if [fact[:2] for fact in theirs] != [fact[:2] for fact in facts[0]]:
             raise _other_tensors(ranks[0], facts[0], ranks[place], theirs, advice)
     for number, (name, tensor) in enumerate(tensors):
-        hashes = [of_rank[number][2] for of_rank in facts]
-        if len(set(hashes)) == 1:
+        if len({of_rank[number][2] for of_rank in facts}) == 1:
             continue
-        values = agree(lambda tensor=tensor: shown(tensor), group)  # type: ignore[misc]
-        for place, theirs in enumerate(values):
-            pair = apart(values[0], theirs, tensor.dtype)
-            if pair is not None:
+        mine = difference_from_first(tensor, group)
+        for found in agree(lambda mine=mine: mine, group):  # type: ignore[misc]
+            if found is not None:
+                (one, other), (x, y) = found
                 raise CollectiveMismatchError(
                     f"{name!r} ({_kind(tensor)}) is not the same on all ranks: an element is "
-                    f"{pair[0]} on rank {ranks[0]} and {pair[1]} on rank {ranks[place]}. {advice}",
-                    ranks=(ranks[0], ranks[place]),
+                    f"{x} on rank {ranks[one]} and {y} on rank {ranks[other]}. {advice}",
+                    ranks=(ranks[one], ranks[other]),
                 )
 
 

@@ -2,8 +2,8 @@
 
 Two things are compared. Digests tell whether ranks have computed a tensor in the same way
 (``provenance/``). If a tensor is replicated, the elements must be equal, too: ranks exchange hashes
-of the elements. If the hashes differ, ranks exchange a few elements, since values that each rank
-computes in another order may differ in the last bits.
+of the elements. If the hashes differ, ranks compare the elements themselves, since values that each
+rank computes in another order may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilework.comm.operations.objects import device_of
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import get_default_group, is_initialized
 from tilework.dtensor.debug.formatting import layout_text
-from tilework.dtensor.plain_replicas import apart, compare_plain, shown
+from tilework.dtensor.plain_replicas import compare_plain, difference_from_first
 from tilework.dtensor.provenance.content import hash_of
 from tilework.dtensor.provenance.digests import digest_of
 from tilework.dtensor.provenance.meaning import moving
@@ -297,14 +297,12 @@ def _compare_each(tensors: Named, group: ProcessGroup, full: bool) -> None:
         odd = _odd(of_tensor)
         if odd is None:
             continue
-        one, other = odd
-        if of_tensor[one].provenance != of_tensor[other].provenance:
-            what = "it came about differently"
-        else:
-            what = _difference(tensor, of_tensor, group)
+        pair, what = odd, "it came about differently"
+        if of_tensor[pair[0]].provenance == of_tensor[pair[1]].provenance:
+            pair, what = _difference(tensor, group) or (odd, "")
         if what:
             sites: list[str] = agree(call_site, group)
-            _raise(name, tensor, [(ranks[rank], sites[rank]) for rank in (one, other)], what)
+            _raise(name, tensor, [(ranks[rank], sites[rank]) for rank in pair], what)
 
 
 def _check_same_tensors(facts: Sequence[Sequence[_Facts]], group: ProcessGroup) -> None:
@@ -353,19 +351,21 @@ def _odd(facts: Sequence[_Facts]) -> tuple[int, int] | None:
     return None
 
 
-def _difference(tensor: DTensor, facts: Sequence[_Facts], group: ProcessGroup) -> str:
-    """The difference in elements that ranks share; "" if it is only rounding. Collective."""
-    local = tensor._local_tensor
-    values: list[list[Any]] = agree(lambda: shown(local), group)
-    first: dict[tuple[int, ...], int] = {}
-    for rank, (fact, mine) in enumerate(zip(facts, values, strict=True)):
-        known = first.setdefault(fact.shard, rank)
-        pair = apart(values[known], mine, local.dtype)
-        if pair is not None:
-            return (
-                f"an element is {pair[0]} on rank {group.global_ranks[known]} and {pair[1]} there"
-            )
-    return ""
+def _difference(tensor: DTensor, group: ProcessGroup) -> tuple[tuple[int, int], str] | None:
+    """Two group ranks whose elements differ by more than rounding, and how; or None. Collective."""
+    spec, ranks = tensor._spec, group.global_ranks
+    axes = [axis for axis, placement in enumerate(spec.placements) if placement.is_replicate()]
+    replicas = spec.mesh.axes_group(axes)
+    mine = difference_from_first(tensor._local_tensor, replicas)
+    if mine is not None:
+        one, other = (ranks.index(replicas.global_ranks[rank]) for rank in mine[0])
+        mine = (one, other), mine[1]
+    for found in agree(lambda: mine, group):
+        if found is not None:
+            (one, other), (x, y) = found
+            what = f"an element is {x} on rank {ranks[one]} and {y} on rank {ranks[other]}"
+            return (one, other), what
+    return None
 
 
 def _raise(name: str, tensor: DTensor, sides: Sequence[tuple[int, str]], what: str) -> NoReturn:
