@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from tests.dtensor.op_checks import (
@@ -589,3 +592,38 @@ def test_what_a_hook_returns_after_accumulating_is_dropped() -> None:
         assert x.grad.full_tensor().tolist() == [2] * 4
 
     run_ranks(2, program)
+
+
+HOOKED: list[tuple[bool, Callable[[Any], Any]]] = [
+    (True, lambda x: x.register_hook(lambda grad: 2 * grad)),
+    (True, lambda x: x.register_post_accumulate_grad_hook(lambda x: None)),
+    (False, lambda x: x.register_hook(lambda grad: 2 * grad)),
+    (False, lambda x: register_multi_grad_hook([x, x * 2], lambda grads: None)),
+]
+
+
+@each("is_leaf, register", HOOKED)
+def test_hooks_keep_no_tensor_alive(is_leaf: bool, register: Callable[[Any], Any]) -> None:
+    def program(rank: int) -> bool:
+        x = cut(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+        x = x if is_leaf else x * 2
+        memory = ref(x.to_local())
+        register(x)
+        del x
+        return memory() is None
+
+    assert run_ranks(2, program) == [True, True]
+
+
+def test_a_hook_outlives_its_leaf() -> None:
+    def program(rank: int) -> list[Any]:
+        x = cut(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+        seen: list[Any] = []
+        x.register_hook(lambda grad: seen.append(full(grad)))
+        x.register_post_accumulate_grad_hook(lambda x: seen.append(full(x.grad)))
+        loss = (x * 3).sum()
+        del x
+        loss.backward()
+        return [each.tolist() for each in seen]
+
+    assert run_ranks(2, program) == [[[3.0] * 4] * 2] * 2

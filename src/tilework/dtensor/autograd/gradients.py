@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from tilework.dtensor.redistribution.redistribute import (
     with_redistributed_grad,
 )
 from tilework.dtensor.spec import DTensorSpec, spec_of
-from tilework.dtensor.torch_counts import is_shown_elsewhere
+from tilework.dtensor.torch_counts import is_shown_elsewhere, living
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.dtensor.views import copied_views
 from tilework.dtensor.views.graph_views import views_of
@@ -418,20 +419,22 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
         tensor._deferred_grad()
     local: Any = in_graph(tensor)
     _, shown = origins.place_in_graph(tensor)
-    is_leaf = local.is_leaf
-    known = Place(local, shown)
-    way = WayBack(known)
     _ = shown.grad_spec  # raises for what has none
+    # The graph holds the hook: if that held the tensor, neither would ever be freed.
+    kind, leaf = type(tensor), [ref(tensor)] if local.is_leaf else []
+    then = WayBack(Place(local, shown)), digest_of(tensor)
 
     def called(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # the node gave only other inputs gradients
             return None
+        way, digest = then
         # A leaf's gradient has the layout of the leaf now; otherwise the tensor's layout then.
-        place = Place(local, origins.place_in_graph(tensor)[1]) if is_leaf else known
-        counts = call_counts_of(place.spec.mesh)
-        digest = hash((digest_of(tensor), counts.passing))
-        shown = as_seen(grad, place.spec)
-        seen = wrap_as(type(tensor), shown, place.spec.grad_spec, digest)
+        for now in living(leaf):
+            way, digest = WayBack(Place(*origins.place_in_graph(now))), digest_of(now)
+        counts = call_counts_of(way.spec.mesh)
+        digest = hash((digest, counts.passing))
+        shown = as_seen(grad, way.spec)
+        seen = wrap_as(kind, shown, way.spec.grad_spec, digest)
         result = hook(seen)
         if result is None:
             if seen._digest == digest:
@@ -451,7 +454,7 @@ def register_hook(tensor: DTensorBase, hook: Callable[[Tensor], Tensor | None]) 
                 f"of shape {list(result.shape)}: it has to return None, or another gradient"
             )
         counts.note_gradient(plain_or_digest(result))
-        return (WayBack(place) if is_leaf else way).take(result, "what a hook returns")
+        return way.take(result, "what a hook returns")
 
     return local.register_hook(called)
 
@@ -471,13 +474,16 @@ def register_post_accumulate_grad_hook(
         tensor._deferred_grad()
     local: Any = in_graph(tensor)
     has_grad = [False]
+    # The graph holds the hook: if that held the tensor, neither would ever be freed.
+    kind, leaf, spec, digest = type(tensor), [ref(tensor)], tensor._spec, digest_of(tensor)
 
     def before(grad: Tensor | None) -> None:
         has_grad[0] = grad is not None
 
-    def called(_: Tensor) -> None:  # what a hook returns is of no use to torch either
+    def called(local: Tensor) -> None:  # what a hook returns is of no use to torch either
         if has_grad[0]:
-            hook(tensor)
+            (now,) = living(leaf) or [wrap_as(kind, local, spec, digest)]
+            hook(now)
 
     return _Handles(local.register_hook(before), local.register_post_accumulate_grad_hook(called))
 
