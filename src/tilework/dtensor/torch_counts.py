@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
@@ -29,13 +30,32 @@ def number_of(node: Any) -> int:
     return 0 if number == _NO_NUMBER else number
 
 
-def is_shown_elsewhere(local: Tensor) -> bool:
-    """True if another tensor may share this tensor's memory. Local.
+def _holders_of_base(view: Any) -> int:
+    """The count of Python's references to the tensor that a view was made of, but the view's."""
+    by_view = 1 + sum(arg is view._viewed[0] for arg in view._viewed[3])
+    return sys.getrefcount(view._viewed[0]) - by_view
 
-    The ranks agree if a DTensor shares it, since then the local tensors share memory on all ranks.
+
+class _Sample:
+    _viewed = object(), None, None, ()
+
+
+#: The count if only the view itself refers to it.
+_NOBODY = _holders_of_base(_Sample)
+
+
+def is_shown_elsewhere(tensor: DTensorBase) -> bool:
+    """True if another tensor may share a tensor's memory. Local.
+
+    A base that only the tensor itself keeps, such as ``y`` of ``x.data = y``, does not count. The
+    ranks agree if a DTensor shares the memory, since then the local tensors do on all ranks.
     """
-    storage: Any = local.untyped_storage()
-    return not storage.nbytes() or _storage_holders(storage._cdata) > _ALONE
+    storage: Any = tensor._local_tensor.untyped_storage()
+    own = _ALONE
+    while tensor._viewed is not None and _holders_of_base(tensor) == _NOBODY:
+        tensor = tensor._viewed[0]
+        own += tensor._local_tensor.untyped_storage().data_ptr() == storage.data_ptr()
+    return not storage.nbytes() or _storage_holders(storage._cdata) > own
 
 
 def living(known: Iterable[ref[DTensorBase]] | None) -> list[DTensorBase]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.dtensor.op_checks import Layout, distributed
 from tests.fuzz import programs
@@ -285,6 +286,32 @@ def test_set_and_data_share_memory() -> None:
         return [old, row, x, y, z, last]
 
     check(program)
+
+
+#: Values for ``x.data = value``, in memory of their own.
+NEW_DATA: list[Callable[[Any], Any]] = [
+    lambda x: x.data - 1,
+    lambda x: x - 1,
+    lambda x: (x.data - 1).view(16).view(4, 4),
+    lambda x: (x.data - 1).clamp_(0, 9),
+]
+
+
+@each("new", NEW_DATA)
+def test_memory_that_a_tensor_has_left_is_freed(new: Callable[[Any], Any]) -> None:
+    def program(rank: int) -> list[bool]:
+        x: Any = distribute_tensor(SQUARE, init_device_mesh("cpu", (2,)), [Shard(0)])
+        x.requires_grad_()
+        memory: list[Any] = []
+        weak: Any = StorageWeakRef
+        for _ in range(4):
+            memory.append(weak(x._local_tensor.untyped_storage()))
+            column = x.data[:, 0]
+            x.data = new(x)
+            column.add_(1)
+        return [each.expired() for each in memory]
+
+    assert run_ranks(2, program) == [[True, True, True, False]] * 2
 
 
 def test_shallow_copies_share_memory() -> None:

@@ -258,7 +258,7 @@ def _leave_memory(tensor: DTensorBase, value: DTensorBase, used: bool) -> DTenso
         The anchor, which stands for the tensor as it was; None: it has no views.
     """
     local = tensor._local_tensor
-    if anchor_in(tensor) is None and not is_shown_elsewhere(local):
+    if anchor_in(tensor) is None and not is_shown_elsewhere(tensor):
         return None
     anchor = copied_views.anchor_of(tensor)
     anchor._local_tensor = same_place(local) if used else local.detach()

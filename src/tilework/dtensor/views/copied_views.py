@@ -91,7 +91,7 @@ def take_over(anchor: DTensorBase, tensor: DTensorBase) -> None:
     if view is not None and view is not WATCHED:
         view.value = anchor._local_tensor
     anchor._memory, tensor._memory = tensor._memory, None
-    befores = tuple(each for each in befores if is_shown_elsewhere(each._local_tensor))
+    befores = tuple(each for each in befores if is_shown_elsewhere(each))
     tensor._stand_ins = (*befores, anchor)
 
 
