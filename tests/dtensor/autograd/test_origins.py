@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -89,10 +90,11 @@ def test_data_of_what_is_not_in_use_leaves_an_ordinary_leaf() -> None:
         assert grad.eq(3).all()
 
 
-def test_a_gradient_has_the_layout_of_the_data() -> None:
-    def on_rank(rank: int) -> None:
+def test_a_gradient_has_the_layout_of_the_data_and_nothing_stays_in_memory() -> None:
+    def on_rank(rank: int) -> bool:
         mesh = init_device_mesh("cpu", (2,))
         x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
+        before = ref(x.to_local())
         y = x * 2
         x.data = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
         torch.autograd.backward((y + x * 3).sum())
@@ -100,8 +102,10 @@ def test_a_gradient_has_the_layout_of_the_data() -> None:
         assert x.grad.placements == x.placements
         assert x.is_leaf
         assert x.grad.full_tensor().eq(5).all()
+        del x, y
+        return before() is None
 
-    run_ranks(2, on_rank)
+    assert run_ranks(2, on_rank) == [True, True]
 
 
 def test_data_of_another_shape_are_refused_where_gradients_wait() -> None:

@@ -188,12 +188,13 @@ def _collect_grads(tensor: DTensorBase, origin: Origin) -> None:
     There they add up, in the layout that the tensor has now.
     """
     leaf: Any = origin.local
-    known = ref(tensor)
+    known = ref(tensor)  # and no reference to the origin: it holds the leaf, and that the hook
 
     def collect(leaf: Tensor) -> None:
         tensor = known()
         grad, leaf.grad = leaf.grad, None
-        if tensor is None or grad is None:
+        origin = None if tensor is None else places_of(tensor).origin
+        if tensor is None or origin is None or origin.local is not leaf or grad is None:
             return
         grad, spec = as_seen(grad, origin.spec), origin.spec.grad_spec
         grad = redistribute_local(grad, spec, tensor._spec.grad_spec, of=_of(tensor))
