@@ -627,3 +627,18 @@ def test_a_hook_outlives_its_leaf() -> None:
         return [each.tolist() for each in seen]
 
     assert run_ranks(2, program) == [[[3.0] * 4] * 2] * 2
+
+
+def test_a_write_to_one_gradient_is_none_to_another() -> None:
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2,))
+        x = cut(torch.ones(4, 3), mesh, [Shard(0)])
+        weights = [cut(torch.ones(3, 3), mesh, [Replicate()]).requires_grad_() for _ in range(2)]
+        (x @ weights[0] @ weights[1]).sum().backward()  # reduced in one message
+        rate: Any = torch.tensor(2.0, requires_grad=True)
+        stepped = (rate * weights[0].grad).sum()
+        weights[1].grad.zero_()
+        stepped.backward()
+        return float(rate.grad)
+
+    assert run_ranks(2, program) == [108.0] * 2

@@ -117,7 +117,7 @@ def _reduce_bucket(bucket: list[PendingGrad], group: ProcessGroup) -> None:
     with moving(digest, f"the reduction of {count}", TensorText(bucket[0].spec, first.dtype)):
         all_reduce(flat, group=group)
     for pending, part in zip(bucket, torch.split(flat, sizes), strict=True):
-        grad = part.view(pending.grad.shape)
+        grad = part.view(pending.grad.shape).data  # which counts writes to it alone
         if pending.leaf.grad is None:
             pending.leaf.grad = grad
         else:
