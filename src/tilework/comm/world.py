@@ -7,6 +7,7 @@ has one World, the variable's default, which all threads see.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import os
 import threading
@@ -290,6 +291,8 @@ def _forget_in_child() -> None:
     """Reset the World in a forked child, which does not own the parent's groups."""
     _live.clear()
     world = current_world()
+    # Never freed: Gloo's destructor waits for threads that only the parent has.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(world.records))
     world.__init__()  # type: ignore[misc]  # in place: this object is the ContextVar's default
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from datetime import timedelta
@@ -180,3 +181,15 @@ def test_no_rank_leaves_a_gloo_group_before_all_are_connected(
 
     monkeypatch.setattr(torch_engines, "while_looking", slowly)
     assert run_ranks(2, lambda rank: len(connected), backend="gloo") == [2, 2]
+
+
+def test_a_process_that_a_rank_of_a_gloo_group_forks_ends() -> None:
+    def program(rank: int) -> int | None:
+        worker = multiprocessing.get_context("fork").Process(target=int)
+        worker.start()
+        worker.join(5)
+        worker.kill()  # does nothing to a process that has ended
+        worker.join()
+        return worker.exitcode
+
+    assert run_ranks(1, program, kind="processes", backend="gloo") == [0]
