@@ -23,6 +23,7 @@ from tilework.comm.elastic.watched_store import look
 from tilework.errors import DistBackendError, DistError
 from tilework.store import Store
 from tilework.store.address import watch_closely
+from tilework.store.fork import watch_forks
 
 _FRAME = struct.Struct("=IB")
 _HELLO = struct.Struct("=32sI")
@@ -69,6 +70,14 @@ class ControlChannel:
         self._wake_reader, self._waker = socket.socketpair()
         self._thread: threading.Thread | None = None
         self._ended = False
+        watch_forks(self)
+
+    def after_fork_in_child(self) -> None:
+        """Close the connections: while a child had them open, the other ranks would not notice the
+        end of this rank.
+        """
+        for sock in self._sockets.values():
+            sock.close()
 
     def start(self, listener: Listener, name: str) -> None:
         """Start the thread that reads all connections and calls ``listener``; ``name`` is the
