@@ -86,7 +86,12 @@ def check_overlaps(operation: Operation, rank: int, size: int) -> None:
         return
     if len(outputs) > 1 and not isinstance(operation.outputs, Tensor):
         ordered = sorted(span for span in outputs if span[0] < span[1])
-        if any(low[1] > high[0] for low, high in pairwise(ordered)):
+        # Strided tensors may interleave; if they begin at one address, they share that element.
+        strided = [tensor.data_ptr() for tensor, _ in operation.copy_back if tensor.numel()]
+        begins = {*strided, *(begin for begin, _ in ordered)}
+        if len(begins) < len(strided) + len(ordered) or any(
+            low[1] > high[0] for low, high in pairwise(ordered)
+        ):
             raise ValueError(
                 f"outputs of {operation.title or operation.kind} overlap in memory, so that one "
                 f"result would overwrite another; give each its own memory"

@@ -84,8 +84,11 @@ class AliasSuite(GroupSuite):
     def test_outputs_that_overlap_are_refused(self) -> None:
         def body(rank: int) -> None:
             whole = torch.zeros(4)
-            with refused("overlap"):
-                dist.all_gather([whole[:3], whole[1:]], torch.ones(3))
+            for outputs in ([whole[:3], whole[1:]], [whole[::2]] * 2, [whole[::2], whole[:2]]):
+                with refused("overlap"):
+                    dist.all_gather(outputs, torch.ones(len(outputs[0])))
+            dist.all_gather([whole[::2], whole[1::2]], torch.full((2,), 1.0 + rank))
+            assert_same(whole, torch.tensor([1.0, 2.0, 1.0, 2.0]))
             still_works(2)
 
         self.run(2, body)
