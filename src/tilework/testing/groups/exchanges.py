@@ -99,7 +99,8 @@ class AllToAllSuite(GroupSuite):
         def body(rank: int) -> None:
             output = torch.zeros(0, 3)
             dist.all_to_all_single(output, torch.zeros(0, 3))
-            dist.all_to_all_single(output, torch.zeros(0, 3), [0, 0], [0, 0])
+            for splits in (([0, 0], [0, 0]), ([0, 0], None), (None, [0, 0])):
+                dist.all_to_all_single(output, torch.zeros(0, 3), *splits)
             still_works(2)
 
         self.run(2, body)

@@ -100,7 +100,7 @@ def _all_to_all(backend: Any, operation: Operation, rank: int) -> Any:
 
 def _split(parts: Parts, size: int) -> list[Tensor]:
     if isinstance(parts, Tensor):
-        return list(torch.split(as_bytes(parts), max(parts.nbytes // size, 1)))
+        return list(torch.tensor_split(as_bytes(parts), size))
     return _all_bytes(parts)
 
 
