@@ -156,7 +156,7 @@ def check_splits(tensor: Tensor, splits: Sequence[int] | None, name: str, size: 
     name, for errors.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
+    if splits is None or len(splits) == 0:  # may be an array or a tensor, which has no truth value
         if tensor.numel() and rows % size:
             raise ValueError(
                 f"{name} has {rows} rows, which do not divide equally among {size} ranks; give "

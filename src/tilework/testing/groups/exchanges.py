@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import tilework.distributed as dist
@@ -92,6 +94,10 @@ class AllToAllSuite(GroupSuite):
             dist.all_to_all_single(storage.T[::2], whole.T.contiguous().T, received, sent)
             assert_same(storage.T[::2], torch.cat([rows(src, rank) for src in range(3)]))
             assert not storage.T[1::2].any()
+            counts: Any = [torch.tensor(received), torch.tensor(sent)]
+            output = torch.zeros(sum(received), 3)
+            dist.all_to_all_single(output, whole, *counts)
+            assert_same(output, storage.T[::2])
 
         self.run(3, body)
 
