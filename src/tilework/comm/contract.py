@@ -165,6 +165,24 @@ class Options:
     asyncOp: bool = False
 
 
+def seconds_of(timeout: timedelta) -> float:
+    """A timeout in seconds.
+
+    Raises:
+        TypeError: The timeout is not a timedelta.
+
+    Example:
+        >>> seconds_of(timedelta(minutes=2))
+        120.0
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"timeout must be a datetime.timedelta, got {timeout!r}; "
+            f"for seconds write timedelta(seconds={timeout!r})"
+        )
+    return timeout.total_seconds()
+
+
 def shape_of(size: Sequence[int | Sequence[int]]) -> torch.Size:
     """The shape that the arguments of ``empty(*size)`` mean: numbers, or a sequence of them."""
     dims: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size

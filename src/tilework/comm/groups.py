@@ -11,7 +11,7 @@ from typing import Any
 
 from tilework.comm.agreement import agree_equal
 from tilework.comm.backend import BackendConfig, core_error
-from tilework.comm.contract import ProcessGroup
+from tilework.comm.contract import ProcessGroup, seconds_of
 from tilework.comm.elastic.grow import grow, rejoin
 from tilework.comm.elastic.shrink import shrink
 from tilework.comm.elastic.variables import REJOIN_VARIABLE
@@ -171,12 +171,7 @@ def _timeout_setting(timeout: timedelta | None) -> timedelta:
             raise ValueError(
                 f"TILEWORK_TIMEOUT must be a number of seconds, got {text!r}"
             ) from None
-    if not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"timeout must be a datetime.timedelta, got {timeout!r}; "
-            f"for seconds write timedelta(seconds={timeout!r})"
-        )
-    if timeout <= timedelta(0):
+    if seconds_of(timeout) <= 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
     return timeout
 

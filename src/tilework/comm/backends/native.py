@@ -41,6 +41,7 @@ from tilework.comm.contract import (
     ProcessGroup,
     SeveralWorks,
     Work,
+    seconds_of,
 )
 from tilework.comm.flight.dump import note_fault
 from tilework.comm.flight.history import named
@@ -77,7 +78,7 @@ class NativeGroup(ProcessGroup):
     def __init__(self, engine: Engine, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.engine = engine
-        self.timeout = timeout.total_seconds()
+        self.timeout = seconds_of(timeout)
         self.flight = Ring()
         self._process = os.getpid()
 
@@ -294,7 +295,7 @@ class NativeGroup(ProcessGroup):
         check_overlaps(operation, self._rank, self._size)
         operation.provenance = provenance_digest.digest()
         limit = opts.timeout
-        operation.timeout = self.timeout if limit is None else limit.total_seconds()
+        operation.timeout = self.timeout if limit is None else seconds_of(limit)
         only_read = operation.kind == "broadcast" and operation.root == self._rank
         effects = Effects(outputs, [] if only_read else outputs, operation.copy_back)
         slot = self.flight.begin(operation.summary(), None, 0, 3)
@@ -505,7 +506,7 @@ class NativeGroup(ProcessGroup):
         note_fault(f"aborted group {self.group_name!r}: {text}")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout.total_seconds()
+        self.timeout = seconds_of(timeout)
 
     def abort(self, reason: str = "abort() was called") -> None:
         # For the others this rank counts as lost.

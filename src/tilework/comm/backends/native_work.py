@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from tilework.comm.backends.engine_protocol import Completion, Engine, FaultArgs
 from tilework.comm.backends.shm.memory_hold import HeldMemory, fits_storage
-from tilework.comm.contract import MessageWait, Work
+from tilework.comm.contract import MessageWait, Work, seconds_of
 from tilework.comm.flight.ring import Ring, Slot
 from tilework.comm.per_call import profiling
 from tilework.comm.per_call.callbacks import callback_ended, expect_callback, run_soon
@@ -132,7 +132,7 @@ class NativeWork(Work):
         return None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        seconds = -1.0 if timeout is None else timeout.total_seconds()
+        seconds = -1.0 if timeout is None else seconds_of(timeout)
         try:
             if self._event is None or not profiling.profiled():
                 done = self._completion.wait(seconds)

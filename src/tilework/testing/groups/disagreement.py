@@ -576,6 +576,8 @@ class MisuseSuite(GroupSuite):
             if rank == 1:
                 with refused():
                     dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
+                with refused("write timedelta(seconds=5)"):
+                    dist.barrier(timeout=5)  # type: ignore[arg-type]
             still_works(3)
 
         self.run(3, body)

@@ -15,6 +15,7 @@ from tilework.testing.groups.base import (
     GroupSuite,
     failure_of,
     inside,
+    refused,
     started,
     still_works,
 )
@@ -54,6 +55,8 @@ class WorkSuite(GroupSuite):
             error = failure_of(lambda: work.wait(timeout=timedelta(milliseconds=50)))
             assert error.kind is CollectiveTimeoutError
             assert error.seconds < 0.2
+            with refused("write timedelta(seconds=0.5)"):
+                work.wait(0.5)  # type: ignore[arg-type]
             assert work.wait()
             assert tensor.item() == 2.0
 
