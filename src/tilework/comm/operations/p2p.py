@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -205,7 +205,7 @@ class P2POp:
         return f"P2POp({self.op.__name__}, {list(self.tensor.shape)}, peer={self.peer})"
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+def batch_isend_irecv(p2p_op_list: Iterable[P2POp]) -> list[Work]:
     """Start several messages at once. Does not block.
 
     Ranks may list messages between them in different orders.
@@ -229,7 +229,8 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         >>> run_ranks(2, program)
         [1.0, 0.0]
     """
-    if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
-        raise ValueError(f"p2p_op_list must be a list of P2POp, not empty; got {p2p_op_list!r}")
-    works = [op.op(op.tensor, None, op.group, op.tag, op.group_peer) for op in p2p_op_list]
+    batch = list(p2p_op_list)  # a generator gives them once
+    if not batch or not all(isinstance(op, P2POp) for op in batch):
+        raise ValueError(f"p2p_op_list must be a list of P2POp, not empty; got {batch!r}")
+    works = [op.op(op.tensor, None, op.group, op.tag, op.group_peer) for op in batch]
     return [work for work in works if work is not None]

@@ -138,7 +138,7 @@ class MessageSuite(GroupSuite):
                 dist.P2POp(dist.isend, pattern(rank, (4,), _F32), right),
                 dist.P2POp(dist.irecv, tensor, left),
             ]
-            for work in dist.batch_isend_irecv(ops):
+            for work in dist.batch_isend_irecv(op for op in ops):
                 work.wait()
             assert_same(tensor, pattern(left, (4,), _F32))
 
