@@ -171,7 +171,7 @@ class P2POp:
         tag: As for :func:`isend`.
 
     Raises:
-        ValueError: ``op`` is another function, or the peer is not in the group.
+        ValueError: ``op`` is another function, or the peer is this rank, or not in the group.
 
     Example:
         >>> P2POp(print, None, 0)
@@ -198,7 +198,7 @@ class P2POp:
         pg = member(group, "P2POp")
         self.peer, self.group_peer = peer, group_peer  # unused: this rank is not in the group
         if pg is not None:
-            self.group_peer = checks.group_root(pg, peer, group_peer, "peer")
+            self.group_peer = _peer(pg, peer, group_peer, "peer")
             self.peer = pg.global_ranks[self.group_peer]
 
     def __repr__(self) -> str:

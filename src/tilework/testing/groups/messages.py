@@ -203,6 +203,8 @@ class MessageSuite(GroupSuite):
                 dist.batch_isend_irecv([])
             with refused():
                 dist.P2POp(dist.broadcast, torch.ones(1), 1 - rank)
+            with refused("this rank itself"):  # before messages of the batch are sent
+                dist.P2POp(dist.irecv, torch.ones(1), rank)
             with refused():
                 dist.batch_isend_irecv(["not an operation"])  # type: ignore[list-item]
             still_works(2)
