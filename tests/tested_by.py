@@ -58,10 +58,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     ),
     "comm/backends/hybrid/host_steps.py": ("comm/backends/hybrid/test_hybrid_backend.py",),
     "comm/backends/hybrid/messages.py": ("comm/backends/hybrid/test_hybrid_backend.py",),
-    "comm/backends/message_matcher.py": (
-        "comm/backends/hybrid/test_hybrid_backend.py",
-        "comm/test_contract.py",
-    ),
     "comm/backends/operation_header.py": (
         "comm/backends/hybrid/test_hybrid_backend.py",
         "comm/test_contract.py",

@@ -64,27 +64,29 @@ class MessageMatcher(Generic[_Message]):
         self._messages: list[_Message] = []
         self._receives: list[Receive] = []
 
-    def add_message(self, message: _Message) -> list[tuple[Receive, _Message]]:
-        """Add a message; return the pairs of receive and message that now match."""
+    def add_message(self, message: _Message) -> Receive | None:
+        """Pair a message with the first receive that it fits, and return the receive. Without a
+        receive, keep the message, and return None.
+        """
         with self._lock:
-            self._messages.append(message)
-            return self._match()
-
-    def add_receive(self, receive: Receive) -> list[tuple[Receive, _Message]]:
-        """Add a receive; return the pairs of receive and message that now match."""
-        with self._lock:
-            self._receives.append(receive)
-            return self._match()
-
-    def _match(self) -> list[tuple[Receive, _Message]]:
-        pairs = []
-        for receive in list(self._receives):
-            message = next((m for m in self._messages if _fits(m, receive)), None)
-            if message is not None:
-                self._messages.remove(message)
+            receive = next((r for r in self._receives if _fits(message, r)), None)
+            if receive is None:
+                self._messages.append(message)
+            else:
                 self._receives.remove(receive)
-                pairs.append((receive, message))
-        return pairs
+            return receive
+
+    def add_receive(self, receive: Receive) -> _Message | None:
+        """Pair a receive with the first message that fits, and return the message. Without a
+        message, keep the receive, and return None.
+        """
+        with self._lock:
+            message = next((m for m in self._messages if _fits(m, receive)), None)
+            if message is None:
+                self._receives.append(receive)
+            else:
+                self._messages.remove(message)
+            return message
 
     def has_receives(self) -> bool:
         """True if a receive waits for a message."""

@@ -104,8 +104,9 @@ class PointToPoint:
         completion = PythonCompletion()
         deadline = time.monotonic() + timeout
         receive = Receive(src, tag, tensor, timeout, deadline, completion, label)
-        for matched, message in self._matcher.add_receive(receive):
-            self._fetch(matched, message)
+        message = self._matcher.add_receive(receive)
+        if message is not None:
+            self._fetch(receive, message)
         self._transport.wake()
         return completion
 
@@ -116,8 +117,9 @@ class PointToPoint:
         tag, number, nbytes, label = _ANNOUNCEMENT.unpack_from(announcement)
         dtype = announcement[_ANNOUNCEMENT.size :].decode()
         message = _Announcement(source, tag, number, nbytes, label, dtype)
-        for receive, matched in self._matcher.add_message(message):
-            self._fetch(receive, matched)
+        receive = self._matcher.add_message(message)
+        if receive is not None:
+            self._fetch(receive, message)
 
     def end_receives(self) -> bool:
         """End receives that cannot succeed; True if other receives are left."""

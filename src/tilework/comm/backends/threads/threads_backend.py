@@ -341,8 +341,9 @@ class ThreadsEngine(PythonEngine):
         if self.hub.lost([dst]):
             raise Fault("peer_lost", (dst,), _GONE)
         message = _Message(self.rank, tag, tensor.clone(), label)
-        for receive, matched in self.hub.messages[dst].add_message(message):
-            _deliver(matched, receive, dst)
+        receive = self.hub.messages[dst].add_message(message)
+        if receive is not None:
+            _deliver(message, receive, dst)
         completion = PythonCompletion()
         completion.complete()
         return completion
@@ -356,8 +357,9 @@ class ThreadsEngine(PythonEngine):
             partial(hub.end_receives, self.rank), hub.look_seconds, deadline
         )
         receive = Receive(src, tag, tensor, timeout, deadline, completion, label)
-        for matched, message in hub.messages[self.rank].add_receive(receive):
-            _deliver(message, matched, self.rank)
+        message = hub.messages[self.rank].add_receive(receive)
+        if message is not None:
+            _deliver(message, receive, self.rank)
         return completion
 
     # -- state ---------------------------------------------------------------------------
