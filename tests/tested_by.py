@@ -191,7 +191,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "parallel/tensor_parallel/axis.py": ("parallel/tensor_parallel/test_styles.py",),
     "parallel/tensor_parallel/prepare_module.py": ("parallel/tensor_parallel/test_styles.py",),
     "parallel/tensor_parallel/tracing.py": ("parallel/tensor_parallel/test_deriving.py",),
-    "parallel/tensor_parallel/words.py": ("parallel/tensor_parallel/test_deriving.py",),
     "rendezvous/handlers.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
     "rendezvous/place.py": ("rendezvous/test_environment.py", "rendezvous/test_registry.py"),
     "rpc/api.py": ("rpc/test_calls.py", "rpc/test_bootstrap.py"),

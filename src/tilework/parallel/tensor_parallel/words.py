@@ -64,14 +64,15 @@ class _LocalParameters(_OfParameters):
     """A style of modules that compute with the local tensors of their direct parameters."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
-        def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            for name, parameter in module.named_parameters(recurse=False):
+        # A deep copy of the module has the same hooks: they act on the module that calls them.
+        def before(caller: nn.Module, inputs: tuple[Any, ...]) -> None:
+            for name, parameter in caller.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):  # attribute access looks in __dict__ first
-                    module.__dict__[name] = axis.to_local(parameter)
+                    caller.__dict__[name] = axis.to_local(parameter)
 
-        def after(_: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
-            for name in module._parameters:
-                module.__dict__.pop(name, None)
+        def after(caller: nn.Module, inputs: tuple[Any, ...], output: object) -> None:
+            for name in caller._parameters:
+                caller.__dict__.pop(name, None)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
