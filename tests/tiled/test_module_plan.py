@@ -11,6 +11,7 @@ from tilework.tiled.module_plan import (
     close_names,
     is_pattern,
     matching_names,
+    replace_module,
     split_name,
 )
 
@@ -56,3 +57,13 @@ def test_split_name() -> None:
     module = nn.Sequential(inner)
     assert split_name(module, "0.0.weight") == (inner[0], "weight")
     assert split_name(module, "0") == (module, "0")
+
+
+def test_a_wrapper_takes_every_place_but_its_own() -> None:
+    shared = nn.Linear(2, 2)
+    inner = nn.Sequential(shared)
+    root = nn.Sequential(shared, nn.ReLU(), shared, inner)
+    wrapper = nn.Sequential(shared)
+    replace_module(root, shared, wrapper)
+    assert root[0] is root[2] is inner[0] is wrapper
+    assert wrapper[0] is shared

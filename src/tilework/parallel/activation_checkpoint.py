@@ -13,7 +13,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch import nn
 
-from tilework.tiled.module_plan import check_is_module, matching_names
+from tilework.tiled.module_plan import check_is_module, matching_names, replace_module
 
 
 class CheckpointImpl(enum.Enum):
@@ -159,16 +159,9 @@ def apply_activation_checkpointing(
             f"check_fn={check_fn!r}: give classes, as {{Block}}, or a pattern of names"
         )
     for each in chosen:
-        _replace(model, each, checkpoint_wrapper_fn(each))
-
-
-def _replace(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
-    if made is module:
-        return
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child is module and parent is not made:
-                setattr(parent, name, made)
+        made = checkpoint_wrapper_fn(each)
+        if made is not each:
+            replace_module(model, each, made)
 
 
 def _class_of(kind: type[nn.Module]) -> type[nn.Module]:

@@ -60,3 +60,24 @@ def split_name(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The submodule that owns the named attribute, and the last part of the name."""
     owner, _, last = name.rpartition(".")
     return module.get_submodule(owner), last
+
+
+def replace_module(root: nn.Module, module: nn.Module, made: nn.Module) -> None:
+    """Put another module in every place that ``module`` has within ``root``.
+
+    Places within the other module, which may wrap ``module``, stay.
+
+    Args:
+        root: The model.
+        module: A module within ``root``, not ``root`` itself.
+        made: The module that takes the places.
+    """
+    # All places are found before any is filled: modules() would go on into a wrapper.
+    places = [
+        (parent, name)
+        for parent in root.modules()
+        for name, child in parent._modules.items()
+        if child is module
+    ]
+    for parent, name in places:
+        setattr(parent, name, made)

@@ -56,6 +56,7 @@ def test_what_a_style_returns_takes_the_modules_place() -> None:
         model = nn.Sequential(nn.Linear(2, 2))
         assert parallelize_module(model, mesh, {"0": Wrapped()}) is model
         assert isinstance(model[0], nn.Sequential)
+        assert model(torch.ones(1, 2)).shape == (1, 2)
         assert isinstance(parallelize_module(nn.Linear(2, 2), mesh, Wrapped()), nn.Sequential)
 
     run_ranks(1, program)

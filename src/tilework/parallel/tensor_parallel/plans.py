@@ -16,7 +16,12 @@ from tilework.mesh.making import mesh_or_current
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.parallel.tensor_parallel.words import named_parameters, style_of
-from tilework.tiled.module_plan import check_is_module, close_names, matching_names
+from tilework.tiled.module_plan import (
+    check_is_module,
+    close_names,
+    matching_names,
+    replace_module,
+)
 from tilework.tiled.stale_parameters import marking_replaced
 
 
@@ -126,10 +131,7 @@ def _applied(
         return root
     if styled.module is root:
         return made
-    for parent in root.modules():
-        for name, child in list(parent.named_children()):
-            if child is styled.module:
-                setattr(parent, name, made)
+    replace_module(root, styled.module, made)
     return root
 
 
