@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from tests.parallel.data_parallel.models import (
     EACH_SETTING,
@@ -14,6 +16,7 @@ from tests.parallel.data_parallel.models import (
     seeded,
     train,
 )
+from tilework.parallel.data_parallel.mixed_precision import moved
 
 
 @dataclass
@@ -84,3 +87,13 @@ def test_a_dataclass_without_one_of_its_tensors() -> None:
         run=lambda model, x: read(model(x)),
         find_unused_parameters=True,
     )
+
+
+def test_packed_sequences_are_moved_without_their_batch_sizes() -> None:
+    packed = pack_sequence([torch.ones(1, 2), torch.ones(3, 2)], enforce_sorted=False)
+    found = moved((packed,), torch.device("meta"))[0]
+    assert isinstance(found, PackedSequence)
+    assert found.sorted_indices is not None
+    assert found.data.is_meta
+    assert found.sorted_indices.is_meta
+    assert torch.equal(found.batch_sizes, packed.batch_sizes)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from tilework.dtensor import DTensor
 from tilework.dtensor.autograd.local_graph import local_of
@@ -37,9 +38,16 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a value in which ``change`` was applied to each tensor."""
+    """A copy of a value in which ``change`` was applied to each tensor.
+
+    The batch sizes of a PackedSequence stay: they must be on the CPU.
+    """
     if isinstance(value, Tensor):
         return change(value)
+    if isinstance(value, PackedSequence):
+        parts = value._asdict()
+        sizes = parts.pop("batch_sizes")
+        return PackedSequence(batch_sizes=sizes, **replace_tensors(parts, change))
     if _is_dataclass(value):
         changed = copy.copy(value)
         for field in dataclasses.fields(value):
