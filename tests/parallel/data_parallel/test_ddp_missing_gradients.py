@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.parallel.data_parallel.models import (
     ROWS,
@@ -64,6 +64,20 @@ def test_what_no_rank_uses_keeps_its_gradient(view: bool) -> None:
         before = ddp.module.right.weight.grad.clone()
         ddp(x[:ROWS], False).sum().backward()
         assert torch.equal(ddp.module.right.weight.grad, before)
+
+    run_ranks(2, program)
+
+
+def test_sparse_tables_that_some_ranks_or_none_use() -> None:
+    def program(rank: int) -> None:
+        model: Any = Branches()
+        model.left, model.right = (nn.Embedding(3, 2, sparse=True) for _ in range(2))
+        ddp: Any = DistributedDataParallel(model, find_unused_parameters=True)
+        ddp(torch.tensor([0]), False).sum().backward()
+        assert ddp.module.right.weight.grad is None
+        ddp(torch.tensor([1]), rank == 1).sum().backward()
+        grads = [each.weight.grad.to_dense()[:, 0] for each in (ddp.module.left, ddp.module.right)]
+        assert [grad.tolist() for grad in grads] == [[1, 0.5, 0], [0, 0.5, 0]]
 
     run_ranks(2, program)
 

@@ -475,9 +475,10 @@ class Reducer:
             self._wait(bucket)
         self._clock.ended = time.perf_counter()
         for bucket in self.buckets:
+            first = bucket.members[0]
             if bucket.memory is not None:
                 bucket.memory.hand_out(used and [used[member] for member in bucket.members])
-            elif self.leaves[bucket.members[0]].sparse:
+            elif self.leaves[first].sparse and (used is None or used[first]):
                 self._reduce_sparse(bucket)
         self._clock.buckets = [bucket.times for bucket in self.buckets]
         self.last_pass = self._clock
@@ -554,7 +555,7 @@ class Reducer:
         tensor = self.leaves[member].tensor
         grad = tensor.grad
         if grad is None:
-            grad = torch.zeros_like(tensor).to_sparse()
+            grad = torch.zeros_like(tensor).to_sparse(1)  # rows, as gradients of embeddings are
         if grad.layout is torch.strided:
             all_reduce(grad, group=self.active)
         else:
