@@ -68,7 +68,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         dim: Accepted for torch's sake.
         broadcast_buffers: Each synchronised forward pass begins with the first rank's buffers.
             None: True.
-        init_sync: False: parameters and buffers are not sent, but compared.
+        init_sync: False: parameters are not sent, but compared; buffers stay as they are.
         process_group: The group; None: the default group.
         bucket_cap_mb: The size of a bucket in MiB; None: 25. The first has at most 1 MiB.
         find_unused_parameters: Outputs need not depend on all parameters. The graph is searched
