@@ -34,6 +34,21 @@ def test_every_parameter_is_in_a_bucket() -> None:
         assert bucket.reduced_ms <= report.backward_ms + report.waited_ms
 
 
+def test_a_forward_pass_leaves_the_report_as_it_is() -> None:
+    """Even one that assigns buckets again, or follows a change of the parameters."""
+
+    def program(rank: int) -> None:
+        ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0003)
+        for _ in range(2):
+            torch.autograd.backward(ddp(batch(1)[0]).sum())
+            report = ddp.report()
+            ddp(batch(1)[0])
+            assert ddp.report() == report
+            next(ddp.parameters()).requires_grad_(False)
+
+    run_ranks(1, program)
+
+
 def fixed(waited: float) -> StepReport:
     buckets = (BucketReport(0, ("w", "b"), 2048, "float32", 2.0, 2.0, 8.0 + waited),)
     return StepReport(buckets, 8.0, waited, True)

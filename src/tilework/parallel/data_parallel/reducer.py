@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -81,7 +82,7 @@ class _Bucket:
     #: The reduction in the current pass, or the future of a communication hook. None: the reduction
     #: has not started, was done at once, or is of a sparse gradient.
     work: Work | torch.futures.Future[Any] | None = None
-    #: A new object for each pass: ``Reducer.last_pass`` keeps the objects of the last pass.
+    #: A new object for each pass: the report of the last pass keeps the objects.
     times: BucketTimes = field(default_factory=BucketTimes)
 
 
@@ -114,7 +115,8 @@ class Reducer:
         #: A forward pass was made whose backward is to reduce.
         self._expecting = False
         self.passes = 0
-        self.last_pass: PassTimes | None = None
+        #: Makes the report of the last pass, whose buckets may have been assigned again since.
+        self._last_report: Callable[[], StepReport] | None = None
         self.rebuilt = False
         self._order: list[int] = []
         #: For static graphs: how often each gradient is marked ready in a pass.
@@ -141,10 +143,11 @@ class Reducer:
         self._reset()
 
     def go_on_from(self, before: Reducer) -> None:
-        """Take over from ``before``: hook, divisor, and which gradients await reduction.
+        """Take over from ``before``: hook, divisor, report, and which gradients await reduction.
 
         These were accumulated in backward passes within ``no_sync()``. Local.
         """
+        self._last_report = before._last_report
         self.hook, self.divide_by_initial_size = before.hook, before.divide_by_initial_size
         waiting = {id(before.leaves[index].tensor) for index in before._accumulated}
         self._accumulated = {
@@ -185,6 +188,15 @@ class Reducer:
         self.plan = plan
         self.buckets = [
             _Bucket(i, members, self._memory(members)) for i, members in enumerate(plan.buckets)
+        ]
+        #: The names of each bucket's parameters, the bytes and the dtype, for reports.
+        self._described = [
+            (
+                tuple(self.leaves[member].name for member in bucket.members),
+                0 if bucket.memory is None else bucket.memory.nbytes,
+                "sparse" if bucket.memory is None else str(bucket.memory.dtype)[6:],
+            )
+            for bucket in self.buckets
         ]
         for bucket in self.buckets:
             moves = bucket.memory.moves if bucket.memory else [False]
@@ -481,7 +493,7 @@ class Reducer:
             elif self.leaves[first].sparse and (used is None or used[first]):
                 self._reduce_sparse(bucket)
         self._clock.buckets = [bucket.times for bucket in self.buckets]
-        self.last_pass = self._clock
+        self._last_report = partial(step_report, self._clock, self._described, self.rebuilt)
         self.passes += 1
 
     def _compare(self) -> list[bool] | None:
@@ -568,19 +580,11 @@ class Reducer:
         Raises:
             RuntimeError: There was none.
         """
-        if self.last_pass is None:
+        if self._last_report is None:
             raise RuntimeError(
                 "report() describes the last backward pass, and none has run: call backward() first"
             )
-        buckets = [
-            (
-                tuple(self.leaves[member].name for member in bucket.members),
-                0 if bucket.memory is None else bucket.memory.nbytes,
-                "sparse" if bucket.memory is None else str(bucket.memory.dtype)[6:],
-            )
-            for bucket in self.buckets
-        ]
-        return step_report(self.last_pass, buckets, self.rebuilt)
+        return self._last_report()
 
 
 #: The number of the C++ tensor behind a Python object: gradient hooks belong to that tensor.

@@ -166,7 +166,7 @@ def step_report(
             started_ms=(each.started - start) * 1e3,
             reduced_ms=(each.reduced - start) * 1e3,
         )
-        for index, (bucket, each) in enumerate(zip(buckets, times.buckets, strict=False))
+        for index, (bucket, each) in enumerate(zip(buckets, times.buckets, strict=True))
     )
     computed = times.computed - times.blocked
     backward, waited = computed - start, times.ended - computed
