@@ -164,3 +164,11 @@ def test_compiled_modules_compute_again() -> None:
     compiled(torch.ones(2, 4)).sum().backward()
     for parameter, grad in zip(wrapped.parameters(), gradients(plain), strict=True):
         torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_a_lazy_module_is_refused_until_its_first_call() -> None:
+    layer = nn.LazyLinear(2)
+    with pytest.raises(ValueError, match="the first call of LazyLinear changes it again"):
+        checkpoint_wrapper(layer)
+    layer(torch.ones(1, 3))
+    assert isinstance(checkpoint_wrapper(layer), CheckpointWrapper)

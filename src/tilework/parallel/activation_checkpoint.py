@@ -91,6 +91,7 @@ def checkpoint_wrapper(
 
     Raises:
         TypeError: ``module`` is not a module.
+        ValueError: It is a lazy module such as LazyLinear, which changes class in the first call.
 
     Example:
         >>> import torch
@@ -102,6 +103,12 @@ def checkpoint_wrapper(
     check_is_module(module, "checkpoint_wrapper")
     if isinstance(module, CheckpointWrapper):
         return module
+    if getattr(module, "cls_to_become", None) is not None:
+        kind = type(module).__name__
+        raise ValueError(
+            f"checkpoint_wrapper changes the class of a module, and the first call of {kind} "
+            f"changes it again: call the model once before, or wrap a module around the {kind}"
+        )
     settings = dict(checkpoint_fn_kwargs)
     if checkpoint_fn is None:
         checkpoint_fn = torch.utils.checkpoint.checkpoint
