@@ -460,6 +460,13 @@ def test_names_are_mapped(tmp_path: Path) -> None:
     assert state["model"]["w"].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("mapped", [[], None, ["x", 3]])
+def test_map_names_must_give_names(tmp_path: Path, mapped: Any) -> None:
+    checkpoint.save({"x": numbers(2)}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"map_names gives .* for 'y': it must give a name"):
+        checkpoint.load(tmp_path, into={"y": numbers(2)}, map_names={"y": mapped})
+
+
 def test_other_shapes_are_refused_and_other_dtypes_told(tmp_path: Path) -> None:
     checkpoint.save({"x": numbers(2)}, tmp_path)
     with pytest.raises(CheckpointError, match=r"x has shape \[3\], and 'x' in the checkpoint has"):

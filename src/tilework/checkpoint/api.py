@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tilework.checkpoint.asynchronous import PendingSave, raise_pending, start
-from tilework.checkpoint.filling import MapNames
+from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import Index
 from tilework.checkpoint.index_file import read_index
 from tilework.checkpoint.loading import LoadOptions, LoadReport, load_into

@@ -7,9 +7,10 @@ that it needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from tilework.checkpoint.format import chunk_count
 from tilework.checkpoint.saved import Part, SavedTensor
@@ -40,6 +41,34 @@ class PieceOf:
     number: int
     count: int
     dim: int = 0
+
+
+#: The checkpoint's tensor or tensors for a name of the state: a name, several names to join along
+#: dim 0, or a piece of a tensor.
+Mapped = str | Sequence[str] | PieceOf
+MapNames = Callable[[str], Mapped] | Mapping[str, Mapped] | None
+
+
+def mapped_name(name: str, map_names: MapNames) -> Mapped:
+    """The checkpoint's tensor or tensors for a name of the state.
+
+    Raises:
+        CheckpointError: ``map_names`` gives something else than names or a PieceOf.
+
+    Example:
+        >>> mapped_name("weight", {"weight": ["upper", "lower"]}), mapped_name("bias", {})
+        (['upper', 'lower'], 'bias')
+    """
+    mapped: Any = map_names(name) if callable(map_names) else (map_names or {}).get(name, name)
+    if isinstance(mapped, str | PieceOf):
+        return mapped
+    if isinstance(mapped, Sequence) and mapped and all(isinstance(each, str) for each in mapped):
+        return mapped
+    raise CheckpointError(
+        f"map_names gives {mapped!r} for {name!r}: it must give a name, a list of at least one "
+        f"name, or a PieceOf",
+        tensor=name,
+    )
 
 
 def joined(tensors: Sequence[SavedTensor], dim: int = 0) -> SavedTensor:

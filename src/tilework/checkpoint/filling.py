@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tilework.checkpoint.composing import PieceOf, joined, piece
+from tilework.checkpoint.composing import MapNames, PieceOf, joined, mapped_name, piece
 from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.flat_state import FlatState, FlatValue, NamedTensor, PerRank, dotted
 from tilework.checkpoint.flattening import flatten, is_numpy_array, numpy_as_tensor, rebuild
@@ -32,10 +32,6 @@ from tilework.tiled.tensor import TiledTensor
 
 #: Gives the loaded value, once tensors are filled.
 Finish = Callable[[], Any]
-#: The checkpoint's tensor or tensors for a name of the state: a name, several names to join along
-#: dim 0, or a piece of a tensor.
-Mapped = str | Sequence[str] | PieceOf
-MapNames = Callable[[str], Mapped] | Mapping[str, Mapped] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +110,7 @@ class Filling:
 
     def mapped(self, name: str) -> str:
         """The checkpoint's name for a name of the state."""
-        if self.map_names is None:
-            return name
-        if isinstance(self.map_names, Mapping):
-            mapped = self.map_names.get(name, name)
-        else:
-            mapped = self.map_names(name)
+        mapped = mapped_name(name, self.map_names)
         return mapped if isinstance(mapped, str) else self.compose(mapped)
 
     def compose(self, of: Sequence[str] | PieceOf) -> str:

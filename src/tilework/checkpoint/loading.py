@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from tilework.checkpoint.asynchronous import raise_pending
+from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.describing import tiles_of
 from tilework.checkpoint.dtypes import DTYPES
 from tilework.checkpoint.exchanging import exchange_shared
-from tilework.checkpoint.filling import Filling, MapNames, Target
+from tilework.checkpoint.filling import Filling, Target
 from tilework.checkpoint.filling_optimizers import visit_optimizer
 from tilework.checkpoint.flat_state import dotted
 from tilework.checkpoint.format import Path

@@ -10,7 +10,7 @@ from typing import Any
 
 from tilework.checkpoint.api import Names, async_save, load, save
 from tilework.checkpoint.asynchronous import PendingSave, finish_pending
-from tilework.checkpoint.filling import MapNames
+from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_file import is_ours
 from tilework.checkpoint.kept import FOLDER, KeptCheckpoint, kept_in, run_lines

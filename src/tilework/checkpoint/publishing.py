@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from tilework.checkpoint import storage as files
 from tilework.checkpoint.asynchronous import raise_pending
-from tilework.checkpoint.composing import PieceOf, joined, piece, runs
+from tilework.checkpoint.composing import MapNames, PieceOf, joined, mapped_name, piece, runs
 from tilework.checkpoint.describing import local_view
 from tilework.checkpoint.dtypes import DTYPES, dtype_name
-from tilework.checkpoint.filling import MapNames
 from tilework.checkpoint.flat_state import PerRank, dotted
 from tilework.checkpoint.index_file import is_checkpoint
 from tilework.checkpoint.memory import byte_view
@@ -194,7 +193,7 @@ def _mapped_back(own: Mapping[str, SavedTensor], map_names: MapNames) -> dict[st
     forms = _Forms()
     pieces: dict[str, dict[int, tuple[PieceOf, SavedTensor]]] = defaultdict(dict)
     for name, tensor in own.items():
-        mapped = map_names(name) if callable(map_names) else (map_names or {}).get(name, name)
+        mapped = mapped_name(name, map_names)
         if isinstance(mapped, PieceOf):
             pieces[mapped.name][mapped.number] = mapped, tensor
         elif isinstance(mapped, str):
