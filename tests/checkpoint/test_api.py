@@ -6,7 +6,7 @@ import json
 import os
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -453,6 +453,11 @@ def test_a_view_that_had_to_move_is_saved_and_loaded_as_what_it_shows(tmp_path: 
     assert run_ranks(2, program)[0] == ([5.0, 1.0], [5.0, 5.0, 5.0, 1.0])
 
 
+class Best(NamedTuple):
+    epoch: int
+    loss: float
+
+
 def test_names_are_mapped(tmp_path: Path) -> None:
     checkpoint.save({"net": {"w": numbers(2)}}, tmp_path)
     state = {"model": {"w": torch.zeros(2)}}
@@ -465,6 +470,15 @@ def test_map_names_must_give_names(tmp_path: Path, mapped: Any) -> None:
     checkpoint.save({"x": numbers(2)}, tmp_path)
     with pytest.raises(CheckpointError, match=r"map_names gives .* for 'y': it must give a name"):
         checkpoint.load(tmp_path, into={"y": numbers(2)}, map_names={"y": mapped})
+
+
+def test_lists_and_named_tuples_of_numbers_stay_what_they_are(tmp_path: Path) -> None:
+    losses = [0.0]
+    checkpoint.save({"best": Best(3, 0.5), "losses": [0.5, 0.25]}, tmp_path)
+    state = {"best": Best(0, 1.0), "losses": losses}
+    checkpoint.load(tmp_path, into=state)
+    assert (type(state["best"]), state["best"]) == (Best, (3, 0.5))
+    assert losses == [0.5, 0.25]
 
 
 def test_other_shapes_are_refused_and_other_dtypes_told(tmp_path: Path) -> None:

@@ -310,7 +310,7 @@ class Filling:
             self.missing.append(name)
             return lambda: value
         fresh = self.fresh(found)
-        return lambda: fresh() if fresh.found else value
+        return lambda: _replaced(value, fresh()) if fresh.found else value
 
     def _visit_array(self, value: Any, path: Path) -> Finish:
         found = self.find(path)
@@ -475,7 +475,7 @@ def _replaced(old: Any, new: Any) -> Any:
     if isinstance(old, list) and isinstance(new, list | tuple):
         old[:] = new
         return old
-    if hasattr(old, "_fields"):
+    if hasattr(old, "_fields") and isinstance(new, list | tuple):
         return type(old)(*new)
     return tuple(new) if isinstance(old, tuple) and isinstance(new, list) else new
 
