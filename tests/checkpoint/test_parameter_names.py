@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from tilework import checkpoint
 from tilework.checkpoint.objects import places_of_parameters
 from tilework.checkpoint.parameter_names import one_to_one, parameters_of
 from tilework.errors import CheckpointError
+from tilework.parallel import ZeroRedundancyOptimizer
+from tilework.parallel.data_parallel.leaves import local_tensors
+from tilework.sharded import ChunkShardingSpec, ShardedOptimizer, ShardedTensor, shard_parameter
 from tilework.testing import run_ranks
 
 
@@ -182,6 +185,43 @@ def test_states_that_were_not_saved_stay(tmp_path: Path) -> None:
     report = checkpoint.load(tmp_path, into={"a": a, "b": b, "opt": optimizer}, strict=False)
     assert report.missing == ["b.weight", "opt.state.b/weight"]
     assert [moment(optimizer, module) for module in (a, b)] == [1, 6]
+
+
+def split(*modules: Any) -> Any:
+    parameters = [module.weight for module in modules]
+    return ZeroRedundancyOptimizer(parameters, torch.optim.Adam)
+
+
+def sharded(*modules: Any) -> Any:
+    spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    for module in modules:
+        if not isinstance(module.weight, ShardedTensor):
+            shard_parameter(module, "weight", spec)
+    named = {f"{number}.weight": module.weight for number, module in enumerate(modules)}
+    return ShardedOptimizer(named, torch.optim.Adam)
+
+
+@pytest.mark.parametrize("make", [split, sharded])
+def test_states_on_each_rank_that_were_not_saved_stay(
+    tmp_path: Path, make: Callable[..., Any]
+) -> None:
+    def step(optimizer: Any, modules: nn.ModuleList, grad: float) -> None:
+        for tile in (tile for each in modules.parameters() for tile in local_tensors(each)):
+            tile.grad = torch.full_like(tile, grad)
+        optimizer.step()
+
+    def program(rank: int) -> list[float]:
+        modules = nn.ModuleList([linear(), linear()])
+        first, both = make(modules[0]), make(*modules)
+        step(first, modules, 1)
+        checkpoint.save({"m": modules, "opt": first}, tmp_path)
+        step(both, modules, 5)
+        report = checkpoint.load(tmp_path, into={"m": modules, "opt": both}, strict=False)
+        assert report.missing == ["opt.state.1.weight"]
+        states = getattr(both, "optim", both).state.values()
+        return [round(state["exp_avg"].mean().item(), 3) for state in states if state]
+
+    assert sorted({value for found in run_ranks(2, program) for value in found}) == [0.1, 0.5]
 
 
 def test_states_of_other_ranks_stay(tmp_path: Path) -> None:

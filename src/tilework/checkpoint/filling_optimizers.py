@@ -28,6 +28,7 @@ from tilework.comm.world import get_rank
 from tilework.dtensor import DTensor
 from tilework.dtensor.tensor import wrap
 from tilework.sharded import ShardedOptimizer, ShardedTensor
+from tilework.sharded.optim_params import local_tensors
 
 Named = list[tuple[Any, Tensor]]
 
@@ -36,8 +37,8 @@ def visit_optimizer(filling: Filling, optimizer: Optimizer, path: Path) -> Finis
     """Look up the states of an optimizer's parameters, and the groups' settings.
 
     A parameter that was saved without a state gets no state. A parameter that was not saved is
-    listed as missing. In a plain optimizer the parameter keeps the state that it has then, and also
-    if other ranks have saved the state.
+    listed as missing. The parameter keeps the state that it has then, and also if other ranks have
+    saved the state.
     """
     if not _is_asked(filling, path):
         return lambda: optimizer
@@ -250,9 +251,34 @@ def _give(
 ) -> Optimizer:
     filled = {number: rebuild(state) for number, state in states.items()}
     listed = [pair for group in groups for pair in group]
-    if not isinstance(optimizer, ShardedOptimizer) and not is_split(optimizer):
-        own_states = {number: optimizer.state.get(listed[number][1]) for number in kept}
-        filled |= {number: dict(own) for number, own in own_states.items() if own}
+    own_states = _states_here(optimizer, [listed[number][1] for number in kept])
+    _load(optimizer, groups, filled, options)
+    if own_states:
+        _holder(optimizer).state.update(own_states)
+    return optimizer
+
+
+def _holder(optimizer: Any) -> Any:
+    """The optimizer that has this rank's states; None if the rank has no parameter."""
+    return optimizer.optim if is_split(optimizer) else optimizer
+
+
+def _states_here(optimizer: Optimizer, parameters: Iterable[Tensor]) -> dict[Tensor, Any]:
+    """The states that this rank has of some parameters, or of the local shards."""
+    holder = _holder(optimizer)
+    is_sharded = isinstance(optimizer, ShardedOptimizer)
+    tensors = [t for p in parameters for t in (local_tensors(p) if is_sharded else [p])]
+    return {t: holder.state[t] for t in tensors if holder is not None and t in holder.state}
+
+
+def _load(
+    optimizer: Optimizer,
+    groups: list[Named],
+    filled: Mapping[int, dict[str, Any]],
+    options: list[dict[str, Any]],
+) -> None:
+    """Give an optimizer the states of parameters, by number, and the settings of groups."""
+    listed = [pair for group in groups for pair in group]
     if isinstance(optimizer, ShardedOptimizer):
         saved = {name: filled.get(number, {}) for number, (name, _) in enumerate(listed)}
         names = [
@@ -260,7 +286,7 @@ def _give(
             for own, given, group in zip(optimizer.param_groups, options, groups, strict=True)
         ]
         optimizer.load_state_dict({"state": saved, "param_groups": names})
-        return optimizer
+        return
     first, packed = 0, []
     for own, given, group in zip(optimizer.param_groups, options, groups, strict=True):
         numbers = list(range(first, first + len(group)))
@@ -269,7 +295,6 @@ def _give(
     optimizer.load_state_dict({"state": filled, "param_groups": packed})
     if not is_split(optimizer):
         _restore_dtypes(optimizer, listed, filled)
-    return optimizer
 
 
 def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
