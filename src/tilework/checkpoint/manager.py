@@ -9,7 +9,7 @@ from operator import index as whole_number
 from typing import Any
 
 from tilework.checkpoint.api import Names, async_save, load, save
-from tilework.checkpoint.asynchronous import PendingSave, finish_pending
+from tilework.checkpoint.asynchronous import finish_pending
 from tilework.checkpoint.composing import MapNames
 from tilework.checkpoint.format import INDEX_NAME, PREVIOUS_NAME
 from tilework.checkpoint.index_file import is_ours
@@ -71,7 +71,6 @@ class CheckpointManager:
         self.folder, self.keep, self.every, self.best = str(folder), keep, every, best
         self._asynchronous, self._group = asynchronous, group
         self._storage = storage_at(folder)
-        self._pending: PendingSave | None = None
         #: The last saved step, which may be lower than existing ones.
         self._last: int | None = None
         #: The report of the last :meth:`resume`.
@@ -116,7 +115,7 @@ class CheckpointManager:
         path = self.path_of(step)
         self._last = step
         if self._asynchronous:
-            self._pending = async_save(state, path, options, group=self._group)
+            async_save(state, path, options, group=self._group)
             return
         save(state, path, options, group=self._group)
         self._first_does(ranks, self._clean)
@@ -128,9 +127,6 @@ class CheckpointManager:
             CheckpointError: The save has failed.
         """
         ranks = Ranks(self._group)
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.wait()
         finish_pending(ranks)
         self._first_does(ranks, self._clean)
 

@@ -15,7 +15,7 @@ import pytest
 
 import tilework.distributed as dist
 from tests.parallel.resilient.programs import BUILDS, make_loop, undisturbed
-from tilework.checkpoint import CheckpointManager
+from tilework.checkpoint import CheckpointManager, asynchronous
 from tilework.comm.elastic.grow import rejoin
 from tilework.comm.groups import _SUCCESSORS
 from tilework.comm.world import current_world
@@ -191,6 +191,34 @@ def test_a_rank_lost_in_the_last_save_does_not_cost_the_checkpoint(
             str(tmp_path / f"step-{steps:08}"),
         )
     )
+
+
+def test_a_rank_lost_in_a_save_in_the_background_does_not_cost_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks save the state that they go on with."""
+    write = asynchronous._write
+
+    def dying(save: Any, copies: Any, ranks: Any, pending: Any) -> None:
+        if ranks.number == 1 and len(ranks.all) == 3:
+            raise Gone
+        write(save, copies, ranks, pending)
+
+    monkeypatch.setattr(asynchronous, "_write", dying)
+
+    def program(rank: int) -> object:
+        def disturb(number: int) -> None:
+            if (rank, number) == (1, 3):
+                raise Gone
+
+        manager = CheckpointManager(tmp_path, every=2, asynchronous=True)
+        loop = make_loop("replicated", disturb, checkpoint=manager)
+        numbers = [number for number, _ in loop.run(STEPS)]
+        manager.wait()
+        return numbers, [kept.step for kept in manager.all()]
+
+    results: list[Any] = run_ranks(3, program, return_exceptions=True)
+    assert results[0] == results[2] == (list(range(STEPS)), [3, 4, 6])
 
 
 def test_too_few_ranks_are_an_error() -> None:

@@ -22,6 +22,7 @@ from tilework.comm.operations.collectives import all_reduce, barrier
 from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.world import current_world, get_default_group, get_default_store
 from tilework.errors import (
+    CheckpointError,
     CollectiveTimeoutError,
     DistBackendError,
     DistError,
@@ -54,7 +55,11 @@ class Checkpoints(Protocol):
         ...
 
     def wait(self) -> object:
-        """Wait for a save that runs in the background. Collective."""
+        """Wait for a save that runs in the background. Collective.
+
+        Raises:
+            CheckpointError: The save has failed; on all ranks.
+        """
         ...
 
 
@@ -117,7 +122,8 @@ class Resilient(Generic[T]):
         checkpoint: A ``CheckpointManager``, or an object with the methods ``save``, ``resume``,
             ``should_save`` and ``wait``. The loop begins with the last checkpoint, saves the
             checkpoints that are due and a last one when it is asked to stop, and goes back to the
-            last one where memory has not all of the state.
+            last one where memory has not all of the state. If a loss of ranks cuts off a save, the
+            loop saves again.
         min_ranks: Raise if fewer ranks are left; None: as ``tilework run --elastic`` said, else 1.
         time_limit: Stop after this time: save a last checkpoint, and end the loop.
         patience: How long to wait for a rank whose process has not ended; see ``shrink_group``.
@@ -409,9 +415,25 @@ class Resilient(Generic[T]):
 
     def _enter_without_the_lost(self) -> None:
         self._check_size(shrink_group(timeout=self._patience))
+        is_cut_off = self._is_save_cut_off()
         self._enter("lost")
+        if is_cut_off:
+            self._saving = self.steps
         if self._checkpoint is not None and any(agree(lambda: self._saving == self.steps)):
             self._save_due(self._checkpoint)
+
+    def _is_save_cut_off(self) -> bool:
+        """Wait for a save in the background; True if it has failed, as with parts of lost ranks.
+
+        Collective. Without this the next save, or ``resume``, would raise the error.
+        """
+        try:
+            if self._checkpoint is not None:
+                self._checkpoint.wait()
+        except CheckpointError as error:
+            logger.info("saving again: %s", error)
+            return True
+        return False
 
     def _save_due(self, checkpoint: Checkpoints) -> None:
         """Save a checkpoint; a loss of ranks before the end makes all ranks save again."""
