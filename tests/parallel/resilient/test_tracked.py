@@ -72,7 +72,7 @@ def build() -> State:
         "tensor": torch.zeros(1),
         "net": net,
         "optimizer": Counting(net.parameters()),
-        "holder": Holder(),
+        "random": Holder(),  # a name that the loop must leave to the program
     }
 
 
@@ -109,8 +109,8 @@ def step_optimizer(state: State) -> object:
 
 
 def hold_numpy(state: State) -> float:
-    state["holder"].value = np.float64(state["holder"].value) + 1
-    return float(state["holder"].value)
+    state["random"].value = np.float64(state["random"].value) + 1
+    return float(state["random"].value)
 
 
 def step_zero(state: State) -> list[int]:

@@ -24,6 +24,9 @@ from tilework.tiled.tensor import TiledTensor
 State = Mapping[str, Any]
 #: The end of the names under which modules' ``get_extra_state()`` is in their ``state_dict()``.
 _EXTRA_STATE: Final = "_extra_state"
+#: The loop's own entry among the plain data: states of random generators. No key of a state, where
+#: "random" is an ordinary key.
+_RANDOM: Final = ""
 
 
 class FoundTensor(NamedTuple):
@@ -104,7 +107,7 @@ def contents_of(state: State) -> Contents:
         TypeError: The state has something that cannot be saved and restored.
     """
     found: dict[int, FoundTensor] = {}
-    plain: dict[str, Any] = {"random": _random_state()}
+    plain: dict[str, Any] = {_RANDOM: _random_state()}
     modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     for name, module in modules.items():
         plain[name] = _add_module(name, module, found)
@@ -301,7 +304,7 @@ def set_plain(
             if values:
                 inner.state[parameter] = {**inner.state.get(parameter, {}), **values}
         inner.state.update(plain.get(name, {}).get("others", {}))
-    _set_random_state(plain["random"])
+    _set_random_state(plain[_RANDOM])
 
 
 def _random_state() -> dict[str, Any]:
