@@ -425,6 +425,17 @@ def test_all_gather_says_who_takes_part() -> None:
     together(2, program)
 
 
+def test_an_object_that_cannot_be_sent_leaves_workers_in_step() -> None:
+    def program(rank: int) -> Any:
+        if rank == 1:
+            with pytest.raises(TypeError, match="cannot be sent"):
+                rpc.all_gather(threading.Lock(), timeout=5)
+        return [rpc.all_gather((rank, n), timeout=5) for n in range(2)]
+
+    for rounds in together(2, program):
+        assert rounds == [{f"w{r}": (r, n) for r in range(2)} for n in range(2)]
+
+
 def test_who_there_is() -> None:
     def program(rank: int) -> Any:
         assert rpc.get_worker_info() == WorkerInfo(f"w{rank}", rank)

@@ -95,14 +95,12 @@ class Agent:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         timeout: Timeout,
-        inner: bool = False,
     ) -> Any:
-        """Call ``fn`` on worker ``to``, and return the result. Blocks.
+        """Call ``fn`` on worker ``to``, and return the result. Blocks."""
+        call = BlockingCall(**self._about(to, fn, timeout))
+        return self._wait(call, self._issue(call, (fn, tuple(args), dict(kwargs))))
 
-        ``inner`` marks a call for RPC's own purposes, which does not count as work of the program.
-        """
-        call = BlockingCall(**self._about(to, fn, timeout), inner=inner)
-        number = self._issue(call, (fn, tuple(args), dict(kwargs)))
+    def _wait(self, call: BlockingCall, number: int) -> Any:
         try:
             return call.wait()
         except BaseException:  # an interrupt, mostly; a call that has ended is not there any more
@@ -144,8 +142,11 @@ class Agent:
 
         Collective over ``ranks``, with the same ``purpose``; blocks.
         """
-        key = self.gatherings.next(purpose, ranks)
-        return self.call(ranks[0], _arrive, (key, self.rank, obj), {}, timeout, inner=True)
+        # RPC's own purposes are not work of the program.
+        call = BlockingCall(**self._about(ranks[0], _arrive, timeout), inner=True)
+        with self.gatherings.joining(purpose, ranks) as key:
+            number = self._issue(call, (_arrive, (key, self.rank, obj), {}))
+        return self._wait(call, number)
 
     def _about(self, to: To, fn: Callable[..., Any], timeout: Timeout) -> dict[str, Any]:
         if not callable(fn):

@@ -233,6 +233,9 @@ def all_gather(
 ) -> dict[str, T]:
     """Every worker's ``obj``, by the worker's name. Collective over the workers; blocks.
 
+    The first calls of all workers belong together, and so on. A call that raises RpcTimeoutError
+    counts: the object was sent. Let all workers repeat such a call, or none.
+
     Args:
         obj: Anything that pickles.
         worker_names: The workers that take part, including this worker; None: all.

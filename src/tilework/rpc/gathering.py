@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tilework.errors import PeerLostError
@@ -25,16 +27,22 @@ class Gatherings:
     """A rank's part in gatherings: counts those that it joins, and collects objects."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._joining = threading.Lock(), threading.Lock()
         self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._rounds: dict[Key, _Round] = {}
         self._lost: set[int] = set()
 
-    def next(self, purpose: str, ranks: tuple[int, ...]) -> Key:
-        """The key of the next gathering of ``ranks`` for ``purpose``; equal on all these ranks."""
-        with self._lock:
-            self._counts[purpose, ranks] += 1
-            return purpose, ranks, self._counts[purpose, ranks]
+    @contextmanager
+    def joining(self, purpose: str, ranks: tuple[int, ...]) -> Iterator[Key]:
+        """The key of the next gathering of ``ranks`` for ``purpose``; equal on all these ranks.
+
+        The gathering counts if the block has sent this rank's object. If the block raises, as with
+        an object that does not pickle, this rank's next call takes part in the same gathering.
+        """
+        with self._joining:
+            number = self._counts[purpose, ranks] + 1
+            yield purpose, ranks, number
+            self._counts[purpose, ranks] = number
 
     def arrive(self, key: Key, rank: int, obj: Any) -> Later:
         """Add ``obj`` of ``rank`` to gathering ``key``, on the rank that collects.
