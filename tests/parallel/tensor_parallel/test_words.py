@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,31 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.up.T
+
+
+class Outputs(NamedTuple):
+    value: Tensor
+    others: dict[str, Tensor]
+
+
+class Returning(Product):
+    def forward(self, x: Tensor) -> Any:
+        y = x @ self.up.T
+        return Outputs(y, {"twice": y * 2})
+
+
+def test_every_output_of_experts_is_whole() -> None:
+    plan = {"": "moe_tp_experts", "up": "colwise"}
+
+    def program(rank: int) -> None:
+        model = parallelize_module(Returning(), init_device_mesh("cpu", (2,)), plan)
+        found, wanted = model(torch.ones(1, 2)), Returning()(torch.ones(1, 2))
+        assert type(found) is Outputs
+        assert not isinstance(found.value, DTensor)
+        assert torch.equal(found.value, wanted.value)
+        assert torch.equal(found.others["twice"], wanted.others["twice"])
+
+    run_ranks(2, program)
 
 
 def test_copies_of_a_module_with_local_params_compute_with_local_tensors() -> None:

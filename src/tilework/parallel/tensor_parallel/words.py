@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
+from tilework.parallel.data_parallel.outputs import replace_tensors
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import (
     ColwiseParallel,
@@ -48,14 +49,13 @@ class WholeOutput(_OfParameters):
     """A style of modules that compute with DTensor parameters and return full plain tensors."""
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
-        def whole(value: Any) -> Any:
+        def whole(value: Tensor) -> Tensor:
             if isinstance(value, DTensor):
                 return axis.to_local(axis.move(value, Replicate()))
             return value
 
         def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-            several = isinstance(output, (tuple, list))
-            return type(output)(map(whole, output)) if several else whole(output)
+            return replace_tensors(output, whole)
 
         module.register_forward_hook(after)
 
