@@ -40,6 +40,20 @@ def test_buffers_are_those_of_the_first_rank() -> None:
     assert run_ranks(2, lambda rank: program(rank, False)) == [0.19, 0.38]
 
 
+def test_buffers_stay_between_forward_passes_of_one_backward_pass() -> None:
+    """Autograd saves them in the first; the discriminator of a GAN has two."""
+
+    def program(rank: int) -> list[float]:
+        ddp: Any = DistributedDataParallel(nn.BatchNorm1d(1))
+        means = []
+        for _ in range(2):
+            (ddp(torch.full((2, 1), rank + 0.0)) + ddp(torch.full((2, 1), 1.0))).sum().backward()
+            means.append(round(ddp.module.running_mean.item(), 4))
+        return means
+
+    assert run_ranks(2, program) == [[0.1, 0.181], [0.19, 0.271]]
+
+
 def test_reductions_that_are_delayed() -> None:
     model: Any = mlp()
 

@@ -66,8 +66,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         device_ids: None, or the one device of a module on an accelerator; inputs are moved to it.
         output_device: Accepted for torch's sake; must be the only device of ``device_ids``.
         dim: Accepted for torch's sake.
-        broadcast_buffers: Each synchronised forward pass begins with the first rank's buffers.
-            None: True.
+        broadcast_buffers: The first synchronised forward pass of each step begins with the first
+            rank's buffers; not further forward passes before the same backward pass. None: True.
         init_sync: False: parameters are not sent, but compared; buffers stay as they are.
         process_group: The group; None: the default group.
         bucket_cap_mb: The size of a bucket in MiB; None: 25. The first has at most 1 MiB.
@@ -222,7 +222,10 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             return
         self._passes.begin_forward()
         is_current = self._structure.is_current() and self.reducer.is_current()
-        sends_buffers = self.broadcast_buffers and self._structure.has_buffers()
+        # Not between forward passes of one backward pass: autograd may have saved the buffers.
+        sends_buffers = (
+            self.broadcast_buffers and not self.reducer.expecting and self._structure.has_buffers()
+        )
         if is_current and self.reducer.rebuilt and not sends_buffers:
             return  # nothing is sent
         with self._passes.carried():

@@ -112,8 +112,8 @@ class Reducer:
         self.divide_by_initial_size = True
         #: True: the next backward pass accumulates gradients and does not reduce them.
         self.accumulating = False
-        #: A forward pass was made whose backward is to reduce.
-        self._expecting = False
+        #: A forward pass was made whose backward pass is to reduce, and has not run.
+        self.expecting = False
         self.passes = 0
         #: Makes the report of the last pass, whose buckets may have been assigned again since.
         self._last_report: Callable[[], StepReport] | None = None
@@ -254,7 +254,7 @@ class Reducer:
                 several forward passes before one backward, a gradient is unused if none of them
                 uses it.
         """
-        self._expecting = True
+        self.expecting = True
         known = self._unused_ahead
         self._unused_ahead = unused if known is None or unused is None else known & unused
 
@@ -352,7 +352,7 @@ class Reducer:
             self._accumulated.add(index)
             return
         if not self._open:
-            if not self._expecting:  # backward of the module without the wrapper
+            if not self.expecting:  # backward of the module without the wrapper
                 return
             self.begin()
             if not self._open:
@@ -467,7 +467,7 @@ class Reducer:
             with torch.no_grad(), self.replica.passes.carried():
                 self._finish()
         finally:
-            self._open = self._is_simple = self._expecting = False
+            self._open = self._is_simple = self.expecting = False
 
     def _finish(self) -> None:
         if self.options.static_graph and self._expected_marks is None:
