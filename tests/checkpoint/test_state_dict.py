@@ -200,6 +200,12 @@ def test_frozen_parameters_and_other_modules_are_left_out() -> None:
     ]
 
 
+def test_a_wrapper_in_two_places_is_in_neither_name() -> None:
+    shared = nn.DataParallel(nn.Linear(2, 2, bias=False))
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    assert list(get_model_state_dict(model)) == ["0.weight", "2.weight"]
+
+
 def test_other_names_raise_unless_they_may_differ() -> None:
     model = _plain()
     with pytest.raises(RuntimeError, match=r"missing \['0.weight'.*unexpected \['other'\]"):

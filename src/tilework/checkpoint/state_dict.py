@@ -213,10 +213,11 @@ def _prefixes(module: nn.Module, raw: str = "", clean: str = "") -> Iterator[tup
     """For each module within, the prefixes of names with wrappers and without wrappers."""
     yield raw, clean
     wrapped = wrapped_attribute(module)
-    for name, child in module.named_children():
-        yield from _prefixes(
-            child, f"{raw}{name}.", clean if name == wrapped else f"{clean}{name}."
-        )
+    for name, child in module._modules.items():  # named_children() has a shared child once
+        if child is not None:
+            yield from _prefixes(
+                child, f"{raw}{name}.", clean if name == wrapped else f"{clean}{name}."
+            )
 
 
 def _filled(target: Any, value: Any) -> Any:
