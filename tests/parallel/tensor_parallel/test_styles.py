@@ -167,6 +167,23 @@ def test_inputs_and_outputs_of_several_kinds() -> None:
     run_ranks(2, program)
 
 
+def test_several_outputs_on_a_slice_of_the_sequence() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return x + 1, None
+
+    rows = torch.ones(1, 2, 3)
+
+    def program(rank: int) -> None:
+        style = SequenceParallel(use_local_output=True)
+        found, nothing = parallelize_module(Pair(), init_device_mesh("cpu", (2,)), style)(rows)
+        assert not isinstance(found, DTensor)
+        assert torch.equal(found, rows + 1)
+        assert nothing is None
+
+    run_ranks(2, program)
+
+
 def test_an_output_that_is_to_stay_a_dtensor() -> None:
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -203,6 +220,10 @@ def test_layouts_that_do_not_fit() -> None:
             module(torch.ones(2, 2), 3)
         with pytest.raises(TypeError, match=r"input of LayerNorm has .* not a tensor: NoneType"):
             parallelize_module(nn.LayerNorm(2), mesh, SequenceParallel())(None)
+        with pytest.raises(
+            TypeError, match=r"SequenceParallel takes .* by name, \['input'\]: pass"
+        ):
+            parallelize_module(nn.LayerNorm(2), mesh, SequenceParallel())(input=torch.ones(2, 2))
         other = DeviceMesh("cpu", [[0]])
         layer = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
         with pytest.raises(ValueError, match="distribute both over one mesh"):

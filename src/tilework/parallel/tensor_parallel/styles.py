@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tilework.dtensor import DTensor
 from tilework.layout import Placement, Replicate, Shard
 from tilework.layout.placements import native_placement
+from tilework.parallel.data_parallel.outputs import replace_tensors
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 
 
@@ -262,17 +263,25 @@ class SequenceParallel(ParallelStyle):
         return {name: Replicate() for name, _ in module.named_parameters()}
 
     def attach(self, module: nn.Module, axis: MeshAxis) -> None:
-        what = f"the input of {type(module).__name__}"
+        name = type(module).__name__
 
-        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            value = inputs[0] if inputs else None
-            tensor = axis.annotate(value, self.layout, what)
-            return axis.move(tensor, self.layout), *inputs[1:]
+        def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not inputs:
+                raise TypeError(
+                    f"SequenceParallel takes the first input of {name} as a slice of the sequence, "
+                    f"and there are only inputs by name, {list(kwargs)}: pass the first without "
+                    f"the name"
+                )
+            tensor = axis.annotate(inputs[0], self.layout, f"the input of {name}")
+            return (axis.move(tensor, self.layout), *inputs[1:]), kwargs
 
-        def after(_: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> Tensor:
-            return axis.to_local(output) if self.use_local_output else output
+        def local(value: Tensor) -> Tensor:
+            return axis.to_local(value) if isinstance(value, DTensor) else value
 
-        module.register_forward_pre_hook(before)
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+            return replace_tensors(output, local) if self.use_local_output else output
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
 
     def __repr__(self) -> str:
