@@ -41,7 +41,8 @@ from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
-from tilework.parallel.data_parallel.outputs import replace_tensors, tensors_of
+from tilework.parallel.data_parallel.mixed_precision import cast_floats
+from tilework.parallel.data_parallel.outputs import tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering
 from tilework.parallel.fully_sharded.graph import CAN_FREE, GatherParameters, saving
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
@@ -384,11 +385,11 @@ class Unit:
             around.callback(self._leave)
             dtype = self.owner.policy.param_dtype
             if dtype is not None and self.owner.policy.cast_forward_inputs:
-                args, kwargs = _cast((args, kwargs), dtype)
+                args, kwargs = cast_floats((args, kwargs), dtype)
             output = call(*args, **kwargs)
             self._check_unwritten()
         if self.owner.policy.output_dtype is not None:
-            output = _cast(output, self.owner.policy.output_dtype)
+            output = cast_floats(output, self.owner.policy.output_dtype)
         if use is not None and torch.is_grad_enabled():
             self._watch(output, use)
         return output
@@ -744,7 +745,3 @@ def _units_of_pass() -> dict[Unit, list[weakref.ref[Use]]]:
         current = _running.passes[task] = BackwardPass()
         _engine.queue_callback(current.end)
     return current.units
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return replace_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
