@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -97,9 +98,14 @@ def _has_lost(pid: int, mark: str = "-") -> bool:
 def _place() -> str:
     """A name for the place where process numbers are unique: this boot and PID namespace."""
     try:
-        return f"{_BOOT_ID.read_text().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{_boot()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:  # another system
         return "-"
+
+
+@cache
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip()
 
 
 def start_time(pid: int) -> int | None:
