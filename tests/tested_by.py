@@ -87,7 +87,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "comm/functional/test_api_gradients.py",
     ),
     "comm/making/group_plan.py": ("comm/test_groups.py",),
-    "comm/operations/coalescing.py": ("comm/backends/test_native_work.py",),
     "comm/operations/p2p.py": (
         "comm/backends/hybrid/test_hybrid_backend.py",
         "comm/test_contract.py",

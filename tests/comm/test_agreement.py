@@ -23,14 +23,6 @@ def test_one_rank_alone() -> None:
     check_all_raise(1, lambda rank: agree(lambda: int("x")), ValueError, "^invalid literal")
 
 
-def test_in_a_coalescing_block() -> None:
-    def program(rank: int) -> list[int]:
-        with dist.coalescing_manager():
-            return agree(lambda: rank)
-
-    assert on(2, program) == [[0, 1], [0, 1]]
-
-
 class MuteError(ValueError):
     """Without words."""
 

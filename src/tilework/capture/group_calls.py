@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
-from tilework.comm.operations.coalescing import direct
 from tilework.comm.per_call.call_recorder import recorded, set_recorder
 from tilework.comm.world import current_world
 
@@ -75,7 +74,7 @@ class GroupCall:
         """Run the operation, and wait for it; if it is asynchronous, return the Work instead."""
         if self._fast is not None:
             name, source, target = self._fast
-            if direct(self.group).run(
+            if self.group.fast_path.run(
                 name, source(*tensors), target(*tensors), self.opts.reduceOp, self.opts.rootRank
             ):
                 return None

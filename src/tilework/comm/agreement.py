@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.coalescing import uncoalesced
 from tilework.comm.operations.collectives import all_gather_into_tensor
 from tilework.comm.operations.objects import all_gather_pickled, device_of
 from tilework.comm.per_call.call_recorder import unrecorded
@@ -176,7 +175,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 500 else f"{text[:300]} … {text[-100:]}"
 
 
-@uncoalesced
 def _gather(report: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
     """The reports of all ranks, in the order of group ranks. Collective.
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
-from tilework.comm.operations.coalescing import uncoalesced
 from tilework.comm.operations.collectives import broadcast
 from tilework.comm.operations.objects import device_of
 from tilework.comm.per_call.call_recorder import unrecorded
@@ -33,7 +32,6 @@ def content_of(tensors: Sequence[Tensor], full: bool) -> int:
 
 
 @unrecorded
-@uncoalesced
 @torch.no_grad()
 def difference_from_first(tensor: Tensor, group: ProcessGroup) -> Difference | None:
     """Compare all elements with the group's first rank. Collective over the group; blocks.

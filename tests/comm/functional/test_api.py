@@ -8,7 +8,6 @@ import gc
 import io
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -534,18 +533,6 @@ def test_forward_mode_of_what_is_not_linear_says_so() -> None:
             )
 
     run_ranks(1, body)
-
-
-def test_results_in_a_coalescing_block() -> None:
-    def body(rank: int) -> list[float]:
-        out: list[float] = []
-        with dist.coalescing_manager():
-            for _ in range(20):
-                time.sleep(0.001 * rank)
-                out += (functional.all_reduce(torch.full((1,), rank + 1.0)) * 2).tolist()
-        return out
-
-    assert run_ranks(2, body, backend="shm", timeout=LIMIT) == [[6.0] * 20] * 2
 
 
 # -- one loss that all ranks hold --------------------------------------------------------------

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from types import FrameType
+from typing import Any
 
 from tilework.comm.contract import FastPath, Options, ProcessGroup, SeveralWorks, Work
+from tilework.comm.per_call.callsite import in_library
 from tilework.comm.reduce_op import AnyReduceOp, ReduceOp
 from tilework.comm.world import AnyGroup, current_world
 
-P = ParamSpec("P")
-T = TypeVar("T")
+#: The modules between a call of a collective and this module.
+_COLLECTIVES = (__name__, "tilework.comm.operations.collectives")
 
 _works: ContextVar[list[Work] | None] = ContextVar("tilework_coalesced", default=None)
 
@@ -34,8 +36,8 @@ def coalescing_manager(
 ) -> Iterator[CoalescedWork]:
     """Start the collectives of the block one after the other, and wait for all at the end.
 
-    Inside, collectives on tensors return None, and results must not be used. Functional collectives
-    and collectives on objects work as outside.
+    Inside, collectives on tensors return None, and results must not be used. Functional
+    collectives, collectives on objects and other calls of the library work as outside.
 
     Args:
         group: Accepted for torch's sake; each operation names a group.
@@ -78,8 +80,8 @@ class _CoalescingPath(FastPath):
         self.isend, self.irecv = path.isend, path.irecv  # type: ignore[method-assign]
 
     def run(self, *args: Any) -> bool:
-        works = _works.get()
-        if works is None:  # called outside the block
+        works = _open_block()
+        if works is None:
             return self.path.run(*args)
         work = self.path.post(*args)
         if work is None:
@@ -88,24 +90,19 @@ class _CoalescingPath(FastPath):
         return True
 
 
-def direct(group: ProcessGroup) -> FastPath:
-    """The fast path of ``group`` without :func:`coalescing_manager`: operations block."""
-    path = group.fast_path
-    return path.path if isinstance(path, _CoalescingPath) else path
+def _open_block() -> list[Work] | None:
+    """The works of the block that takes this collective; None if the collective is not to wait.
 
-
-def uncoalesced(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function``, which uses results of collectives: these block, also in a block."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        token = _works.set(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _works.reset(token)
-
-    return call
+    A block takes the collectives that the program itself calls. The library uses the results of
+    its own.
+    """
+    works = _works.get()
+    if works is None:
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals["__name__"] in _COLLECTIVES:
+        frame = frame.f_back
+    return None if frame is None or in_library[frame.f_code.co_filename] else works
 
 
 class _FastPaths:
@@ -143,7 +140,7 @@ class _FastPaths:
 
 def options(async_op: bool, op: AnyReduceOp = ReduceOp.SUM, root: int = 0) -> Options:
     """The options of a collective; within :func:`coalescing_manager` it is always asynchronous."""
-    return Options(op, root, None, async_op or _works.get() is not None)
+    return Options(op, root, None, async_op or _open_block() is not None)
 
 
 def finish(work: Work, async_op: bool) -> Work | None:
@@ -152,7 +149,7 @@ def finish(work: Work, async_op: bool) -> Work | None:
     This is ``work`` if ``async_op`` is true, else None. Within :func:`coalescing_manager` it is
     None, and the block waits at the end.
     """
-    works = _works.get()
+    works = _open_block()
     if works is not None:
         works.append(work)
         return None

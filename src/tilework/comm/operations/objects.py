@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations import collectives, p2p
-from tilework.comm.operations.coalescing import uncoalesced
 from tilework.comm.per_call import checks
 from tilework.comm.world import AnyGroup, current_world, member
 from tilework.errors import DistBackendError
@@ -144,7 +143,6 @@ def _padded(pg: ProcessGroup, data: Tensor, sizes: Sequence[int]) -> tuple[Tenso
     return padded, [max(sizes)] * len(sizes)
 
 
-@uncoalesced
 def all_gather_object(
     object_list: list[Any], obj: Any, group: AnyGroup = None, *, weights_only: bool = False
 ) -> None:
@@ -203,7 +201,6 @@ def _all_parts(pg: ProcessGroup, own: Tensor, sizes: Sequence[int]) -> Sequence[
     return [whole[r * most : r * most + size] for r, size in enumerate(sizes)]
 
 
-@uncoalesced
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -248,7 +245,6 @@ def gather_object(
             object_gather_list[r] = _load(received[r][:size], weights_only)
 
 
-@uncoalesced
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -291,7 +287,6 @@ def broadcast_object_list(
         object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
 
 
-@uncoalesced
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
