@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import exp
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -511,6 +512,34 @@ def test_autocast_of_each_device_has_programs_of_its_own(device: str) -> None:
         assert key_of_call((torch.ones(2),), {})[1] != before
     finally:
         torch.set_autocast_enabled(device, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "records"),
+    [
+        (torch.optim.Adam, lambda x: {"lr": np.float64(x), "betas": [x, 0.99]}, 1),
+        (torch.optim.SGD, lambda x: {"lr": np.float32(x)}, 3),
+    ],
+)
+def test_options_in_numbers_of_numpy_and_in_lists_are_read(
+    kind: Any, options: Any, records: int
+) -> None:
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make() -> Any:
+        model = nn.Linear(8, 8)
+        optimizers.append(kind(model.parameters(), **options(0.1)))
+        return training(model, optimizers[-1]), tensors_of(model, optimizers[-1])
+
+    def halve() -> None:
+        for optimizer in optimizers:
+            group = optimizer.param_groups[0]
+            group.update(options(group["lr"] / 2))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = run_twins(make, [(torch.randn(2, 8),) for _ in range(4)], halve)
+    assert len(program.records) == records
 
 
 def test_a_program_keeps_no_copy_of_what_the_step_writes() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from tilework.capture.number import Number, NumberBook
@@ -20,7 +21,7 @@ class Option(NamedTuple):
         optimizer: The optimizer.
         group: The position in ``optimizer.param_groups``.
         key: The name of the option.
-        part: The position in the option if that is a tuple, such as betas; else None.
+        part: The position in the option if that is a tuple or list, such as betas; else None.
         number: The number that stands for the option in the program.
     """
 
@@ -36,9 +37,10 @@ class Option(NamedTuple):
         return f"{self.key}{part} of group {self.group} of {type(self.optimizer).__name__}"
 
     def get(self) -> Any:
-        """The value that the optimizer has now."""
+        """The value that the optimizer has now; floats of numpy as floats."""
         value = self.optimizer.param_groups[self.group][self.key]
-        return value if self.part is None else value[self.part]
+        value = value if self.part is None else value[self.part]
+        return float(value) if isinstance(value, float) else value
 
 
 class OptimizerOptions:
@@ -73,28 +75,28 @@ class OptimizerOptions:
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     stands_for = self._number(optimizer, number, key, value)
-                    if value is None or isinstance(value, bool | int | str | tuple):
-                        place = StatePlace(group, "item", key, f"{key} of {name}")
-                        self.constants += [(place, value)] * (stands_for is None)
                     if stands_for is not None:
                         self._before.append((group, key, value, stands_for))
+                    elif key != "params" and not isinstance(value, Tensor):
+                        place = StatePlace(group, "item", key, f"{key} of {name}")
+                        self.constants.append((place, value))
         for group, key, _, stands_for in self._before:
             group[key] = stands_for
         return self
 
     def _number(self, optimizer: Optimizer, group: int, key: str, value: Any) -> Any:
-        if type(value) is float:
+        if isinstance(value, float):
             return self._option(optimizer, group, key, None, value)
-        if type(value) is tuple and value and all(type(each) is float for each in value):
-            return tuple(
-                [self._option(optimizer, group, key, i, each) for i, each in enumerate(value)]
-            )
+        is_several = type(value) in (tuple, list) and len(value) > 0
+        if is_several and all(isinstance(each, float) for each in value):
+            parts = enumerate(value)
+            return type(value)([self._option(optimizer, group, key, i, each) for i, each in parts])
         return None
 
     def _option(
         self, optimizer: Optimizer, group: int, key: str, index: int | None, value: float
     ) -> Number:
-        number = Number(value, None, (), self.book)
+        number = Number(float(value), None, (), self.book)
         self.all.append(Option(optimizer, group, key, index, number))
         return number
 
