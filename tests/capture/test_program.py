@@ -647,6 +647,7 @@ def finite(x: Tensor) -> Tensor:
         (Counter().step, r"changes self.count in Python, from 1 to 2"),
         (Counter().collect, r"puts a tensor into the list self.seen"),
         (lambda x: x * torch.from_numpy(ARRAY), r"makes a tensor of a numpy array"),
+        (lambda x: Counter(), "returns a Counter that it has made"),
         (lambda x: x * next(HIDDEN), r"can't be seen to hold"),
         (
             lambda x: x * torch.rand(3, generator=torch.Generator().manual_seed(1)),

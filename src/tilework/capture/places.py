@@ -175,6 +175,10 @@ class StatePlaces:
         """The place where the search found a tensor; None if the step cannot reach the tensor."""
         return self.tensors.get(id(tensor))
 
+    def holds(self, thing: object) -> bool:
+        """True if the search has found an object, or does not search objects of this class."""
+        return isinstance(thing, _LEAVES) or any(each is thing for each in self._kept)
+
     def plain_tensors(self) -> list[Tensor]:
         """The strided tensors at the places, without DTensors (but not without local tensors)."""
         known = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor)}

@@ -112,6 +112,7 @@ def record_call(
         outputs, tree = tree_flatten(result)
         if unseen.makes_anything_once():
             return None, tree_unflatten([value_of(each) for each in outputs], tree)
+        _refuse_unknown(outputs, before)
         recorder.graph.result = [_leaf(each, recorder) for each in outputs]
         record = _record_of(call, recorder, before, options, tree)
         begun = (record.graph.inputs, recorder.before), generators, result
@@ -188,6 +189,22 @@ def _reduce_deferred(places: StatePlaces) -> None:
             deferred = place.owner._deferred_grad
             if deferred is not None:
                 deferred()
+
+
+def _refuse_unknown(outputs: Sequence[Any], places: StatePlaces) -> None:
+    """Refuse results that the step has made, other than tensors and constants of Python.
+
+    Raises:
+        CaptureError: A later call would return the object of the recorded call.
+    """
+    for leaf in outputs:
+        known = isinstance(leaf, Tensor | torch.dtype | torch.device | None)
+        if not known and not places.holds(leaf):
+            raise CaptureError(
+                f"the step returns a {type(leaf).__name__} that it has made: a program would "
+                f"return the same object, with the tensors of this call, again and again. Return "
+                f"tensors and numbers, or tuples, lists and dicts of them"
+            )
 
 
 def _leaf(leaf: Any, recorder: StepRecorder) -> Any:
