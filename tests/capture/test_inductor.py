@@ -117,9 +117,11 @@ def test_a_cache_that_grows_has_one_compiled_program() -> None:
         linear, cache = nn.Linear(8, 8), [torch.zeros(2, 1, 8)]
 
         @torch.no_grad()
-        def step(x: Tensor) -> Tensor:
+        def step(x: Tensor) -> Any:
             cache[0] = torch.cat([cache[0], linear(x)], 1)
-            return nn.functional.scaled_dot_product_attention(x, cache[0], cache[0])
+            result = nn.functional.scaled_dot_product_attention(x, cache[0], cache[0])
+            length = cache[0].shape[1]
+            return result, length, length * x[0, 0, 0].item()
 
         return step, lambda: {"keys": cache[0]}
 

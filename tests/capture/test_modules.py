@@ -107,11 +107,11 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
         heads = self.qkv(x).view(*x.shape[:2], -1, 12).transpose(1, 2)
         q, k, v = heads.chunk(3, -1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1)) / x.shape[1]  # type: ignore[no-any-return]
+        return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1)) / x.shape[1], x.shape[1]
 
 
 @pytest.mark.timeout(LIMIT.total_seconds())
@@ -143,8 +143,9 @@ def _train_on_lengths(rank: int, backend: str) -> None:
     torch.manual_seed(1)
     for length in (5, 7, 12, 3, 9, 20, 2, 7):
         x = torch.randn(3, length, 8)
-        results = [each(x) for each in (eager, run)]
-        assert same(*results), length
+        results, lengths = zip(*[each(x) for each in (eager, run)], strict=True)
+        assert same(*results)
+        assert lengths == (length, length)
         for owner, result in zip((eager, model), results, strict=True):
             owner.zero_grad()
             result.square().sum().backward()

@@ -17,7 +17,7 @@ from tilework.capture.graph import Graph, Value
 from tilework.capture.number import Number
 from tilework.capture.options import Option
 from tilework.capture.places import StatePlace, memory_layout_of
-from tilework.capture.sizes import SizedSpec, has_size
+from tilework.capture.sizes import Size, SizedSpec, has_size
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 
@@ -181,6 +181,8 @@ def write_leave(
             return f"wrap_as(DTensor, kept[{index_of(leaf[1])}], {spec}, {digest})"
         if isinstance(leaf, Value | Number):
             return f"kept[{index_of(leaf)}]"
+        if isinstance(leaf, Size):
+            return leaf.text()
         return source.name(leaf)
 
     for place, leaf in graph.places:

@@ -418,6 +418,8 @@ class _Writer:
         """The node that has a program's number as a tensor without dims; others unchanged."""
         if isinstance(number, Value):
             return self.nodes[number.number]
+        if isinstance(number, Size):
+            return self._op(aten.scalar_tensor.default, self._integer(number), dtype=torch.float64)
         if not isinstance(number, Number):
             return number
         known = self._numbers.get(id(number))

@@ -25,7 +25,7 @@ from tilework.capture.record import StepRecord
 from tilework.capture.recorder import BOUNDARY
 from tilework.capture.recording import StepCall, all_have, record_call, unified
 from tilework.capture.same_program import compare_program
-from tilework.capture.sizes import integers_in, spec_at
+from tilework.capture.sizes import at, integers_in
 from tilework.comm.per_call.call_recorder import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
@@ -321,12 +321,11 @@ class _Passes:
         needed = [source(leaves) for source in self._needed]
         made = _Apply.apply(self, size, inputs, *needed)  # type: ignore[no-untyped-call]
         outs = iter(made)
-        built = [next(outs) if value_in(leaf) is not None else leaf for leaf in self._leaves]
+        leaves = self._leaves if size is None else at(self._leaves, size)
+        built = [next(outs) if value_in(leaf) is not None else leaf for leaf in leaves]
         results = [
-            wrap_as(DTensor, local, spec_at(leaf[2], size), leaf[3])
-            if isinstance(leaf, tuple)
-            else local
-            for leaf, local in zip(self._leaves, built, strict=True)
+            wrap_as(DTensor, local, leaf[2], leaf[3]) if isinstance(leaf, tuple) else local
+            for leaf, local in zip(leaves, built, strict=True)
         ]
         return tree_unflatten(results, self._tree)
 

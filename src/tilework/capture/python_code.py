@@ -19,7 +19,7 @@ from tilework.capture.group_calls import GroupCall
 from tilework.capture.number import Number
 from tilework.capture.options import Option
 from tilework.capture.places import Argument
-from tilework.capture.sizes import Size, has_size
+from tilework.capture.sizes import Size, integers_in
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.tensor import DTensor
 
@@ -162,8 +162,7 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> PythonCode:
     numbers = _numbers_in(graph)
     returned = [f"t{value.number}" for value in kept] + [writer.number(each) for each in numbers]
     parameters = [f"t{each.value.number}" for each in graph.inputs]
-    integers = [(x.args, list(x.kwargs.values())) for x in graph.instructions]
-    is_sized = has_size([*integers, *[each.value.shape for each in graph.inputs]])
+    is_sized = any(isinstance(each, Size) for each in integers_in(graph))
     parameters += ["size"] * is_sized
     parameters += [f"n{i}" for i in range(len(options))] + [f"d{i}" for i in range(len(groups))]
     body = [*_header(graph, options, groups), *writer.lines, f"return [{', '.join(returned)}]"]

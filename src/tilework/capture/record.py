@@ -19,7 +19,16 @@ from tilework.capture.places import StatePlace, key_of_constant, memory_layout_o
 from tilework.capture.python_code import PythonCode, groups_of, write
 from tilework.capture.recorder import Unexpected, mark_early
 from tilework.capture.same_program import Digests
-from tilework.capture.sizes import comparable, fits, has_size, size_of, spec_at
+from tilework.capture.sizes import (
+    Size,
+    at,
+    comparable,
+    fits,
+    has_size,
+    integers_in,
+    size_of,
+    spec_at,
+)
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callsite import call_site
 from tilework.dtensor.base import wrap_as
@@ -103,6 +112,7 @@ class StepRecord:
         #: For a program of several sizes: True if a third size has checked it; the two records.
         self.is_checked = False
         self.made_of: tuple[StepRecord, ...] = ()
+        self._divided = {x for x in integers_in(graph) if isinstance(x, Size) and x.divisor > 1}
         #: True if layouts of inputs, besides the arguments, depend on the size.
         self.signature_has_places = False
 
@@ -200,7 +210,9 @@ class StepRecord:
             return None
         signature = comparable(key), tuple(layouts)
         size = size_of(self.signature, signature)
-        return size if size is not None and fits(self.signature, signature, size) else None
+        if size is None or not fits(self.signature, signature, size):
+            return None
+        return size if all(each.divides(size) for each in self._divided) else None
 
     # -- a call ------------------------------------------------------------------------------
 
@@ -294,7 +306,7 @@ class StepRecord:
             return wrap_as(DTensor, local, spec_at(leaf[2], size), leaf[3])
         if isinstance(leaf, Value | Number):
             return kept[self.index_of(leaf)]
-        return leaf
+        return leaf if size is None else at(leaf, size)
 
     def index_of(self, leaf: Value | Number) -> int:
         """The position of a value or number in what :meth:`compute` returns."""

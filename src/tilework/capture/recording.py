@@ -421,6 +421,8 @@ def _differing(
     names += [place.text for place, _ in record.graph.places]
     for name, now, leaf in zip(names, actual, expected, strict=True):
         again = record.built(leaf, kept, size)
+        if isinstance(now, int | float):
+            now, again = [torch.tensor(value_of(x), dtype=torch.float64) for x in (now, again)]
         if isinstance(now, Tensor) and not same(plain(now), plain(again)):
             return name
     written = {memory for each in record.graph.instructions for memory in each.writes}

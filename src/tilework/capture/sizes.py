@@ -42,10 +42,13 @@ class Size(NamedTuple):
         Raises:
             Different: The division leaves a rest at this size.
         """
-        result, rest = divmod(self.factor * size + self.addend, self.divisor)
-        if rest:
+        if not self.divides(size):
             raise Different(f"{self} at {size}")
-        return result
+        return (self.factor * size + self.addend) // self.divisor
+
+    def divides(self, size: int) -> bool:
+        """True if the division leaves no rest at a size: only then is the integer known."""
+        return (self.factor * size + self.addend) % self.divisor == 0
 
     def text(self) -> str:
         """A Python expression of the variable ``size`` for the integer."""
@@ -135,7 +138,8 @@ class Unifier:
         self.sizes = sizes
         #: By number of a value of the first record, the number in the second, and the common value.
         self._values: dict[int, tuple[int, Value]] = {}
-        self._numbers: dict[int, Number] = {}
+        #: By id of a number of the first record, the number in the second, and the common number.
+        self._numbers: dict[int, tuple[Number, Number]] = {}
 
     def integer(self, left: int, right: int) -> Any:
         """An integer for both records: the same if they are equal, else a Size."""
@@ -186,11 +190,13 @@ class Unifier:
         if known is None:
             if left.function is not right.function:
                 raise Different("other numbers")
-            self.tree(left.inputs, right.inputs)
-            self._numbers[id(left)] = right
-        elif known is not right:
+            common, inputs = left, self.tree(left.inputs, right.inputs)
+            if left.function is not None:
+                common = Number(left.value, left.function, inputs, left.book)
+            known = self._numbers[id(left)] = right, common
+        if known[0] is not right:
             raise Different("other numbers")
-        return left
+        return known[1]
 
     def graph(self, left: Graph, right: Graph) -> Graph:
         """A program for both records, with a Size for each integer that differs.
@@ -292,6 +298,8 @@ def _integers(tree: Any) -> Iterator[int | Size]:
         yield from _integers(tree.parts)
     elif isinstance(tree, Value):
         yield from _integers(tree.shape)
+    elif isinstance(tree, Number):
+        yield from _integers(tree.inputs)
     elif isinstance(tree, tuple | list):
         for each in tree:
             yield from _integers(each)
