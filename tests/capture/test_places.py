@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ class Settings:
         self.weights = [1.0, 0.5]
         self.by_name = {"first": 1.0}
         self.kinds = {"square"}
+        self.recent = deque([1.0], maxlen=1)
         self.dtype = torch.float32
         self.calls = 0
 
@@ -48,7 +50,7 @@ class Model(nn.Module):
         x = self.act(self.layers(x))
         x = sum((x * w for w in self.settings.weights), x).to(self.settings.dtype).float()
         x = x.square() if "square" in self.settings.kinds else x
-        return self.scaled(x * sum(self.settings.by_name.values()))
+        return self.scaled(x * sum(self.settings.by_name.values()) * self.settings.recent[0])
 
 
 Change = Callable[[Model, Any], Any]
@@ -87,6 +89,10 @@ CHANGES: dict[str, Change] = {
     "an item": lambda model, optimizer: model.settings.weights.append(3.0),
     "a key": lambda model, optimizer: model.settings.by_name.update(second=2.0),
     "a set": lambda model, optimizer: model.settings.kinds.clear(),
+    "an item of a set": lambda model, optimizer: model.settings.kinds.symmetric_difference_update(
+        ["square", "cube"]
+    ),
+    "an item of a deque": lambda model, optimizer: model.settings.recent.append(3.0),
     "a dtype": in_settings(dtype=torch.bfloat16),
     "an attribute of a class": lambda model, optimizer: setattr(Factors, "of_class", 0.5),
     "strides": lambda model, optimizer: setattr(
@@ -151,6 +157,14 @@ def _draw_in_numpy(model: nn.Linear, x: Tensor) -> Tensor:
     return x * float(np.random.rand())
 
 
+def _draw_of_a_generator(model: Any, x: Tensor) -> Tensor:
+    return x * vars(model).setdefault("draws", random.Random(0)).random()  # type: ignore[no-any-return]
+
+
+def _draw_of_a_generator_in_numpy(model: Any, x: Tensor) -> Tensor:
+    return x * vars(model).setdefault("draws", np.random.default_rng(0)).random()  # type: ignore[no-any-return]
+
+
 def _give_an_argument_a_gradient(model: nn.Linear, x: Tensor) -> None:
     model(x).sum().backward()
 
@@ -183,6 +197,8 @@ def _look_up_sparsely(model: nn.Linear, x: Tensor) -> None:
         (_give_other_memory, "weight other memory"),
         (_draw_in_python, "Python's random"),
         (_draw_in_numpy, r"numpy\.random"),
+        (_draw_of_a_generator, "Python's random"),
+        (_draw_of_a_generator_in_numpy, r"numpy\.random"),
         (_give_an_argument_a_gradient, "argument 0 a gradient"),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable
 from math import exp
 from typing import Any
@@ -584,8 +586,10 @@ def refused(step: Callable[..., Any], message: str, *args: Any) -> None:
 
 
 ARRAY: Any = torch.ones(3).numpy()
-#: What a generator holds cannot be seen.
-HIDDEN: Any = (tensor for tensor in [torch.ones(3)] * 4)
+COUNT = itertools.count(1)
+ITEMS = (tensor for tensor in [torch.ones(3)] * 4)
+#: What a method in C refers to cannot be seen.
+HIDDEN: Any = iter([torch.ones(3)] * 4).__next__
 
 
 class Counter:
@@ -594,6 +598,7 @@ class Counter:
     def __init__(self) -> None:
         self.count = 0
         self.seen: list[Tensor] = []
+        self.last: deque[Tensor] = deque(maxlen=9)
 
     def step(self, x: Tensor) -> Any:
         self.count += 1
@@ -601,6 +606,10 @@ class Counter:
 
     def collect(self, x: Tensor) -> Tensor:
         self.seen.append(x.sum())
+        return x
+
+    def keep(self, x: Tensor) -> Tensor:
+        self.last.append(x.sum())
         return x
 
 
@@ -646,9 +655,12 @@ def finite(x: Tensor) -> Tensor:
         (lambda x: x if math.fsum([1.0, x.sum().item()]) < 3 else -x, r"given to math.fsum"),
         (Counter().step, r"changes self.count in Python, from 1 to 2"),
         (Counter().collect, r"puts a tensor into the list self.seen"),
+        (Counter().keep, r"puts a tensor into the list self.last\[1\]"),
         (lambda x: x * torch.from_numpy(ARRAY), r"makes a tensor of a numpy array"),
         (lambda x: Counter(), "returns a Counter that it has made"),
-        (lambda x: x * next(HIDDEN), r"can't be seen to hold"),
+        (lambda x: x * next(ITEMS), r"refers to ITEMS, a generator"),
+        (lambda x: x * next(COUNT), r"refers to COUNT, a count"),
+        (lambda x: x * HIDDEN(), r"can't be seen to hold"),
         (
             lambda x: x * torch.rand(3, generator=torch.Generator().manual_seed(1)),
             r"generator that the step has made",

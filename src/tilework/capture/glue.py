@@ -78,7 +78,7 @@ class _Source:
             return f"{owner}{local}.grad"
         if place.how == "length":
             return f"len({owner})"
-        if place.how == "bytes":
+        if place.how == "content":
             return f"{self.name(place.get)}()"
         return f"{owner}.{place.key}"
 
@@ -134,7 +134,7 @@ def _checks_of(source: _Source, name: str, place: StatePlace, value: Any) -> Ite
         yield f"not {source.name(place.owner)}"
     elif value is None or isinstance(value, bool):
         yield f"{source.read(place)} is {source.name(value)}"
-    elif place.how in ("length", "bytes") or not isinstance(value, int | float):
+    elif place.how in ("length", "content") or not isinstance(value, int | float):
         yield f"{source.read(place)} == {source.name(value)}"
     else:  # 2 == 2.0, 1 == True, 0.0 == -0.0
         yield f"({name} := {source.read(place)}) == {source.name(value)}"

@@ -17,10 +17,11 @@ import logging
 import sys
 import types
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +31,15 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.callsite import in_library
 from tilework.comm.world import World
 from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
 from tilework.mesh import DeviceMesh
 from tilework.store.contract import Store
 
+T = TypeVar("T")
 #: Classes of objects without state of a step, or without state that a program reads.
 _LEAVES = (
     *(ProcessGroup, DeviceMesh, World, Store, types.ModuleType, type, types.BuiltinFunctionType),
-    *(str, bytes, int, float, complex, types.CodeType, types.FrameType, types.GeneratorType),
+    *(str, bytes, int, float, complex, types.CodeType, types.FrameType),
     *(logging.Logger, logging.Handler, io.IOBase),
 )
 #: Functions with which code may read any attribute.
@@ -54,7 +57,8 @@ class StatePlace(NamedTuple):
     Attributes:
         owner: The object that has the part.
         how: The kind of part: "item", "attribute", "cell" (of a closure), "grad" (the local
-            gradient of a tensor), "bytes" (the checksum of a numpy array), or "length".
+            gradient of a tensor), "length", or "content" (of a set, or the checksum of a numpy
+            array).
         key: The key of the item, or the name of the attribute.
         text: The place in words, as a program would write it.
     """
@@ -79,8 +83,9 @@ class StatePlace(NamedTuple):
                 return plain(self.owner).grad
             if self.how == "length":
                 return len(self.owner)
-            if self.how == "bytes":
-                return zlib.crc32(self.owner.tobytes())
+            if self.how == "content":
+                is_set = isinstance(self.owner, set)
+                return frozenset(self.owner) if is_set else zlib.crc32(self.owner.tobytes())
             return getattr(self.owner, self.key)
         except (AttributeError, ValueError, TypeError) as error:
             raise LookupError(str(error)) from None
@@ -199,7 +204,11 @@ class StatePlaces:
 
     def generators(self) -> list[torch.Generator]:
         """The generators of random numbers that the step refers to."""
-        return [each for each in self._kept if isinstance(each, torch.Generator)]
+        return self.instances(torch.Generator)
+
+    def instances(self, *kinds: type[T]) -> list[T]:
+        """The objects of some classes that the step refers to."""
+        return [each for each in self._kept if isinstance(each, kinds)]
 
     def generator(self, given: torch.Generator) -> torch.Generator | None:
         """The step's generator that is in the state of ``given``, torch's object for a generator.
@@ -256,12 +265,10 @@ class StatePlaces:
                 self.optimizers.append(found)
                 queued.update(map(id, found.param_groups))
                 self._later += [(each, text, False) for each in found.param_groups]
+            if is_users:
+                self._refuse_iterator(found, text)
             is_users = is_users and _is_users(found)
-            if isinstance(found, dict):
-                self.lengths[id(found)] = len(found)
-            if is_users and isinstance(found, list | dict | set):
-                length = StatePlace(found, "length", None, f"the length of {text or 'a container'}")
-                self.constants.append((length, len(found)))
+            self._note_container(found, text, is_users)
             children = list(_parts_of(found, text))
             is_all_users = is_users and _has_users_code(found)
             for place, value in reversed(children):
@@ -275,6 +282,35 @@ class StatePlaces:
             if is_users and isinstance(found, types.FunctionType):
                 self._name(found.__code__)
 
+    def _refuse_iterator(self, found: Any, text: str) -> None:
+        """Refuse an iterator of a library to which the user's code refers: its state is hidden.
+
+        Raises:
+            CaptureError: ``found`` is an iterator.
+        """
+        if not isinstance(found, Iterator) or is_users_class(type(found)):
+            return
+        _, owner = self.parents.get(id(found), (None, None))
+        kind = type(owner)
+        is_users = is_users_class(kind) or kind.__module__ in ("builtins", "collections")
+        if is_users and not _is_of_package(owner):
+            raise CaptureError(
+                f"the step refers to {text or 'an iterator'}, a {type(found).__name__}: a program "
+                f"would use the item of this call again and again. Call next() before the step, "
+                f"and pass the item as an argument"
+            )
+
+    def _note_container(self, found: Any, text: str, is_users: bool) -> None:
+        """Note the length of a container of the user, which decides on loops; of a set, all."""
+        if isinstance(found, dict):
+            self.lengths[id(found)] = len(found)
+        if is_users and isinstance(found, list | deque | dict):
+            length = StatePlace(found, "length", None, f"the length of {text or 'a container'}")
+            self.constants.append((length, len(found)))
+        elif is_users and isinstance(found, set):
+            content = StatePlace(found, "content", None, text or "a set")
+            self.constants.append((content, content.get()))
+
     def _take(self, place: StatePlace, value: Any, found: Any, is_users: bool) -> None:
         """Note the value at a place of ``found``, and queue it for the search."""
         if isinstance(value, Tensor):
@@ -285,7 +321,7 @@ class StatePlaces:
         elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
             if not is_users:
                 return
-            array = StatePlace(value, "bytes", None, place.text)
+            array = StatePlace(value, "content", None, place.text)
             self.constants.append((array, array.get()))
             self._kept.append(value)
         else:
@@ -346,7 +382,7 @@ class StatePlaces:
 
 def _is_users(found: Any) -> bool:
     """True if numbers in an object belong to the user's program, not to a library."""
-    if isinstance(found, nn.Module | dict | list | tuple | set | types.CellType | type):
+    if isinstance(found, nn.Module | dict | list | deque | tuple | set | types.CellType | type):
         return True
     if isinstance(found, types.FunctionType):
         return not in_library[found.__code__.co_filename]
@@ -532,7 +568,7 @@ _KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[tuple[StatePlace, Any]]]]
     (partial, _parts_of_partial),
     (nn.Module, _parts_of_module),
     (Mapping, _parts_of_mapping),
-    (list | tuple, _parts_of_sequence),
+    (list | deque | tuple, _parts_of_sequence),
     (types.CellType, _parts_of_cell),
     (property, _parts_of_property),
     (type | types.ModuleType, _parts_of_namespace),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -233,7 +234,7 @@ def _changes(
             continue
         if known is _identity and tensor is None:
             continue
-        if isinstance(place.owner, list) and known is _identity and after.is_users(place):
+        if isinstance(place.owner, list | deque) and known is _identity and after.is_users(place):
             raise CaptureError(
                 f"the step puts a tensor into the list {place.text}: a program would do so to one "
                 f"place again and again. Return the tensor, and append it after the call"
@@ -269,7 +270,7 @@ def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace
     kept = []
     for place, value in before.constants:
         is_now = now.get(_identity(place), _identity)
-        is_length = place.how == "length" and not isinstance(place.owner, list)
+        is_length = place.how == "length" and not isinstance(place.owner, list | deque)
         if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
             kept.append((place, value))
             continue

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tilework.capture.places import StatePlaces
 from tilework.comm.world import current_world
@@ -46,7 +47,7 @@ class Unseen:
         self._places, self._leaves = places, leaves
         self._memories = [(tensor, tensor.detach()) for tensor in places.plain_tensors()]
         self._grads = [leaf.grad if _is_leaf(leaf) else None for leaf in leaves]
-        self._draws = _python_draws()
+        self._draws = _python_draws(places)
         self._made = self._made_once()
 
     def makes_anything_once(self) -> bool:
@@ -68,9 +69,9 @@ class Unseen:
         Raises:
             CaptureError: The step had such an effect.
         """
-        if _python_draws() != self._draws:
+        if _python_draws(self._places) != self._draws:
             raise CaptureError(
-                "the step draws from the generator of Python's random, or of numpy.random: a "
+                "the step draws from a generator of Python's random, or of numpy.random: a "
                 "program would go on with the numbers of this call. Draw with torch (torch.rand, "
                 "and torch.where), or pass what is drawn as a tensor"
             )
@@ -103,8 +104,13 @@ def _is_leaf(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_leaf
 
 
-def _python_draws() -> Any:
-    """The states of the global generators of Python's random and of numpy."""
+def _python_draws(places: StatePlaces) -> list[Any]:
+    """The states of generators of Python's random and numpy: the global ones, and the step's."""
     numpy = sys.modules.get("numpy")
-    drawn = numpy.random.get_state()[1:3] if numpy is not None else ()
-    return random.getstate(), [bytes(x) if hasattr(x, "tobytes") else x for x in drawn]
+    states: list[Any] = [random.getstate()]
+    states += [each.getstate() for each in places.instances(random.Random)]
+    if numpy is not None:
+        states.append(numpy.random.get_state())
+        states += [each.get_state() for each in places.instances(numpy.random.RandomState)]
+        states += [each.bit_generator.state for each in places.instances(numpy.random.Generator)]
+    return [x.tobytes() if hasattr(x, "tobytes") else x for x in tree_leaves(states)]
