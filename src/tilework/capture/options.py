@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from tilework.capture.number import Number, NumberBook
 from tilework.capture.places import StatePlace
@@ -18,15 +19,15 @@ class Option(NamedTuple):
     """A float among an optimizer's options, such as a learning rate, as an input of a program.
 
     Attributes:
-        optimizer: The optimizer.
-        group: The position in ``optimizer.param_groups``.
+        owner: The optimizer, or a scheduler, which keeps a copy of the learning rates.
+        group: The position in the optimizer's ``param_groups``; None: an attribute of a scheduler.
         key: The name of the option.
         part: The position in the option if that is a tuple or list, such as betas; else None.
         number: The number that stands for the option in the program.
     """
 
-    optimizer: Optimizer
-    group: int
+    owner: Any
+    group: int | None
     key: str
     part: int | None
     number: Number
@@ -34,28 +35,42 @@ class Option(NamedTuple):
     def text(self) -> str:
         """The option in words, such as "lr of group 0 of SGD"."""
         part = "" if self.part is None else f"[{self.part}]"
-        return f"{self.key}{part} of group {self.group} of {type(self.optimizer).__name__}"
+        group = "" if self.group is None else f" of group {self.group}"
+        return f"{self.key}{part}{group} of {type(self.owner).__name__}"
 
     def get(self) -> Any:
-        """The value that the optimizer has now; floats of numpy as floats."""
-        value = self.optimizer.param_groups[self.group][self.key]
+        """The value that the owner has now; floats of numpy as floats."""
+        value = _options_of(self.owner, self.group)[self.key]
         value = value if self.part is None else value[self.part]
         return float(value) if isinstance(value, float) else value
 
 
+def _options_of(owner: Any, group: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = vars(owner) if group is None else owner.param_groups[group]
+    return options
+
+
 class OptimizerOptions:
-    """Replace floats of ``param_groups``, such as learning rates, by Numbers within a block.
+    """Replace floats of optimizers and schedulers by Numbers within a block.
+
+    These are the floats of ``param_groups``, such as learning rates, and of ``get_last_lr()``.
 
     The step is recorded in the block, and the Numbers become inputs of the program. At the end of
     the block the floats come back. An option that the step has changed raises CaptureError.
 
     Args:
         optimizers: The optimizers whose floats are replaced.
+        schedulers: The schedulers whose floats are replaced.
         book: The numbers of the recording, which the new Numbers join.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], book: NumberBook) -> None:
-        self.optimizers, self.book = list(dict.fromkeys(optimizers)), book
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[LRScheduler],
+        book: NumberBook,
+    ) -> None:
+        self.optimizers, self.schedulers, self.book = optimizers, schedulers, book
         self.all: list[Option] = []
         #: Other options, which later calls must find the same.
         self.constants: list[tuple[StatePlace, Any]] = []
@@ -74,31 +89,30 @@ class OptimizerOptions:
                         self.constants.append((StatePlace(state, "item", key, text), value))
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
-                    stands_for = self._number(optimizer, number, key, value)
-                    if stands_for is not None:
-                        self._before.append((group, key, value, stands_for))
-                    elif key != "params" and not isinstance(value, Tensor):
+                    is_number = self._replaces(optimizer, number, key)
+                    if not (is_number or key == "params" or isinstance(value, Tensor)):
                         place = StatePlace(group, "item", key, f"{key} of {name}")
                         self.constants.append((place, value))
+        for scheduler in self.schedulers:
+            self._replaces(scheduler, None, "_last_lr")
         for group, key, _, stands_for in self._before:
             group[key] = stands_for
         return self
 
-    def _number(self, optimizer: Optimizer, group: int, key: str, value: Any) -> Any:
-        if isinstance(value, float):
-            return self._option(optimizer, group, key, None, value)
-        is_several = type(value) in (tuple, list) and len(value) > 0
-        if is_several and all(isinstance(each, float) for each in value):
-            parts = enumerate(value)
-            return type(value)([self._option(optimizer, group, key, i, each) for i, each in parts])
-        return None
-
-    def _option(
-        self, optimizer: Optimizer, group: int, key: str, index: int | None, value: float
-    ) -> Number:
-        number = Number(float(value), None, (), self.book)
-        self.all.append(Option(optimizer, group, key, index, number))
-        return number
+    def _replaces(self, owner: Any, group: int | None, key: str) -> bool:
+        """Make options of a value; False, and nothing is done, if it has not floats alone."""
+        options = _options_of(owner, group)
+        value: Any = options.get(key)
+        parts = value if type(value) in (tuple, list) else [value]
+        if not parts or not all(isinstance(each, float) for each in parts):
+            return False
+        numbers = [Number(float(each), None, (), self.book) for each in parts]
+        for part, number in enumerate(numbers):
+            option = Option(owner, group, key, None if parts is not value else part, number)
+            self.all.append(option)
+        stands_for = type(value)(numbers) if parts is value else numbers[0]
+        self._before.append((options, key, value, stands_for))
+        return True
 
     def __exit__(
         self,

@@ -168,7 +168,6 @@ class StatePlaces:
         self.lengths: dict[int, int] = {}
         #: Other things that the step may use: functions, modules, containers, dtypes.
         self.things: list[tuple[StatePlace, Any]] = []
-        self.optimizers: list[Optimizer] = []
         self._kept: list[Any] = []
         self._graded: set[int] = set()
         #: The names in the step's code; and, by name, attributes that the code may not read.
@@ -262,7 +261,6 @@ class StatePlaces:
             seen.add(id(found))
             self._kept.append(found)
             if isinstance(found, Optimizer):
-                self.optimizers.append(found)
                 queued.update(map(id, found.param_groups))
                 self._later += [(each, text, False) for each in found.param_groups]
             if is_users:

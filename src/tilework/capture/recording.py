@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tilework.capture.glue import ProgramConditions
@@ -104,7 +106,9 @@ def record_call(
     unseen = Unseen(before, leaves)
     generators = [(each, each.get_state()) for each in [*_generators(), *before.generators()]]
     try:
-        with OptimizerOptions(before.optimizers, recorder.book) as options, recorder.recording():
+        schedulers = before.instances(LRScheduler)
+        changing = OptimizerOptions(before.instances(Optimizer), schedulers, recorder.book)
+        with changing as options, recorder.recording():
             result = call.run()
             if needed is not None:
                 needed += recorder.needed

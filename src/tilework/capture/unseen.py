@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from tilework.capture.places import StatePlaces
@@ -57,7 +58,7 @@ class Unseen:
     def _made_once(self) -> set[Any]:
         states = {
             (id(optimizer), id(owner), key)
-            for optimizer in self._places.optimizers
+            for optimizer in self._places.instances(Optimizer)
             for owner, state in optimizer.state.items()
             for key in (state if isinstance(state, dict) else ())
         }
