@@ -145,6 +145,25 @@ def test_arguments_are_told_apart_where_the_recorded_call_had_one_tensor() -> No
     assert len(program.records) == 1
 
 
+def test_a_captured_method_is_bound_to_each_object() -> None:
+    class Scale:
+        def __init__(self, factor: float) -> None:
+            self.factor, self.shift = torch.tensor(factor), factor
+
+        @capture
+        def of(self, x: Tensor) -> Tensor:
+            return x * self.factor + self.shift
+
+    first, second = Scale(2.0), Scale(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            assert [each.of(torch.ones(())).item() for each in (first, second)] == [4.0, 6.0]
+    first.factor = torch.tensor(5.0)
+    assert first.of(torch.ones(())) == 7.0
+    assert len(Scale.of.records) == 2
+
+
 def _give_other_memory(model: nn.Linear, x: Tensor) -> None:
     model.weight.data = model.weight.data * 2
 

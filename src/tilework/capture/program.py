@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -45,9 +46,9 @@ def capture(step: Callable[P, T], *, backend: str = "python", check: bool = True
     step does not run in later calls: prints, counters and appends belong outside.
 
     Args:
-        step: The function. It may use DTensors, ``fully_shard``, ``DistributedDataParallel`` and
-            plain modules, call ``backward()``, clip, and step optimizers. A returned tensor
-            has no graph.
+        step: The function, or a method in the body of a class. It may use DTensors,
+            ``fully_shard``, ``DistributedDataParallel`` and plain modules, call ``backward()``,
+            clip, and step optimizers. A returned tensor has no graph.
         backend: "python" runs torch's operators one after the other. "inductor" compiles them
             together with torch's Inductor, which needs a C++ compiler, takes seconds to minutes,
             and rounds as Inductor does.
@@ -129,6 +130,10 @@ class Program(Generic[P, T]):
         if found is None and self._sized:
             self._all_have(False)
         return self._record(key, call)  # type: ignore[no-any-return]
+
+    def __get__(self, owner: object, kind: type | None = None) -> Any:
+        """Bind a captured method of a class to an object, as Python binds a function."""
+        return self if owner is None else MethodType(self, owner)
 
     @property
     def records(self) -> list[StepRecord]:
