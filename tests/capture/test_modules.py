@@ -153,6 +153,37 @@ def _train_on_lengths(rank: int, backend: str) -> None:
             assert same(mine.grad, other.grad), f"{name} at {length}"
 
 
+class WithPenalty(nn.Module):
+    """A module that keeps a part of the loss, as mixtures of experts do."""
+
+    penalty: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.linear.weight.square().sum()
+        result: Tensor = self.linear(x)
+        return result
+
+
+def test_a_module_that_keeps_a_tensor_with_a_graph_runs_as_it_is() -> None:
+    def run(rank: int) -> None:
+        model = distribute_module(WithPenalty(), init_device_mesh("cpu", (1,)))
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        compiled(torch.randn(2, 8))
+        with pytest.warns(match="keeps penalty with a graph"):
+            compiled(torch.randn(2, 8))
+        for _ in range(2):
+            model.zero_grad()
+            (compiled(torch.zeros(2, 8)).sum() + model.penalty).backward()
+            grad: Any = model.linear.weight.grad  # type: ignore[union-attr]
+            assert grad.full_tensor().norm() > 0
+
+    run_ranks(1, run)
+
+
 def on_one_rank(program: Callable[[Any, Any, Callable[[], Tensor]], None]) -> None:
     def run(rank: int) -> None:
         model, batch = whole(1)

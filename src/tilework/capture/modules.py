@@ -9,7 +9,7 @@ first program, and autograd runs the second in the program's backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from typing import Any
 
@@ -182,6 +182,7 @@ class _Joint(StepCall):
         recorder: Any = current_recorder()
         needed = _needing_grad(recorder.places, self.leaves)
         result = super().run()
+        _refuse_graphs(recorder.places)
         outs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
         if not outs:
             raise CaptureError(f"no result of {self.name} requires a gradient: use no_grad()")
@@ -202,6 +203,23 @@ def _needing_grad(places: StatePlaces, leaves: Sequence[Any]) -> list[Tensor]:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             found.setdefault(id(plain(tensor)), tensor)
     return list(found.values())
+
+
+def _refuse_graphs(places: StatePlaces) -> None:
+    """Refuse tensors with a graph that a function has kept in other places than the result.
+
+    Raises:
+        CaptureError: Later calls would put a tensor there that gives no gradients.
+    """
+    for place, before in places.slots:
+        with suppress(LookupError):
+            now = None if place.how == "grad" else place.get()
+            if isinstance(now, Tensor) and now is not before and now.grad_fn is not None:
+                raise CaptureError(
+                    f"a compiled function keeps {place.text} with a graph, such as a part of the "
+                    f"loss, and later calls would give it none: return the tensor, or keep "
+                    f"detach() of it"
+                )
 
 
 @contextmanager
