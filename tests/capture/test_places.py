@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
@@ -203,6 +204,12 @@ def _replace_a_tuple(model: Any, x: Tensor) -> None:
     model.state = tuple(each + 1 for each in vars(model).setdefault("state", (x.detach(),)))
 
 
+def _count_in_a_list(model: Any, x: Tensor) -> None:
+    counts = vars(model).setdefault("counts", [0])
+    counts[0] += 1
+    counts.append(1)
+
+
 def _look_up_sparsely(model: nn.Linear, x: Tensor) -> None:
     F.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()  # type: ignore[no-untyped-call]
 
@@ -212,6 +219,7 @@ def _look_up_sparsely(model: nn.Linear, x: Tensor) -> None:
     [
         (_count_in_an_optimizer, "step of a parameter's state"),
         (_replace_a_tuple, r"makes a tuple with the tensor model.state\[0\]"),
+        (_count_in_a_list, r"the step changes .*model.counts"),
         (_look_up_sparsely, "layout torch.sparse_coo"),
         (_give_other_memory, "weight other memory"),
         (_draw_in_python, "Python's random"),
@@ -232,11 +240,14 @@ def test_what_torch_does_not_show_is_refused_and_undone(
     program = capture(of_model)
     program(torch.ones(2, 3).requires_grad_())
     before = [tensor.clone() for tensor in model.parameters()]
+    kept = {key: copy.copy(value) for key, value in vars(model).items()}
     x = torch.ones(2, 3).requires_grad_()
     with pytest.raises(CaptureError, match=message):
         program(x)
     assert x.grad is None
     assert all(map(torch.equal, model.parameters(), before))
+    kept.update({key: vars(model)[key] for key in ("draws", "optimizer") if key in kept})
+    assert vars(model) == kept
 
 
 def test_what_libraries_decide_by_numbers_is_decided_again() -> None:

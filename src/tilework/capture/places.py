@@ -103,6 +103,20 @@ class StatePlace(NamedTuple):
         else:
             setattr(self.owner, self.key, value)
 
+    def put_back(self, then: Any) -> None:
+        """Undo a change: let this place have what it had, and a container the items it had."""
+        with suppress(LookupError):
+            if self.how != "grad" and self.get() is then:
+                return
+        if self.how == "length":
+            while len(self.owner) > then:
+                self.owner.popitem() if isinstance(self.owner, dict) else self.owner.pop()
+        elif self.how == "content" and isinstance(self.owner, set):
+            self.owner.clear()
+            self.owner.update(then)
+        elif self.how != "content" and not isinstance(self.owner, tuple | type):
+            self.set(then)
+
 
 class Argument:
     """The place of a tensor among the arguments of a call: a leaf, or a leaf's local tensor.

@@ -457,15 +457,14 @@ def _nearly(one: Tensor, other: Tensor) -> bool:
 
 
 def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
-    """Undo what a step that cannot become a program has written to inputs and gradients. Local."""
+    """Undo what a step that cannot become a program has written and changed. Local."""
     for each in recorder.graph.inputs:
         memory = each.value.memory
         kept = None if memory is None else recorder.before.pop(memory, None)
         if kept is not None:
             storage_bytes_of(each.tensor).copy_(kept)
-    for place, tensor in places.slots:
-        if place.how == "grad":
-            place.set(tensor)
+    for place, then in (*places.things, *places.constants, *places.slots):
+        place.put_back(then)
 
 
 # -- several sizes ---------------------------------------------------------------------------
