@@ -120,8 +120,9 @@ def test_a_cache_that_grows_has_one_compiled_program() -> None:
         def step(x: Tensor) -> Any:
             cache[0] = torch.cat([cache[0], linear(x)], 1)
             result = nn.functional.scaled_dot_product_attention(x, cache[0], cache[0])
-            length = cache[0].shape[1]
-            return result, length, length * x[0, 0, 0].item()
+            length, number = cache[0].shape[1], x[0, 0, 0].item()
+            quotient = torch.div(x[0, 0, 1], number, rounding_mode="floor")
+            return result, length, length * number, number * x[0, 0, 1], quotient
 
         return step, lambda: {"keys": cache[0]}
 

@@ -449,14 +449,14 @@ class _Writer:
             return False
         leaves = [self.number(self._argument(x)) for x in args]
         node = formula(self, *leaves, **{key: self.number(x) for key, x in kwargs.items()})
-        self._put(each, args[0], node, in_place)
+        self._put(each.outputs[0], args[0], node, in_place)
         return True
 
-    def _put(self, each: Instruction, target: Any, node: Node, in_place: bool) -> None:
+    def _put(self, out: Value | None, target: Any, node: Node, in_place: bool) -> None:
         if in_place:
             self._op(aten.copy_.default, self.nodes[target.number], node)
-        elif each.outputs[0] is not None:
-            self.nodes[each.outputs[0].number] = node
+        elif out is not None:  # a float64 tensor promotes tensors that a Python float does not
+            self.nodes[out.number] = self._op(aten._to_copy.default, node, dtype=out.dtype)
 
     def _foreach(self, each: Instruction, name: str, args: list[Any], in_place: bool) -> bool:
         formula = _FORMULAS.get(name)
@@ -465,10 +465,7 @@ class _Writer:
         for i, target in enumerate(args[0]):
             of_item = [arg[i] if isinstance(arg, list | tuple) else arg for arg in args]
             node = formula(self, *[self.number(self._argument(x)) for x in of_item])
-            if in_place:
-                self._op(aten.copy_.default, self.nodes[target.number], node)
-            elif each.outputs[i] is not None:
-                self.nodes[each.outputs[i].number] = node  # type: ignore[union-attr]
+            self._put(each.outputs[i] if not in_place else None, target, node, in_place)
         return True
 
 
@@ -538,7 +535,9 @@ _FORMULAS: dict[str, Callable[..., Node]] = {
     "add": _plus(aten.add),
     "sub": _plus(aten.sub),
     "mul": lambda w, x, y: w._op(aten.mul.Tensor, x, y),
-    "div": lambda w, x, y: w._op(aten.div.Tensor, x, y),
+    "div": lambda w, x, y, **mode: w._op(
+        aten.div.Tensor_mode if mode else aten.div.Tensor, x, y, **mode
+    ),
     "addcdiv": _addcdiv,
     "addcmul": _addcmul,
     "lerp": _lerp,

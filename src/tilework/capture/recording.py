@@ -449,11 +449,13 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _nearly(one: Tensor, other: Tensor) -> bool:
     """True if tensors are so close that rounding, amplified by an optimizer, may be the cause."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
     if not one.is_floating_point() or not one.numel():
-        return one.shape == other.shape
+        return True
     one, other = one.detach().double(), other.detach().double()
     apart = (one - other).nan_to_num().norm()
-    return one.shape == other.shape and bool(apart <= 0.05 * one.nan_to_num().norm() + 1e-4)
+    return bool(apart <= 0.05 * one.nan_to_num().norm() + 1e-4)
 
 
 def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
