@@ -181,6 +181,7 @@ class Compiled:
         self._values: tuple[Any, ...] = ()
         self._token = torch.zeros(1)
         self._count = len(inputs)
+        self._numbers = sum(isinstance(leaf, Number) for leaf in graph.result)
         self._python = python
         self._shapes = [each.value.shape for each in graph.inputs]
         #: Inputs whose shapes depend on the size, and those to which the program writes, too:
@@ -234,8 +235,9 @@ class Compiled:
         self._digests[:] = args[count + len(options) :]
         try:
             function = self._functions.get(self.size) or self._function_at(self.size, inputs)
-            result: list[Any] = function(*inputs, *size, *options, self._token)
-            return result
+            result = list(function(*inputs, *size, *options, self._token))
+            first = len(result) - self._numbers
+            return [*result[:first], *[number.item() for number in result[first:]]]
         finally:
             if self.objects:
                 self.objects.clear()
