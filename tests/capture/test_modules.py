@@ -107,11 +107,16 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+    def forward(self, x: Tensor) -> tuple[Tensor, int, float]:
+        length = x.shape[1]
         heads = self.qkv(x).view(*x.shape[:2], -1, 12).transpose(1, 2)
         q, k, v = heads.chunk(3, -1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1)) / x.shape[1], x.shape[1]
+        return (
+            self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1)) / length,
+            length,
+            x[0, 0, 0].item() * length,
+        )
 
 
 @pytest.mark.timeout(LIMIT.total_seconds())
@@ -143,9 +148,10 @@ def _train_on_lengths(rank: int, backend: str) -> None:
     torch.manual_seed(1)
     for length in (5, 7, 12, 3, 9, 20, 2, 7):
         x = torch.randn(3, length, 8)
-        results, lengths = zip(*[each(x) for each in (eager, run)], strict=True)
+        results, lengths, numbers = zip(*[each(x) for each in (eager, run)], strict=True)
         assert same(*results)
         assert lengths == (length, length)
+        assert numbers[0] == numbers[1]
         for owner, result in zip((eager, model), results, strict=True):
             owner.zero_grad()
             result.square().sum().backward()

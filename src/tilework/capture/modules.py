@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from tilework.capture.glue import ProgramConditions
 from tilework.capture.graph import Graph, Input, Instruction, Value
+from tilework.capture.number import Number
 from tilework.capture.places import Argument, StatePlaces, is_dtensor, plain
 from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
 from tilework.capture.record import StepRecord
@@ -340,7 +341,7 @@ class _Passes:
         made = _Apply.apply(self, size, inputs, *needed)  # type: ignore[no-untyped-call]
         outs = iter(made)
         leaves = self._leaves if size is None else at(self._leaves, size)
-        built = [next(outs) if value_in(leaf) is not None else leaf for leaf in leaves]
+        built = [next(outs) if _computed(leaf) is not None else leaf for leaf in leaves]
         results = [
             wrap_as(DTensor, local, leaf[2], leaf[3]) if isinstance(leaf, tuple) else local
             for leaf, local in zip(leaves, built, strict=True)
@@ -350,11 +351,14 @@ class _Passes:
     def run_forward(
         self, inputs: Sequence[Tensor], size: int | None
     ) -> tuple[list[Any], list[Any]]:
-        """Run the forward program; return the local results, and the values saved for backward."""
+        """Run the forward program; return the results, and the values saved for backward.
+
+        The results are local tensors and numbers.
+        """
         kept = self.forward.compute(inputs, [], size)
         for place, leaf in self.forward.graph.places:
             place.set(self.forward.built(leaf, kept, size))
-        results = [value for leaf in self._leaves if (value := value_in(leaf)) is not None]
+        results = [found for leaf in self._leaves if (found := _computed(leaf)) is not None]
         index = self.forward.index_of
         return [kept[index(x)] for x in results], [kept[index(x)] for x in self._saved]
 
@@ -370,10 +374,10 @@ class _Passes:
         return [None if x is None else kept[self.backward.index_of(x)] for x in values]
 
     def differentiable(self) -> list[bool]:
-        """For each local result of the forward program, True if it requires a gradient."""
-        outs = [value_in(leaf) for leaf in self._outs]
-        results = [value for leaf in self._leaves if (value := value_in(leaf)) is not None]
-        return [value in outs for value in results]
+        """For each result of the forward program, True if it requires a gradient."""
+        outs = {id(value_in(leaf)) for leaf in self._outs}
+        results = [found for leaf in self._leaves if (found := _computed(leaf)) is not None]
+        return [id(found) in outs for found in results]
 
 
 class _Apply(torch.autograd.Function):
@@ -385,8 +389,8 @@ class _Apply(torch.autograd.Function):
     ) -> Any:
         results, saved = passes.run_forward([each.detach() for each in inputs], size)
         flags = passes.differentiable()
-        plain_ones = [x for x, flag in zip(results, flags, strict=True) if not flag]
-        ctx.mark_non_differentiable(*plain_ones)
+        others = [x for x, flag in zip(results, flags, strict=True) if not flag]
+        ctx.mark_non_differentiable(*[x for x in others if isinstance(x, Tensor)])
         ctx.passes, ctx.size, ctx.flags = passes, size, flags
         ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
         ctx.save_for_backward(*[each for each in saved if isinstance(each, Tensor)])
@@ -413,6 +417,11 @@ def value_in(leaf: Any) -> Value | None:
     if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
         return leaf[1]  # type: ignore[no-any-return]
     return leaf if isinstance(leaf, Value) else None
+
+
+def _computed(leaf: Any) -> Value | Number | None:
+    """The value or number of a leaf of a program's result; None if the leaf is a constant."""
+    return leaf if isinstance(leaf, Number) else value_in(leaf)
 
 
 def _is_grad(each: Input, count: int) -> bool:
