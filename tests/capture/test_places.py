@@ -136,6 +136,32 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
     assert len(program.records) in (2, 3)  # a third where a gradient comes to be
 
 
+def test_options_that_are_loaded_are_read() -> None:
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make() -> Any:
+        model = nn.Linear(6, 6)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizers.append(optimizer)
+
+        def step(x: Tensor) -> None:
+            model.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+        return step, tensors_of(model)
+
+    def load() -> None:
+        for optimizer in optimizers:
+            state = optimizer.state_dict()
+            state["param_groups"][0]["maximize"] ^= True
+            optimizer.load_state_dict(state)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_twins(make, [(torch.randn(4, 6),) for _ in range(5)], load)
+
+
 def test_arguments_are_told_apart_where_the_recorded_call_had_one_tensor() -> None:
     scale, x, other = torch.full((3,), 2.0), torch.ones(3), torch.full((3,), 5.0)
     program = capture(lambda a, b, c: a * 100 + b * 10 + c + scale)

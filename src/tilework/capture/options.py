@@ -74,11 +74,15 @@ class OptimizerOptions:
         self.all: list[Option] = []
         #: Other options, which later calls must find the same.
         self.constants: list[tuple[StatePlace, Any]] = []
+        #: The lists of groups, which ``load_state_dict`` replaces.
+        self.way: list[tuple[StatePlace, Any]] = []
         self._before: list[tuple[dict[str, Any], str, Any, Any]] = []
 
     def __enter__(self) -> OptimizerOptions:
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
+            groups = StatePlace(optimizer, "attribute", "param_groups", f"param_groups of {name}")
+            self.way.append((groups, optimizer.param_groups))
             for thing in (optimizer.param_groups, *(x["params"] for x in optimizer.param_groups)):
                 text = f"the number of groups or parameters of {name}"
                 self.constants.append((StatePlace(thing, "length", None, text), len(thing)))

@@ -149,7 +149,7 @@ def _record_of(
     constants = [*_constants(before, after), *options.constants, *_absent(before, graph)]
     graph.drop_dead()
     digests = compare_program(graph, call.name)
-    way = _way_to(graph, before, after)
+    way = [*options.way, *_way_to(graph, before, after)]
     guards = list(dict.fromkeys(recorder.book.guards))
     return StepRecord(
         call.name, graph, digests, tree, ProgramConditions(options.all, way, constants, guards)
