@@ -23,7 +23,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "capture/record.py": ("capture/test_program.py", "capture/test_inductor.py"),
     "capture/recorder.py": ("capture/test_program.py",),
     "capture/recording.py": ("capture/test_program.py",),
-    "capture/sizes.py": ("capture/test_inductor.py", "capture/test_program.py"),
     "capture/tensor_reads.py": ("capture/test_program.py", "capture/test_inductor.py"),
     "capture/unseen.py": ("capture/test_places.py", "capture/test_program.py"),
     "checkpoint/composing.py": ("checkpoint/test_published.py", "checkpoint/test_publishing.py"),
