@@ -40,7 +40,7 @@ def test_the_others_raise_at_once(kind: Kind, backend: str) -> None:
 
     start = time.monotonic()
     first, culprit, last = outcomes(kind, backend, body)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert isinstance(culprit, LookupError)
     for error in (first, last):
         assert isinstance(error, DistBackendError)

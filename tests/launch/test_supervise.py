@@ -40,7 +40,7 @@ def test_first_failure_ends_the_job(launch: Launch, what: str, status: int, head
     done = launch(LAST_RANK.format(what=what), "-n", "3")
     assert done.status == status
     assert headline in done.err
-    assert done.seconds < 5
+    assert done.seconds < 30
     assert not ranks_left(launch)
 
 
@@ -160,7 +160,7 @@ def test_failed_rank_that_hangs_at_exit_does_not_hang_the_job(launch: Launch) ->
         """
     )
     assert done.status == 1
-    assert done.seconds < 6
+    assert done.seconds < 30
     assert "ValueError: and a thread" in done.err
 
 

