@@ -95,6 +95,23 @@ def test_a_loop_goes_on_with_other_ranks(before: int, after: int, stop: int, shu
         assert state == {"epoch": 1, "rows_taken": 0, "seed": 0}
 
 
+@each("choose", [lambda loader: loader, lambda loader: loader.sampler])
+def test_an_epoch_is_chosen_by_the_loader_or_its_sampler(choose: Any) -> None:
+    """As by loops written for torch, which choose a resumed epoch again."""
+
+    def batches(epoch: int, state: dict[str, int] | None = None) -> list[list[int]]:
+        loader: DataLoader[int] = DataLoader(range(8), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        if state is not None:
+            loader.load_state_dict(state)
+        choose(loader).set_epoch(epoch)
+        return [batch.tolist() for batch in loader]
+
+    assert batches(5) != batches(0)
+    state = {"epoch": 5, "rows_taken": 4, "seed": 0}
+    assert batches(5, state) == batches(5)[2:]
+    assert batches(0, state) == batches(0)
+
+
 def test_a_loop_that_was_left_begins_its_epoch_again() -> None:
     loader: DataLoader[int] = DataLoader(range(6), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     next(iter(loader))

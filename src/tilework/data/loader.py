@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from tilework.comm.world import AnyGroup
 from tilework.data.rows import Division, Uneven
-from tilework.data.sampler import DistributedSampler, divide
+from tilework.data.sampler import DistributedSampler, EpochPlace, divide
 from tilework.mesh import DeviceMesh
 
 T_co = TypeVar("T_co", covariant=True)
@@ -89,8 +89,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         division = divide(uneven, group, mesh, facts)
         rows = _rows_of_a_batch(batch_size, global_batch_size, division.ranks)
-        self._division, self._seed, self._epoch = division, seed, 0
-        self._batches, self._taken_before, self._resume_at = 0, 0, 0
+        self._division, self._seed = division, seed
         self._seeded = None if options.get("generator") is not None else torch.Generator()
         options = {**options, "generator": self._seeded or options["generator"]}
         sampler = None
@@ -101,37 +100,42 @@ class DataLoader(TorchDataLoader[T_co]):
                 cast(Any, dataset), division.ranks, division.rank, shuffle, seed, uneven=uneven
             )
         self._own_sampler = sampler
+        self._place = EpochPlace() if sampler is None else sampler
         options["sampler"] = sampler
         super().__init__(dataset, rows, drop_last=drop_last, **options)
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being iterated; between epochs, of the next epoch."""
-        return self._epoch
+        return self._place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch, from the first row on."""
-        self._epoch, self._resume_at, self._taken_before, self._batches = epoch, 0, 0, 0
+        """Let the next iteration be this epoch, from the first row on.
+
+        A resumed epoch, if it is chosen again, goes on with the rows that are left.
+        """
+        self._place.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """This rank's batches of one epoch; after :meth:`load_state_dict`, of the epoch's rest."""
         if self._seeded is not None:
-            place = (self._seed * 1_000_003 + self._epoch) * 65_537 + self._division.rank
+            place = (self._seed * 1_000_003 + self.epoch) * 65_537 + self._division.rank
             self._seeded.manual_seed(place % (1 << 63))
-        self._taken_before, self._resume_at = self._resume_at, 0
-        self._batches = 0
-        if self._own_sampler is not None:
-            self._own_sampler.resume(self._epoch, self._taken_before)
-            batches: Iterator[Any] = super().__iter__()
-        else:
-            batches = islice(super().__iter__(), self._taken_before // self._rows_of_a_step, None)
-        return self._counted(batches)
+        start = self._place.start
+        batches: Iterator[Any] = super().__iter__()
+        if self._own_sampler is None:
+            batches = islice(batches, self._place.begin() // self._rows_of_a_step, None)
+        self._place.taken = start  # the sampler counts rows that workers only load, too
+        return self._counted(batches, start)
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._batches += 1
+    def _counted(self, batches: Iterator[Any], start: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, 1):
+            taken = start + number * self._rows_of_a_step
+            if self._own_sampler is not None:
+                taken = min(taken, len(cast(Any, self.dataset)))
+            self._place.taken = taken
             yield batch
-        self._epoch, self._batches, self._taken_before = self._epoch + 1, 0, 0
+        self.set_epoch(self.epoch + 1)
 
     @property
     def _rows_of_a_step(self) -> int:
@@ -142,10 +146,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
         Local, and equal on ranks that are at the same step. A batch counts once the loop got it.
         """
-        taken = self._resume_at or self._taken_before + self._batches * self._rows_of_a_step
-        if self._own_sampler is not None:
-            taken = min(taken, len(cast(Any, self.dataset)))
-        return {"epoch": self._epoch, "rows_taken": taken, "seed": self._seed}
+        return {"epoch": self.epoch, "rows_taken": self._place.taken, "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next iteration go on where :meth:`state_dict` was taken. Local.
@@ -169,8 +170,8 @@ class DataLoader(TorchDataLoader[T_co]):
                 f"cannot resume an iterable dataset after {taken} rows in steps of "
                 f"{self._rows_of_a_step} rows: use the batch size that the state was saved with"
             )
-        self.set_epoch(state["epoch"])
-        self._resume_at = taken
+        else:
+            self._place.move(state["epoch"], taken)
 
 
 class _RankRows(IterableDataset[Any]):

@@ -15,7 +15,35 @@ from tilework.mesh import DeviceMesh
 _DIFFERENT = "ranks must load the same rows, in the same way:"
 
 
-class DistributedSampler(Sampler[int]):
+class EpochPlace:
+    """The epoch, and a place in it, counted in rows of all ranks together."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        #: The place where the next iteration begins.
+        self.start = 0
+        #: Rows of the epoch that were taken.
+        self.taken = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, which decides the order. Call it at the start of each epoch.
+
+        A resumed epoch, if it is chosen again, goes on with the rows that are left.
+        """
+        if epoch != self.epoch:
+            self.move(epoch, 0)
+
+    def move(self, epoch: int, taken: int) -> None:
+        """Let the next iteration begin in this epoch, after the rows that were taken."""
+        self.epoch, self.start, self.taken = epoch, taken, taken
+
+    def begin(self) -> int:
+        """The place where an iteration begins; the next iteration begins at the first row."""
+        start, self.start = self.start, 0
+        return start
+
+
+class DistributedSampler(EpochPlace, Sampler[int]):
     """A sampler of this rank's rows, for a DataLoader: torch's class of that name, with meshes.
 
     Making a sampler is collective over the ranks that share the rows, and blocks: the ranks compare
@@ -65,10 +93,8 @@ class DistributedSampler(Sampler[int]):
         group: AnyGroup = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        self.shuffle, self.seed, self.epoch = bool(shuffle), seed, 0
-        self._start = 0
-        #: Rows of the epoch that all ranks together have taken.
-        self._taken = 0
+        super().__init__()
+        self.shuffle, self.seed = bool(shuffle), seed
         rule: Uneven = uneven or ("drop" if drop_last else "pad")
 
         def facts() -> dict[str, Any]:
@@ -109,23 +135,14 @@ class DistributedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """This rank's rows of the epoch, in order; after :meth:`resume`, once only the rest."""
-        start, self._start = self._start, 0
+        start = self.begin()
         order = epoch_order(self._length, self.shuffle, self.seed, self.epoch)
         return self._counted(self.division.part(order, start).tolist(), start)
 
     def _counted(self, rows: list[int], start: int) -> Iterator[int]:
         for number, row in enumerate(rows, 1):
-            self._taken = min(start + number * self.num_replicas, self._length)
+            self.taken = min(start + number * self.num_replicas, self._length)
             yield row
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which decides the order. Call it at the start of each epoch.
-
-        A resumed epoch, if it is chosen again, goes on with the rows that are left.
-        """
-        if epoch != self.epoch:
-            self._start = self._taken = 0
-        self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and the number of rows that all ranks together have taken in it. Local.
@@ -133,7 +150,7 @@ class DistributedSampler(Sampler[int]):
         A row counts once the sampler has handed it out. torch's DataLoader with workers asks for
         rows before they are used; :class:`tilework.data.DataLoader` only counts used rows.
         """
-        return {"epoch": self.epoch, "taken": self._taken}
+        return {"epoch": self.epoch, "taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a state of :meth:`state_dict`, perhaps of another number of ranks. Local.
@@ -159,7 +176,7 @@ class DistributedSampler(Sampler[int]):
                 f"cannot resume after {taken} rows (of all ranks together): the dataset has "
                 f"{self._length}. Use the dataset that the state was saved with"
             )
-        self.epoch, self._start, self._taken = epoch, taken, taken
+        self.move(epoch, taken)
 
 
 def divide(
