@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,18 @@ def test_a_stream_with_a_length_gives_the_number_of_batches() -> None:
         return [len(loader) for loader in loaders]
 
     assert run_ranks(2, program) == [[3, 2, 3], [3, 2, 2]]
+
+
+def test_workers_divide_a_stream_by_its_attributes() -> None:
+    """As in the documentation of torch's IterableDataset; also where workers unpickle it."""
+
+    def halve(worker: int) -> None:
+        info: Any = torch.utils.data.get_worker_info()
+        info.dataset.length //= info.num_workers
+
+    loader = DataLoader(Stream(4), batch_size=2, num_workers=2, worker_init_fn=halve)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1]]
+    assert pickle.loads(pickle.dumps(loader.dataset)).length == 4
 
 
 def test_no_sampler_may_be_given() -> None:

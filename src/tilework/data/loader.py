@@ -175,18 +175,33 @@ class DataLoader(TorchDataLoader[T_co]):
 
 
 class _RankRows(IterableDataset[Any]):
-    """An iterable dataset of this rank's rows: every ``ranks``-th row of another dataset."""
+    """An iterable dataset of this rank's rows: every ``ranks``-th row of another dataset.
+
+    Other attributes are those of that dataset: a worker_init_fn finds and sets them there.
+    """
+
+    _all_rows: IterableDataset[Any]
+    _division: Division
 
     def __init__(self, dataset: IterableDataset[Any], division: Division) -> None:
-        self.dataset, self.division = dataset, division
+        vars(self).update(_all_rows=dataset, _division=division)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # as pickle asks before there is a dataset
+            raise AttributeError(name)
+        return getattr(self._all_rows, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._all_rows, name, value)
 
     def __len__(self) -> int:
-        return self.division.count(len(cast(Any, self.dataset)))
+        return self._division.count(len(cast(Any, self._all_rows)))
 
     def __iter__(self) -> Iterator[Any]:
         first: list[Any] = []
-        ranks, rank, uneven = self.division.ranks, self.division.rank, self.division.uneven
-        rows = iter(self.dataset)
+        division = self._division
+        ranks, rank, uneven = division.ranks, division.rank, division.uneven
+        rows = iter(self._all_rows)
         while turn := list(islice(rows, ranks)):
             first = first or turn
             if len(turn) < ranks and uneven == "drop":
