@@ -266,6 +266,10 @@ def details(rank: Rank) -> None:
         assert group._get_sequence_number_for_group() == before + 1
         group.monitored_barrier(timedelta(seconds=5))
         x = torch.ones(1)
+        for peer in (-1, N):  # as in a ring of rank - 1 and rank + 1
+            for call in (dist.broadcast, dist.isend, dist.irecv):
+                with pytest.raises(ValueError, match=f"rank {peer} is not part of group"):
+                    call(x, peer)
         group.allreduce(x, op=dist.ReduceOp.PRODUCT).wait()
         group.allreduce([x], op=dist.ReduceOp.SUM).wait()
         group.broadcast(x, root=1).wait()

@@ -153,7 +153,13 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def _global(self, rank: int) -> int:
         """The global rank of group rank ``rank``, since tilework's operations take global ranks."""
-        return self._group.global_ranks[rank]
+        ranks = self._group.global_ranks
+        if not 0 <= rank < len(ranks):
+            raise ValueError(
+                f"Group rank {rank} is not part of group {self._name!r}, which has {len(ranks)} "
+                f"ranks: give a number from 0 to {len(ranks) - 1}"
+            )
+        return ranks[rank]
 
     # -- operations ----------------------------------------------------------------------
 
