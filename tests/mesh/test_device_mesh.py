@@ -119,6 +119,21 @@ def test_a_pickled_mesh_is_made_where_it_is_not_known() -> None:
     run_ranks(2, program)
 
 
+def test_a_pickled_part_is_taken_of_the_mesh_that_is_there() -> None:
+    """As by a program that was started again, and loads before it takes the parts."""
+
+    def program(rank: int) -> tuple[float, float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh.flatten("all")
+        dp, tp = pickle.dumps(mesh["dp"]), pickle.dumps(mesh["tp", "dp"])
+        assert pickle.loads(tp).get_coordinate() == [rank % 2, rank // 2]
+        assert pickle.loads(dp).get_group() is mesh.get_group("dp")
+        assert pickle.loads(pickle.dumps(mesh["all"])) is mesh["all"]
+        return total(pickle.loads(dp).get_group()), total(pickle.loads(tp).get_group("tp"))
+
+    assert run_ranks(4, program) == [(2.0, 1.0), (4.0, 1.0), (2.0, 5.0), (4.0, 5.0)]
+
+
 def test_a_program_without_a_launcher_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/a/train.py"])
 

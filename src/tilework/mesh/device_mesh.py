@@ -269,8 +269,16 @@ def find_or_make(
 ) -> DeviceMesh:
     """The mesh for unpickling: this rank's mesh of the same content, else a new mesh.
 
-    To make a new mesh is collective over all ranks.
+    A part of a mesh that this rank has need not have been taken before. To make a new mesh is
+    collective over all ranks.
     """
     spec = MeshSpec(tuple(shape), tuple(ranks), None if names is None else tuple(names))
-    known = current_world().state(MeshesOfRank).known.get((device_type, spec))
-    return known or DeviceMesh(device_type, spec)
+    meshes = current_world().state(MeshesOfRank).known
+    known: DeviceMesh | None = meshes.get((device_type, spec))
+    if known is not None:
+        return known
+    whole: DeviceMesh
+    for whole in list(meshes.values()):
+        if spec.names and whole.device_type == device_type and whole.has_part(spec):
+            return whole[spec.names]
+    return DeviceMesh(device_type, spec)

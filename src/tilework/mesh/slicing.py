@@ -75,6 +75,13 @@ class MeshSlicing(MeshGrid):
         shape = tuple(self.size(name) for name in names)
         return MeshSpec(shape, self._root.spec.through(axes, get_rank()).ranks, tuple(names))
 
+    def has_part(self, spec: MeshSpec) -> bool:
+        """True if this is a whole mesh, and ``spec`` the part through this rank along some axes."""
+        try:
+            return self._root is self and self._part(spec.names or ()) == spec
+        except (KeyError, ValueError):  # no such axes, or this rank is outside
+            return False
+
     def root_axes(self, name: str) -> tuple[str, ...]:
         """The axes of the root mesh that the axis ``name`` consists of.
 
