@@ -222,6 +222,52 @@ def test_hooks_of_steps_and_states() -> None:
     assert on(3, program) == [["step", "save", "load", "loaded"]] * 3
 
 
+def test_a_schedule_outlasts_a_new_group() -> None:
+    def program(rank: int) -> list[float]:
+        options = {"w": weight_of(ROWS, rank)}
+        optimizer = ShardedOptimizer(options, torch.optim.SGD, lr=0.5)
+        optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.add_param_group({"params": {"b": torch.ones(1)}})
+        optimizer.step()
+        return [group["lr"] for group in optimizer.state_dict()["param_groups"]]
+
+    assert on(3, program) == [[0.25, 0.5]] * 3
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_ranks_skip_the_same_steps_and_clip_by_one_norm(is_sharded: bool) -> None:
+    """By ``GradScaler``, where the gradient of one rank is infinite; a rank has no shards."""
+
+    def program(rank: int) -> list[Any]:
+        weight = ones(chunks(0, [0, 2]), 4, requires_grad=True)
+        params = {"w": weight, "b": torch.ones((), requires_grad=True)}
+        optimizer: Optimizer = torch.optim.SGD([*params.values()], lr=1.0)
+        if is_sharded:
+            optimizer = ShardedOptimizer(params, torch.optim.SGD, lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        seen = []
+        for scale in (1e38, 1.0):
+            optimizer.zero_grad()
+            part = weight[3:] * scale
+            loss = (weight.sum() + part.sum()) * params["b"]
+            torch.autograd.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            whole = [each for group in optimizer.param_groups for each in group["params"]]
+            norm = nn.utils.clip_grad_norm_(whole, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            values = weight.full_tensor().tolist(), params["b"].item()
+            seen.append((norm.item(), scaler.get_scale(), *values))
+        return seen
+
+    plain = torch.tensor([1.0, 1.0, 1.0, 2.0, 5.0])  # the gradients, with that of "b"
+    left = 1 - plain / plain.norm()
+    for skipped, taken in on(3, program):
+        assert skipped == (float("inf"), 512.0, [1.0] * 4, 1.0)
+        assert taken[:2] == (pytest.approx(plain.norm().item()), 512.0)
+        assert_close(torch.tensor([*taken[2], taken[3]]), left)
+
+
 # -- which optimizers, which parameters ------------------------------------------------------------
 
 

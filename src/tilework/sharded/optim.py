@@ -31,7 +31,9 @@ class ShardedOptimizer(Optimizer):
     :meth:`state_dict` gives it as tensors sharded like the parameters: it can be saved, resharded,
     and loaded in any other layout.
 
-    Code that takes a torch.optim.Optimizer accepts it (``torch.optim.lr_scheduler``, for example).
+    Code that takes a torch.optim.Optimizer accepts it (``torch.optim.lr_scheduler``, for example):
+    ``param_groups`` has the whole parameters. ``torch.amp.GradScaler`` skips a step on all ranks if
+    a rank has infinite gradients.
 
     Args:
         named_params: Name to parameter, as a mapping or as pairs; or several groups, each a dict
@@ -111,18 +113,16 @@ class ShardedOptimizer(Optimizer):
         self.named_params.update(named)
         self._names.append(list(named))
         self._tiles.update(tiles)
-        self._adopt()
+        self.defaults, self.state = self._inner.defaults, self._inner.state
+        self._add_whole_group(list(named), self._inner.param_groups[-1])
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))  # torch's method would leave out the parameters
 
-    def _adopt(self) -> None:
-        inner = self._inner_optimizer()
-        self.defaults, self.state, self.param_groups = (
-            inner.defaults,
-            inner.state,
-            inner.param_groups,
-        )
+    def _add_whole_group(self, names: list[str], own: Mapping[str, Any]) -> None:
+        """Add a group of whole parameters, with the options of the inner optimizer's group."""
+        params = [self.named_params[name] for name in names]
+        self.param_groups.append({**_options(own), "params": params})
 
     def _inner_optimizer(self) -> Optimizer:
         assert self._inner is not None
@@ -141,7 +141,13 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: A parameter was resharded without :meth:`reshard_`.
         """
         self._check_tiles()
-        return self._inner_optimizer().step(closure)
+        groups = list(zip(self.param_groups, self._inner_optimizer().param_groups, strict=True))
+        for group, own in groups:
+            own.update(_options(group))  # which a schedule may have changed
+        loss = self._inner_optimizer().step(closure)
+        for group, own in groups:
+            group.update(_options(own))
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The state by names of parameters.
@@ -213,7 +219,9 @@ class ShardedOptimizer(Optimizer):
             group_options["params"] = list(range(first, first + n))
             first += n
         inner.load_state_dict({"state": dict(enumerate(states)), "param_groups": options})
-        self._adopt()
+        self.state, self.param_groups = inner.state, []
+        for names, own in zip(self._names, inner.param_groups, strict=True):
+            self._add_whole_group(names, own)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -356,6 +364,10 @@ class ShardedOptimizer(Optimizer):
             for state, local in zip(states, local_states(saved[key], tensor), strict=True):
                 state[key] = local
         return states
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _new_optimizer(

@@ -34,6 +34,7 @@ install(
         **comparisons.TABLE,
         **linear.TABLE,
         **embedding.TABLE,
+        **foreach.TABLE,
     },
     [module.family for module in (reductions, dim_ops, by_rule, foreach, elementwise)],
 )

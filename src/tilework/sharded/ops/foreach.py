@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tilework.comm.operations.collectives import all_reduce
+from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.world import NonMember
+from tilework.sharded.ops.tiles import graph_tiles
 from tilework.sharded.registry import Handler
+from tilework.sharded.tensor import ShardedTensor
 
 
 def _each(operator: Callable[..., Any]) -> Handler:
@@ -62,3 +68,23 @@ def family(func: Callable[..., Any], name: str, in_place: bool) -> Handler | Non
         return None
     operator = _operator(of_lists.removeprefix("_foreach_"))
     return None if operator is None else _each(operator)
+
+
+def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    """Unscale gradients in place, as ``GradScaler`` does. Collective over the gradients' groups.
+
+    If a rank finds infinity or NaN, ``found_inf`` is set on all ranks.
+    """
+    grads, found_inf, scale = args
+    sharded = [grad for grad in grads if isinstance(grad, ShardedTensor)]
+    local = [grad for grad in grads if not isinstance(grad, ShardedTensor)]
+    local += [tile for grad in sharded for tile in graph_tiles(grad)]
+    torch._amp_foreach_non_finite_check_and_unscale_(local, found_inf, scale)
+    for group in dict.fromkeys(grad.process_group for grad in sharded):
+        if not isinstance(group, NonMember):
+            all_reduce(found_inf, ReduceOp.MAX, group)
+
+
+TABLE: dict[Callable[..., Any], Handler] = {
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}
