@@ -121,6 +121,17 @@ def test_a_loop_that_was_left_begins_its_epoch_again() -> None:
     assert loader.epoch == 1
 
 
+@each("shuffle", [False, True])
+def test_rows_are_chosen_on_the_cpu(shuffle: bool) -> None:
+    """Whatever the default device, as "cuda" by ``torch.set_default_device``."""
+    loader: DataLoader[int] = DataLoader(range(4), 2, shuffle, collate_fn=list)  # type: ignore[arg-type]
+    loader.set_epoch(1)
+    expected = list(loader)
+    loader.set_epoch(1)
+    with torch.device("meta"):
+        assert list(loader) == expected
+
+
 def test_an_axis_of_a_mesh_divides() -> None:
     def program(rank: int) -> list[list[int]]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -122,7 +122,8 @@ class DataLoader(TorchDataLoader[T_co]):
             place = (self._seed * 1_000_003 + self.epoch) * 65_537 + self._division.rank
             self._seeded.manual_seed(place % (1 << 63))
         start = self._place.start
-        batches: Iterator[Any] = super().__iter__()
+        with cast(torch.Generator, self.generator).device:  # whatever the default device
+            batches: Iterator[Any] = super().__iter__()
         if self._own_sampler is None:
             batches = islice(batches, self._place.begin() // self._rows_of_a_step, None)
         self._place.taken = start  # the sampler counts rows that workers only load, too

@@ -28,8 +28,9 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Tensor:
         [0, 1, 2, 3]
     """
     if not shuffle:
-        return torch.arange(length)
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch))
+        return torch.arange(length, device="cpu")
+    generator = torch.Generator().manual_seed(seed + epoch)
+    return torch.randperm(length, generator=generator, device="cpu")
 
 
 @dataclass(frozen=True)
