@@ -154,6 +154,21 @@ def test_streams_are_divided(uneven: Any, rows: list[list[int]]) -> None:
     assert run_ranks(2, program) == rows
 
 
+def test_rows_that_are_batches_stay_as_they_are() -> None:
+    """By ``batch_size=None``, as in torch."""
+
+    def program(rank: int) -> list[Any]:
+        rows = [torch.tensor([number, number]) for number in range(3)]
+        loaders = [DataLoader(Stream(3), None), DataLoader(rows, None)]  # type: ignore[arg-type]
+        loader: DataLoader[Any]
+        for loader in loaders:
+            loader.load_state_dict({"epoch": 0, "rows_taken": 2, "seed": 0})
+        stream, listed = map(list, loaders)
+        return [stream, listed[0].tolist()]
+
+    assert run_ranks(2, program) == [[[2], [2, 2]], [[0], [0, 0]]]
+
+
 def test_a_stream_with_a_length_gives_the_number_of_batches() -> None:
     class Counted(Stream):
         def __len__(self) -> int:

@@ -33,7 +33,8 @@ class DataLoader(TorchDataLoader[T_co]):
     Args:
         dataset: A dataset with a length, or an iterable dataset. Each rank iterates over the whole
             of an iterable dataset, in each worker, and keeps every n-th row, for n ranks.
-        batch_size: The number of rows in a batch of one rank.
+        batch_size: The number of rows in a batch of one rank; None: rows come one by one, as they
+            are, for datasets whose rows are batches.
         shuffle: Whether each epoch has another order; not for iterable datasets.
         global_batch_size: The number of rows in a step of all ranks together, instead of
             ``batch_size``.
@@ -62,7 +63,7 @@ class DataLoader(TorchDataLoader[T_co]):
     def __init__(
         self,
         dataset: Dataset[T_co],
-        batch_size: int | None = None,
+        batch_size: int | None = 1,
         shuffle: bool = False,
         *,
         global_batch_size: int | None = None,
@@ -140,7 +141,7 @@ class DataLoader(TorchDataLoader[T_co]):
 
     @property
     def _rows_of_a_step(self) -> int:
-        return cast(int, self.batch_size) * self._division.ranks
+        return (self.batch_size or 1) * self._division.ranks
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and the number of rows that all ranks together have taken in it.
@@ -234,14 +235,16 @@ def _check(
     for name, value in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive whole number, got {value!r}")
-    if batch_size is not None and global_batch_size is not None:
+    if batch_size not in (None, 1) and global_batch_size is not None:
         raise ValueError("give batch_size, of each rank, or global_batch_size, of all: not both")
 
 
-def _rows_of_a_batch(batch_size: int | None, global_batch_size: int | None, ranks: int) -> int:
-    """The number of rows in a batch of one rank; raises if the global batch is not divisible."""
+def _rows_of_a_batch(
+    batch_size: int | None, global_batch_size: int | None, ranks: int
+) -> int | None:
+    """The rows in a batch of one rank; None: no batches. Raises if a global batch is uneven."""
     if global_batch_size is None:
-        return 1 if batch_size is None else batch_size
+        return batch_size
     rows, rest = divmod(global_batch_size, ranks)
     if rest:
         near = f"{rows * ranks} or {(rows + 1) * ranks}" if rows else f"{ranks}"
