@@ -142,6 +142,14 @@ def test_going_on_from_a_state_takes_each_row_once(ranks: int) -> None:
     assert sorted(first + rest) == list(range(12))
 
 
+def test_an_iterator_that_takes_no_row_leaves_the_place() -> None:
+    """torch's loader of rows without batches makes one, if it has workers."""
+    sampler = DistributedSampler(range(6), 1, 0, shuffle=False)
+    sampler.resume(0, 4)
+    iter(sampler)
+    assert list(sampler) == [4, 5]
+
+
 def test_the_next_epoch_begins_at_its_start() -> None:
     sampler = DistributedSampler(range(6), 1, 0)
     sampler.load_state_dict({"epoch": 2, "taken": 4})

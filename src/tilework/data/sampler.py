@@ -134,13 +134,13 @@ class DistributedSampler(EpochPlace, Sampler[int]):
         return self.division.count(self._length)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's rows of the epoch, in order; after :meth:`resume`, once only the rest."""
+        """This rank's rows of the epoch, in order; after :meth:`resume`, once only the rest.
+
+        The place is read with the first row, since torch's loaders may make iterators in vain.
+        """
         start = self.begin()
         order = epoch_order(self._length, self.shuffle, self.seed, self.epoch)
-        return self._counted(self.division.part(order, start).tolist(), start)
-
-    def _counted(self, rows: list[int], start: int) -> Iterator[int]:
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(self.division.part(order, start).tolist(), 1):
             self.taken = min(start + number * self.num_replicas, self._length)
             yield row
 
