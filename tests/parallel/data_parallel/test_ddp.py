@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -298,6 +300,30 @@ def test_the_module_by_itself_is_not_synchronised() -> None:
         return grad
 
     assert run_ranks(2, program) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_dropped_wrapper_leaves_the_module_as_it_was(delays: bool) -> None:
+    def program(rank: int) -> tuple[list[Tensor], Any]:
+        first, last = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        delayed: dict[str, Any] = {
+            "delay_all_reduce_named_params": [("1.weight", last.weight)],
+            "param_to_hook_all_reduce": first.weight,
+        }
+        module = nn.Sequential(first, last)
+        ddp = DistributedDataParallel(module, **(delayed if delays else {}))
+        nn.init.ones_(first.weight)
+        loss = ddp(torch.full((1, 1), float(rank))).sum()
+        dropped = ref(ddp)
+        del ddp
+        loss.backward()
+        return [first.weight, last.weight], dropped
+
+    for weights, dropped in run_ranks(2, program):
+        gc.collect()
+        assert dropped() is None
+        assert weights[1].grad == torch.full((1, 1), 0.5)
+        assert not any(weight._post_accumulate_grad_hooks for weight in weights)
 
 
 def test_gradients_of_inputs_only_are_not_reduced() -> None:

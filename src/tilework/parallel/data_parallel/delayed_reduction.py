@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import nn
@@ -22,12 +23,14 @@ class DelayedReduction:
 
     def __init__(self, leaves: Sequence[GradLeaf], trigger: nn.Parameter, reducer: Reducer) -> None:
         self._leaves, self._reducer = list(leaves), reducer
+        # A weak reference: Python finds no cycle of references that goes through these hooks.
+        reduce: Any = WeakMethod(self._reduce)
         on_grad: Any = trigger.register_post_accumulate_grad_hook
-        self._remover = on_grad(lambda _: self._reduce())
+        self._remove = finalize(self, on_grad(lambda _: reduce()()).remove)
 
     def close(self) -> None:
         """Remove the hook. Idempotent; not collective."""
-        self._remover.remove()
+        self._remove()
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -137,6 +138,7 @@ class Reducer:
         self._overlaps = options.find_unused or has_spare_core(group.size())
         self._tensors = [leaf.tensor for leaf in self.leaves]
         self._removers = [leaf.on_grad(self._marker(at)) for at, leaf in enumerate(self.leaves)]
+        self._remove_hooks = finalize(self, _remove_all, self._removers)
         self._hooks: list[Any] = list(map(_hooks_of, self._tensors))
         self._identities = list(map(_identity, self._tensors))
         self._assign(first_step_plan(self._tensors, self._sparse(), options.size_limits))
@@ -170,9 +172,8 @@ class Reducer:
 
     def close(self) -> None:
         """Remove the hooks. Idempotent; not collective."""
-        for remover in self._removers:
-            remover.remove()
-        self._removers, self._likely_node = [], None
+        self._remove_hooks()
+        self._likely_node = None
 
     def is_current(self) -> bool:
         """False if a leaf was replaced, as ``swap_tensors`` does. Local."""
@@ -327,18 +328,22 @@ class Reducer:
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         """The hook that marks gradient ``index`` as ready when backward has accumulated it."""
         marks, pending, bucket_of, moves = self._marks, self._pending, self._bucket_of, self._moves
+        of = ref(self)  # Python finds no cycle of references that goes through these hooks
 
         def mark(_: Tensor) -> None:
-            if not self._is_simple or marks[index]:
-                self._mark_with_care(index)
+            reducer = of()
+            if reducer is None:
+                return
+            if not reducer._is_simple or marks[index]:
+                reducer._mark_with_care(index)
                 return
             marks[index] = 1
             if moves[index]:
-                self._move(index)
+                reducer._move(index)
             bucket = bucket_of[index]
             pending[bucket] -= 1
             if not pending[bucket]:
-                self._on_ready(bucket)
+                reducer._on_ready(bucket)
 
         return mark
 
@@ -590,6 +595,11 @@ class Reducer:
 #: The number of the C++ tensor behind a Python object: gradient hooks belong to that tensor.
 _identity = attrgetter("_cdata")
 _hooks_of = attrgetter("_post_accumulate_grad_hooks")
+
+
+def _remove_all(removers: list[Any]) -> None:
+    while removers:
+        removers.pop().remove()
 
 
 def _accumulator(leaf: Tensor) -> Any:
