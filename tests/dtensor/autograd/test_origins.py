@@ -108,6 +108,26 @@ def test_a_gradient_has_the_layout_of_the_data_and_nothing_stays_in_memory() -> 
     assert run_ranks(2, on_rank) == [True, True]
 
 
+def test_data_that_a_tensor_had_before_do_not_stay_in_memory() -> None:
+    def on_rank(rank: int) -> bool:
+        mesh = init_device_mesh("cpu", (2,))
+        w: Any = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]).requires_grad_()
+        for _ in range(2):
+            w.data = w.data * 2
+            shown = w.to_local()
+            torch.autograd.backward((w * 3).sum())
+            with torch.no_grad():
+                shown.add_(1)
+        before = ref(w._local_tensor.untyped_storage())
+        w.data = w.data * 2
+        del shown
+        w.data = w.data * 2
+        assert w.full_tensor()[0, 0] == 28  # ((1 * 2 + 1) * 2 + 1) * 2 * 2
+        return before() is None
+
+    assert run_ranks(2, on_rank) == [True, True]
+
+
 def test_data_of_another_shape_are_refused_where_gradients_wait() -> None:
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -172,6 +172,7 @@ def set_data(tensor: DTensorBase, value: Tensor, is_new: bool = False) -> None:
     stays = tensor.is_leaf and tensor._spec == value._spec
     digest = digest_of(value)
     shown = local_of(value).data
+    copied_views.forget_handed_out(tensor)
     memory = owner_of(tensor)._memory
     anchor = _leave_memory(tensor, value, used)
     tensor._memory = None if memory is None else memory.of_other_data()

@@ -603,6 +603,21 @@ def hand_out(tensor: DTensorBase) -> None:
         base = None if base._viewed is None else base_then(base)
 
 
+def forget_handed_out(tensor: DTensorBase) -> None:
+    """Drop the notes about the local tensor of ``tensor``, which is about to get other memory.
+
+    They would keep the base, and a program that gives a tensor other data in every step would keep
+    the memory of every step. Collective for a copied view whose local tensor was written to.
+    """
+    memory, local = memory_of(tensor), tensor._local_tensor
+    if memory.handed_out is not None:
+        _write_back_handed_out(memory)
+        kept = [entry for entry in memory.handed_out if entry[0]._local_tensor is not local]
+        memory.handed_out = kept or None
+    if memory.content is not None and memory.content[0] is local:
+        memory.content = None
+
+
 #: Of more local tensors of one tensor's views the oldest are forgotten.
 _MOST_HANDED_OUT = 64
 
