@@ -13,6 +13,7 @@ from tests.fuzz.language import Run
 from tests.fuzz.programs import Program, compare, expect, run_programs
 from tests.tables import each, pairs
 from tilework.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor.base import base_then
 from tilework.testing import run_ranks
 
 
@@ -126,6 +127,28 @@ def test_data_that_a_tensor_had_before_do_not_stay_in_memory() -> None:
         return before() is None
 
     assert run_ranks(2, on_rank) == [True, True]
+
+
+def test_swapped_data_are_shown_by_a_chain_that_does_not_grow() -> None:
+    def on_rank(rank: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (2,))
+        w: Any = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).requires_grad_()
+        average: Any = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
+        lengths = []
+        for number in range(6):
+            before = w.data
+            w.data, average = average, before
+            with torch.no_grad():
+                w.add_(1)
+            assert w.full_tensor().eq(number // 2 + 1 + number % 2).all()
+            assert average.full_tensor().eq(number // 2 + 1).all()
+            base, length = w, 0
+            while base._viewed is not None:
+                base, length = base_then(base), length + 1
+            lengths.append(length)
+        return lengths
+
+    assert run_ranks(2, on_rank) == [[1] * 6] * 2
 
 
 def test_data_of_another_shape_are_refused_where_gradients_wait() -> None:

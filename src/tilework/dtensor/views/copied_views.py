@@ -260,10 +260,24 @@ def share_memory(tensor: DTensorBase, value: DTensorBase) -> None:
     follow(tensor, value)
     view = value._view_of
     if view is None or view is WATCHED:
-        tensor._view_of = view
-        tensor._viewed = (value, value._spec, data_of, (), {})
+        tensor._view_of, base = view, _shown_in_full(value)
+        tensor._viewed = (base, base._spec, data_of, (), {})
     else:
         mark(tensor, value, data_of, shares=True, apart="data")
+
+
+def _shown_in_full(tensor: DTensorBase) -> DTensorBase:
+    """The last base that a tensor shows in full, by ``data`` and ``detach()``; or the tensor.
+
+    A program that swaps the data of two tensors again and again, as for an average of weights,
+    would else make a chain of views that grows with each swap. Local.
+    """
+    while (viewed := tensor._viewed) is not None:
+        base = base_then(tensor) if viewed[2] is data_of or viewed[2] is Tensor.detach else None
+        if base is None or base._spec != tensor._spec:
+            break
+        tensor = base
+    return tensor
 
 
 def mark_local_copy(tensor: DTensorBase, base: DTensorBase) -> None:
