@@ -17,6 +17,7 @@ from tilework.rendezvous.liveness import has_ended, process_identity, thread_ide
 def test_this_process_and_thread_live() -> None:
     assert not has_ended(process_identity())
     assert not has_ended(thread_identity())
+    assert thread_identity() == thread_identity()  # else each group would leave a number
 
 
 def test_a_thread_that_ended_has_ended() -> None:

@@ -24,13 +24,15 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _numbers = itertools.count(1)
 #: The threads of this process that are ranks, by number: a thread's own number is used again.
 _threads: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
+_own = threading.local()
 
 
 def thread_identity() -> str:
     """A text that names this thread as a rank; others pass it to :func:`has_ended`."""
-    number = next(_numbers)
-    _threads[number] = threading.current_thread()
-    return f"thread {_place()} {os.getpid()} {number}"
+    if not hasattr(_own, "number"):
+        _own.number = next(_numbers)
+        _threads[_own.number] = threading.current_thread()
+    return f"thread {_place()} {os.getpid()} {_own.number}"
 
 
 def process_identity() -> str:
