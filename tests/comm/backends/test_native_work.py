@@ -17,6 +17,10 @@ from tilework.comm.backends.shm.shm_group import PostedWork
 from tilework.testing import run_ranks
 
 
+#: True: the core reads tensors, and short operations are posted; older torch has no table for it.
+POSTS = hasattr(Tensor, "__dlpack_c_exchange_api__")
+
+
 def run(program: Callable[[int], object], ranks: int = 2) -> list[object]:
     return run_ranks(ranks, program, kind="processes")
 
@@ -34,7 +38,7 @@ def test_a_short_collective_ends_though_nobody_waits() -> None:
         x = torch.full((2,), rank + 1.0)
         if rank == 0:
             work = dist.all_reduce(x, async_op=True)
-            return isinstance(work, PostedWork) and becomes(x, 3.0)
+            return isinstance(work, PostedWork) == POSTS and becomes(x, 3.0)
         dist.all_reduce(x)
         return bool(x[0] == 3.0)
 
@@ -52,7 +56,7 @@ def test_a_short_receive_ends_though_nobody_waits(source: int | None) -> None:
         x.zero_()
         work = dist.irecv(x, source)
         dist.barrier()
-        return isinstance(work, PostedWork) and becomes(x, 5.0) and work.source_rank() == 1
+        return isinstance(work, PostedWork) == POSTS and becomes(x, 5.0) and work.source_rank() == 1
 
     assert run(program) == [True, True]
 
@@ -129,7 +133,7 @@ def test_coalesced_operations_take_the_fast_path() -> None:
         with dist.coalescing_manager(async_ops=True) as block:
             for tensor in tensors:
                 assert dist.all_reduce(tensor) is None
-        posted = all(isinstance(work, PostedWork) for work in block.works)
+        posted = all(isinstance(work, PostedWork) == POSTS for work in block.works)
         block.wait()
         return posted and len(block.works) == 4, [tensor[0].item() for tensor in tensors]
 
