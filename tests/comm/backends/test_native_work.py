@@ -16,7 +16,6 @@ import tilework.distributed as dist
 from tilework.comm.backends.shm.shm_group import PostedWork
 from tilework.testing import run_ranks
 
-
 #: True: the core reads tensors, and short operations are posted; older torch has no table for it.
 POSTS = hasattr(Tensor, "__dlpack_c_exchange_api__")
 
