@@ -136,6 +136,40 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
     assert len(program.records) in (2, 3)  # a third where a gradient comes to be
 
 
+class Holder:
+    """Has a factor, which a test changes between calls."""
+
+    def __init__(self) -> None:
+        self.factor: Any = 1.0
+
+
+def _of_no_grad(holder: Holder) -> Any:
+    return torch.no_grad()(lambda x: x * holder.factor)
+
+
+def _of_func(holder: Holder) -> Any:
+    return torch.func.grad(lambda x: (x * holder.factor).sum())
+
+
+#: Makes a step that reads a factor.
+FACTORS: list[Callable[[Any], Callable[[Tensor], Tensor]]] = [_of_no_grad, _of_func]
+
+
+@pytest.mark.parametrize("make", FACTORS)
+def test_a_factor_that_changes_between_calls_is_read(make: Any) -> None:
+    twins = [Holder(), Holder()]
+    step, program = make(twins[0]), capture(make(twins[1]))
+    x = torch.arange(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(5):
+            assert torch.equal(step(x), program(x)), f"call {call}"
+            if call == 2:
+                for each in twins:
+                    each.factor = 5.0
+    assert len(program.records) == 2
+
+
 def test_options_that_are_loaded_are_read() -> None:
     optimizers: list[torch.optim.Optimizer] = []
 

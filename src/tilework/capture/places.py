@@ -291,7 +291,7 @@ class StatePlaces:
                     self._take(place, value, found, is_users)
                 else:
                     self._unnamed.setdefault(name, []).append((place, value, found))
-            if is_users and isinstance(found, types.FunctionType):
+            if is_users and _has_users_names(found):
                 self._name(found.__code__)
 
     def _refuse_iterator(self, found: Any, text: str) -> None:
@@ -396,11 +396,17 @@ def _is_users(found: Any) -> bool:
     """True if numbers in an object belong to the user's program, not to a library."""
     if isinstance(found, nn.Module | dict | list | deque | tuple | set | types.CellType | type):
         return True
-    if isinstance(found, types.FunctionType):
-        return not in_library[found.__code__.co_filename]
+    if isinstance(found, types.FunctionType):  # wrappers of libraries hold functions of the user
+        return True
     if isinstance(found, Optimizer):  # floats of optimizers are inputs; see ``options``
         return False
     return not type(found).__module__.startswith(("torch.", "tilework.", "collections"))
+
+
+def _has_users_names(found: Any) -> bool:
+    """True for a function of the user's program: names in the code are names of attributes."""
+    is_function = isinstance(found, types.FunctionType)
+    return is_function and not in_library[found.__code__.co_filename]
 
 
 def _has_users_code(found: Any) -> bool:
