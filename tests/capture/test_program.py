@@ -638,6 +638,27 @@ def finite(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda items: items.__setitem__("mean", items["x"].mean()),
+        lambda items: items["list"].append(items["x"].sum()),
+        lambda items: items["list"].__setitem__(0, items["list"][0] + 1),
+        lambda items: items.__setitem__("count", items["count"] + 1),
+        lambda items: items.pop("count"),
+    ],
+)
+def test_a_step_that_changes_a_container_among_the_arguments_is_refused(change: Any) -> None:
+    items: dict[str, Any] = {"x": torch.ones(3), "list": [torch.ones(3)], "count": 0}
+    program = capture(lambda items: change(items))
+    program({**items, "list": list(items["list"])})
+    with pytest.raises(CaptureError, match="changes a list or dict among its arguments"):
+        program(items)
+    assert items["count"] == 0
+    assert len(items) == 3
+    assert len(items["list"]) == 1
+
+
+@pytest.mark.parametrize(
     ("step", "message"),
     [
         (branch, r"compared in Python, at .*test_program.py:\d+ in branch"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -99,7 +100,8 @@ def record_call(
         states, which later calls will not make.
     """
     leaves = told_apart(call.leaves, StatePlaces(call.step))
-    args, kwargs = tree_unflatten(leaves, tree_flatten((call.args, call.kwargs))[1])
+    structure = tree_flatten((call.args, call.kwargs))[1]
+    args, kwargs = tree_unflatten(leaves, structure)
     call = call._replace(leaves=leaves, args=args, kwargs=kwargs)
     before = _PlacesOfCall(call.step, call.leaves)
     recorder = StepRecorder(before)
@@ -114,6 +116,7 @@ def record_call(
                 needed += recorder.needed
             _reduce_deferred(before)
         unseen.refuse_changes()
+        _refuse_changed_containers(call, structure)
         outputs, tree = tree_flatten(result)
         if unseen.makes_anything_once():
             return None, tree_unflatten([value_of(each) for each in outputs], tree)
@@ -194,6 +197,22 @@ def _reduce_deferred(places: StatePlaces) -> None:
             deferred = place.owner._deferred_grad
             if deferred is not None:
                 deferred()
+
+
+def _refuse_changed_containers(call: StepCall, structure: Any) -> None:
+    """Refuse a step that changes a list or dict among the arguments.
+
+    Raises:
+        CaptureError: The step has put something into a container, or taken something out.
+    """
+    leaves, now = tree_flatten((call.args, call.kwargs))
+    if now != structure or not all(map(operator.is_, leaves, call.leaves)):
+        raise CaptureError(
+            f"the step {call.name} changes a list or dict among its arguments: a program would not "
+            f"do this again, since its Python does not run. Copy the container first (dict(x), "
+            f"list(x)), and return what is new; a list of tensors that a later call reads may be "
+            f"an attribute or a variable of the step instead"
+        )
 
 
 def _refuse_unknown(outputs: Sequence[Any], places: StatePlaces) -> None:
