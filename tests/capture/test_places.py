@@ -139,8 +139,27 @@ def test_a_change_between_calls_is_seen(name: str) -> None:
 class Holder:
     """Has a factor, which a test changes between calls."""
 
+    factor: Any = 1.0
+
+
+class ModuleHolder(nn.Module):
+    factor: Any = 1.0
+
+
+class DictHolder(dict[str, Any]):
     def __init__(self) -> None:
         self.factor: Any = 1.0
+
+
+class ListHolder(list[Any]):
+    factor: Any = 1.0
+
+    def of(self, x: Tensor) -> Any:
+        return x * self.factor
+
+
+class Empty:
+    factor: Any
 
 
 def _of_no_grad(holder: Holder) -> Any:
@@ -151,13 +170,42 @@ def _of_func(holder: Holder) -> Any:
     return torch.func.grad(lambda x: (x * holder.factor).sum())
 
 
-#: Makes a step that reads a factor.
-FACTORS: list[Callable[[Any], Callable[[Tensor], Tensor]]] = [_of_no_grad, _of_func]
+def _of_attribute(holder: Any) -> Any:
+    return lambda x: x * holder.factor
 
 
-@pytest.mark.parametrize("make", FACTORS)
-def test_a_factor_that_changes_between_calls_is_read(make: Any) -> None:
-    twins = [Holder(), Holder()]
+def _of_method(holder: ListHolder) -> Any:
+    return lambda x: holder.of(x)
+
+
+def _of_attribute_or_not(holder: Empty) -> Any:
+    return lambda x: x * holder.factor if hasattr(holder, "factor") else x
+
+
+def _function() -> Any:
+    def function() -> None:
+        pass
+
+    function.factor = 1.0  # type: ignore[attr-defined]
+    return function
+
+
+@pytest.mark.parametrize(
+    ("make", "held"),
+    [
+        (_of_attribute, Holder),
+        (_of_attribute, ModuleHolder),
+        (_of_attribute, DictHolder),
+        (_of_attribute, ListHolder),
+        (_of_attribute, _function),
+        (_of_method, ListHolder),
+        (_of_attribute_or_not, Empty),
+        (_of_no_grad, Holder),
+        (_of_func, Holder),
+    ],
+)
+def test_a_factor_that_changes_between_calls_is_read(make: Any, held: Any) -> None:
+    twins = [held(), held()]
     step, program = make(twins[0]), capture(make(twins[1]))
     x = torch.arange(3.0)
     with warnings.catch_warnings():

@@ -424,6 +424,8 @@ def _has_users_code(found: Any) -> bool:
 def _name_of(place: StatePlace, found: Any) -> str | None:
     """The name that code must contain to reach a place of ``found``; None if it needs no name."""
     key = place.key
+    if place.how == "length":
+        return key  # type: ignore[no-any-return]
     if isinstance(found, type) and key in ("__init__", "__new__", "__post_init__"):
         return found.__name__
     is_attribute = place.how == "attribute" or place.owner is getattr(found, "__dict__", None)
@@ -474,11 +476,15 @@ def _parts_of_mapping(found: Mapping[Any, Any], text: str) -> Iterator[tuple[Sta
     for key, value in list(found.items()):
         label = f"[{key!r}]" if isinstance(key, str | int) else f"[{type(key).__name__}]"
         yield StatePlace(found, "item", key, f"{text}{label}"), value
+    if is_users_class(type(found)):
+        yield from _parts_of_object(found, text)
 
 
 def _parts_of_sequence(found: Sequence[Any], text: str) -> Iterator[tuple[StatePlace, Any]]:
     for number, value in enumerate(found):
         yield StatePlace(found, "item", number, f"{text}[{number}]"), value
+    if is_users_class(type(found)):
+        yield from _parts_of_object(found, text)
 
 
 def _parts_of_cell(cell: types.CellType, text: str) -> Iterator[tuple[StatePlace, Any]]:
@@ -517,6 +523,24 @@ def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     for name in _slots_of(type(found)):
         if hasattr(found, name):
             yield StatePlace(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
+    yield from _parts_of_class(found, text)
+
+
+def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
+    """What a user's object may be given later: another value than the class has, or a new name.
+
+    Code that asks for new names has ``hasattr``, or one of ``_ANY_NAME``.
+    """
+    own = getattr(found, "__dict__", None)
+    if own is None or not is_users_class(type(found)):
+        return
+    yield StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"), len(own)
+    for name in {
+        x: None for kind in type(found).__mro__ if is_users_class(kind) for x in vars(kind)
+    }:
+        kept = inspect.getattr_static(found, name, None)
+        if not (name.startswith("__") or name in own or hasattr(type(kept), "__get__")):
+            yield StatePlace(found, "attribute", name, f"{text}.{name}"), kept
 
 
 def _slots_of(kind: type) -> list[str]:
@@ -528,6 +552,8 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tuple[StatePlace, Any]]:
+    for name, value in vars(function).items():
+        yield StatePlace(function, "attribute", name, f"{function.__name__}.{name}"), value
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=False):
         try:
@@ -576,6 +602,7 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace,
     own: Any = type(module)
     if is_users_class(own):
         yield StatePlace(module, "attribute", "__class__", f"{dot}__class__"), own
+        yield from _parts_of_class(module, text)
     elif not own.__module__.startswith(("torch.", "tilework.")):
         yield StatePlace(own, "attribute", "forward", f"{dot}forward"), own.forward
 
