@@ -182,6 +182,14 @@ def _of_attribute_or_not(holder: Empty) -> Any:
     return lambda x: x * holder.factor if hasattr(holder, "factor") else x
 
 
+def _of_attribute_or_one(holder: Empty) -> Any:
+    return lambda x: x * getattr(holder, "factor", 1.0)
+
+
+def _of_made_name(holder: Holder) -> Any:
+    return lambda x: x * getattr(holder, "_".join(["fac", "tor"]).replace("_", ""))
+
+
 def _function() -> Any:
     def function() -> None:
         pass
@@ -200,6 +208,8 @@ def _function() -> Any:
         (_of_attribute, _function),
         (_of_method, ListHolder),
         (_of_attribute_or_not, Empty),
+        (_of_attribute_or_one, Empty),
+        (_of_made_name, Holder),
         (_of_no_grad, Holder),
         (_of_func, Holder),
     ],

@@ -287,10 +287,11 @@ class StatePlaces:
                 self._found_at[id(place.owner)] = found
                 self._is_users[id(place.owner)] = is_users
                 name = _name_of(place, found) if is_all_users else None
-                if name is None or name in self._names or isinstance(value, Tensor):
+                is_named = name is None or name in self._names or self._names & _ANY_NAME
+                if is_named or isinstance(value, Tensor):
                     self._take(place, value, found, is_users)
                 else:
-                    self._unnamed.setdefault(name, []).append((place, value, found))
+                    self._unnamed.setdefault(str(name), []).append((place, value, found))
             if is_users and _has_users_names(found):
                 self._name(found.__code__)
 
