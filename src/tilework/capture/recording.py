@@ -305,7 +305,7 @@ def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace
         owner = type(place.owner) if place.how == "attribute" else None
         if isinstance(place.owner, dict) and not place.text.isidentifier():
             owner = before.kind_of(place)
-        if owner is not None and owner.__module__.startswith(("torch.", "tilework.")):
+        if owner is not None and owner.__module__.startswith("tilework."):
             continue  # a count that the library keeps
         raise CaptureError(
             f"the step changes {place.text} in Python, from {value!r} to {is_now!r}: a program "
