@@ -318,6 +318,21 @@ def _count_in_an_optimizer(model: Any, x: Tensor) -> None:
     vars(model).setdefault("optimizer", _Counting(model.parameters(), {})).step()
 
 
+class _CountingItself(torch.optim.SGD):
+    steps = 0
+
+    def step(self) -> None:  # type: ignore[override]
+        self.steps += 1
+
+
+def _count_as_an_optimizer(model: Any, x: Tensor) -> None:
+    vars(model).setdefault("optimizer", _CountingItself(model.parameters())).step()
+
+
+def _switch_the_mode(model: nn.Module, x: Tensor) -> None:
+    model.train(not model.training)
+
+
 def _replace_a_tuple(model: Any, x: Tensor) -> None:
     model.state = tuple(each + 1 for each in vars(model).setdefault("state", (x.detach(),)))
 
@@ -336,6 +351,8 @@ def _look_up_sparsely(model: nn.Linear, x: Tensor) -> None:
     ("step", "message"),
     [
         (_count_in_an_optimizer, "step of a parameter's state"),
+        (_count_as_an_optimizer, "changes model.optimizer.steps in Python, from 1 to 2"),
+        (_switch_the_mode, "changes model.training in Python"),
         (_replace_a_tuple, r"makes a tuple with the tensor model.state\[0\]"),
         (_count_in_a_list, r"the step changes .*model.counts"),
         (_look_up_sparsely, "layout torch.sparse_coo"),

@@ -329,7 +329,7 @@ class StatePlaces:
         if isinstance(value, Tensor):
             self._add(place, value, found)
         elif value is None or isinstance(value, bool | int | float | str):
-            if is_users and place.how != "grad":
+            if (is_users or isinstance(found, Optimizer)) and place.how != "grad":
                 self.constants.append((place, value))
         elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
             if not is_users:
@@ -518,7 +518,7 @@ def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     if is_users_class(type(found)):
         yield StatePlace(found, "attribute", "__class__", f"{dot}__class__"), type(found)
     for name, value in list(getattr(found, "__dict__", {}).items()):
-        if name == "__annotations__":
+        if name == "__annotations__" or name.startswith("_tilework_"):  # counts of ``verify``
             continue
         yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
     for name in _slots_of(type(found)):
