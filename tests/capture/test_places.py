@@ -283,6 +283,26 @@ def test_a_captured_method_is_bound_to_each_object() -> None:
     assert len(Scale.of.records) == 2
 
 
+def test_a_copy_of_the_owner_of_a_captured_step_has_programs_of_its_own() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(2.0))
+            self.fast = capture(self.of)
+
+        def of(self, x: Tensor) -> Tensor:
+            return (x * self.factor).detach()
+
+    scale = Scale()
+    for _ in range(3):
+        scale.fast(torch.ones(()))
+    copied = copy.deepcopy(scale)
+    nn.init.constant_(copied.factor, 5.0)
+    for _ in range(3):
+        assert copied.fast(torch.ones(())) == 5.0
+    assert scale.fast(torch.ones(())) == 2.0
+
+
 def _give_other_memory(model: nn.Linear, x: Tensor) -> None:
     model.weight.data = model.weight.data * 2
 

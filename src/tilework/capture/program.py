@@ -131,6 +131,10 @@ class Program(Generic[P, T]):
             self._all_have(False)
         return self._record(key, call)  # type: ignore[no-any-return]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the step: records refer to the original's tensors."""
+        return Program, (self._step, self._backend, self._check)
+
     def __get__(self, owner: object, kind: type | None = None) -> Any:
         """Bind a captured method of a class to an object, as Python binds a function."""
         return self if owner is None else MethodType(self, owner)
