@@ -166,6 +166,11 @@ def _of_no_grad(holder: Holder) -> Any:
     return torch.no_grad()(lambda x: x * holder.factor)
 
 
+def _of_captured(holder: Holder) -> Any:
+    inner = capture(lambda x: x * holder.factor)
+    return lambda x: inner(x)
+
+
 def _of_func(holder: Holder) -> Any:
     return torch.func.grad(lambda x: (x * holder.factor).sum())
 
@@ -212,6 +217,7 @@ def _function() -> Any:
         (_of_made_name, Holder),
         (_of_no_grad, Holder),
         (_of_func, Holder),
+        (_of_captured, Holder),
     ],
 )
 def test_a_factor_that_changes_between_calls_is_read(make: Any, held: Any) -> None:

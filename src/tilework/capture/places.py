@@ -270,7 +270,8 @@ class StatePlaces:
             found, text, is_users = self._todo.pop()
             if id(found) in seen or (isinstance(found, _LEAVES) and not _is_searched(found)):
                 continue
-            if type(found).__module__.startswith("tilework.capture."):  # other programs
+            if type(found).__module__.startswith("tilework.capture."):  # another program
+                self._take_step(found, text, is_users)
                 continue
             seen.add(id(found))
             self._kept.append(found)
@@ -294,6 +295,14 @@ class StatePlaces:
                     self._unnamed.setdefault(str(name), []).append((place, value, found))
             if is_users and _has_users_names(found):
                 self._name(found.__code__)
+
+    def _take_step(self, program: Any, text: str, is_users: bool) -> None:
+        """Queue the step of another program, which the step may call."""
+        step = getattr(program, "__wrapped__", None)
+        if step is not None:
+            self._take(
+                StatePlace(program, "attribute", "__wrapped__", text), step, program, is_users
+            )
 
     def _refuse_iterator(self, found: Any, text: str) -> None:
         """Refuse an iterator of a library to which the user's code refers: its state is hidden.

@@ -103,8 +103,8 @@ class Program(Generic[P, T]):
 
     def __init__(self, step: Callable[P, T], backend: str, check: bool) -> None:
         self.__name__ = getattr(step, "__name__", type(step).__name__)
-        self.__doc__ = step.__doc__
-        self._step, self._backend, self._check = step, backend, check
+        self.__doc__, self.__wrapped__ = step.__doc__, step
+        self._backend, self._check = backend, check
         #: By key of a call, the programs, and the size for programs of several sizes.
         self._records: dict[Any, list[tuple[StepRecord, int | None]]] = {}
         #: Programs of several sizes.
@@ -114,7 +114,7 @@ class Program(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self.is_warm or current_recorder() is not None:
-            result = self._step(*args, **kwargs)
+            result = self.__wrapped__(*args, **kwargs)
             self.is_warm = True
             return result
         leaves, key = key_of_call(args, kwargs)
@@ -122,7 +122,7 @@ class Program(Generic[P, T]):
             result = record.run(leaves, size)
             if result is not NOT_CURRENT:
                 return result
-        call = StepCall(self._step, self.__name__, leaves, args, kwargs)
+        call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
         found = self._of_several(key)
         is_checked = found is not None and found[0].is_checked  # then ranks need not agree again
         if found is not None and (is_checked or self._all_have(True)):
@@ -133,7 +133,7 @@ class Program(Generic[P, T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the step: records refer to the original's tensors."""
-        return Program, (self._step, self._backend, self._check)
+        return Program, (self.__wrapped__, self._backend, self._check)
 
     def __get__(self, owner: object, kind: type | None = None) -> Any:
         """Bind a captured method of a class to an object, as Python binds a function."""
