@@ -289,6 +289,40 @@ def test_a_captured_method_is_bound_to_each_object() -> None:
     assert len(Scale.of.records) == 2
 
 
+def _of_two_attributes(holder: Any) -> Any:
+    def step(x: Tensor) -> Any:
+        holder.state = holder.state + x
+        return holder.state + 10 * holder.first
+
+    holder.first = holder.state = torch.zeros(3)
+    return step, lambda: setattr(holder, "state", holder.first)
+
+
+def _of_tied_weights(holder: Any) -> Any:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].weight = model[1].weight
+    weight = nn.Parameter(torch.zeros(3, 3))
+    return torch.no_grad()(model.forward), lambda: setattr(model[1], "weight", weight)
+
+
+@pytest.mark.parametrize(("make", "when"), [(_of_two_attributes, 1), (_of_tied_weights, 3)])
+def test_places_that_had_one_tensor_are_told_apart(make: Any, when: int) -> None:
+    results = []
+    for run in (lambda step: step, capture):
+        torch.manual_seed(0)
+        step, change = make(Holder())
+        step, x = run(step), torch.arange(3.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = []
+            for call in range(6):
+                if call == when:
+                    change()
+                found.append(step(x))
+            results.append(found)
+    assert all(map(torch.equal, *results))
+
+
 def test_a_copy_of_the_owner_of_a_captured_step_has_programs_of_its_own() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:

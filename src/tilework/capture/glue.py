@@ -110,6 +110,7 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
         if each.may_change:
             inputs.append(f"v{number}")
             checks.append(f"(v{number} := {source.read(path)}) is not None")
+            checks += [f"{source.read(other)} is v{number}" for other in each.others]
             if not has_size(each.layout):
                 checks.append(f"memory_layout_of(v{number}) == {source.name(each.layout)}")
             continue

@@ -6,7 +6,7 @@ in the step itself: run in order, instructions do what the step did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,12 +103,15 @@ class Input:
             ``may_change``, the same tensor must be there in each call.
         layout: The layout that a tensor at the place must have; for a DTensor's local tensor, the
             layout of the DTensor. None for arguments, whose layouts the key of a call has.
+        others: Other places that had the same tensor. The step may have read the tensor there, so
+            each call must find the same tensor at all of the places.
     """
 
     value: Value
     path: Any
     tensor: Any
     layout: Any = None
+    others: Sequence[Any] = ()
 
     @property
     def is_argument(self) -> bool:

@@ -193,6 +193,23 @@ class StatePlaces:
         """The place where the search found a tensor; None if the step cannot reach the tensor."""
         return self.tensors.get(id(tensor))
 
+    def others_of(self, tensor: Tensor, path: StatePlace) -> list[StatePlace]:
+        """Other places of the program with this tensor, as of tied weights.
+
+        Without containers of parameters, as clipping has: the place in the module counts.
+        """
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        return [
+            place
+            for place, other in self.slots
+            if other is tensor
+            and place.how != "grad"
+            and self.is_users(place)
+            and (place.owner is not path.owner or place.key != path.key)
+            and not isinstance(place.owner, tuple)
+            and not (is_parameter and issubclass(self.kind_of(place), list | dict))
+        ]
+
     def holds(self, thing: object) -> bool:
         """True if the search has found an object, or does not search objects of this class."""
         return isinstance(thing, _LEAVES) or any(each is thing for each in self._kept)

@@ -171,17 +171,19 @@ class StepRecord:
                 continue
             try:
                 now = path.get()
+                is_same = not each.may_change or all(x.get() is now for x in each.others)
             except LookupError:
-                now = None
+                now, is_same = None, False
             if each.is_local and path.owner._spec is not each.layout:
                 raise _other_layout(self.name, path, each.layout, path.owner._spec)
-            is_same = now is each.tensor
             if each.may_change:
-                is_same = now is not None and (
-                    has_size(each.layout) or memory_layout_of(now) == each.layout
+                is_same = (
+                    is_same
+                    and now is not None
+                    and (has_size(each.layout) or memory_layout_of(now) == each.layout)
                 )
-            elif is_same:
-                is_same = memory_layout_of(now) == layout
+            else:
+                is_same = now is each.tensor and memory_layout_of(now) == layout
             if not is_same:
                 self._changed = f"{path.text} is another tensor, or has another layout"
                 return False

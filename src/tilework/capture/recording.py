@@ -344,6 +344,13 @@ def _way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple
     }
     for each in graph.inputs:
         if isinstance(each.path, StatePlace):
+            tensor = each.path.owner if each.is_local else each.tensor
+            others = places.others_of(tensor, each.path)
+            if each.may_change:
+                each.others = others
+            found.update(
+                {_identity(place): (place, tensor) for place in others if not each.may_change}
+            )
             for place, thing in places.way_to(each.path):
                 if now.get(_identity(place), thing) is not thing:
                     raise CaptureError(

@@ -236,7 +236,10 @@ class Unifier:
             raise Different("other inputs")
         value = self._common_value(left.value, right.value)
         layout = left.layout if left.is_local else self.tree(left.layout, right.layout)
-        return Input(value, left.path, left.tensor, layout)
+        others = zip(left.others, right.others, strict=False)
+        if len(left.others) != len(right.others) or not all(same_place(*x) for x in others):
+            raise Different("other inputs")
+        return Input(value, left.path, left.tensor, layout, left.others)
 
     def _common_value(self, left: Value, right: Value) -> Value:
         number, common = self._values.get(left.number, (None, left))
