@@ -190,6 +190,19 @@ def test_a_module_that_keeps_a_tensor_with_a_graph_runs_as_it_is() -> None:
     run_ranks(1, run)
 
 
+def test_gradients_of_arguments_that_were_one_tensor_in_the_recorded_call() -> None:
+    compiled = modules.compiled_function(lambda q, k: q.sin() * k.square(), "python")
+    for call in range(5):
+        q = torch.randn(3, requires_grad=True)
+        k = torch.randn(3, requires_grad=True) if call > 3 else q
+        compiled(q, k).sum().backward()
+        expected = [q.cos() * k.square(), 2 * q.sin() * k]
+        expected = [sum(expected)] if k is q else expected  # type: ignore[list-item]
+        for tensor, grad in zip((q, k), expected, strict=False):
+            assert tensor.grad is not None
+            torch.testing.assert_close(tensor.grad, grad)
+
+
 def on_one_rank(program: Callable[[Any, Any, Callable[[], Tensor]], None]) -> None:
     def run(rank: int) -> None:
         model, batch = whole(1)

@@ -260,14 +260,24 @@ def test_options_that_are_loaded_are_read() -> None:
         run_twins(make, [(torch.randn(4, 6),) for _ in range(5)], load)
 
 
-def test_arguments_are_told_apart_where_the_recorded_call_had_one_tensor() -> None:
-    scale, x, other = torch.full((3,), 2.0), torch.ones(3), torch.full((3,), 5.0)
-    program = capture(lambda a, b, c: a * 100 + b * 10 + c + scale)
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_arguments_are_told_apart_where_the_recorded_call_had_one_tensor(needs_grad: bool) -> None:
+    scale, x, other = [torch.full((3,), float(i)).requires_grad_(needs_grad) for i in (2, 1, 5)]
+    same = torch.full((3,), 2.0) if needs_grad else scale
+    program = capture(lambda a, b, c: a * 100 + b * 10 + c + scale.detach())
     for _ in range(2):
-        assert program(x, x, scale)[0] == 114
-    assert program(x, other, scale)[0] == 154
-    assert program(x, x, other)[0] == 117
+        assert program(x, x, same)[0] == 114
+    assert program(x, other, same)[0] == 154
+    assert program(x, x, other.detach() if needs_grad else other)[0] == 117
     assert len(program.records) == 1
+
+
+def test_an_argument_with_gradients_that_is_also_a_variable_is_refused() -> None:
+    scale = torch.ones(3, requires_grad=True)
+    program = capture(lambda x: x * scale)
+    program(scale)
+    with pytest.raises(CaptureError, match="argument 0, which requires a gradient, is also"):
+        program(scale)
 
 
 def test_a_captured_method_is_bound_to_each_object() -> None:

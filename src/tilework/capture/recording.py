@@ -99,13 +99,14 @@ def record_call(
         The record and the result. The record is None if the step has made groups or optimizer
         states, which later calls will not make.
     """
-    leaves = told_apart(call.leaves, StatePlaces(call.step))
+    given = call.leaves
+    leaves = told_apart(given, StatePlaces(call.step))
     structure = tree_flatten((call.args, call.kwargs))[1]
     args, kwargs = tree_unflatten(leaves, structure)
     call = call._replace(leaves=leaves, args=args, kwargs=kwargs)
     before = _PlacesOfCall(call.step, call.leaves)
     recorder = StepRecorder(before)
-    unseen = Unseen(before, leaves)
+    unseen = Unseen(before, given)
     generators = [(each, each.get_state()) for each in [*_generators(), *before.generators()]]
     try:
         schedulers = before.instances(LRScheduler)

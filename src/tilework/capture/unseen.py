@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tilework.capture.places import StatePlaces
+from tilework.capture.places import StatePlaces, plain
 from tilework.comm.world import current_world
-from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
 
 
@@ -23,15 +24,19 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> list[Any]:
     In the recorded call an argument may be the same tensor as a variable or another argument, but
     not in later calls: the recorder has to see which of the two an operator takes.
     """
+    counts = Counter(id(plain(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
     result: list[Any] = []
-    seen: set[int] = set()
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            plain = leaf._local_tensor if leaf.__class__ is DTensor else leaf
-            is_twice = id(plain) in seen or places.find(plain) is not None
-            seen.add(id(plain))
-            if is_twice and not leaf.requires_grad:
-                leaf = leaf.detach()
+    for number, leaf in enumerate(leaves):
+        is_known = isinstance(leaf, Tensor) and places.find(plain(leaf)) is not None
+        if is_known and leaf.requires_grad:
+            raise CaptureError(
+                f"argument {number}, which requires a gradient, is also a tensor to which the step "
+                f"refers: a program could not tell whose gradient is whose. Pass x.detach(), or a "
+                f"tensor of its own"
+            )
+        if is_known or counts[id(plain(leaf))] > 1:
+            with torch.enable_grad():  # the result of this call keeps the graph
+                leaf = leaf.view_as(leaf) if leaf.requires_grad else leaf.detach()
         result.append(leaf)
     return result
 
