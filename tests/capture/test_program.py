@@ -579,6 +579,24 @@ def test_another_structure_is_recorded_again_and_the_ninth_raises() -> None:
             program(torch.ones((2,) * 10))
 
 
+def test_lengths_of_sequences_are_read_in_each_call() -> None:
+    torch.manual_seed(0)
+    rnn, x = nn.RNN(2, 3, batch_first=True), torch.randn(2, 4, 2)
+
+    @torch.no_grad()
+    def step(x: Tensor, lengths: Tensor) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(rnn(packed)[0], batch_first=True)[0]
+
+    program = capture(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for short in (2, 2, 2, 3, 2, 3):
+            lengths = torch.tensor([4, short])
+            assert torch.equal(program(x, lengths), step(x, lengths))
+    assert len(program.records) == 2
+
+
 def refused(step: Callable[..., Any], message: str, *args: Any) -> None:
     program = capture(step)
     program(*args)

@@ -37,6 +37,8 @@ _CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 ALIAS = "alias.as_strided"
 #: Arguments that operators write to though their schemas do not say so, by position.
 _UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
+#: Operators that read lengths, by the position of the tensor: torch then branches on them in C++.
+_LENGTHS = {aten._pack_padded_sequence.default: 1, aten._pad_packed_sequence.default: 1}
 _DRAWS = torch.Tag.nondeterministic_seeded
 
 
@@ -113,6 +115,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"data, which a program cannot follow: use a form of one shape (torch.where, a "
                 f"mask that multiplies), or leave this out of the step"
             )
+        if func in _LENGTHS:
+            self._read_lengths(args[_LENGTHS[func]])
         args, kwargs = tree_map(self._with_numbers, (args, kwargs))
         inputs = tree_map(self._input, (args, kwargs))
         plain_args, plain_kwargs = tree_map(plain, (args, kwargs))
@@ -169,6 +173,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refuse_written(args[0], value)
         self.expect(func, inputs, value)
         return value
+
+    def _read_lengths(self, lengths: Tensor) -> None:
+        """Note that a library reads the lengths of sequences, the same in each call."""
+        value = lengths.tolist()
+        self._refuse_written(lengths, value)
+        self.expect(_listed, (self._input(lengths),), value)
 
     def decided(self, function: Callable[[Tensor], T], tensor: Tensor) -> T:
         """Call a library's read of a tensor, and note that each call must find the same value."""
@@ -512,6 +522,10 @@ class _Expected:
                 f"call found {self.value}: there torch or tilework check an argument, or choose "
                 f"what to do. An index may be out of range; run the step without capture() to see",
             )
+
+
+def _listed(tensor: Tensor) -> list[int]:
+    return tensor.tolist()
 
 
 def _refuse_sparse(tensor: Tensor) -> None:
