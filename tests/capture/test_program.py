@@ -579,6 +579,18 @@ def test_another_structure_is_recorded_again_and_the_ninth_raises() -> None:
             program(torch.ones((2,) * 10))
 
 
+def test_a_backward_pass_into_a_graph_of_before_is_refused() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    program: Any = capture(lambda x: x.sum().backward())
+    program(weight + 1)
+    weight.grad = None
+    with pytest.raises(CaptureError, match="from argument 0 into a graph"):
+        program(weight + 1)
+    program = capture(lambda x: torch.autograd.grad(x.square().sum(), x)[0])
+    for _ in range(3):
+        assert torch.equal(program(weight + 1), torch.full((3,), 4.0))
+
+
 def test_lengths_of_sequences_are_read_in_each_call() -> None:
     torch.manual_seed(0)
     rnn, x = nn.RNN(2, 3, batch_first=True), torch.randn(2, 4, 2)

@@ -136,6 +136,7 @@ def record_call(
         raise
     finally:
         recorder.close()
+        unseen.close()
     return record, tree_unflatten([value_of(each) for each in outputs], tree)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,9 @@ class Unseen:
         self._memories = [(tensor, tensor.detach()) for tensor in places.plain_tensors()]
         self._grads = [leaf.grad if _is_leaf(leaf) else None for leaf in leaves]
         self._draws = _python_draws(places)
+        #: Names of tensors through whose graphs, made before the step, a backward pass went.
+        self._left: list[str] = []
+        self._watched = list(self._watch_graphs())
         self._made = self._made_once()
 
     def makes_anything_once(self) -> bool:
@@ -69,6 +72,17 @@ class Unseen:
         }
         return states | set(current_world().records)
 
+    def _watch_graphs(self) -> Iterator[Any]:
+        named = [(f"argument {number}", leaf) for number, leaf in enumerate(self._leaves)]
+        for name, tensor in (*named, *[(place.text, x) for place, x in self._places.slots]):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                yield tensor.grad_fn.register_prehook(lambda _, name=name: self._left.append(name))
+
+    def close(self) -> None:
+        """Stop watching graphs."""
+        for each in self._watched:
+            each.remove()
+
     def refuse_changes(self) -> None:
         """Refuse effects of the step that a program would not repeat.
 
@@ -80,6 +94,12 @@ class Unseen:
                 "the step draws from a generator of Python's random, or of numpy.random: a "
                 "program would go on with the numbers of this call. Draw with torch (torch.rand, "
                 "and torch.where), or pass what is drawn as a tensor"
+            )
+        if self._left:
+            raise CaptureError(
+                f"the backward pass of the step goes on from {self._left[0]} into a graph that was "
+                f"made before the step: a program would not. Compute the tensor in the step, or "
+                f"return torch.autograd.grad(loss, x), and call x.backward(gradient) after the step"
             )
         for tensor, memory in self._memories:
             if tensor.data_ptr() != memory.data_ptr():
