@@ -554,7 +554,7 @@ def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
 
 
 def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """What a user's object may be given later: another value than the class has, or a new name.
+    """Places that may get values later: for each default of a user's class, and for new names.
 
     Code that asks for new names has ``hasattr``, or one of ``_ANY_NAME``.
     """

@@ -31,8 +31,8 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> list[Any]:
         if is_known and leaf.requires_grad:
             raise CaptureError(
                 f"argument {number}, which requires a gradient, is also a tensor to which the step "
-                f"refers: a program could not tell whose gradient is whose. Pass x.detach(), or a "
-                f"tensor of its own"
+                f"refers: a program could not tell whose gradient is whose. Pass x.detach(), or "
+                f"another tensor"
             )
         if is_known or counts[id(plain(leaf))] > 1:
             with torch.enable_grad():  # the result of this call keeps the graph
