@@ -54,6 +54,7 @@ def test_a_short_receive_ends_though_nobody_waits(source: int | None) -> None:
             return True
         x.zero_()
         work = dist.irecv(x, source)
+        assert work is not None
         dist.barrier()
         return isinstance(work, PostedWork) == POSTS and becomes(x, 5.0) and work.source_rank() == 1
 
