@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,32 @@ def test_files_of_dcp_lie_in_its_folder(tmp_path: Path, elsewhere: str) -> None:
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="only files in its own folder are read"):
         checkpoint.convert(tmp_path / "dcp", tmp_path / "x")
+
+
+def test_metadata_of_dcp_from_any_python(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``."""
+
+    class OldPickler(pickle.Pickler):
+        def reducer_override(self, given: Any) -> Any:
+            return (
+                (getattr, (type(given), given.name)) if isinstance(given, Enum) else NotImplemented
+            )
+
+    dcp.save({"x": torch.ones(9)}, checkpoint_id=tmp_path / "dcp")
+    metadata = tmp_path / "dcp" / ".metadata"
+    loaded = pickle.loads(metadata.read_bytes())
+    with metadata.open("wb") as file:
+        OldPickler(file).dump(loaded)
+    checkpoint.convert(tmp_path / "dcp", tmp_path / "x")
+    assert checkpoint.read(tmp_path / "x")["x"].tolist() == [1.0] * 9
+    metadata.write_bytes(pickle.dumps(Reads()))
+    with pytest.raises(CheckpointError, match="reads 'system' of an object"):
+        checkpoint.convert(tmp_path / "dcp", tmp_path / "y")
+
+
+class Reads:
+    def __reduce__(self) -> Any:
+        return getattr, ("a text", "system")
 
 
 def test_metadata_of_dcp_that_is_none(tmp_path: Path) -> None:

@@ -136,6 +136,13 @@ class _Record:
         return self.state
 
 
+def _member_of(kind: Any, name: str) -> _Record:
+    """The record of an enum's member, which Python 3.11.0 to 3.11.3 pickle as a getattr."""
+    if not (isinstance(kind, type) and issubclass(kind, _Record)):
+        raise pickle.UnpicklingError(f"it reads {name!r} of an object that is no enum of DCP's")
+    return kind(name)
+
+
 class _Unpickler(pickle.Unpickler):
     """Loads the metadata: each object becomes a record, of a class made for this reading."""
 
@@ -146,6 +153,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (builtin := _BUILTIN.get((module, name))) is not None:
             return builtin
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
             return getattr(torch, name)  # nobody can change it, either
         if name not in _NAMES.get(module, ()):
