@@ -322,7 +322,7 @@ class StatePlaces:
             )
 
     def _refuse_iterator(self, found: Any, text: str) -> None:
-        """Refuse an iterator of a library to which the user's code refers: its state is hidden.
+        """Refuse an iterator of a library to which the user's code refers: no code sees the state.
 
         Raises:
             CaptureError: ``found`` is an iterator.

@@ -93,14 +93,14 @@ class _CoalescingPath(FastPath):
 def _open_block() -> list[Work] | None:
     """The works of the block that takes this collective; None if the collective is not to wait.
 
-    A block takes the collectives that the program itself calls. The library uses the results of
-    its own.
+    A block takes the collectives that the program itself calls. When the library calls a
+    collective, the library uses the result at once.
     """
     works = _works.get()
     if works is None:
         return None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals["__name__"] in _COLLECTIVES:
+    while frame is not None and frame.f_globals.get("__name__") in _COLLECTIVES:
         frame = frame.f_back
     return None if frame is None or in_library[frame.f_code.co_filename] else works
 

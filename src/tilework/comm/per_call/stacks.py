@@ -22,10 +22,9 @@ if hasattr(os, "register_at_fork"):
 def stacks_of_threads() -> dict[int, list[FrameType]]:
     """The frames of each thread by the thread's identifier, innermost first.
 
-    Garbage collection stands still meanwhile: Python 3.11 makes the object of another thread's
-    frame when it is asked for, and reads the frame again after that. A collection in between lets
-    the other thread run, which may end the frame: the process crashes, or the "frame" is any object
-    that came to its place.
+    Garbage is not collected during the walk. Python 3.11 makes the object of a frame on demand, and
+    reads the frame again after the allocation. If the allocation collects garbage, another thread
+    may run and end the frame; the process then crashes, or gets an unrelated object for the frame.
     """
     with _walking:
         collects = gc.isenabled()
