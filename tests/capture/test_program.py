@@ -658,7 +658,7 @@ def finite(x: Tensor) -> Tensor:
         (Counter().collect, r"puts a tensor into the list self.seen"),
         (Counter().keep, r"puts a tensor into the list self.last\[1\]"),
         (lambda x: x * torch.from_numpy(ARRAY), r"makes a tensor of a numpy array"),
-        (lambda x: Counter(), "returns a Counter that it has made"),
+        (lambda x: Counter(), "makes and returns an object of class Counter"),
         (lambda x: x * next(ITEMS), r"refers to ITEMS, a generator"),
         (lambda x: x * next(COUNT), r"refers to COUNT, a count"),
         (lambda x: x * HIDDEN(), r"can't be seen to hold"),

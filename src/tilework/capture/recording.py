@@ -211,9 +211,9 @@ def _refuse_changed_containers(call: StepCall, structure: Any) -> None:
     if now != structure or not all(map(operator.is_, leaves, call.leaves)):
         raise CaptureError(
             f"the step {call.name} changes a list or dict among its arguments: a program would not "
-            f"do this again, since its Python does not run. Copy the container first (dict(x), "
-            f"list(x)), and return what is new; a list of tensors that a later call reads may be "
-            f"an attribute or a variable of the step instead"
+            f"do this again, since the step's Python does not run. Change and return a copy "
+            f"(dict(x), list(x)); a list of tensors that a later call reads may be an attribute or "
+            f"a variable of the step instead"
         )
 
 
@@ -227,9 +227,9 @@ def _refuse_unknown(outputs: Sequence[Any], places: StatePlaces) -> None:
         known = isinstance(leaf, Tensor | torch.dtype | torch.device | None)
         if not known and not places.holds(leaf):
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__} that it has made: a program would "
-                f"return the same object, with the tensors of this call, again and again. Return "
-                f"tensors and numbers, or tuples, lists and dicts of them"
+                f"the step makes and returns an object of class {type(leaf).__name__}: a program "
+                f"would return the same object, with the tensors of this call, again and again. "
+                f"Return tensors and numbers, or tuples, lists and dicts of them"
             )
 
 
