@@ -36,7 +36,7 @@ CONTEXT.set_forkserver_preload(
 )
 
 BACKENDS = ("gloo", tilework.torch_backend.BACKEND_NAME)
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=120)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Job:
             process.close()
             pipe.close()
 
-    def hear(self, number: int, seconds: float = 45.0) -> Any:
+    def hear(self, number: int, seconds: float = 180.0) -> Any:
         """The next thing that a rank says: with ``rank.say``, at the end what it returns."""
         if not self.pipes[number].poll(seconds):
             raise TimeoutError(f"rank {number} said nothing for {seconds:g} s")

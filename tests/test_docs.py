@@ -105,13 +105,13 @@ def run_session(block: Block, names: dict[str, Any]) -> None:
 @pytest.mark.parametrize("page", READ_ALONG, ids=name_of)
 def test_blocks_run_in_their_order(page: Path, tmp_path: Path) -> None:
     with Job(tmp_path, 1, read_along, (READ_ALONG[page],)) as job:
-        job.hear(0, seconds=55)
+        job.hear(0, seconds=180)
 
 
 @pytest.mark.parametrize("block", READ_ALONG[ROOT / "README.md"], ids=lambda block: block.where)
 def test_blocks_of_the_readme_run_alone(block: Block, tmp_path: Path) -> None:
     with Job(tmp_path, 1, read_along, ([block],)) as job:
-        job.hear(0, seconds=55)
+        job.hear(0, seconds=180)
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=[block.where for block in PROGRAMS])

@@ -22,7 +22,7 @@ def run_warm(
     *command: str,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    timeout: float = 50,
+    timeout: float = 180,
 ) -> subprocess.CompletedProcess[str]:
     """What became of ``python *command``; the command is a script, or -m and a module."""
     with tempfile.TemporaryDirectory() as folder:

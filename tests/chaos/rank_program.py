@@ -25,7 +25,7 @@ from tilework.testing.groups.values import Case, assert_same
 from tilework.testing.strategies import OPERATIONS, RandomOperation, Started
 
 #: In groups that must not fail.
-PATIENCE = timedelta(seconds=20)
+PATIENCE = timedelta(seconds=120)
 #: How long ranks look for a fault once their program is over.
 LOOKING_SECONDS = 15.0
 BARRIER = RandomOperation("barrier", Case((), torch.float32), 0, "SUM", False, 0)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not dist.is_shm_available(), reason="the core is
 
 
 def request(store: dist.Store, rank: int) -> dist.DistributedBackendOptions:
-    return dist.DistributedBackendOptions(store, rank, 2, timedelta(seconds=10), "g", (0, 1))
+    return dist.DistributedBackendOptions(store, rank, 2, timedelta(seconds=120), "g", (0, 1))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))

@@ -19,7 +19,7 @@ from tests.faults.workload import join, leave, until_error
 pytestmark = pytest.mark.skipif(not dist.is_shm_available(), reason="the core is not built")
 
 #: Far longer than a death may go unnoticed.
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=120)
 
 
 def chat(turn: int) -> None:

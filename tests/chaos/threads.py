@@ -40,7 +40,7 @@ class Threads:
         worlds = [World() for _ in range(trial.n)]
         totals: dict[int, float] = {}
         left = [rank for rank in range(trial.n) if rank not in trial.gone]
-        with dist.HashStore(timeout=timedelta(seconds=20)) as store:
+        with dist.HashStore(timeout=timedelta(seconds=120)) as store:
 
             def first(rank: int) -> None:
                 with own_world(worlds[rank]):
@@ -52,7 +52,7 @@ class Threads:
             outcome.trouble = _together(first, range(trial.n))
         for world in worlds:
             world.close()  # of those that vanished
-        with dist.HashStore(timeout=timedelta(seconds=20)) as again:
+        with dist.HashStore(timeout=timedelta(seconds=120)) as again:
 
             def second(rank: int) -> None:
                 with own_world(World()):

@@ -226,12 +226,12 @@ def test_two_writers_of_one_path(tmp_path: Path) -> None:
     def hold(number: int, name: str, args: tuple[Any, ...]) -> None:
         if name == "rename" and threading.current_thread().name == "slow":
             inside.set()
-            assert go_on.wait(30)
+            assert go_on.wait(120)
 
     with watched(hold):
         thread = threading.Thread(target=lambda: checkpoint.save(Slow(), tmp_path), name="slow")
         thread.start()
-        assert inside.wait(30)
+        assert inside.wait(120)
         with pytest.raises(CheckpointError, match="this process is writing to"):
             save(1, tmp_path)
 

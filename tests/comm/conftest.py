@@ -38,7 +38,7 @@ def backend(setting: tuple[Kind, str]) -> str:
 @pytest.fixture
 def ranks(setting: tuple[Kind, str]) -> Runner:
     def run(n: int, fn: Callable[[int], Any]) -> list[Any]:
-        return run_ranks(n, fn, kind=setting[0], timeout=timedelta(seconds=20), init=False)
+        return run_ranks(n, fn, kind=setting[0], timeout=timedelta(seconds=120), init=False)
 
     return run
 
@@ -50,7 +50,7 @@ def join(tmp_path: Path, backend: str) -> Join:
     def init(rank: int, n: int) -> None:
         store = dist.FileStore(os.fspath(tmp_path / "store"), n)
         dist.init_process_group(
-            backend, world_size=n, rank=rank, store=store, timeout=timedelta(seconds=10)
+            backend, world_size=n, rank=rank, store=store, timeout=timedelta(seconds=120)
         )
 
     return init
@@ -61,6 +61,6 @@ def processes() -> Runner:
     """Forked ranks: each has its own environment, warnings and registry of backends."""
 
     def run(n: int, fn: Callable[[int], Any]) -> list[Any]:
-        return run_ranks(n, fn, kind="processes", timeout=timedelta(seconds=20), init=False)
+        return run_ranks(n, fn, kind="processes", timeout=timedelta(seconds=120), init=False)
 
     return run

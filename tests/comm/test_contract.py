@@ -24,7 +24,7 @@ from tilework.testing.groups.works import WorkSuite
 
 T = TypeVar("T")
 
-LIMIT = timedelta(seconds=15)
+LIMIT = timedelta(seconds=120)
 
 
 def test_no_suite_hides_a_test_of_another() -> None:

@@ -23,7 +23,7 @@ def alone() -> Callable[..., None]:
     """Makes a world of one rank, in a thread's own World."""
 
     def run(fn: Callable[[], object], backend: str = "threads") -> None:
-        run_ranks(1, lambda rank: fn(), backend=backend, timeout=timedelta(seconds=10))
+        run_ranks(1, lambda rank: fn(), backend=backend, timeout=timedelta(seconds=120))
 
     return run
 
@@ -33,7 +33,7 @@ def nobody() -> Callable[[Callable[[], object]], None]:
     """Runs something where there is no group."""
 
     def run(fn: Callable[[], object]) -> None:
-        run_ranks(1, lambda rank: fn(), init=False, timeout=timedelta(seconds=10))
+        run_ranks(1, lambda rank: fn(), init=False, timeout=timedelta(seconds=120))
 
     return run
 
@@ -142,7 +142,7 @@ def test_a_timeout_in_plain_seconds_is_refused(nobody: Alone) -> None:
                 store=dist.HashStore(),
                 rank=0,
                 world_size=1,
-                timeout=5,  # type: ignore[arg-type]
+                timeout=120,  # type: ignore[arg-type]
             )
 
     nobody(body)
@@ -155,11 +155,11 @@ def test_ranks_must_agree_on_the_default_group(nobody: Alone) -> None:
         backend = ["threads", "shm"][rank]
         with pytest.raises(dist.CollectiveMismatchError, match="threads") as caught:
             dist.init_process_group(
-                backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=5)
+                backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120)
             )
         assert "shm" in str(caught.value)
 
-    run_ranks(2, body, init=False, timeout=timedelta(seconds=10))
+    run_ranks(2, body, init=False, timeout=timedelta(seconds=120))
 
 
 @pytest.mark.parametrize("numbers", [(1, 1, 0), (0, 0, 1), (2, 1, 2)])
@@ -235,7 +235,11 @@ def test_a_group_for_each_device(ranks: Runner, join: Join, tmp_path: Path) -> N
     def body(rank: int) -> None:
         store = dist.FileStore(os.fspath(tmp_path / "other"), 2)
         dist.init_process_group(
-            "cpu:shm,cuda:gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=9)
+            "cpu:shm,cuda:gloo",
+            store=store,
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=120),
         )
         assert dist.get_backend() == "shm"
         assert dist.get_backend_config() == "cpu:shm,cuda:gloo"

@@ -88,7 +88,7 @@ def test_store_based_barrier_lets_everyone_through() -> None:
     store, passed = dist.HashStore(), []
 
     def work(rank: int) -> None:
-        dist.store_based_barrier(rank, store, "_", 3, timedelta(seconds=10))
+        dist.store_based_barrier(rank, store, "_", 3, timedelta(seconds=120))
         passed.append(rank)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]

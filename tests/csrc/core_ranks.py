@@ -51,7 +51,7 @@ class Rank:
         root: int = 0,
         factor: float = 1.0,
         label: int = 5,
-        timeout: float = 20.0,
+        timeout: float = 120.0,
     ) -> tuple[Any, ...]:
         dtype = DTYPE_CODES[next(iter((*inputs, *outputs)), torch.empty(0)).dtype]
         return (
@@ -67,13 +67,13 @@ class Rank:
         return self.group.submit(*self.arguments(*args, **kwargs))
 
     def isend(
-        self, dst: int, tensor: Tensor, tag: int = 0, timeout: float = 20.0
+        self, dst: int, tensor: Tensor, tag: int = 0, timeout: float = 120.0
     ) -> _core.Completion:
         self.kept.append(tensor)
         return self.group.isend(dst, *pair(tensor), DTYPE_CODES[tensor.dtype], tag, timeout)
 
     def irecv(
-        self, src: int, tensor: Tensor, tag: int = 0, timeout: float = 20.0
+        self, src: int, tensor: Tensor, tag: int = 0, timeout: float = 120.0
     ) -> _core.Completion:
         self.kept.append(tensor)
         return self.group.irecv(src, *pair(tensor), DTYPE_CODES[tensor.dtype], tag, timeout)

@@ -38,7 +38,7 @@ def say(report: object) -> None:
     os.write(1, f"{json.dumps(report)}\n".encode())  # at once: threads may report together
 
 
-def all_reduce(group: Any, values: array.array[float], timeout: float = 20.0) -> None:
+def all_reduce(group: Any, values: array.array[float], timeout: float = 120.0) -> None:
     address, count = values.buffer_info()
     buffers = [(address, count * values.itemsize)]
     sum_of_doubles = core.KINDS["all_reduce"], core.DTYPES["float64"], core.REDUCE_OPS["sum"]
@@ -55,7 +55,7 @@ def error_of(call: Callable[[], None]) -> list[Any]:
     raise AssertionError("it did not fail")
 
 
-def until_fault(group: Any, nbytes: int = 8, timeout: float = 20.0) -> None:
+def until_fault(group: Any, nbytes: int = 8, timeout: float = 120.0) -> None:
     """all_reduce for ever, ready once all are in; report the first fault and when it came."""
     values = array.array("d", [1.0]) * (nbytes // 8)
     all_reduce(group, values)

@@ -22,8 +22,6 @@ from tilework.errors import CaptureError
 
 Function = Callable[..., Any]
 
-pytestmark = pytest.mark.timeout(180)  # compilers are slow where others are at work, too
-
 
 def scaled(x: Any) -> Any:
     x = torch.relu(x) * 2 + 1

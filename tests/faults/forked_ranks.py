@@ -32,7 +32,7 @@ class Rank:
     pipe: Connection
     status: int | None = None
 
-    def hear(self, seconds: float = 15.0) -> Any:
+    def hear(self, seconds: float = 120.0) -> Any:
         """The next thing that it says."""
         if not self.pipe.poll(seconds):
             raise TimeoutError(f"process {self.pid} said nothing for {seconds:g} s")
@@ -46,7 +46,7 @@ class Rank:
         os.kill(self.pid, number)
         return time.monotonic()
 
-    def reap(self, seconds: float = 5.0) -> int:
+    def reap(self, seconds: float = 120.0) -> int:
         """Wait for its end; return its exit code, or minus the signal that ended it."""
         deadline = time.monotonic() + seconds
         while self.status is None:

@@ -16,6 +16,7 @@ import torch
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 from tests.faults.workload import SeenError, join, leave, serve, until_error
+from tests.limits import PROMPTLY
 from tilework.errors import PeerLostError
 
 TOLD = re.compile(r"group 'default'.*#\d+.*(\[[\d, ]*\]|barrier)", re.DOTALL)
@@ -25,7 +26,7 @@ def assert_told(heard: SeenError, victim: int, died: float) -> None:
     """Every survivor hears soon, and of the right rank."""
     assert heard.kind is PeerLostError, heard
     assert heard.ranks == (victim,), heard
-    assert heard.when - died < 1.0, heard
+    assert heard.when - died < PROMPTLY, heard
     assert f"rank {victim}" in heard.text
     assert TOLD.search(heard.text), heard.text
 
@@ -93,7 +94,7 @@ def test_two_die_at_once(seed: int, tmp_path: Path) -> None:
             heard = ranks[i].hear()
             assert heard.kind is PeerLostError
             assert set(heard.ranks) <= victims
-            assert heard.when - died < 1.0
+            assert heard.when - died < PROMPTLY
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -81,7 +81,7 @@ def test_ranks_that_wait_for_those_that_know_of_a_loss_come_too(victim: int) -> 
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(dist.PeerLostError):
             dist.all_reduce(torch.ones(3))
-        return dist.shrink_group(timeout=timedelta(seconds=20)).origins
+        return dist.shrink_group(timeout=timedelta(seconds=120)).origins
 
     results = run_ranks(4, program, kind="processes", backend="gloo", return_exceptions=True)
     living = tuple(rank for rank in range(4) if rank != victim)
@@ -119,7 +119,7 @@ def test_the_store_s_server_dies_with_rank_0() -> None:
     name = f"@tilework-test-{os.getpid()}"
 
     def program(rank: int) -> object:
-        store = UnixStore(name, is_master=rank == 0, timeout=timedelta(seconds=30))
+        store = UnixStore(name, is_master=rank == 0, timeout=timedelta(seconds=120))
         dist.init_process_group("shm", store=store, rank=rank, world_size=3)
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_ranks_that_agree_through_a_store_say_that_it_is_gone() -> None:
     name = f"@tilework-test-gone-{os.getpid()}"
 
     def program(rank: int) -> None:
-        store = UnixStore(name, is_master=rank == 0, timeout=timedelta(seconds=30))
+        store = UnixStore(name, is_master=rank == 0, timeout=timedelta(seconds=120))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
         dist.barrier()
         if rank == 0:

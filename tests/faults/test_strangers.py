@@ -31,7 +31,7 @@ from tilework.store import FileStore, Store, StoreServer, TCPStore, UnixStore, w
 from tilework.testing import run_ranks
 
 NOBODY = 65534
-LIMIT = timedelta(seconds=10)
+LIMIT = timedelta(seconds=120)
 SECRET = b"only the job knows"
 
 as_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")

@@ -116,7 +116,7 @@ def _run(program: Beyond) -> str:
     torch.set_num_threads(1)
     run = Run(init_device_mesh("cpu", program.mesh))
     for group in current_world().records:
-        group.set_timeout(timedelta(seconds=45))
+        group.set_timeout(timedelta(seconds=180))
     for number, text in enumerate([*program.statements, "backward"]):
         try:
             if text != "backward":

@@ -28,7 +28,7 @@ from tilework.testing import run_ranks
 
 MESHES: tuple[tuple[int, ...], ...] = ((1,), (2,), (3,), (2, 2), (2, 3))
 #: How long a rank waits for another that went astray.
-_TIMEOUT = timedelta(seconds=45)
+_TIMEOUT = timedelta(seconds=180)
 #: Numbers above this are not compared with: rounding would decide.
 _MOST = 1e6
 

@@ -175,7 +175,7 @@ def of_torchs_nn_module(place: Place) -> None:
     loss.backward()
 
 
-@CHECKS("eager", "aot_eager", "inductor", seconds=40.0)
+@CHECKS("eager", "aot_eager", "inductor", seconds=180.0)
 def compiled(place: Place, backend: str) -> None:
     def program(x: Tensor) -> Tensor:
         return functional.all_reduce(x * 2, "sum") + functional.all_gather_tensor(x).sum()
@@ -184,7 +184,7 @@ def compiled(place: Place, backend: str) -> None:
     compared(place, fast, program)
 
 
-@CHECKS(seconds=30.0)
+@CHECKS(seconds=120.0)
 def traced(place: Place) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -411,7 +411,7 @@ def autocast_and_scaler(place: Place, way: str) -> None:
     assert scaler.get_scale() == 1024.0
 
 
-@CHECKS("eager", "aot_eager", seconds=30.0)
+@CHECKS("eager", "aot_eager", seconds=120.0)
 def compiled(place: Place, backend: str) -> None:
     losses, _ = expected(place)
     found = torch.compile(sharded(place), backend=backend)
@@ -507,7 +507,7 @@ def batches_as_dtensors(place: Place) -> None:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-@CHECKS(seconds=25.0)
+@CHECKS(seconds=120.0)
 def memory_of_fully_shard(place: Place) -> None:
     """After a step: shards of parameters, gradients, states; at the peak two layers more."""
     if not place.cuda:

@@ -112,7 +112,7 @@ def groups(place: Place) -> None:
         dist.all_reduce(x, group=first)
 
 
-@CHECKS(seconds=30.0)
+@CHECKS(seconds=120.0)
 def functional_collectives(place: Place) -> None:
     group: Any = dist.group.WORLD
 

@@ -73,7 +73,7 @@ class Launch:
 
     def finish(self, process: subprocess.Popen[bytes]) -> Finished:
         began = time.monotonic()
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
         seconds = time.monotonic() - began
         # A stream that went elsewhere is None.
         texts = [(data or b"").decode(errors="surrogateescape") for data in (out, err)]
@@ -83,7 +83,7 @@ class Launch:
         for process in self._started:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                process.wait(10)
+                process.wait(120)
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
@@ -121,7 +121,7 @@ def children(of: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether ``condition`` came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -131,7 +131,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return True
 
 
-def wait_for_files(folder: Path, pattern: str, count: int, seconds: float = 10.0) -> list[str]:
+def wait_for_files(folder: Path, pattern: str, count: int, seconds: float = 120.0) -> list[str]:
     """The contents of ``count`` files that ranks write, once they are all there and not empty."""
 
     def contents() -> list[str]:

@@ -38,7 +38,7 @@ class OnTerminal:
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)
 
-    def wait_for(self, text: bytes, seconds: float = 10.0) -> None:
+    def wait_for(self, text: bytes, seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < deadline, f"{text!r} never appeared in {self.shown!r}"

@@ -84,7 +84,7 @@ def test_sigusr1_to_the_launcher(launch: Launch, temporary: Path) -> None:
         print("unharmed")
         """)
     process = launch.start("-n", "2", script)
-    assert wait_until(lambda: len(list(launch.folder.glob("ready-*"))) == 2, seconds=40)
+    assert wait_until(lambda: len(list(launch.folder.glob("ready-*"))) == 2, seconds=180)
     process.send_signal(signal.SIGUSR1)
     assert wait_until(lambda: len(list(temporary.glob("tilework-flight-*/rank-?.json"))) == 2)
     (launch.folder / "go").touch()

@@ -86,7 +86,7 @@ def test_an_error_is_printed_once_and_whole(launch: Launch, port: int, rank: int
 
 def test_all_end_with_the_exit_status_of_the_rank_that_failed(launch: Launch, port: int) -> None:
     started = start(launch, port, launch.script(WAIT))
-    pids = wait_for_files(launch.folder, "pid-*", 3, 25)
+    pids = wait_for_files(launch.folder, "pid-*", 3)
     os.kill(int(pids[2]), signal.SIGKILL)
     assert [launch.finish(each).status for each in started] == [137, 137]
 
@@ -96,7 +96,7 @@ def test_a_launcher_that_is_killed_ends_the_others_ranks(
     launch: Launch, port: int, node: int
 ) -> None:
     started = start(launch, port, launch.script(WAIT))
-    wait_for_files(launch.folder, "pid-*", 3, 25)
+    wait_for_files(launch.folder, "pid-*", 3)
     started[node].kill()
     other = launch.finish(started[1 - node])
     assert other.status == 1
@@ -107,7 +107,7 @@ def test_a_launcher_that_is_killed_ends_the_others_ranks(
 @pytest.mark.parametrize("node", [0, 1])
 def test_ctrl_c_on_either_node_ends_both(launch: Launch, port: int, node: int) -> None:
     started = start(launch, port, launch.script(WAIT))
-    wait_for_files(launch.folder, "pid-*", 3, 25)
+    wait_for_files(launch.folder, "pid-*", 3)
     started[node].send_signal(signal.SIGINT)
     assert [launch.finish(each).status for each in started] == [130, 130]
 
@@ -134,7 +134,7 @@ def test_a_rank_of_another_node_that_has_ended_is_noted(launch: Launch, port: in
         from tilework.rendezvous.ended_ranks import EndedRanks
         from tilework.rendezvous.handlers import launcher_store
         if os.environ["RANK"] == "0":
-            store = launcher_store(os.environ["TILEWORK_STORE"], timedelta(seconds=5), None)
+            store = launcher_store(os.environ["TILEWORK_STORE"], timedelta(seconds=120), None)
             until = time.monotonic() + 5
             while not EndedRanks(store).among([1]) and time.monotonic() < until:
                 time.sleep(0.02)
@@ -179,7 +179,7 @@ def test_ranks_on_two_hosts(launch: Launch, port: int, victim: int) -> None:
             )
             for node, host in enumerate(hosts)
         ]
-        told = [text.split() for text in wait_for_files(launch.folder, "pid-*", 4, 25)]
+        told = [text.split() for text in wait_for_files(launch.folder, "pid-*", 4)]
         assert [words[1:] for words in told] == [["hybrid", "4"]] * 4
         os.kill(int(told[victim][0]), signal.SIGKILL)
         done = [launch.finish(each) for each in started]
@@ -193,7 +193,7 @@ def test_ranks_on_two_hosts(launch: Launch, port: int, victim: int) -> None:
 # -- meeting --------------------------------------------------------------------------------
 
 
-def settings(node: int, port: int, nodes: int = 2, seconds: float = 20.0) -> LaunchSettings:
+def settings(node: int, port: int, nodes: int = 2, seconds: float = 120.0) -> LaunchSettings:
     rdzv = ("127.0.0.1", port)
     timeout = timedelta(seconds=seconds)
     return LaunchSettings(1, nnodes=nodes, node_rank=node, rdzv=rdzv, timeout=timeout)

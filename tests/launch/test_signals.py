@@ -37,7 +37,7 @@ def pids(launch: Launch, pattern: str, count: int = 2) -> list[int]:
 
 
 def all_gone(*found: int) -> bool:
-    return wait_until(lambda: not any(map(alive, found)), 5)
+    return wait_until(lambda: not any(map(alive, found)))
 
 
 @pytest.mark.parametrize(

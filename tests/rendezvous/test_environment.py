@@ -45,7 +45,7 @@ def free_port() -> int:
         return server.port
 
 
-def meet(url: str = "env://", seconds: float = 10) -> tuple[Store, int, int]:
+def meet(url: str = "env://", seconds: float = 120) -> tuple[Store, int, int]:
     return next(rendezvous(url, timeout=timedelta(seconds=seconds)))
 
 
@@ -402,7 +402,7 @@ def test_a_real_second_process(env: SetEnv, free_port: int) -> None:
         store.get("end")
     """
     with process(program) as other:
-        call = Background(lambda: meet(seconds=20))
+        call = Background(lambda: meet(seconds=120))
         store, _, _ = call.result()
         assert store.get("k") == b"from 0 of 2"
         store.set("end", "")

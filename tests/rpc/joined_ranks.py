@@ -47,7 +47,7 @@ def together(
         rpc.shutdown(timeout=LIMIT_SECONDS)
         return result
 
-    return run_ranks(n, body, kind=kind, timeout=timedelta(seconds=30))
+    return run_ranks(n, body, kind=kind, timeout=timedelta(seconds=120))
 
 
 def only(rank_that_acts: int, act: Callable[[], Any]) -> Callable[[int], Any]:
@@ -55,7 +55,7 @@ def only(rank_that_acts: int, act: Callable[[], Any]) -> Callable[[int], Any]:
     return lambda rank: act() if rank == rank_that_acts else None
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for ``condition``; AssertionError if it does not come."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -13,6 +13,7 @@ import pytest
 
 import tilework.distributed as dist
 from tests.faults.forked_ranks import Holdings
+from tests.limits import PROMPTLY
 from tests.rpc.joined_ranks import (
     LIMIT_SECONDS,
     Gate,
@@ -103,7 +104,7 @@ def test_graceful_within_a_time() -> None:
         dist.barrier()
         if rank == 1:
             with pytest.raises(PeerLostError):
-                rpc.shutdown(timeout=timedelta(seconds=10))
+                rpc.shutdown(timeout=timedelta(seconds=120))
             assert not rpc.is_initialized()
 
     run_ranks(2, body)
@@ -119,14 +120,14 @@ def test_at_once_waits_for_nobody() -> None:
             assert gate.reached.wait(LIMIT_SECONDS)
             begun = time.monotonic()
             rpc.shutdown(graceful=False)
-            assert time.monotonic() - begun < 1
+            assert time.monotonic() - begun < PROMPTLY
             with pytest.raises(DistError, match=r"shut down on this rank before _hold"):
                 future.wait()
         else:
             assert gate.reached.wait(LIMIT_SECONDS)
             begun = time.monotonic()
             rpc.shutdown(graceful=False)
-            assert time.monotonic() - begun < 1
+            assert time.monotonic() - begun < PROMPTLY
             gate.open.set()
 
     run_ranks(2, body)
@@ -152,7 +153,7 @@ def test_who_left_is_lost_to_the_others() -> None:
         with pytest.raises(PeerLostError, match=r"worker 'w1' \(rank 1\) died or left") as lost:
             _call_until_it_fails()
         assert lost.value.ranks == (1,)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < PROMPTLY
         with pytest.raises(PeerLostError, match="ranks \\[1\\] died or left"):
             rpc.all_gather(1)
         rpc.shutdown(graceful=False)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
+from tests.limits import PROMPTLY
 from tests.rpc.joined_ranks import fork_and_wait, identity, my_name, nothing, until
 from tilework import rpc
 from tilework.errors import PeerLostError, RpcTimeoutError
@@ -61,7 +62,7 @@ def test_a_worker_that_dies_fails_the_calls_to_it(number: int, tmp_path: Path) -
         say(lost(lambda: rpc.rpc_sync("w1", sleep_forever)))
         say(lost(future.wait))
         say(lost(lambda: rpc.rpc_sync("w1", nothing)))  # and those that come later
-        say(lost(lambda: rpc.all_gather(rank, timeout=10)))
+        say(lost(lambda: rpc.all_gather(rank, timeout=120)))
         say(rpc.rpc_sync(2 - rank, my_name))  # the others go on
         rpc.all_gather(None, ["w0", "w2"])
 
@@ -73,7 +74,7 @@ def test_a_worker_that_dies_fails_the_calls_to_it(number: int, tmp_path: Path) -
         for rank in ranks.others(1):
             for _ in range(2):
                 when, text, lost_ranks = rank.hear()
-                assert when - died < 1
+                assert when - died < PROMPTLY
                 assert "worker 'w1' (rank 1) died or left before sleep_forever returned" in text
                 assert "test_failures.py:" in text
                 assert lost_ranks == (1,)
@@ -86,8 +87,8 @@ def test_who_leads_gatherings_may_die_too(tmp_path: Path) -> None:
     def act(rank: int, say: Say) -> None:
         if rank == 0:
             time.sleep(100)
-        say(lost(lambda: rpc.barrier(timeout=10)))
-        say(lost(lambda: rpc.shutdown(timeout=10)))
+        say(lost(lambda: rpc.barrier(timeout=120)))
+        say(lost(lambda: rpc.shutdown(timeout=120)))
         assert not rpc.is_initialized()
         join_by_file(rank - 1, 2, tmp_path / "again")
 
@@ -100,7 +101,7 @@ def test_who_leads_gatherings_may_die_too(tmp_path: Path) -> None:
         for rank in ranks.others(0):
             for _ in range(2):
                 when, _, lost_ranks = rank.hear()
-                assert when - died < 1.5
+                assert when - died < PROMPTLY
                 assert lost_ranks == (0,)
 
 
@@ -128,7 +129,7 @@ def test_what_a_dead_worker_held_is_let_go(tmp_path: Path) -> None:
     with ForkedRanks(2, tell) as ranks:
         assert ranks[1].hear() == 1
         died = ranks[1].kill()
-        assert ranks[0].hear() - died < 1
+        assert ranks[0].hear() - died < PROMPTLY
 
 
 def test_memory_of_a_dead_worker_is_freed(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_ctrl_c_ends_a_wait(asynchronous: bool, tmp_path: Path) -> None:
             time.sleep(100)
         call = _wait_for if asynchronous else rpc.rpc_sync
         with pytest.raises(KeyboardInterrupt):
-            call("w1", time.sleep, args=(1,))
+            call("w1", time.sleep, args=(20,))
         say(time.monotonic())
         say(rpc.rpc_sync("w1", my_name))
 
@@ -232,7 +233,7 @@ def test_ctrl_c_ends_a_wait(asynchronous: bool, tmp_path: Path) -> None:
             assert rank.hear() == "ready"
         time.sleep(0.1)
         pressed = ranks[0].kill(signal.SIGINT)
-        assert ranks[0].hear() - pressed < 0.7
+        assert ranks[0].hear() - pressed < PROMPTLY
         assert ranks[0].hear() == "w1"
         ranks[1].kill()
 
@@ -258,6 +259,6 @@ def test_a_program_that_ends_without_shutdown_ends(tmp_path: Path) -> None:
         "print(rpc.rpc_sync('w', sum, args=([1, 2],)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")

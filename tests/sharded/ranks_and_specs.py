@@ -23,7 +23,7 @@ from tilework.sharded import (
 )
 from tilework.testing import run_ranks
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=120)
 
 
 def on(n: int, program: Callable[[int], Any]) -> list[Any]:

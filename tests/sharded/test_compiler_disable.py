@@ -16,8 +16,6 @@ from tilework.sharded import ChunkShardingSpec, shard_parameter, shard_tensor
 
 Function = Callable[..., Any]
 
-pytestmark = pytest.mark.timeout(180)  # compilers are slow where others are at work, too
-
 
 def scaled(st: Any) -> Any:
     st = torch.relu(st) * 2 + 1

@@ -49,7 +49,7 @@ class Process:
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
         self._popen.kill()
-        self._popen.wait(20)
+        self._popen.wait(120)
 
     def stop(self) -> None:
         """kill -STOP, and wait until it has stopped."""
@@ -63,7 +63,7 @@ class Process:
 
     def wait(self) -> int:
         """Wait for its end; its exit status."""
-        return self._popen.wait(30)
+        return self._popen.wait(120)
 
     def close(self) -> None:
         """End it, whatever it does."""

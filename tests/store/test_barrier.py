@@ -120,7 +120,7 @@ def test_the_servers_death_ends_the_wait() -> None:
         time.sleep(60)
     """
     with process(program) as server, TCPStore("127.0.0.1", int(server.line())) as store:
-        call = Background(lambda: store_based_barrier(0, store, "g", 2, timedelta(seconds=30)))
+        call = Background(lambda: store_based_barrier(0, store, "g", 2, timedelta(seconds=120)))
         server.kill()
         with pytest.raises(DistNetworkError, match="is gone"):
             call.result()

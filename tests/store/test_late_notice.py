@@ -50,7 +50,7 @@ def test_what_comes_late_is_still_got(
     with store:
         timer = threading.Timer(0.5, lambda: store.set("key", "value"))
         timer.start()
-        assert store.get("key", timedelta(seconds=30)) == b"value"
+        assert store.get("key", timedelta(seconds=120)) == b"value"
         timer.join()
     assert "key'" in capfd.readouterr().err
 

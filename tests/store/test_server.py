@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.limits import PROMPTLY
 from tests.store.client_process import process, processes
 from tilework.errors import DistNetworkError, DistStoreError, StoreTimeoutError
 from tilework.store import HashStore, PrefixStore, StoreServer, TCPStore, UnixStore, wire
@@ -44,7 +45,7 @@ def store(server: StoreServer) -> Iterator[TCPStore]:
 
 
 def raw(server: StoreServer, *, greeted: bool = False) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=120)
     if greeted:
         sock.sendall(HELLO)
         assert sock.recv(100) == wire.encode(Code.WELCOME)
@@ -152,7 +153,7 @@ def test_half_messages_do_not_hold_up_others(server: StoreServer, store: TCPStor
         begun = time.monotonic()
         store.set("k", "v")
         assert store.get("k") == b"v"
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < PROMPTLY
 
 
 def test_who_does_not_read_its_answer_does_not_hold_up_others(
@@ -163,7 +164,7 @@ def test_who_does_not_read_its_answer_does_not_hold_up_others(
         sock.sendall(wire.encode(Code.GET, (wire.encode_number(0), b"big")))
         begun = time.monotonic()
         assert store.add("n", 1) == 1
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < PROMPTLY
 
 
 def test_a_waiting_client_that_goes_away_is_forgotten(server: StoreServer, store: TCPStore) -> None:
@@ -292,7 +293,7 @@ def test_the_death_of_the_server_is_noticed_at_once(place: str, with_child: bool
                     call.result()
             with pytest.raises(DistNetworkError, match=address):
                 store.set("k", "v")
-            assert time.monotonic() - begun < 1
+            assert time.monotonic() - begun < PROMPTLY
     _end_children_of(name, with_child)
 
 
@@ -418,7 +419,7 @@ def test_a_thousand_clients_wait_in_one_thread(server: StoreServer, store: TCPSt
         store.set("go", "1")
         for sock in crowd:
             assert sock.recv(100) == wire.encode(Code.OK)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < PROMPTLY
 
 
 def test_running_out_of_descriptors_harms_only_who_comes_then() -> None:
@@ -439,7 +440,7 @@ def test_running_out_of_descriptors_harms_only_who_comes_then() -> None:
         store.set("k", "v")
         for sock in crowd:
             sock.close()
-        with TCPStore("127.0.0.1", port, timeout=timedelta(seconds=10)) as late:
+        with TCPStore("127.0.0.1", port, timeout=timedelta(seconds=120)) as late:
             assert late.get("k") == b"v"
 
 
@@ -609,4 +610,4 @@ def test_a_waiting_time_out_is_the_servers() -> None:
         begun = time.monotonic()
         with pytest.raises(StoreTimeoutError):
             store.wait(["k"], timedelta(seconds=0.25))
-        assert 0.25 <= time.monotonic() - begun < 1.5
+        assert 0.25 <= time.monotonic() - begun < PROMPTLY

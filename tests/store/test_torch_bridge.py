@@ -17,7 +17,7 @@ from tilework.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from tilework.store.torch_bridge import TorchStoreAdapter, as_torch_store, connect_to_torch
 from tilework.testing.stores import Background
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=120)
 
 
 def gloo_sum(rank: int, store: Store) -> list[float]:

@@ -159,7 +159,7 @@ def asynchronous(rank: Rank) -> None:
         x = torch.ones(4)
         work = dist.all_reduce(x, async_op=True)
         assert work is not None
-        assert work.wait(timedelta(seconds=20))
+        assert work.wait(timedelta(seconds=120))
         assert work.is_completed()
         assert work.is_success()
         assert work.result()[0].tolist() == [3.0] * 4
@@ -256,15 +256,15 @@ def compiled(rank: Rank) -> None:
 
 def details(rank: Rank) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    with rank.joined(timeout=timedelta(seconds=20)):
+    with rank.joined(timeout=timedelta(seconds=120)):
         group: Any = dist.group.WORLD
         dist.barrier()
         dist.barrier(device_ids=[0])
-        dist.barrier(group=dist.new_group(timeout=timedelta(seconds=5)))
+        dist.barrier(group=dist.new_group(timeout=timedelta(seconds=120)))
         before = group._get_sequence_number_for_group()
         dist.all_reduce(torch.ones(1))
         assert group._get_sequence_number_for_group() == before + 1
-        group.monitored_barrier(timedelta(seconds=5))
+        group.monitored_barrier(timedelta(seconds=120))
         x = torch.ones(1)
         for peer in (-1, N):  # as in a ring of rank - 1 and rank + 1
             for call in (dist.broadcast, dist.isend, dist.irecv):
@@ -273,9 +273,9 @@ def details(rank: Rank) -> None:
         group.allreduce(x, op=dist.ReduceOp.PRODUCT).wait()
         group.allreduce([x], op=dist.ReduceOp.SUM).wait()
         group.broadcast(x, root=1).wait()
-        group.barrier(timeout=timedelta(seconds=5)).wait()
+        group.barrier(timeout=timedelta(seconds=120)).wait()
         assert x.item() == N
-        group.set_timeout(timedelta(seconds=9))
+        group.set_timeout(timedelta(seconds=120))
         dist.all_reduce(torch.ones(1))
         backend = group._get_backend(torch.device("cpu"))
         assert backend.name() == "tilework"

@@ -142,7 +142,7 @@ def test_who_is_late_is_named(ranks: Launcher) -> None:
 
 def monitored(rank: Rank) -> list[str]:
     join(rank)
-    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    group: Any = dist.new_group(timeout=timedelta(seconds=120))
     work_group: Any = dist.new_group()
     found = []
     if rank.number == 0:

@@ -56,7 +56,7 @@ def objects_in_batches(rank: int) -> list[Any]:
 
 
 def barrier_with_timeout(rank: int) -> Any:
-    return dist.barrier(timeout=timedelta(seconds=30))
+    return dist.barrier(timeout=timedelta(seconds=120))
 
 
 def unsorted_group(rank: int) -> int:

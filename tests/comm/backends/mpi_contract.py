@@ -28,7 +28,7 @@ from tilework.testing.groups.reductions import AllReduceSuite
 
 MPI: Any = importlib.import_module("mpi4py.MPI")
 T = TypeVar("T")
-LIMIT = timedelta(seconds=15)
+LIMIT = timedelta(seconds=120)
 _runs = itertools.count()
 
 

@@ -63,4 +63,4 @@ def test_the_contract(folder: Path, tmp_path: Path) -> None:
 def test_a_link_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(hybrid_backend.LINK_VARIABLE, "pigeons")
     with pytest.raises(ValueError, match=r"one of gloo, mpi, got 'pigeons'"):
-        run_ranks(2, lambda rank: None, backend="hybrid", timeout=timedelta(seconds=10))
+        run_ranks(2, lambda rank: None, backend="hybrid", timeout=timedelta(seconds=120))

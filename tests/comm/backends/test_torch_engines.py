@@ -36,7 +36,7 @@ class RecordingEngine(TorchEngine):
     def call(self, operation: Operation) -> Any:
         device = str(operation.device)
         if device == "cpu":
-            assert self.go.wait(10)
+            assert self.go.wait(120)
         self.note(device)
         return SimpleNamespace(wait=lambda: None)
 
@@ -46,7 +46,7 @@ class RecordingEngine(TorchEngine):
 
 @pytest.fixture
 def request_() -> dist.DistributedBackendOptions:
-    limit = timedelta(seconds=10)
+    limit = timedelta(seconds=120)
     return dist.DistributedBackendOptions(dist.HashStore(), 0, 2, limit, "g", (0, 1))
 
 
@@ -187,7 +187,7 @@ def test_a_process_that_a_rank_of_a_gloo_group_forks_ends() -> None:
     def program(rank: int) -> int | None:
         worker = multiprocessing.get_context("fork").Process(target=int)
         worker.start()
-        worker.join(5)
+        worker.join(120)
         worker.kill()  # does nothing to a process that has ended
         worker.join()
         return worker.exitcode

@@ -15,7 +15,7 @@ from tilework.rendezvous.liveness import process_identity
 from tilework.store import HashStore
 from tilework.testing import run_ranks
 
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=120)
 
 
 def summed() -> float:

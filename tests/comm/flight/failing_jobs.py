@@ -25,7 +25,7 @@ class FailingJob:
     n: int
     story: Callable[[int], object]
     backend: str = "shm"
-    timeout: timedelta = timedelta(seconds=50)
+    timeout: timedelta = timedelta(seconds=180)
     #: What happens to them once all have made the group.
     then: Callable[[ForkedRanks], object] = lambda ranks: None
     #: Who is not asked for a record.
@@ -50,7 +50,7 @@ class FailingJob:
     def _live(self, rank: int, say: Callable[[object], None]) -> None:
         os.environ["TILEWORK_FLIGHT_DIR"] = str(self.records)
         store = dist.FileStore(str(self.folder / "store"), self.n)
-        patient = timedelta(seconds=50)
+        patient = timedelta(seconds=180)
         dist.init_process_group(
             self.backend, store=store, rank=rank, world_size=self.n, timeout=patient
         )

@@ -105,7 +105,7 @@ def test_a_slower_writer_does_not_put_back_an_older_record(
     def encode_slowly(record: Record) -> bytes:
         if threading.current_thread().name == "slow" and record.rank == 0:
             began.set()
-            assert failed.wait(20)
+            assert failed.wait(120)
         return encode(record)
 
     monkeypatch.setattr(document, "encode", encode_slowly)
@@ -114,7 +114,7 @@ def test_a_slower_writer_does_not_put_back_an_older_record(
         slow = threading.Thread(target=dump.write_all, name="slow")
         if rank == 0:
             slow.start()
-            assert began.wait(20)
+            assert began.wait(120)
         disagree(rank)
         if rank == 0:
             failed.set()

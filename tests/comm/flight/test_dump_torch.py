@@ -26,7 +26,7 @@ def test_all_groups_of_a_rank_are_in_one_record(tmp_path: Path) -> None:
     def story(rank: int, say: Say) -> None:
         os.environ["TILEWORK_FLIGHT_DIR"] = str(folder)
         url = f"file://{tmp_path / 'store'}"
-        limit = timedelta(seconds=20)
+        limit = timedelta(seconds=120)
         torch_dist.init_process_group("tilework", url, limit, world_size=3, rank=rank)
         pair = torch_dist.new_group([1, 2])
         torch_dist.barrier()
@@ -37,7 +37,7 @@ def test_all_groups_of_a_rank_are_in_one_record(tmp_path: Path) -> None:
         say("over")
 
     with ForkedRanks(3, story) as ranks:
-        assert [rank.hear(30) for rank in ranks] == ["over"] * 3
+        assert [rank.hear(120) for rank in ranks] == ["over"] * 3
     assert sorted(os.listdir(folder)) == ["rank-1.json", "rank-2.json"]
     record = decode((folder / "rank-2.json").read_bytes())
     assert record.world_size == 3

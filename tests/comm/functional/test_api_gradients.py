@@ -23,7 +23,7 @@ from tests.tables import each
 from tilework.comm.functional import running
 from tilework.testing import run_ranks
 
-LIMIT = timedelta(seconds=15)
+LIMIT = timedelta(seconds=120)
 WAYS = ("at once", "later", "operators")
 
 

@@ -27,7 +27,6 @@ LIMIT = timedelta(seconds=170)
 #: torch's own compiler warns of what torch itself does.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.timeout(180),  # compilers are slow where others are at work, too
 ]
 
 

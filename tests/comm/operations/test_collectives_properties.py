@@ -16,7 +16,7 @@ from tilework.testing import run_ranks
 from tilework.testing.groups.values import FLOATS, Case, assert_same, bits, folded
 from tilework.testing.strategies import RandomProgram, cases, programs, run_program, subsets
 
-LIMIT = timedelta(seconds=15)
+LIMIT = timedelta(seconds=120)
 
 
 def run(

@@ -31,7 +31,7 @@ from tilework.layout import (
 )
 from tilework.testing import run_ranks
 
-LIMIT = timedelta(seconds=20)
+LIMIT = timedelta(seconds=120)
 Shape = tuple[int, ...]
 
 

@@ -16,7 +16,7 @@ from tilework.layout import Partial, Placement, Replicate, Shard, Tiling, mesh_t
 from tilework.testing import run_ranks
 from tilework.testing.groups.values import pattern
 
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=120)
 SHAPE = (37, 41)
 PLACEMENTS: list[Placement] = [Shard(0), Shard(1), Shard(0, (30, 0, 7)), Replicate(), Partial()]
 MIB = 1 << 20

@@ -19,7 +19,7 @@ from tilework.comm.transfer import run_plan
 from tilework.layout import plan
 from tilework.testing import run_ranks
 
-LIMIT = timedelta(seconds=15)
+LIMIT = timedelta(seconds=120)
 
 
 def transfer(case: Case, rank: int, out: list[Tensor] | None) -> list[Tensor]:

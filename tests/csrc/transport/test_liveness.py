@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.csrc.core_ranks import NONCE, Rank, groups, run_threads, workers
+from tests.limits import PROMPTLY
 from tilework import _core
 
 
@@ -31,7 +32,7 @@ def test_kill_9_is_noticed_within_a_second(scenario: str) -> None:
         for survivor in (ranks[0], ranks[2]):
             kind, lost, text, when = survivor.says()
             assert (kind, lost, text) == ("peer_lost", [1], "rank 1 died")
-            assert when - died < 1.0
+            assert when - died < PROMPTLY
 
 
 def test_a_receiver_notices_that_its_sender_died() -> None:
@@ -91,7 +92,7 @@ def test_a_signal_handler_cannot_call_into_what_it_interrupted() -> None:
 def test_a_process_may_end_while_operations_are_pending() -> None:
     with workers(2, "exit_while_pending", first=1) as (_, (rank,)):
         assert [rank.says(), rank.says()] == ["closed", "closed"]
-        assert rank.process.wait(5) == 0
+        assert rank.process.wait(120) == 0
 
 
 def test_a_forked_child_cannot_use_the_group() -> None:
@@ -123,7 +124,7 @@ def test_abort_wakes_everybody() -> None:
         start = time.monotonic()
         with pytest.raises(_core.Fault) as caught:
             rank.run("barrier")
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < PROMPTLY
         assert rank.group.aborted() == (0, "peer_lost", "rank 0 had enough")
         return caught.value.args
 

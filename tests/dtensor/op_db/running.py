@@ -20,7 +20,7 @@ from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.testing import run_ranks
 
 #: How long a rank waits for another that went astray.
-_TIMEOUT = timedelta(seconds=25)
+_TIMEOUT = timedelta(seconds=120)
 #: Tolerances, relative and absolute: sums in another order differ more than single operators do.
 _TOLERANCE = {
     torch.float64: (1e-6, 1e-7),
@@ -77,7 +77,7 @@ def _run_some(cases: Sequence[Case]) -> list[Result]:
         for case in cases:
             done[rank].append(_run(case, mesh))
             try:
-                meeting.wait(40)
+                meeting.wait(180)
             except threading.BrokenBarrierError:
                 raise _Lost from None
             last = [its[len(done[rank]) - 1] for its in done]

@@ -306,7 +306,7 @@ def _run_unlike(life: Life) -> Outcome:
         _lead(life, rank, sides, expected, found[rank])
         dist.barrier()
 
-    errors = run_ranks(life.ranks, program, timeout=timedelta(seconds=20), return_exceptions=True)
+    errors = run_ranks(life.ranks, program, timeout=timedelta(seconds=120), return_exceptions=True)
     raised = [isinstance(error, BaseException) for error in errors]
     for rank, records in enumerate(found):
         seen = next((s for _, s in records if s.error is not None), None)

@@ -320,7 +320,7 @@ def test_a_rank_lost_at_the_very_end() -> None:
 @pytest.mark.parametrize(("kind", "shared"), [*((kind, True) for kind in BUILDS), ("both", False)])
 def test_a_newcomer_gets_its_part_of_the_state(kind: str, shared: bool) -> None:
     """Three ranks, of which rank 0 ends; a fourth thread takes its seat at the end of a step."""
-    steps, limit, store = 40, timedelta(seconds=30), HashStore()
+    steps, limit, store = 40, timedelta(seconds=120), HashStore()
 
     def program(rank: int) -> object:
         world = current_world()

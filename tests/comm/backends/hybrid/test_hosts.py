@@ -15,6 +15,7 @@ import torch
 
 import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
+from tests.limits import PROMPTLY
 from tilework.testing.groups.base import brief_group
 from tilework.testing.groups.values import Case
 from tilework.testing.hosts import Host, joined, run_on_hosts, two_hosts, why_no_hosts
@@ -137,7 +138,7 @@ def test_killing_a_rank_is_noticed_on_every_host(hosts: Hosts, victim: int) -> N
             kind, lost_ranks, when = rank.hear()
             assert kind is dist.PeerLostError
             assert lost_ranks == (victim,)
-            assert when - died < 2.5
+            assert when - died < PROMPTLY
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "send", "recv"])
@@ -259,6 +260,6 @@ def test_a_rank_that_dies_instead_of_new_group(hosts: Hosts, victim: int) -> Non
         for rank in ranks.others(victim):
             lost, when = rank.hear()
             assert lost == (victim,)
-            assert when - begun < 2.0
+            assert when - begun < PROMPTLY
         for rank in ranks:
             rank.kill()

@@ -28,7 +28,7 @@ from tilework.testing.groups.values import assert_same, bits, folded, pattern
 from tilework.testing.groups.works import WorkSuite
 
 T = TypeVar("T")
-LIMIT = timedelta(seconds=15)
+LIMIT = timedelta(seconds=120)
 
 pytestmark = pytest.mark.skipif(
     not dist.is_backend_available("hybrid"), reason="the core is not built, or torch has no gloo"

@@ -16,6 +16,7 @@ import tilework.distributed as dist
 from tests.comm.backends.hybrid.test_hybrid_backend import pretend
 from tests.faults.forked_ranks import ForkedRanks, Holdings, Say
 from tests.faults.workload import leave, random_steps, until_error
+from tests.limits import PROMPTLY
 from tilework.testing.strategies import run_program
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +30,7 @@ def _two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def join(
-    rank: int, n: int, path: Path, timeout: timedelta = timedelta(seconds=20)
+    rank: int, n: int, path: Path, timeout: timedelta = timedelta(seconds=120)
 ) -> dist.FileStore:
     store = dist.FileStore(os.fspath(path), n)
     dist.init_process_group("hybrid", store=store, rank=rank, world_size=n, timeout=timeout)
@@ -74,7 +75,7 @@ def test_kill_9_at_a_random_moment(seed: int, tmp_path: Path) -> None:
             heard = rank.hear()
             assert heard.kind is dist.PeerLostError, heard
             assert heard.ranks == (victim,), heard
-            assert heard.when - died < 3, heard
+            assert heard.when - died < PROMPTLY, heard
         for rank in ranks.others(victim):
             before, after = rank.hear()
             assert after == before
@@ -142,4 +143,4 @@ def test_death_while_a_message_is_awaited_on_another_host(tmp_path: Path) -> Non
             os.kill(child, signal.SIGKILL)
         assert heard.kind is dist.PeerLostError
         assert heard.ranks == (1,)
-        assert heard.when - died < 2
+        assert heard.when - died < PROMPTLY

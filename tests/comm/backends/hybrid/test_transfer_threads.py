@@ -40,16 +40,16 @@ def test_a_wait_that_nobody_ends_is_left() -> None:
     assert "ended within a message" in str(waits.run(wait, lambda: True))
     assert waits.run(lambda: None, never) is None
     end.set()
-    assert done.wait(30)
+    assert done.wait(120)
     waits.close()
 
 
 def test_several_wait_at_a_time() -> None:
     waits, both = TransferWaits(), threading.Barrier(2)
-    thread = threading.Thread(target=waits.run, args=(lambda: both.wait(30), never))
+    thread = threading.Thread(target=waits.run, args=(lambda: both.wait(120), never))
     thread.start()
-    waits.run(lambda: both.wait(30), never)
-    thread.join(30)
+    waits.run(lambda: both.wait(120), never)
+    thread.join(120)
     assert not thread.is_alive()
     waits.close()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tilework.distributed as dist
+from tests.limits import PROMPTLY
 from tests.tables import each
 from tilework.comm.backends.shm import shm_backend
 from tilework.comm.groups import init_process_group
@@ -38,7 +39,7 @@ def test_a_rank_that_dies_while_joining_fails_the_others_at_once(path: str) -> N
 
     start = time.monotonic()
     errors = run_ranks(3, program, kind="processes", init=False, return_exceptions=True)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < PROMPTLY
     assert "SIGKILL" in str(errors[1])
     for rank in (0, 2):
         assert isinstance(errors[rank], dist.DistBackendError)
@@ -46,7 +47,7 @@ def test_a_rank_that_dies_while_joining_fails_the_others_at_once(path: str) -> N
 
 
 def request(store: dist.Store, rank: int) -> dist.DistributedBackendOptions:
-    return dist.DistributedBackendOptions(store, rank, 2, timedelta(seconds=20), "g", (0, 1))
+    return dist.DistributedBackendOptions(store, rank, 2, timedelta(seconds=120), "g", (0, 1))
 
 
 def knock(store: dist.Store, hello: bytes) -> list[int]:

@@ -18,7 +18,7 @@ import tilework.distributed as dist
 from tilework.testing import run_ranks
 
 MIB = 1 << 20
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=120)
 #: Elements: within an outbox, one more round than an outbox, and some rounds.
 COUNTS = st.sampled_from([5, 1000, 200_001, 600_000])
 

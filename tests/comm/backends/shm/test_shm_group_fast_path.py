@@ -20,7 +20,7 @@ from torch import Tensor
 import tilework.distributed as dist
 from tilework.testing import run_ranks
 
-LIMIT = timedelta(seconds=30)
+LIMIT = timedelta(seconds=120)
 needs_exchange_table = pytest.mark.skipif(
     not hasattr(Tensor, "__dlpack_c_exchange_api__"),
     reason="this torch has no table by which the core reads tensors",

@@ -79,7 +79,7 @@ def test_a_waiting_rank_awaits_those_only_that_have_not_come(
         if rank == 2:
             # Looks go on until both others have come.
             while not awaited or awaited[-1] != (1, [2]):
-                assert is_seen.wait(30)
+                assert is_seen.wait(120)
         dist.barrier()
 
     monkeypatch.setattr(by_rank, "look_if_long", look)
