@@ -73,7 +73,7 @@ class Launch:
 
     def finish(self, process: subprocess.Popen[bytes]) -> Finished:
         began = time.monotonic()
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=50)
         seconds = time.monotonic() - began
         # A stream that went elsewhere is None.
         texts = [(data or b"").decode(errors="surrogateescape") for data in (out, err)]
@@ -83,7 +83,7 @@ class Launch:
         for process in self._started:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-                process.wait(120)
+                process.wait(40)
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
@@ -121,7 +121,7 @@ def children(of: int) -> list[int]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 40.0) -> bool:
     """Whether ``condition`` came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -211,7 +211,7 @@ def test_no_rank_outlives_its_program(tmp_path: Path, method: StartMethod, how: 
     with program(tmp_path, method, "join") as process:
         pids = [int(text) for text in wait_for_files(tmp_path, "pid-*", 2)]
         process.send_signal(how)
-        process.wait(120)
+        process.wait(40)
         assert wait_until(lambda: not any(map(alive, pids)))
         assert process.stderr is not None
         text = process.stderr.read()
@@ -223,7 +223,7 @@ def test_a_program_that_ends_without_joining_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with program(tmp_path, "spawn", "leave") as process:
-        assert process.wait(120) == 0
+        assert process.wait(40) == 0
         pids = [int(text) for text in wait_for_files(tmp_path, "pid-*", 2)]
         assert wait_until(lambda: not any(map(alive, pids)))
         assert wait_until(lambda: not list(tmp_path.glob("tilework-*/")))
