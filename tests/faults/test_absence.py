@@ -15,6 +15,7 @@ import tilework.distributed as dist
 from tests.faults.forked_ranks import ForkedRanks, Say
 from tests.faults.test_death import TOLD
 from tests.faults.workload import join, leave, random_steps, until_error
+from tests.limits import PROMPTLY
 from tilework.errors import CollectiveTimeoutError, DistError
 from tilework.testing.strategies import run_program
 
@@ -47,7 +48,7 @@ def test_sigstop_at_a_random_moment(seed: int, tmp_path: Path) -> None:
             for named in set(heard.ranks) - {victim}:
                 aborted = f"the group was aborted by rank {3 - victim - named}"
                 assert victim in errors[named].ranks or aborted in errors[named].text
-            assert heard.when - stopped < LIMIT.total_seconds() + 1
+            assert heard.when - stopped < LIMIT.total_seconds() + PROMPTLY
             assert TOLD.search(heard.text), heard.text
         ranks[victim].kill(signal.SIGCONT)
         # Woken up, it hears what the others think of it.
@@ -85,7 +86,7 @@ def test_a_rank_that_never_comes_to_the_group(tmp_path: Path) -> None:
     with ForkedRanks(3, story) as ranks:
         for rank in ranks.others(2):
             seconds, text = rank.hear()
-            assert seconds < LIMIT.total_seconds() + 1.5, text
+            assert seconds < LIMIT.total_seconds() + PROMPTLY, text
 
 
 def test_a_rank_that_never_comes_to_a_sub_group(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_rank_that_never_comes_to_a_sub_group(tmp_path: Path) -> None:
 
     with ForkedRanks(3, story) as ranks:
         for rank in ranks:
-            assert rank.hear() < LIMIT.total_seconds() + 1
+            assert rank.hear() < LIMIT.total_seconds() + PROMPTLY
 
 
 def test_a_rank_that_never_comes_to_an_operation(tmp_path: Path) -> None:
@@ -123,6 +124,8 @@ def test_a_rank_that_never_comes_to_an_operation(tmp_path: Path) -> None:
             heard, start = rank.hear()
             assert heard.kind is CollectiveTimeoutError
             assert heard.ranks == (0,)
-            assert LIMIT.total_seconds() * 0.9 < heard.when - start < LIMIT.total_seconds() + 1
+            assert (
+                LIMIT.total_seconds() * 0.9 < heard.when - start < LIMIT.total_seconds() + PROMPTLY
+            )
             for word in ("broadcast", "5, 7", "group 'default'", "#2", "rank 0", "test_absence.py"):
                 assert word in heard.text, heard.text

@@ -87,7 +87,7 @@ class MismatchSuite(GroupSuite):
 
         for error in self.run(3, body):
             assert error.kind is CollectiveMismatchError, error
-            assert error.seconds < 8
+            assert error.seconds < 30
             for word in words:
                 assert word in error.text, f"{word!r} is missing from: {error.text}"
 
@@ -267,7 +267,7 @@ class MismatchSuite(GroupSuite):
 
         for errors in self.run(2, body):
             assert [error.kind for error in errors] == [CollectiveMismatchError] * 3
-            assert all(error.seconds < 8 for error in errors)
+            assert all(error.seconds < 30 for error in errors)
 
     def test_a_failed_group_leaves_the_others(self) -> None:
         def body(rank: int) -> None:
@@ -290,7 +290,7 @@ class ProvenanceSuite(GroupSuite):
 
         for error in self.run(2, body):
             assert error.kind is CollectiveMismatchError, error
-            assert error.seconds < 8
+            assert error.seconds < 30
             assert "tilework.dtensor.verify" in error.text
 
     def test_other_tensors(self) -> None:
@@ -325,7 +325,7 @@ class ProvenanceSuite(GroupSuite):
 
         for error in self.run(2, body):
             assert error.kind is CollectiveMismatchError, error
-            assert error.seconds < 8
+            assert error.seconds < 30
 
 
 class TimeoutSuite(GroupSuite):
@@ -404,7 +404,7 @@ class TimeoutSuite(GroupSuite):
             if rank == 0:
                 error = failure_of(lambda: dist.all_reduce(torch.ones(1), group=group))
                 assert error.kind is CollectiveTimeoutError
-                assert error.seconds < 5
+                assert error.seconds < 30
             dist.barrier()
 
         self.run(2, body)
