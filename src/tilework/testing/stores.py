@@ -42,7 +42,7 @@ Pair = tuple[Store, Store]
 SHORT = timedelta(seconds=0.05)
 SHORT_AT_MOST_SECONDS = 2.0
 #: A time-out that must not pass.
-LONG = timedelta(seconds=20)
+LONG = timedelta(seconds=120)
 
 
 #: Invalid values; Any, because a type checker would refuse them.
