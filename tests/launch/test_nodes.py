@@ -183,7 +183,7 @@ def test_ranks_on_two_hosts(launch: Launch, port: int, victim: int) -> None:
         assert [words[1:] for words in told] == [["hybrid", "4"]] * 4
         os.kill(int(told[victim][0]), signal.SIGKILL)
         done = [launch.finish(each) for each in started]
-    assert [each.status for each in done] == [137, 137]
+    assert [each.status for each in done] == [137, 137], done
     here = victim // 2
     assert f"rank {victim} failed: SIGKILL" in done[here].err
     assert f"rank {victim} failed on node {here} " in done[1 - here].err
