@@ -56,6 +56,7 @@ ROWS = {
     "simulation": "tests/csrc/simulation/",
     "compilers": r"tests/(capture/test_(inductor|modules)|models/test_captured|comm/functional/"
     r"test_tracing)\.py",
+    "transformers": r"tests/models/|hugging-face",
     "databases": r"tests/dtensor/(op_db|module_db)/|tests/csrc/python/test_operator_call.py",
     "sources": r"tests/test_(layers|structure|style)\.py",
 }

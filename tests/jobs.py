@@ -22,7 +22,8 @@ import torch.distributed as dist
 import tilework.torch_backend
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, by the server that all ranks are forked from.
+# Imported once, by the server that all ranks are forked from. The last one leaves all to the ranks
+# as it is: their garbage collection would copy most of the memory that they share.
 CONTEXT.set_forkserver_preload(
     [
         "torch",
@@ -32,6 +33,17 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.optim",
         "torch.distributed.tensor.parallel",
         "tilework.torch_backend",
+        "tilework.capture",
+        "tilework.checkpoint",
+        "tilework.data",
+        "tilework.launch.command",
+        "tilework.parallel",
+        "tilework.rpc",
+        "tilework.sharded",
+        "tilework.testing",
+        "pytest",
+        "rich.progress",
+        "tests.frozen",
     ]
 )
 
