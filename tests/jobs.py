@@ -22,27 +22,30 @@ import torch.distributed as dist
 import tilework.torch_backend
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, by the server that all ranks are forked from. The last one leaves all to the ranks
-# as it is: their garbage collection would copy most of the memory that they share.
+# Imported once, by the server that all ranks are forked from: all that takes a while of what the
+# modules of tests import, and what ranks do at their first collective or checkpoint. The last leaves
+# all to the ranks as it is: their garbage collection would copy most of the memory that they share.
 CONTEXT.set_forkserver_preload(
     [
+        "pytest",
+        "rich.progress",
         "torch",
         "torch._dynamo",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.distributed.optim",
         "torch.distributed.tensor.parallel",
-        "tilework.torch_backend",
         "tilework.capture",
-        "tilework.checkpoint",
+        "tilework.checkpoint.dcp",
+        "tilework.comm.backends.shm.shm_backend",
         "tilework.data",
+        "tilework.dtensor",
         "tilework.launch.command",
         "tilework.parallel",
         "tilework.rpc",
         "tilework.sharded",
         "tilework.testing",
-        "pytest",
-        "rich.progress",
+        "tilework.torch_backend",
         "tests.frozen",
     ]
 )

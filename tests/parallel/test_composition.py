@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def sgd(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-@dataclass
+@dataclass(eq=False)
 class Beside:
     """A thing that goes beside: the model's options, and what it adds to a step."""
 
@@ -200,12 +201,18 @@ def full(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
+@cache
+def trained(beside: Beside) -> tuple[Any, Any]:
+    """The plain model, trained on all rows, and its losses."""
+    plain = made(**beside.options)
+    return plain, train(plain, beside, sgd(plain.parameters()), lambda x: x)
+
+
 def compare(way: Way, beside: Beside, **options: Any) -> None:
-    """Train the plain model on all rows beside the parallel one on each rank's; compare."""
+    """Train the parallel model on each rank's rows; compare with the plain one on all rows."""
+    plain, wanted = trained(beside)
 
     def program(rank: int) -> None:
-        plain = made(**beside.options)
-        wanted = train(plain, beside, sgd(plain.parameters()), lambda x: x)
         model, group = way.wrap(beside.prepare(made(**beside.options)))
         model = beside.after(model)
 

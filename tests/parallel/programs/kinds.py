@@ -42,6 +42,8 @@ class Program:
         optimizer: The class of optimizers, and the settings.
         unused: True if a rank may leave parameters out.
         leaves_out: Beginnings of the names of ways that refuse it.
+        steps: How many; the second is the first with the optimizer's state, and with what the
+            ways learn in the first, such as the order of gradients.
         tolerance: How far values may be off, of the largest.
     """
 
@@ -57,6 +59,7 @@ class Program:
     )
     unused: bool = False
     leaves_out: tuple[str, ...] = ()
+    steps: int = 2
     tolerance: float = 1e-7
 
 
@@ -306,8 +309,8 @@ PROGRAMS = {
     ),
     "tied": Program(lambda: models.Gpt(True), **_GPT),
     "accumulated": Program(**_MLP, step=accumulated, optimizer=_SGD),
-    "averaged": Program(**_MLP, step=averaged),
-    "scheduled": Program(**_MLP, step=scheduled, optimizer=_SGD),
+    "averaged": Program(**_MLP, step=averaged, steps=3),
+    "scheduled": Program(**_MLP, step=scheduled, optimizer=_SGD, steps=4),
     "autocast": Program(
         **_MLP | {"make": lambda: models.perceptron().float()},
         step=trained(cast_by_autocast),

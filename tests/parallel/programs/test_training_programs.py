@@ -17,8 +17,6 @@ from tests.rounding import assert_close
 from tilework.parallel import DistributedDataParallel
 from tilework.testing import run_ranks
 
-STEPS = 4
-
 
 @cache
 def made(kind: str) -> list[nn.Module]:
@@ -35,7 +33,7 @@ def train(kind: str, side: Side) -> tuple[list[Tensor], dict[str, Tensor]]:
     wrapped = [side.wrap(copy.deepcopy(model)) for model in made(kind)]
     optimizers = [side.optimizer(model.parameters(), *program.optimizer) for model in wrapped]
     run, losses = Run(wrapped, optimizers, side), []
-    for step in range(STEPS):
+    for step in range(program.steps):
         batch = side.share(program.batch(torch.Generator().manual_seed(step)))
         losses.append(side.mean(program.step(run, batch)))
     state = {}
