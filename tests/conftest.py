@@ -6,6 +6,7 @@ Where the core is not built, what needs it is skipped, and says why.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import re
@@ -55,7 +56,7 @@ ROWS = {
     r"|(fault|liveness|death|timeout|signal|garbage|failure|diagnosis|hosts)\w*\.py",
     "simulation": "tests/csrc/simulation/",
     "compilers": r"tests/(capture/test_(inductor|modules)|models/test_captured|comm/functional/"
-    r"test_tracing)\.py",
+    r"test_tracing)\.py|parallel/test_composition.py::test_compiled",
     "transformers": r"tests/models/|hugging-face",
     "databases": r"tests/dtensor/(op_db|module_db)/|tests/csrc/python/test_operator_call.py",
     "sources": r"tests/test_(layers|structure|style)\.py",
@@ -112,3 +113,10 @@ def pytest_runtest_call() -> Generator[None, object, object]:
         if WHY and "backend 'shm' is not usable" in str(error):
             pytest.skip(WHY)
         raise
+
+
+@pytest.fixture(scope="session")
+def compilers() -> None:
+    """Import torch's compilers: forked ranks that compile would take two seconds each to do so."""
+    for name in ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"):
+        importlib.import_module(name)

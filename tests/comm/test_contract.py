@@ -51,6 +51,7 @@ class TestShmBetweenProcesses(
     # Starting processes is what takes time here; sizes and dtypes are covered between threads,
     # by the same code of the core.
     world_sizes = (3,)
+    both_forms = False
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
     large = 400_001
 
@@ -124,6 +125,7 @@ class TestGlooBetweenThreads(ProcessGroupContract):
 class TestGlooBetweenProcesses(AllReduceSuite, TimeoutSuite, WorkSuite):
     group_type = GlooGroup
     world_sizes = (3,)
+    both_forms = False
     large = 50_001
 
     def run(self, n: int, fn: Callable[[int], T]) -> list[T]:

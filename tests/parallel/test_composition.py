@@ -309,6 +309,7 @@ def inner_compiled(model: Any) -> Any:
     return model
 
 
+@pytest.mark.usefixtures("compilers")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("way", ["ddp", "fully_shard"])

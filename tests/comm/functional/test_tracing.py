@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before ranks are forked: it takes seconds
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -26,6 +25,7 @@ from tilework.testing import run_ranks
 LIMIT = timedelta(seconds=170)
 #: torch's own compiler warns of what torch itself does.
 pytestmark = [
+    pytest.mark.usefixtures("compilers"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

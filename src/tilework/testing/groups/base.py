@@ -54,6 +54,9 @@ class GroupSuite(ABC):
     group_type: ClassVar[type[ProcessGroup]] = ProcessGroup
     #: World sizes of the tests that take ``n``.
     world_sizes: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5)
+    #: With a single world size: True: tests take both forms, ``async_op`` or not; False: each takes
+    #: one of them, by its name.
+    both_forms: ClassVar[bool] = True
     #: The dtypes that the backend moves and reduces.
     dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES
     #: Elements of the tests of large messages: several chunks of any backend.
@@ -77,10 +80,11 @@ class GroupSuite(ABC):
         """Pytest's hook: ``n`` runs over the world sizes, ``async_op`` over both forms.
 
         A test that takes both meets each size and each form, but not each size in each form: sizes
-        alternate between the forms, starting by the name of the test.
+        alternate between the forms, starting by the name of the test. See also ``both_forms``.
         """
         taken = {"n", "async_op"} & {*metafunc.fixturenames}
-        if taken == {"n", "async_op"} and len(self.world_sizes) > 1:
+        sizes_turn = len(self.world_sizes) > 1 or not self.both_forms
+        if taken == {"n", "async_op"} and sizes_turn:
             first = zlib.crc32(metafunc.function.__name__.encode())
             turns = [(n, bool((first + turn) % 2)) for turn, n in enumerate(self.world_sizes)]
             ids = [f"{n}ranks-{'async' if form else 'sync'}" for n, form in turns]

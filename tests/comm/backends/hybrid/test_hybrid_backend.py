@@ -68,6 +68,7 @@ class TestTwoHosts(OnTwoHosts, ProcessGroupContract):
 
 class TestTwoHostsBetweenProcesses(OnTwoHosts, AllReduceSuite, MessageSuite, TimeoutSuite):
     world_sizes = (3,)
+    both_forms = False
     dtypes = (torch.float32, torch.bfloat16, torch.bool)
     large = 400_001
 
@@ -80,6 +81,7 @@ class TestThreeHosts(BroadcastSuite, GatherSuite, AllReduceSuite, ReduceSuite, W
 
     group_type = HybridGroup
     world_sizes = (6,)
+    both_forms = False
     dtypes = (torch.float32, torch.int8)
     large = 50_001
 
