@@ -8,7 +8,7 @@ collectives. This module does not handle gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.provenance.meaning import Moved, TensorText, carried, moving
 from tilework.dtensor.redistribution.adjoint import Adjoint
 from tilework.dtensor.redistribution.collective_steps import LOCAL_STEPS, RunStep, prepare_step
-from tilework.dtensor.spec import DTensorSpec
-from tilework.layout import Steps, redistribution_steps
+from tilework.dtensor.spec import DTensorSpec, Ints
+from tilework.layout import Layout, Steps, redistribution_steps
 from tilework.layout.cost import DEFAULT_COST
+from tilework.mesh import MeshSpec
 
 
 class PreparedRedistribution:
@@ -116,18 +117,25 @@ def prepare_redistribution(
 
 def plan_steps(source: DTensorSpec, target: DTensorSpec, dtype: torch.dtype) -> Steps:
     """The cheapest steps from one layout to another. Local; every rank plans the same."""
-    spec = source.mesh.spec
+    mesh = source.mesh.spec
+    before, after = (Layout(spec.placements, spec.order) for spec in (source, target))
+    return _planned(source.shape, mesh, before, after, dtype.itemsize)
+
+
+# Also for another mesh of the same ranks, and for other ranks that are threads of this process.
+@lru_cache(maxsize=4096)
+def _planned(shape: Ints, mesh: MeshSpec, before: Layout, after: Layout, itemsize: int) -> Steps:
     return redistribution_steps(
-        source.shape,
-        spec.shape,
-        source.placements,
-        target.placements,
-        source_order=source.order,
-        target_order=target.order,
-        itemsize=dtype.itemsize,
+        shape,
+        mesh.shape,
+        before.placements,
+        after.placements,
+        source_order=before.order,
+        target_order=after.order,
+        itemsize=itemsize,
         cost=DEFAULT_COST,
-        ranks=spec.ranks,
-        names=spec.names,
+        ranks=mesh.ranks,
+        names=mesh.names,
     )
 
 
