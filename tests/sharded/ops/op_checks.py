@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tests.rounding import assert_close
 from tests.sharded.ranks_and_specs import boxes, chunks, cut, grid, on
+from tests.shared_draws import shared_draws
+from tilework.layout import Box
 from tilework.sharded import ShardedTensor, ShardingSpec
 
 RANKS = 3
@@ -67,7 +69,17 @@ def check_same(
     wholes: list[Tensor],
     spec: ShardingSpec,
 ) -> Any:
-    """``compute`` gives the same of sharded tensors as of plain ones, gradients too."""
+    """``compute`` gives the same of sharded tensors as of plain ones, gradients too.
+
+    It must not draw random numbers.
+    """
+    with shared_draws():
+        return _check_same(rank, compute, wholes, spec)
+
+
+def _check_same(
+    rank: int, compute: Callable[..., Any], wholes: list[Tensor], spec: ShardingSpec
+) -> Any:
     sharded = [shards_of(whole, spec, rank) for whole in wholes]
     wholes = [whole.clone().detach().requires_grad_(whole.requires_grad) for whole in wholes]
     expected, found = compute(*wholes), compute(*sharded)
@@ -81,21 +93,40 @@ def check_same(
                 assert tensor.grad is None
             else:
                 assert isinstance(tensor.grad, ShardedTensor)
-                close(tensor.grad.full_tensor(), whole.grad)
+                assert _boxes(tensor.grad) == _boxes(tensor)
+                close_tiles(tensor.grad, whole.grad)
     return found
 
 
 def check_cuts(compute: Callable[..., Any], wholes: list[Tensor]) -> None:
     """:func:`check_same` for all cuts, which are those of the first and second dim."""
 
-    def program(rank: int) -> None:
+    def program(rank: int) -> list[Any]:
+        found = []
         for name, spec in CUTS.items():
             try:
-                check_same(rank, compute, wholes, spec)
+                found += _metadata(check_same(rank, compute, wholes, spec))
             except Exception as error:
                 raise AssertionError(f"cut: {name}") from error
+        return found
 
-    on(RANKS, program)
+    _equal(on(RANKS, program))
+
+
+def check_cut(
+    compute: Callable[..., Any], wholes: list[Tensor], spec: ShardingSpec, ranks: int = RANKS
+) -> None:
+    """:func:`check_same` for one cut."""
+    _equal(on(ranks, lambda rank: _metadata(check_same(rank, compute, wholes, spec))))
+
+
+def _metadata(value: Any) -> list[Any]:
+    return [one.metadata() for one in _flat(value) if isinstance(one, ShardedTensor)]
+
+
+def _equal(by_rank: list[Any]) -> None:
+    """All ranks know the same of the results: values do not tell, each compares its own tiles."""
+    assert all(found == by_rank[0] for found in by_rank), f"ranks differ: {by_rank}"
 
 
 def compare(found: Any, expected: Any) -> None:
@@ -111,7 +142,21 @@ def compare(found: Any, expected: Any) -> None:
             assert all(tile.requires_grad == two.requires_grad for tile in one.local_tiles())
             sizes = [tuple(tile.shape) for tile in one.local_tiles()]
             assert sizes == [tuple(s.metadata.shard_sizes) for s in one.local_shards()]
-        close(plain(one), two.detach())
+            close_tiles(one, two)
+        else:
+            close(plain(one), two.detach())
+
+
+def close_tiles(found: ShardedTensor, whole: Tensor) -> None:
+    """A sharded tensor has the value of a plain one; each rank compares its own tiles, locally."""
+    assert sum(box.volume for box in _boxes(found)) == whole.numel()
+    for shard in found.local_shards():
+        assert shard.metadata in found.metadata().shards_metadata
+        close(shard.tensor.detach(), whole.detach()[shard.metadata.box.slices])
+
+
+def _boxes(tensor: ShardedTensor) -> list[Box]:
+    return [metadata.box for metadata in tensor.metadata().shards_metadata]
 
 
 def close(one: Tensor, two: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from tests.sharded.ops.op_checks import (
     CUTS,
     RANKS,
     SIZE,
+    check_cut,
     check_cuts,
-    check_same,
     compare,
     shards_of,
     values,
@@ -71,15 +72,13 @@ def _attempt(func: Callable[..., Any], *args: Any) -> tuple[Any, Exception | Non
         return None, error
 
 
-def _operands(name: str, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Sets of operands, of which one may suit the operator."""
+@cache
+def _operands(large: bool, dtype: torch.dtype) -> list[Tensor]:
+    """Three operands; one, two or all of them may suit an operator."""
     first, second, third = (values(*SIZE, seed=seed).abs() for seed in (1, 2, 3))
     if dtype.is_floating_point:
-        tensors = [x / 4 if name not in ("mvlgamma", "multigammaln") else x + 2 for x in (
-            first, second, third)]  # fmt: skip
-    else:
-        tensors = [x.to(dtype) for x in (first, second + 1, third)]
-    return [tensors[:count] for count in (1, 2, 3)]
+        return [x + 2 if large else x / 4 for x in (first, second, third)]
+    return [x.to(dtype) for x in (first, second + 1, third)]
 
 
 @each("dtype", [torch.float64, torch.int32, torch.bool])
@@ -88,14 +87,17 @@ def test_every_operator_gives_the_same_as_on_a_plain_tensor(dtype: torch.dtype) 
     tried: set[str] = set()
 
     def program(rank: int) -> None:
+        both = [
+            [shards_of(x, spec, rank) for x in _operands(large, dtype)] for large in (False, True)
+        ]
         for name in sorted(ELEMENTWISE):
-            extra = _ARGUMENTS.get(name, ())
+            extra, large = _ARGUMENTS.get(name, ()), name in ("mvlgamma", "multigammaln")
             for func in _callables(name, dtype):
-                for operands in _operands(name, dtype):
+                for count in (1, 2, 3):
+                    operands, sharded = _operands(large, dtype)[:count], both[large][:count]
                     expected, error = _attempt(func, *operands, *extra)
                     if isinstance(expected, int) or (error is None and expected is None):
                         continue
-                    sharded: list[Any] = [shards_of(x, spec, rank) for x in operands]
                     found, other = _attempt(func, *sharded, *extra)
                     if error is not None:
                         assert other is not None, (name, func, len(operands))
@@ -109,6 +111,8 @@ def test_every_operator_gives_the_same_as_on_a_plain_tensor(dtype: torch.dtype) 
                         except AssertionError as failed:
                             raise AssertionError(f"{name}: {func}") from failed
                     tried.add(name)
+        for large in (False, True):
+            compare(both[large], _operands(large, dtype))  # nothing wrote to them
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's, on deprecated spellings
@@ -211,14 +215,14 @@ def test_values_and_gradients(compute: Callable[..., Any]) -> None:
 )
 def test_dtypes(dtype: torch.dtype) -> None:
     x = values(*SIZE).abs().to(dtype)
-    on(RANKS, lambda rank: check_same(rank, lambda x: (x * 2, x == x, x + x), [x], CUTS["rows"]))
+    check_cut(lambda x: (x * 2, x == x, x + x), [x], CUTS["rows"])
 
 
 @each("size", [(), (0,), (3, 0)])
 def test_tensors_of_one_element_and_of_none(size: tuple[int, ...]) -> None:
     spec = chunks(0, [1, 2]) if size else boxes(((), (), 1))
     x = values(*size).requires_grad_()
-    on(RANKS, lambda rank: check_same(rank, lambda x: (x * 2 + 1).exp(), [x], spec))
+    check_cut(lambda x: (x * 2 + 1).exp(), [x], spec)
 
 
 @examples(30)
@@ -227,7 +231,7 @@ def test_any_cut(data: hs.DataObject) -> None:
     size = data.draw(hs.sampled_from([(6,), (5, 3), (2, 3, 4)]))
     spec = data.draw(specs(size, (0, 1, 2)))
     x, y = values(*size).requires_grad_(), values(*size, seed=1)
-    on(RANKS, lambda rank: check_same(rank, lambda x, y: (x * y + 1).sin(), [x, y], spec))
+    check_cut(lambda x, y: (x * y + 1).sin(), [x, y], spec)
 
 
 def test_a_plain_operand_gets_the_gradient_of_all_tiles() -> None:

@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as hs
 
-from tests.sharded.ops.op_checks import CUTS, RANKS, SIZE, check_cuts, check_same, shards_of, values
+from tests.sharded.ops.op_checks import (
+    CUTS,
+    RANKS,
+    SIZE,
+    check_cut,
+    check_cuts,
+    check_same,
+    shards_of,
+    values,
+)
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, examples, grid, on, specs
 from tests.tables import each
 from tilework.sharded import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor
@@ -54,7 +63,7 @@ _ANY_CUT: dict[str, Callable[[Any], Any]] = {
 @each("compute", _ANY_CUT.values())
 def test_views(compute: Callable[[Any], Any]) -> None:
     if compute is _ANY_CUT["split rows"]:
-        on(RANKS, lambda rank: check_same(rank, compute, [values(*SIZE)], CUTS["rows"]))
+        check_cut(compute, [values(*SIZE)], CUTS["rows"])
     else:
         check_cuts(compute, [values(*SIZE).requires_grad_()])
 
@@ -89,7 +98,7 @@ def test_any_index_of_any_cut(data: hs.DataObject) -> None:
         kinds = hs.integers(-extent, extent - 1), hs.builds(slice, ends, ends), hs.none()
         key.append(data.draw(hs.one_of(*kinds)))
     whole = values(*size).requires_grad_()
-    on(RANKS, lambda rank: check_same(rank, lambda x: x[tuple(key)], [whole], spec))
+    check_cut(lambda x: x[tuple(key)], [whole], spec)
 
 
 @examples(25)
