@@ -104,6 +104,26 @@ def test_ranks_with_different_graphs_all_raise() -> None:
         assert re.search(r"rank 0: right\.weight.*\n  rank 1: left\.weight", text)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_optimizers_that_step_in_hooks_are_refused(ranks: int) -> None:
+    def program(rank: int) -> None:
+        ddp: Any = DistributedDataParallel(seeded(Branches))
+        for parameter in ddp.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(_: Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        x = torch.full((1, WIDTH), float(rank))
+        (ddp(x, True) + ddp(x, False)).sum().backward()
+
+    for text in raised(ranks, program):
+        assert ("cleared during backward" if ranks == 1 else "is not the same") in text
+        assert "call an optimizer's step() and zero_grad() after backward" in text
+
+
 def test_a_step_after_such_an_error_works() -> None:
     def program(rank: int) -> Tensor:
         ddp: Any = DistributedDataParallel(seeded(Branches))

@@ -395,6 +395,26 @@ def test_shared_weights_and_unused_layers() -> None:
     run_ranks(2, program)
 
 
+def test_a_penalty_on_parameters() -> None:
+    def loss(model: Any, x: Tensor, y: Tensor, plain: bool) -> Tensor:
+        penalty: Any = sum(parameter.square().sum() for parameter in model.parameters())
+        total: Tensor = mse(model(x), y) + 0.1 * (penalty if plain else penalty.full_tensor())
+        return total
+
+    def program(rank: int) -> None:
+        model, plain = fully_shard(seeded()), seeded()
+        x, y = rows(2, 0)
+        own = slice(2 * rank, 2 * rank + 2)
+        loss(model, x[own], y[own], plain=False).backward()
+        loss(plain, x, y, plain=True).backward()
+        for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(full(mine.grad), wanted.grad)
+        with pytest.raises(CollectiveMismatchError, match=r"penalty\.full_tensor\(\)"):
+            loss(model, x[own], y[own], plain=True).backward()
+
+    run_ranks(2, program)
+
+
 def test_mixed_precision() -> None:
     def program(rank: int) -> tuple[Any, ...]:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)

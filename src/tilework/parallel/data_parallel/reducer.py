@@ -38,7 +38,7 @@ from tilework.parallel.data_parallel.bucket_memory import BucketMemory
 from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
 from tilework.parallel.data_parallel.leaves import GradLeaf
 from tilework.parallel.data_parallel.outputs import accumulators
-from tilework.parallel.data_parallel.replicas import Replica
+from tilework.parallel.data_parallel.replicas import HOOKS_COME_FIRST, Replica
 from tilework.parallel.data_parallel.report import (
     BucketTimes,
     PassTimes,
@@ -544,9 +544,13 @@ class Reducer:
         if all(each == lacks[0] for each in lacks) and not any(trained for *_, trained in lacks[0]):
             frozen = {index for index, *_ in lacks[0]}
             return [index not in frozen for index in range(len(leaves))]
-        names = [[name for _, name, _ in each] for each in lacks]
+        taken = agree(
+            lambda: [str(leaves[i]) for i in self._missing if self._marks[i]], self.active
+        )
+        names = taken if any(taken) else [[name for _, name, _ in each] for each in lacks]
+        say = _taken if any(taken) else _missing
         self._open = False
-        raise RuntimeError(_missing(dict(zip(self.active.global_ranks, names, strict=True))))
+        raise RuntimeError(say(dict(zip(self.active.global_ranks, names, strict=True))))
 
     def _wait(self, bucket: _Bucket) -> None:
         if isinstance(bucket.work, _AnyFuture):
@@ -623,13 +627,23 @@ def _twice(leaf: GradLeaf) -> str:
     )
 
 
+def _by_rank(names: dict[int, list[str]]) -> str:
+    return "\n".join(f"  rank {rank}: {', '.join(those)}" for rank, those in names.items() if those)
+
+
+def _taken(names: dict[int, list[str]]) -> str:
+    return (
+        f"the gradients of these parameters were there, and were cleared during backward, before "
+        f"they could be averaged:\n{_by_rank(names)}\n{HOOKS_COME_FIRST}"
+    )
+
+
 def _missing(names: dict[int, list[str]]) -> str:
-    each = "\n".join(f"  rank {rank}: {', '.join(those)}" for rank, those in names.items() if those)
     everywhere = len({tuple(those) for those in names.values()}) == 1
     what = "on no rank" if everywhere else "not on all ranks"
     return (
         f"the loss does not depend on all parameters: these have a gradient {what}, and the "
-        f"others' averages are not to be used.\nNo gradient:\n{each}\nUse every output of "
-        f"the module in the loss, or construct it with find_unused_parameters=True; a parameter "
+        f"others' averages are not to be used.\nNo gradient:\n{_by_rank(names)}\nUse every output "
+        f"of the module in the loss, or construct it with find_unused_parameters=True; a parameter "
         f"that is never used can be frozen with requires_grad_(False)."
     )

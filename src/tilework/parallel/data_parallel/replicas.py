@@ -17,10 +17,16 @@ from tilework.dtensor.provenance.mode import mode
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.passes import Passes, compare_passes
 
+#: What is to be known about hooks of parameters, for messages.
+HOOKS_COME_FIRST = (
+    "Hooks of parameters (register_post_accumulate_grad_hook) run before gradients are averaged: "
+    "call an optimizer's step() and zero_grad() after backward, or use fully_shard, whose hooks "
+    "get averages"
+)
 _ADVICE = (
     "DistributedDataParallel gives all ranks the same parameters and the same gradients: look for "
     "code that writes to parameters on one rank only, or for optimizers with different options or "
-    "states"
+    f"states. {HOOKS_COME_FIRST}"
 )
 
 
