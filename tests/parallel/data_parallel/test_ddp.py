@@ -341,6 +341,23 @@ def test_gradients_of_inputs_only_are_not_reduced() -> None:
     run_ranks(2, program)
 
 
+def test_gradients_of_parameters_by_autograd_grad_are_those_of_the_rank() -> None:
+    def program(rank: int) -> None:
+        plain, ddp = mlp(), DistributedDataParallel(mlp())
+        x, y = batch(2)
+        own = slice(rank * ROWS, (rank + 1) * ROWS)
+        loss, local = mse(ddp(x[own]), y[own]), mse(plain(x[own]), y[own])
+        given = torch.autograd.grad(loss, list(ddp.parameters()), retain_graph=True)
+        wanted = torch.autograd.grad(local, list(plain.parameters()))
+        for mine, other in zip(given, wanted, strict=True):
+            assert_close(mine, other)
+        loss.backward()
+        mse(plain(x), y).backward()
+        same_gradients(ddp.module, plain)
+
+    run_ranks(2, program)
+
+
 def test_a_module_that_is_cast_between_steps() -> None:
     def program(rank: int) -> None:
         ddp: Any = DistributedDataParallel(nn.Linear(80, 80))

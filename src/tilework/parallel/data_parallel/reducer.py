@@ -309,7 +309,7 @@ class Reducer:
         """
         if not self._tensors:
             return False
-        will_run = torch._C._will_engine_execute_node
+        will_run = _will_run
         if self._likely_node is not None and will_run(self._likely_node):
             return True
         # A cast gives a tensor another node, and this graph may lack the last pass's node.
@@ -611,6 +611,19 @@ def _accumulator(leaf: Tensor) -> Any:
     with torch.enable_grad():
         root: Any = leaf.view_as(leaf).grad_fn
     return root.next_functions[0][0]
+
+
+def _will_run(node: Any) -> bool:
+    """True if the backward pass that runs will run a node.
+
+    False for the node of a tensor whose gradient torch.autograd.grad() returns.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:  # torch refuses to say of these
+        if "autograd.grad()" not in str(error):
+            raise
+        return False
 
 
 def _described(value: Any) -> str:
