@@ -128,3 +128,19 @@ def test_other_values_on_one_rank_raise_when_they_are_assigned() -> None:
             model(torch.ones(1, 4))
 
     run_ranks(2, program)
+
+
+def test_computed_tensors_in_the_place_of_parameters_are_refused() -> None:
+    def program(rank: int) -> None:
+        model: Any = DistributedDataParallel(_model())
+        x = torch.full((1, 4), rank + 1.0)
+        faster = {name: p - p.sum() * 0.1 for name, p in model.named_parameters()}
+        with pytest.raises(TypeError, match=r"0\.weight of Sequential was computed from other"):
+            torch.func.functional_call(model, faster, x)
+        inner = {name.removeprefix("module."): tensor for name, tensor in faster.items()}
+        torch.func.functional_call(model.module, inner, x).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+        model(x).sum().backward()
+
+    run_ranks(2, program)

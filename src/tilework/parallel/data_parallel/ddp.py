@@ -45,6 +45,13 @@ from tilework.parallel.data_parallel.structure import ModuleStructure
 from tilework.parallel.data_parallel.torch_names import TorchDDPNames, ignored_names
 from tilework.parallel.passes import Passes
 
+_COMPUTED = (
+    "{name} of {kind} was computed from other tensors, and DistributedDataParallel averages "
+    "gradients of parameters. Call torch.func.functional_call(ddp.module, ...), whose names have "
+    "no 'module.' in front, and average the gradients: dist.all_reduce(parameter.grad, "
+    "op=dist.ReduceOp.AVG)"
+)
+
 
 class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
     """A module replicated on every rank of a group, whose gradients are the average over the ranks.
@@ -241,9 +248,13 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
 
         Raises:
             ValueError: Parameters differ between ranks now.
+            TypeError: A tensor that was computed took a parameter's place.
         """
         known = {id(parameter) for _, parameter in self._structure.parameters}
         now = ModuleStructure(self.module)
+        for name, parameter in now.parameters:
+            if not parameter.is_leaf:
+                raise TypeError(_COMPUTED.format(name=name, kind=type(self.module).__name__))
         new = [name for name, parameter in now.parameters if id(parameter) not in known]
         check_replicas(now.parameters, self.process_group, self._ignored, values=new)
         self._structure.places.mark_replaced(by="an assignment")
