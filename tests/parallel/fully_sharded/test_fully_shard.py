@@ -634,7 +634,7 @@ def test_misuse() -> None:
             fully_shard(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
         scalar = nn.Module()
         scalar.register_parameter("p", nn.Parameter(torch.ones(())))
-        with pytest.raises(ValueError, match=r"parameter p of shape \[\] cannot be sharded along"):
+        with pytest.raises(ValueError, match=r"p of shape \[\] has no dim to shard: make it of"):
             fully_shard(scalar)
         with pytest.raises(ValueError, match="takes a mesh of one axis"):
             fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1, 1, 1)))

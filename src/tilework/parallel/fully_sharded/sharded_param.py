@@ -113,16 +113,16 @@ def sharded_param(
 
     Raises:
         TypeError: The parameter is a DTensor of torch.distributed.tensor's.
-        ValueError: The parameter does not have the dim, or the meshes have no common root.
+        ValueError: The parameter has no dims, or the meshes have no common root.
     """
     refuse_torch_dtensor(parameter, f"fully_shard of parameter {name!r}")
     is_full = isinstance(parameter, DTensor) and not on_mesh
     tensor_parallel = parameter._spec if is_full else None
     local_shape = tuple(parameter.shape if tensor_parallel is None else tensor_parallel.local_shape)
-    if dim >= len(local_shape):
+    if not local_shape:
         raise ValueError(
-            f"parameter {name} of shape {list(local_shape)} cannot be sharded along dim {dim}: "
-            f"fully_shard needs a parameter with dims; pass shard_placement_fn, or ignored_params"
+            f"parameter {name} of shape [] has no dim to shard: make it of shape [1], as "
+            f"nn.Parameter(value.view(1)), or pass it in ignored_params, and average its gradient"
         )
     return ShardedParam(
         name,
