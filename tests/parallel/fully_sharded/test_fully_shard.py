@@ -396,10 +396,9 @@ def test_shared_weights_and_unused_layers() -> None:
 
 
 def test_a_penalty_on_parameters() -> None:
-    def loss(model: Any, x: Tensor, y: Tensor, plain: bool) -> Tensor:
+    def loss(model: Any, x: Tensor, y: Tensor, plain: bool) -> Any:
         penalty: Any = sum(parameter.square().sum() for parameter in model.parameters())
-        total: Tensor = mse(model(x), y) + 0.1 * (penalty if plain else penalty.full_tensor())
-        return total
+        return mse(model(x), y) + 0.1 * (penalty if plain else penalty.full_tensor())
 
     def program(rank: int) -> None:
         model, plain = fully_shard(seeded()), seeded()
