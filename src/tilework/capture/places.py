@@ -142,6 +142,10 @@ def is_dtensor(thing: Any) -> bool:
     return thing.__class__ is DTensor
 
 
+def _address_of(generator: Any) -> int:
+    return generator._cdata  # type: ignore[no-any-return]
+
+
 def memory_layout_of(tensor: Any) -> tuple[Any, ...]:
     """The shape, dtype, strides, device and ``requires_grad`` of a tensor."""
     shape = tuple(tensor.shape)
@@ -241,12 +245,11 @@ class StatePlaces:
         return [each for each in self._kept if isinstance(each, kinds)]
 
     def generator(self, given: torch.Generator) -> torch.Generator | None:
-        """The step's generator that is in the state of ``given``, torch's object for a generator.
+        """The step's generator that ``given``, an operator's object for a generator, stands for.
 
         None if there is none: the step has made the generator itself.
         """
-        state = given.get_state()
-        same = (each for each in self.generators() if torch.equal(each.get_state(), state))
+        same = (each for each in self.generators() if _address_of(each) == _address_of(given))
         return next(same, None)
 
     def showing(self, tensor: Tensor) -> Tensor | None:
@@ -299,19 +302,24 @@ class StatePlaces:
                 self._refuse_iterator(found, text)
             is_users = is_users and _is_users(found)
             self._note_container(found, text, is_users)
-            children = list(_parts_of(found, text))
-            is_all_users = is_users and _has_users_code(found)
-            for place, value in reversed(children):
-                self._found_at[id(place.owner)] = found
-                self._is_users[id(place.owner)] = is_users
-                name = _name_of(place, found) if is_all_users else None
-                is_named = name is None or name in self._names or self._names & _ANY_NAME
-                if is_named or isinstance(value, Tensor):
-                    self._take(place, value, found, is_users)
-                else:
-                    self._unnamed.setdefault(str(name), []).append((place, value, found))
+            self._take_parts(found, list(_parts_of(found, text)), is_users)
             if is_users and _has_users_names(found):
                 self._name(found.__code__)
+
+    def _take_parts(
+        self, found: Any, parts: Sequence[tuple[StatePlace, Any]], is_users: bool
+    ) -> None:
+        """Note the values at places of ``found``, now or when code of the step names them."""
+        is_all_users = is_users and _has_users_code(found)
+        for place, value in reversed(parts):
+            self._found_at[id(place.owner)] = found
+            self._is_users[id(place.owner)] = is_users
+            name = _name_of(place, found) if is_all_users else None
+            is_named = name is None or name in self._names or self._names & _ANY_NAME
+            if is_named or isinstance(value, Tensor):
+                self._take(place, value, found, is_users)
+            else:
+                self._unnamed.setdefault(str(name), []).append((place, value, found))
 
     def _take_step(self, program: Any, text: str, is_users: bool) -> None:
         """Queue the step of another program, which the step may call."""
@@ -354,14 +362,15 @@ class StatePlaces:
         """Note the value at a place of ``found``, and queue it for the search."""
         if isinstance(value, Tensor):
             self._add(place, value, found)
-        elif value is None or isinstance(value, bool | int | float | str):
+        elif value is None or isinstance(value, bool | int | float | str) or _is_numpys(value):
             if (is_users or isinstance(found, Optimizer)) and place.how != "grad":
                 self.constants.append((place, value))
-        elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        elif type(value).__module__ in ("numpy", "array") and hasattr(value, "tobytes"):
             if not is_users:
                 return
             array = StatePlace(value, "content", None, place.text)
             self.constants.append((array, array.get()))
+            self.things.append((place, value))
             self._kept.append(value)
         else:
             if is_users and place.key not in _HOOKS and not _is_of_package(found):
@@ -417,6 +426,12 @@ class StatePlaces:
                 hooks = getattr(local, name)
                 place = StatePlace(local, "attribute", name, f"hooks of {place.text}")
                 self._take(place, hooks, tensor, True)
+
+
+def _is_numpys(value: Any) -> bool:
+    """True for a number of numpy, which does not change, unlike an array."""
+    is_of_numpy = type(value).__module__ == "numpy" and hasattr(value, "dtype")
+    return is_of_numpy and not hasattr(value, "__setitem__")
 
 
 def _is_users(found: Any) -> bool:
@@ -547,21 +562,24 @@ def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
         if name == "__annotations__" or name.startswith("_tilework_"):  # counts of ``verify``
             continue
         yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
+    if (own := getattr(found, "__dict__", None)) is not None:
+        yield _count_of(own, text)
     for name in _slots_of(type(found)):
         if hasattr(found, name):
             yield StatePlace(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
     yield from _parts_of_class(found, text)
 
 
-def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """Places that may get values later: for each default of a user's class, and for new names.
+def _count_of(own: Any, text: str, key: Any = None) -> tuple[StatePlace, int]:
+    """The number of attributes of an object: a new attribute may hide a method of the class."""
+    return StatePlace(own, "length", key, f"the number of attributes of {text}"), len(own)
 
-    Code that asks for new names has ``hasattr``, or one of ``_ANY_NAME``.
-    """
+
+def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
+    """Places that may get values later, for each default of a user's class."""
     own = getattr(found, "__dict__", None)
     if own is None or not is_users_class(type(found)):
         return
-    yield StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"), len(own)
     for name in {
         x: None for kind in type(found).__mro__ if is_users_class(kind) for x in vars(kind)
     }:
@@ -592,10 +610,9 @@ def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tupl
     for name in dict.fromkeys(_names_in(function.__code__)):
         if name in function.__globals__:
             yield StatePlace(function.__globals__, "item", name, name), function.__globals__[name]
-    for number, value in enumerate(function.__defaults__ or ()):
-        yield StatePlace(function.__defaults__, "item", number, function.__name__), value
-    for name, value in (function.__kwdefaults__ or {}).items():
-        yield StatePlace(function.__kwdefaults__, "item", name, name), value
+    for name in ("__code__", "__defaults__", "__kwdefaults__"):
+        text = f"{function.__name__}.{name}"
+        yield StatePlace(function, "attribute", name, text), getattr(function, name)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -616,6 +633,7 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace,
             yield StatePlace(part, "item", name, f"{dot}{name}"), value
     modules = module._modules
     yield StatePlace(modules, "length", None, f"the number of modules in {text}"), len(modules)
+    yield _count_of(module.__dict__, text)
     for name, value in list(module.__dict__.items()):
         if name not in _OF_EVERY_MODULE:
             yield StatePlace(module.__dict__, "item", name, f"{dot}{name}"), value
