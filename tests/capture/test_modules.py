@@ -190,6 +190,30 @@ def test_a_module_that_keeps_a_tensor_with_a_graph_runs_as_it_is() -> None:
     run_ranks(1, run)
 
 
+def test_a_module_that_returns_a_parameter_runs_as_it_is_and_once() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            return self.weight, x * self.weight
+
+    def program(rank: int) -> float:
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = distribute_module(Counts(), mesh)
+        fast = torch.compile(model, backend="aot_eager")
+        for _ in range(4):
+            fast(distribute_tensor(torch.ones(3), mesh))
+        return float(model.calls.item())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_ranks(2, program) == [4.0, 4.0]
+
+
 def test_gradients_of_arguments_that_were_one_tensor_in_the_recorded_call() -> None:
     compiled = modules.compiled_function(lambda q, k: q.sin() * k.square(), "python")
     for call in range(5):

@@ -8,6 +8,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,11 @@ def in_settings(**values: Any) -> Change:
     return lambda model, optimizer: vars(model.settings).update(values)
 
 
+def halve(tensor: Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(0.5)
+
+
 CHANGES: dict[str, Change] = {
     "a gradient is left": lambda model, optimizer: model(torch.ones(2, 6)).sum().backward(),
     "an option becomes a float": options(weight_decay=0.5),
@@ -96,6 +102,13 @@ CHANGES: dict[str, Change] = {
     "an item of a deque": lambda model, optimizer: model.settings.recent.append(3.0),
     "a dtype": in_settings(dtype=torch.bfloat16),
     "an attribute of a class": lambda model, optimizer: setattr(Factors, "of_class", 0.5),
+    "a method": lambda model, optimizer: setattr(model, "scaled", lambda x: x * 3),
+    "the method forward": lambda model, optimizer: setattr(
+        model.layers[0], "forward", lambda x: F.linear(x, model.layers[0].weight)
+    ),
+    "a hook of an optimizer": lambda model, optimizer: optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: halve(model.layers[0].weight)
+    ),
     "strides": lambda model, optimizer: setattr(
         model.layers[0].weight, "data", model.layers[0].weight.data.t().contiguous().t()
     ),
@@ -232,6 +245,130 @@ def test_a_factor_that_changes_between_calls_is_read(make: Any, held: Any) -> No
                 for each in twins:
                     each.factor = 5.0
     assert len(program.records) == 2
+
+
+def _of_a_count_of_a_scheduler() -> Any:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.5)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return lambda x: x * scheduler.last_epoch, scheduler.step
+
+
+def _of_a_factor_of_a_scaler() -> Any:
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1, init_scale=8.0)
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        scaler.scale(model(x).sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+        return scaler.scale(x)
+
+    return step, lambda: scaler.set_growth_factor(4.0)
+
+
+def _of_an_attribute_of_a_tensor() -> Any:
+    weight: Any = torch.ones(3)
+    weight.factor = 1.0
+    return lambda x: x * weight * weight.factor, lambda: setattr(weight, "factor", 2.0)
+
+
+def _of_an_attribute_that_a_tensor_may_have() -> Any:
+    weight = torch.ones(3)
+    return lambda x: x * getattr(weight, "factor", 1), lambda: setattr(weight, "factor", 2.0)
+
+
+def _of_defaults() -> Any:
+    def step(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    return step, lambda: setattr(step, "__defaults__", (3.0,))
+
+
+def _of_code() -> Any:
+    def function(x: Tensor) -> Tensor:
+        return x * 2
+
+    def other(x: Tensor) -> Tensor:
+        return x * 3
+
+    return lambda x: function(x), lambda: setattr(function, "__code__", other.__code__)
+
+
+def _of_a_number_of_numpy() -> Any:
+    counts = {"steps": np.int64(1)}
+    return lambda x: x * int(counts["steps"]), lambda: counts.update(steps=np.int64(2))
+
+
+def _of_an_array() -> Any:
+    arrays = [np.ones(1)]
+    return lambda x: x * float(arrays[0][0]), lambda: arrays.__setitem__(0, np.zeros(1))
+
+
+def _of_settings_that_may_be_there() -> Any:
+    settings = SimpleNamespace()
+    change = lambda: setattr(settings, "twice", True)  # noqa: E731
+    return lambda x: x * 2 if hasattr(settings, "twice") else x, change
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _of_a_count_of_a_scheduler,
+        _of_a_factor_of_a_scaler,
+        _of_an_attribute_of_a_tensor,
+        _of_an_attribute_that_a_tensor_may_have,
+        _of_defaults,
+        _of_code,
+        _of_a_number_of_numpy,
+        _of_an_array,
+        _of_settings_that_may_be_there,
+    ],
+)
+def test_what_no_dispatcher_shows_is_read_in_each_call(make: Any) -> None:
+    torch.manual_seed(0)
+    step, change = make()
+    torch.manual_seed(0)
+    other, change_other = make()
+    program, x = capture(other), torch.arange(3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(6):
+            assert torch.equal(step(x), program(x)), f"call {call}"
+            if call == 2:
+                change()
+                change_other()
+    assert len(program.records) == 2
+
+
+def test_hooks_of_all_modules_and_optimizers_are_seen() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    program, x = capture(lambda x: model(x).detach()), torch.ones(3)
+    for _ in range(3):
+        before = program(x)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 2)
+    try:
+        with pytest.warns(UserWarning, match="recorded again"):
+            assert torch.equal(program(x), before * 2)
+    finally:
+        hook.remove()
+    assert torch.equal(program(x), before)
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_generators_in_one_state_are_told_apart(drawn: int) -> None:
+    twins = [[torch.Generator().manual_seed(1) for _ in range(2)] for _ in range(2)]
+
+    def step_of(generators: list[torch.Generator]) -> Callable[[], Tensor]:
+        return lambda: torch.rand(3, generator=generators[drawn])
+
+    step, program = step_of(twins[0]), capture(step_of(twins[1]))
+    for call in range(5):
+        assert torch.equal(step(), program())
+        for generators in twins if call == 0 else ():  # before the recorded call
+            generators[1 - drawn].set_state(generators[drawn].get_state())
 
 
 def test_options_that_are_loaded_are_read() -> None:
@@ -403,6 +540,18 @@ def _switch_the_mode(model: nn.Module, x: Tensor) -> None:
     model.train(not model.training)
 
 
+def _switch_functions(model: Any, x: Tensor) -> Any:
+    act = vars(model).setdefault("act", torch.sin)
+    model.act = torch.cos if act is torch.sin else torch.sin
+    return model.act(x)
+
+
+def _switch_tuples(model: Any, x: Tensor) -> Any:
+    sizes = vars(model).setdefault("sizes", (1, 2))
+    model.sizes = sizes[::-1]
+    return x * sizes[0]
+
+
 def _replace_a_tuple(model: Any, x: Tensor) -> None:
     model.state = tuple(each + 1 for each in vars(model).setdefault("state", (x.detach(),)))
 
@@ -423,6 +572,8 @@ def _look_up_sparsely(model: nn.Linear, x: Tensor) -> None:
         (_count_in_an_optimizer, "step of a parameter's state"),
         (_count_as_an_optimizer, "changes model.optimizer.steps in Python, from 1 to 2"),
         (_switch_the_mode, "changes model.training in Python"),
+        (_switch_functions, "the step replaces model.act, a builtin_function_or_method"),
+        (_switch_tuples, r"changes model.sizes\[1\] in Python, from 1 to another object"),
         (_replace_a_tuple, r"makes a tuple with the tensor model.state\[0\]"),
         (_count_in_a_list, r"the step changes .*model.counts"),
         (_look_up_sparsely, "layout torch.sparse_coo"),

@@ -261,13 +261,17 @@ def _record(
     needed: list[Tensor] = []
     call = _Joint(function, name, leaves, args, kwargs)
     owner = _module_of(function)
+    made: list[_Passes] = []
+
+    def accept(record: StepRecord, result: Any) -> None:
+        found, tree = tree_flatten(result[0])
+        needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in found]
+        sources = _sources(needed, record, len(leaves))
+        made.append(_Passes(record, len(leaves), sources, tree, needs_grad))
+
     with as_program([] if owner is None else units_of(owner, True)):
-        record, (result, _) = record_call(call, check=True, needed=needed)
-    if record is None:
-        return None, result
-    needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(result)]
-    sources = _sources(needed, record, len(leaves))
-    return _Passes(record, len(leaves), sources, tree_flatten(result)[1], needs_grad), result
+        _, (result, _) = record_call(call, check=True, needed=needed, accept=accept)
+    return made[0] if made else None, result
 
 
 class _Passes:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.callsite import in_library
@@ -46,6 +47,13 @@ _LEAVES = (
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter", "__getattribute__"))
 #: Hooks that run in calls of a module, and the other parts that every module has.
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+_HOOKS_OF_ALL = [
+    *[getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS],
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+]
+#: Classes of torch whose methods read their numbers in a step, and change none.
+_WITH_OPTIONS = (Optimizer, torch.amp.GradScaler)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
 #: The maximum of objects to search, for steps that refer to nearly everything.
 _MOST = 200_000
@@ -218,6 +226,10 @@ class StatePlaces:
         """True if the search has found an object, or does not search objects of this class."""
         return isinstance(thing, _LEAVES) or any(each is thing for each in self._kept)
 
+    def knows(self, thing: object) -> bool:
+        """True if the search has met an object at some place, whether it searched it or not."""
+        return id(thing) in self._queued or isinstance(thing, _LEAVES)
+
     def plain_tensors(self) -> list[Tensor]:
         """The strided tensors at the places, without DTensors (but not without local tensors)."""
         known = {id(tensor): tensor for tensor in self._kept if isinstance(tensor, Tensor)}
@@ -279,6 +291,7 @@ class StatePlaces:
         #: to.
         self._found_at: dict[int, Any] = {}
         self._todo: list[tuple[Any, str, bool]] = [(self.step, "", True)]
+        self._todo += [(hooks, "hooks of all modules", True) for hooks in _HOOKS_OF_ALL]
         self._todo += [(leaf, f"args[{i}]", True) for i, leaf in enumerate(self.arguments)]
         self._later: list[tuple[Any, str, bool]] = []
         while len(seen) < _MOST:
@@ -298,28 +311,31 @@ class StatePlaces:
             if isinstance(found, Optimizer):
                 queued.update(map(id, found.param_groups))
                 self._later += [(each, text, False) for each in found.param_groups]
+                for each in (found._optimizer_step_pre_hooks, found._optimizer_step_post_hooks):
+                    self._todo.append((each, f"hooks of {text}", True))
             if is_users:
                 self._refuse_iterator(found, text)
-            is_users = is_users and _is_users(found)
+            is_reached, is_users = is_users, is_users and _is_users(found)
             self._note_container(found, text, is_users)
-            self._take_parts(found, list(_parts_of(found, text)), is_users)
+            self._take_parts(found, list(_parts_of(found, text)), is_users, is_reached)
             if is_users and _has_users_names(found):
                 self._name(found.__code__)
 
     def _take_parts(
-        self, found: Any, parts: Sequence[tuple[StatePlace, Any]], is_users: bool
+        self, found: Any, parts: Sequence[tuple[StatePlace, Any]], is_users: bool, is_reached: bool
     ) -> None:
         """Note the values at places of ``found``, now or when code of the step names them."""
-        is_all_users = is_users and _has_users_code(found)
+        waits = (is_reached and _is_named_only(found)) or (is_users and _has_users_code(found))
         for place, value in reversed(parts):
             self._found_at[id(place.owner)] = found
             self._is_users[id(place.owner)] = is_users
-            name = _name_of(place, found) if is_all_users else None
-            is_named = name is None or name in self._names or self._names & _ANY_NAME
-            if is_named or isinstance(value, Tensor):
+            name = _name_of(place, found) if waits else None
+            if name is None or isinstance(value, Tensor):
                 self._take(place, value, found, is_users)
+            elif name in self._names or (self._names & _ANY_NAME and is_users):
+                self._take(place, value, found, True)
             else:
-                self._unnamed.setdefault(str(name), []).append((place, value, found))
+                self._unnamed.setdefault(name, []).append((place, value, found))
 
     def _take_step(self, program: Any, text: str, is_users: bool) -> None:
         """Queue the step of another program, which the step may call."""
@@ -363,7 +379,7 @@ class StatePlaces:
         if isinstance(value, Tensor):
             self._add(place, value, found)
         elif value is None or isinstance(value, bool | int | float | str) or _is_numpys(value):
-            if (is_users or isinstance(found, Optimizer)) and place.how != "grad":
+            if (is_users or isinstance(found, _WITH_OPTIONS)) and place.how != "grad":
                 self.constants.append((place, value))
         elif type(value).__module__ in ("numpy", "array") and hasattr(value, "tobytes"):
             if not is_users:
@@ -387,8 +403,13 @@ class StatePlaces:
         names = set(_names_in(code)) - self._names
         self._names |= names
         for name in list(self._unnamed) if names & _ANY_NAME else names:
-            for place, value, found in self._unnamed.pop(name, ()):
-                self._take(place, value, found, True)
+            waiting = self._unnamed.pop(name, [])
+            for place, value, found in waiting:
+                if name in self._names or not _is_named_only(found):
+                    self._take(place, value, found, True)
+            kept = [each for each in waiting if _is_named_only(each[2])]
+            if kept and name not in self._names:
+                self._unnamed[name] = kept
 
     def _name_none(self) -> None:
         """Search attributes that the code does not name for tensors: libraries may read them."""
@@ -404,16 +425,17 @@ class StatePlaces:
         local = tensor
         if tensor.__class__ is DTensor:
             local = tensor._local_tensor
-            if id(local) not in self.tensors:
-                self.tensors[id(local)] = StatePlace(
-                    tensor, "attribute", "_local_tensor", place.text
-                )
-        elif id(tensor) not in self.tensors:
+        is_new = id(local) not in self.tensors
+        if is_new and tensor is not local:
+            self.tensors[id(local)] = StatePlace(tensor, "attribute", "_local_tensor", place.text)
+        elif is_new:
             self.tensors[id(tensor)] = place
             for part, value in _parts_of(vars(tensor), place.text):
                 if isinstance(value, Tensor) and id(value) not in self.tensors:
                     self._kept.append(value)
                     self.tensors[id(value)] = part
+        if is_new:
+            self._take_parts(tensor, list(_parts_of_tensor(tensor, place.text)), True, True)
         if local.is_leaf and local.requires_grad and id(tensor) not in self._graded:
             self._graded.add(id(tensor))
             grad_place = StatePlace(tensor, "grad", None, f"{place.text}.grad")
@@ -442,7 +464,16 @@ def _is_users(found: Any) -> bool:
         return True
     if isinstance(found, Optimizer):  # floats of optimizers are inputs; see ``options``
         return False
-    return not type(found).__module__.startswith(("torch.", "tilework.", "collections"))
+    return not type(found).__module__.startswith(("torch.", "tilework."))
+
+
+def _is_named_only(found: Any) -> bool:
+    """True for an object of torch, such as a scheduler: it counts for itself, in attributes.
+
+    Those that the step's code names are the step's, too.
+    """
+    is_torchs = type(found).__module__.startswith("torch.")
+    return is_torchs and not isinstance(found, Optimizer) and not _is_users(found)
 
 
 def _has_users_names(found: Any) -> bool:
@@ -453,7 +484,7 @@ def _has_users_names(found: Any) -> bool:
 
 def _has_users_code(found: Any) -> bool:
     """True for an object whose attributes are read by the user's code only, not by a library."""
-    if isinstance(found, types.ModuleType):
+    if isinstance(found, types.ModuleType | Tensor):
         return True
     kind = found if isinstance(found, type) else type(found)
     return is_users_class(kind) and all(
@@ -554,6 +585,16 @@ def _parts_of_property(found: property, text: str) -> Iterator[tuple[StatePlace,
     yield StatePlace(found, "attribute", "fget", text), found.fget
 
 
+def _parts_of_tensor(tensor: Tensor, text: str) -> Iterator[tuple[StatePlace, Any]]:
+    """The attributes of a tensor that a program has set, without those of libraries."""
+    own = vars(tensor)
+    for name, value in list(own.items()):
+        if not name.startswith("_"):
+            yield StatePlace(own, "item", name, f"{text}.{name}"), value
+    if tensor.__class__ is not DTensor:  # which keeps more or less for itself
+        yield _count_of(own, text, "hasattr")
+
+
 def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     dot = f"{text}." if text else ""
     if is_users_class(type(found)):
@@ -562,7 +603,8 @@ def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
         if name == "__annotations__" or name.startswith("_tilework_"):  # counts of ``verify``
             continue
         yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
-    if (own := getattr(found, "__dict__", None)) is not None:
+    own = getattr(found, "__dict__", None)
+    if own is not None and not type(found).__module__.startswith(("torch.", "tilework.")):
         yield _count_of(own, text)
     for name in _slots_of(type(found)):
         if hasattr(found, name):

@@ -328,4 +328,5 @@ def _modes() -> tuple[Any, ...]:
             for kind in ("cpu", "cuda")
         ],
         torch.get_default_dtype(),
+        torch._C._len_torch_function_stack(),
     )

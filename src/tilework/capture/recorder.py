@@ -519,8 +519,9 @@ class _Expected:
             raise Unexpected(
                 self,
                 f"a captured step comes to a value of {value} at {self.site}, where the recorded "
-                f"call found {self.value}: there torch or tilework check an argument, or choose "
-                f"what to do. An index may be out of range; run the step without capture() to see",
+                f"call found {self.value}: there torch or tilework check a value, or choose what "
+                f"to do. An index may be out of range, or a gradient not finite: run the step "
+                f"without capture() to see",
             )
 
 

@@ -85,7 +85,11 @@ class StepCall(NamedTuple):
 
 
 def record_call(
-    call: StepCall, check: bool, compiles: bool = False, needed: list[Tensor] | None = None
+    call: StepCall,
+    check: bool,
+    compiles: bool = False,
+    needed: list[Tensor] | None = None,
+    accept: Callable[[StepRecord, Any], None] = lambda record, result: None,
 ) -> tuple[StepRecord | None, Any]:
     """Run a step, and record it. Collective if the step is.
 
@@ -94,6 +98,7 @@ def record_call(
         check: True to run the record once on copies of the inputs, and compare bit by bit.
         compiles: True to compile the record by Inductor, and compare the results.
         needed: A list to which the tensors are added whose gradients the call has taken.
+        accept: Takes the record and the result. If it raises a CaptureError, the call is undone.
 
     Returns:
         The record and the result. The record is None if the step has made groups or optimizer
@@ -130,6 +135,7 @@ def record_call(
         if compiles:
             record.compile([each.tensor for each in record.graph.inputs])
             _check(record, begun, compiled=True)
+        accept(record, result)
     except CaptureError:
         unseen.undo()
         _undo(recorder, before)
@@ -299,9 +305,10 @@ def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace
         if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
             kept.append((place, value))
             continue
+        to = "another object" if is_now is _identity else repr(is_now)
         if place.how == "length":
             raise CaptureError(
-                f"the step changes {place.text} from {value} to {is_now}: a program would not do "
+                f"the step changes {place.text} from {value} to {to}: a program would not do "
                 f"this again. Return what is appended, and do it after the call"
             )
         owner = type(place.owner) if place.how == "attribute" else None
@@ -310,7 +317,7 @@ def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace
         if owner is not None and owner.__module__.startswith("tilework."):
             continue  # a count that the library keeps
         raise CaptureError(
-            f"the step changes {place.text} in Python, from {value!r} to {is_now!r}: a program "
+            f"the step changes {place.text} in Python, from {value!r} to {to}: a program "
             f"would not do this again, since its Python does not run. Do it outside of the step, "
             f"or keep the number in a tensor"
         )
@@ -339,11 +346,12 @@ def _way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple
         CaptureError: The step has replaced an object that leads to an input.
     """
     now = {_identity(place): thing for place, thing in after.things}
-    found: dict[Any, tuple[StatePlace, Any]] = {
-        _identity(place): (place, thing)
-        for place, thing in places.things
-        if now.get(_identity(place), _identity) is thing
-    }
+    found: dict[Any, tuple[StatePlace, Any]] = {}
+    for place, thing in places.things:
+        if now.get(_identity(place), _identity) is thing:
+            found[_identity(place)] = place, thing
+        else:
+            _refuse_replaced(place, thing, places)
     for each in graph.inputs:
         if isinstance(each.path, StatePlace):
             tensor = each.path.owner if each.is_local else each.tensor
@@ -362,6 +370,31 @@ def _way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple
                     )
                 found.setdefault(_identity(place), (place, thing))
     return list(found.values())
+
+
+def _refuse_replaced(place: StatePlace, thing: Any, places: StatePlaces) -> None:
+    """Refuse a step that has put something else in a place of the user's program.
+
+    An object or container that the step has made is no state of the step: a program writes the
+    tensors in it.
+
+    Raises:
+        CaptureError: What is there now was elsewhere before, or is a value of its own.
+    """
+    try:
+        now = place.get()
+    except LookupError:
+        now = None
+    if now is thing or places.kind_of(place).__module__.startswith("tilework."):
+        return
+    has_parts = isinstance(now, list | dict | set | deque | tuple) or hasattr(now, "__dict__")
+    if (has_parts and not places.knows(now)) or (not has_parts and now == thing):
+        return
+    raise CaptureError(
+        f"the step replaces {place.text}, a {type(thing).__name__}, in Python: a program would not "
+        f"do this again, since its Python does not run. Do it outside of the step, or choose by an "
+        f"argument"
+    )
 
 
 def _before(found: Sequence[Input], kept: dict[ProgramMemory, Tensor]) -> list[Tensor]:
