@@ -343,7 +343,16 @@ def test_what_no_dispatcher_shows_is_read_in_each_call(make: Any) -> None:
     assert len(program.records) == 2
 
 
-def test_hooks_of_all_modules_and_optimizers_are_seen() -> None:
+def test_an_array_that_is_an_argument_is_read_in_each_call() -> None:
+    program, factors = capture(lambda x, factors: x * float(factors[0])), np.ones(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(4):
+            factors[0] = call // 2
+            assert program(torch.ones(()), factors) == call // 2
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
     model = nn.Linear(3, 3, bias=False)
     program, x = capture(lambda x: model(x).detach()), torch.ones(3)
     for _ in range(3):

@@ -364,14 +364,14 @@ class StatePlaces:
             )
 
     def _note_container(self, found: Any, text: str, is_users: bool) -> None:
-        """Note the length of a container of the user, which decides on loops; of a set, all."""
+        """Note the length of a container, which decides on loops; of a set or array, all."""
         if isinstance(found, dict):
             self.lengths[id(found)] = len(found)
         if is_users and isinstance(found, list | deque | dict):
             length = StatePlace(found, "length", None, f"the length of {text or 'a container'}")
             self.constants.append((length, len(found)))
-        elif is_users and isinstance(found, set):
-            content = StatePlace(found, "content", None, text or "a set")
+        elif is_users and (isinstance(found, set) or _is_array(found)):
+            content = StatePlace(found, "content", None, text or f"a {type(found).__name__}")
             self.constants.append((content, content.get()))
 
     def _take(self, place: StatePlace, value: Any, found: Any, is_users: bool) -> None:
@@ -381,13 +381,6 @@ class StatePlaces:
         elif value is None or isinstance(value, bool | int | float | str) or _is_numpys(value):
             if (is_users or isinstance(found, _WITH_OPTIONS)) and place.how != "grad":
                 self.constants.append((place, value))
-        elif type(value).__module__ in ("numpy", "array") and hasattr(value, "tobytes"):
-            if not is_users:
-                return
-            array = StatePlace(value, "content", None, place.text)
-            self.constants.append((array, array.get()))
-            self.things.append((place, value))
-            self._kept.append(value)
         else:
             if is_users and place.key not in _HOOKS and not _is_of_package(found):
                 self.things.append((place, value))
@@ -453,7 +446,12 @@ class StatePlaces:
 def _is_numpys(value: Any) -> bool:
     """True for a number of numpy, which does not change, unlike an array."""
     is_of_numpy = type(value).__module__ == "numpy" and hasattr(value, "dtype")
-    return is_of_numpy and not hasattr(value, "__setitem__")
+    return is_of_numpy and not _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    """True for an array of numpy, or of Python's module array."""
+    return type(value).__module__ in ("numpy", "array") and hasattr(value, "__setitem__")
 
 
 def _is_users(found: Any) -> bool:
