@@ -192,6 +192,8 @@ def test_a_module_that_keeps_a_tensor_with_a_graph_runs_as_it_is() -> None:
 
 def test_a_module_that_returns_a_parameter_runs_as_it_is_and_once() -> None:
     class Counts(nn.Module):
+        calls: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3))
@@ -204,7 +206,7 @@ def test_a_module_that_returns_a_parameter_runs_as_it_is_and_once() -> None:
     def program(rank: int) -> float:
         mesh = init_device_mesh("cpu", (2,))
         model: Any = distribute_module(Counts(), mesh)
-        fast = torch.compile(model, backend="aot_eager")
+        fast: Any = torch.compile(model, backend="aot_eager")
         for _ in range(4):
             fast(distribute_tensor(torch.ones(3), mesh))
         return float(model.calls.item())

@@ -260,7 +260,7 @@ def _of_a_factor_of_a_scaler() -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: Tensor) -> Tensor:
-        scaler.scale(model(x).sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(model(x).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
         model.zero_grad()

@@ -6,7 +6,8 @@ and ``self``. It goes through modules, optimizers, schedulers, containers and ot
 Python, except for groups, meshes and the libraries' own globals.
 
 If all classes of an object belong to the program, only the attributes that the code names count: a
-count of epochs in a trainer may change, as long as the step does not read it.
+count of epochs in a trainer may change, as long as the step does not read it. The same holds for
+objects of torch, such as schedulers, and for tensors.
 """
 
 from __future__ import annotations
@@ -396,20 +397,18 @@ class StatePlaces:
         names = set(_names_in(code)) - self._names
         self._names |= names
         for name in list(self._unnamed) if names & _ANY_NAME else names:
-            waiting = self._unnamed.pop(name, [])
-            for place, value, found in waiting:
-                if name in self._names or not _is_named_only(found):
-                    self._take(place, value, found, True)
-            kept = [each for each in waiting if _is_named_only(each[2])]
-            if kept and name not in self._names:
-                self._unnamed[name] = kept
+            for each in self._unnamed.pop(name, ()):
+                if name in self._names or not _is_named_only(each[2]):
+                    self._take(*each, True)
+                else:
+                    self._unnamed.setdefault(name, []).append(each)
 
     def _name_none(self) -> None:
         """Search attributes that the code does not name for tensors: libraries may read them."""
-        for waiting in self._unnamed.values():
+        unnamed, self._unnamed = self._unnamed, {}
+        for waiting in unnamed.values():
             for place, value, found in waiting:
                 self._take(place, value, found, False)
-        self._unnamed.clear()
 
     def _add(self, place: StatePlace, tensor: Tensor, found: Any) -> None:
         self._kept.append(tensor)
@@ -466,9 +465,9 @@ def _is_users(found: Any) -> bool:
 
 
 def _is_named_only(found: Any) -> bool:
-    """True for an object of torch, such as a scheduler: it counts for itself, in attributes.
+    """True for an object of torch, such as a scheduler, which changes attributes for itself.
 
-    Those that the step's code names are the step's, too.
+    Only those that the step's code names are the step's, too.
     """
     is_torchs = type(found).__module__.startswith("torch.")
     return is_torchs and not isinstance(found, Optimizer) and not _is_users(found)
@@ -481,7 +480,7 @@ def _has_users_names(found: Any) -> bool:
 
 
 def _has_users_code(found: Any) -> bool:
-    """True for an object whose attributes are read by the user's code only, not by a library."""
+    """True for an object whose attributes no library reads: they count if the code names them."""
     if isinstance(found, types.ModuleType | Tensor):
         return True
     kind = found if isinstance(found, type) else type(found)

@@ -316,8 +316,10 @@ def _constants(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace
             owner = before.kind_of(place)
         if owner is not None and owner.__module__.startswith("tilework."):
             continue  # a count that the library keeps
+        is_checksum = place.how == "content" and isinstance(value, int)
+        values = "" if is_checksum else f", from {value!r} to {to}"
         raise CaptureError(
-            f"the step changes {place.text} in Python, from {value!r} to {to}: a program "
+            f"the step changes {place.text} in Python{values}: a program "
             f"would not do this again, since its Python does not run. Do it outside of the step, "
             f"or keep the number in a tensor"
         )
