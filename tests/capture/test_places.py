@@ -307,6 +307,24 @@ def _of_an_array() -> Any:
     return lambda x: x * float(arrays[0][0]), lambda: arrays.__setitem__(0, np.zeros(1))
 
 
+def test_an_attribute_that_the_step_does_not_read_is_no_change() -> None:
+    class Trainer:
+        def half(self, x: Tensor) -> Tensor:
+            return x / 2
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.half(x)
+
+    trainer: Any = Trainer()
+    program, x = capture(trainer.step), torch.ones(2)
+    for call in range(4):
+        setattr(trainer, f"loss{call}", program(x))
+    assert len(program.records) == 1
+    trainer.half = lambda x: x / 4
+    with pytest.warns(UserWarning, match=r"half set on it was False and is True"):
+        assert torch.equal(program(x), x / 4)
+
+
 def _of_settings_that_may_be_there() -> Any:
     settings = SimpleNamespace()
     change = lambda: setattr(settings, "twice", True)  # noqa: E731

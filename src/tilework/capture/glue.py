@@ -78,6 +78,8 @@ class _Source:
             return f"{owner}{local}.grad"
         if place.how == "length":
             return f"len({owner})"
+        if place.how == "presence":
+            return f"({place.key!r} in {owner})"
         if place.how == "content":
             return f"{self.name(place.get)}()"
         return f"{owner}.{place.key}"

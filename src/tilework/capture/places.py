@@ -66,8 +66,8 @@ class StatePlace(NamedTuple):
     Attributes:
         owner: The object that has the part.
         how: The kind of part: "item", "attribute", "cell" (of a closure), "grad" (the local
-            gradient of a tensor), "length", or "content" (of a set, or the checksum of a numpy
-            array).
+            gradient of a tensor), "length", "presence" (whether a dict has the key), or
+            "content" (of a set, or the checksum of a numpy array).
         key: The key of the item, or the name of the attribute.
         text: The place in words, as a program would write it.
     """
@@ -92,6 +92,8 @@ class StatePlace(NamedTuple):
                 return plain(self.owner).grad
             if self.how == "length":
                 return len(self.owner)
+            if self.how == "presence":
+                return self.key in self.owner
             if self.how == "content":
                 is_set = isinstance(self.owner, set)
                 return frozenset(self.owner) if is_set else zlib.crc32(self.owner.tobytes())
@@ -120,6 +122,8 @@ class StatePlace(NamedTuple):
         if self.how == "length":
             while len(self.owner) > then:
                 self.owner.popitem() if isinstance(self.owner, dict) else self.owner.pop()
+        elif self.how == "presence":
+            self.owner.pop(self.key, None)
         elif self.how == "content" and isinstance(self.owner, set):
             self.owner.clear()
             self.owner.update(then)
@@ -330,7 +334,7 @@ class StatePlaces:
         for place, value in reversed(parts):
             self._found_at[id(place.owner)] = found
             self._is_users[id(place.owner)] = is_users
-            name = _name_of(place, found) if waits else None
+            name = _name_of(place, found) if waits or place.key == "hasattr" else None
             if name is None or isinstance(value, Tensor):
                 self._take(place, value, found, is_users)
             elif name in self._names or (self._names & _ANY_NAME and is_users):
@@ -589,7 +593,7 @@ def _parts_of_tensor(tensor: Tensor, text: str) -> Iterator[tuple[StatePlace, An
         if not name.startswith("_"):
             yield StatePlace(own, "item", name, f"{text}.{name}"), value
     if tensor.__class__ is not DTensor:  # which keeps more or less for itself
-        yield _count_of(own, text, "hasattr")
+        yield _count_of(own, text)
 
 
 def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
@@ -609,13 +613,16 @@ def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     yield from _parts_of_class(found, text)
 
 
-def _count_of(own: Any, text: str, key: Any = None) -> tuple[StatePlace, int]:
-    """The number of attributes of an object: a new attribute may hide a method of the class."""
-    return StatePlace(own, "length", key, f"the number of attributes of {text}"), len(own)
+def _count_of(own: Any, text: str) -> tuple[StatePlace, int]:
+    """The number of attributes of an object, for code that asks for new names.
+
+    The code has ``hasattr``, or one of ``_ANY_NAME``.
+    """
+    return StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"), len(own)
 
 
 def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """Places that may get values later, for each default of a user's class."""
+    """Places that may get values later, for each default and method of a user's class."""
     own = getattr(found, "__dict__", None)
     if own is None or not is_users_class(type(found)):
         return
@@ -623,7 +630,11 @@ def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
         x: None for kind in type(found).__mro__ if is_users_class(kind) for x in vars(kind)
     }:
         kept = inspect.getattr_static(found, name, None)
-        if not (name.startswith("__") or name in own or hasattr(type(kept), "__get__")):
+        if name.startswith("__") or name in own:
+            continue
+        if isinstance(kept, types.FunctionType | staticmethod | classmethod):
+            yield StatePlace(own, "presence", name, f"{text}.{name} set on it"), False
+        elif not hasattr(type(kept), "__get__"):
             yield StatePlace(found, "attribute", name, f"{text}.{name}"), kept
 
 
@@ -672,7 +683,6 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace,
             yield StatePlace(part, "item", name, f"{dot}{name}"), value
     modules = module._modules
     yield StatePlace(modules, "length", None, f"the number of modules in {text}"), len(modules)
-    yield _count_of(module.__dict__, text)
     for name, value in list(module.__dict__.items()):
         if name not in _OF_EVERY_MODULE:
             yield StatePlace(module.__dict__, "item", name, f"{dot}{name}"), value
@@ -687,7 +697,10 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace,
     if is_users_class(own):
         yield StatePlace(module, "attribute", "__class__", f"{dot}__class__"), own
         yield from _parts_of_class(module, text)
-    elif not own.__module__.startswith(("torch.", "tilework.")):
+        return
+    hidden = "forward" in module.__dict__
+    yield StatePlace(module.__dict__, "presence", "forward", f"{dot}forward set on it"), hidden
+    if not own.__module__.startswith(("torch.", "tilework.")):
         yield StatePlace(own, "attribute", "forward", f"{dot}forward"), own.forward
 
 
