@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import time
+import warnings
 import zlib
 from collections.abc import Generator
 from typing import Any
@@ -118,5 +119,7 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 @pytest.fixture(scope="session")
 def compilers() -> None:
     """Import torch's compilers: forked ranks that compile would take two seconds each to do so."""
-    for name in ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"):
-        importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what torch itself does
+        for name in ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx"):
+            importlib.import_module(name)

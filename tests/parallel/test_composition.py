@@ -34,7 +34,7 @@ from tilework.parallel import (
 from tilework.sharded import ChunkShardingSpec, shard_parameter
 from tilework.testing import run_ranks
 
-WIDTH, ROWS, STEPS = 8, 4, 3
+WIDTH, ROWS, STEPS = 8, 4, 2
 
 
 class Block(nn.Module):
