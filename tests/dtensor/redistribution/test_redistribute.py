@@ -30,6 +30,7 @@ from tilework.dtensor import (
     plan_redistribution,
 )
 from tilework.dtensor.debug.formatting import layout_text
+from tilework.dtensor.redistribution.prepared import plan_steps
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.errors import CollectiveMismatchError, DistError
@@ -589,3 +590,22 @@ def test_redistribution_takes_no_needless_way() -> None:
             assert len(moved) >= len(found)
 
     run_ranks(4, program)
+
+
+def test_steps_are_planned_once_for_all_ranks_and_meshes_of_a_process() -> None:
+    def program(rank: int) -> object:
+        mesh = init_device_mesh("cpu", (2,))
+        cut, whole = (spec_of(mesh, [each], (97, 3)) for each in (Shard(0), Replicate()))
+        dist.barrier()
+        found = []
+        for turn in range(2):
+            if turn == rank:
+                found.append(plan_steps(cut, whole, torch.float32))
+            dist.barrier()
+        wider = plan_steps(cut, whole, torch.float64)
+        assert wider.nbytes == 2 * found[0].nbytes
+        return found[0]
+
+    first, second = run_ranks(2, program)
+    assert first is second
+    assert run_ranks(2, program) == [first, first]
