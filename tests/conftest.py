@@ -24,6 +24,8 @@ import torch
 from tilework.comm.backend import core_error
 
 WHY = core_error()
+# With a process of tests for each core, torch's other threads only spin, and in runs of ranks too.
+torch.set_num_threads(1)
 # Tests of the calibration turn it on.
 os.environ.setdefault("TILEWORK_CALIBRATION", "0")
 DEADLINE = pytest.StashKey[float]()

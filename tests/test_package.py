@@ -17,6 +17,7 @@ import pytest
 
 import tilework
 import tilework.distributed
+from tests.fresh_torch import run_on_torch
 
 #: The packages that users import from.
 PUBLIC = (
@@ -51,13 +52,6 @@ def public_objects(package: str) -> Iterator[tuple[str, Any]]:
             yield f"{package}.{name}", value
 
 
-def fresh_python(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
-    )
-    return done.stdout.strip()
-
-
 def test_type_checkers_see_the_annotations() -> None:
     assert files("tilework").joinpath("py.typed").is_file()
 
@@ -84,11 +78,11 @@ def test_public_names_are_documented(package: str) -> None:
 def test_importing_leaves_slow_modules_alone() -> None:
     """The cause of a slow import, which unlike its seconds is the same on each machine."""
     program = (
-        "import sys, torch; before = set(sys.modules);"
+        "import sys; before = set(sys.modules);"
         "import tilework.distributed;"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    imported = fresh_python(program).split()
+    imported = run_on_torch(program).split()
     slow = {"asyncio", "rich", "ssl", "multiprocessing", "hypothesis", "pytest", "numpy", "http"}
     assert "tilework" in imported
     assert not slow.intersection(imported)
@@ -102,7 +96,7 @@ def test_importing_leaves_slow_modules_alone() -> None:
     ],
 )
 def test_importing_loads_no_more_than_needed(module: str, unneeded: tuple[str, ...]) -> None:
-    imported = fresh_python(f"import sys, {module}; print(*sys.modules)").split()
+    imported = run_on_torch(f"import sys, {module}; print(*sys.modules)").split()
     assert module in imported
     assert not set(unneeded).intersection(imported)
 

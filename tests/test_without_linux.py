@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+
+from tests.fresh_torch import run_on_torch
 
 WINDOWS = """
     import functools, os, socket, sys
@@ -25,12 +25,7 @@ WINDOWS = """
 
 def run_there(program: str) -> str:
     """Run ``program`` where Python has what it has on Windows."""
-    code = textwrap.dedent(WINDOWS) + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_on_torch(textwrap.dedent(WINDOWS) + textwrap.dedent(program))
 
 
 def test_threads_serve() -> None:

@@ -52,6 +52,7 @@ def call_warm(
     loaded: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """What became of a process that called ``fn(*args)``, as a program."""
+    _wait_for_server()
     start = _server(loaded).call if loaded else functools.partial(_status_of, CONTEXT)
     place = _Place(cwd or Path.cwd(), dict(env or os.environ))
     with tempfile.TemporaryDirectory() as folder:
@@ -88,6 +89,14 @@ def _status_of(context: Any, fn: Callable[..., None], args: Any, timeout: float)
         process.join()
     process.close()
     return status
+
+
+@functools.cache
+def _wait_for_server() -> None:
+    """Wait until it has loaded its modules: that is no part of any program's time."""
+    process = CONTEXT.Process(target=gc.collect)
+    process.start()
+    process.join()
 
 
 class _Server:
