@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_python import run_warm
+
 PROGRAM = """
 import json, os, signal, sys, time
 from datetime import timedelta
@@ -59,9 +61,8 @@ print(json.dumps({"seat": SEAT, "rank": dist.get_rank(), "size": dist.get_world_
 def job(tmp_path: Path, *options: str, **what: object) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    command = [sys.executable, "-m", "tilework", "run", "-n", "3", *options, str(script)]
-    return subprocess.run(
-        [*command, json.dumps(what)], capture_output=True, text=True, timeout=180, check=False
+    return run_warm(
+        "-m", "tilework", "run", "-n", "3", *options, str(script), json.dumps(what), cwd=tmp_path
     )
 
 
@@ -129,8 +130,7 @@ print(len(list(loop.run(6))), dist.get_world_size())
 def test_a_job_that_others_finish_without_a_stopped_rank_has_not_failed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(STOPPED)
-    command = [sys.executable, "-m", "tilework", "run", "-n", "3", "--elastic", "1:3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = run_warm("-m", "tilework", "run", "-n", "3", "--elastic", "1:3", str(script))
     assert done.stdout == "[0] 6 1\n", done.stderr
     assert "2  ended: the others have finished without it" in done.stderr
     assert done.returncode == 0, done.stderr
@@ -163,10 +163,8 @@ print(len(list(Resilient(lambda: {"w": torch.zeros(4)}, step).run(6))), dist.get
 def unsteady(tmp_path: Path, options: list[str], *words: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(UNSTEADY)
-    command = [sys.executable, "-m", "tilework", "run", "-n", "3", *options, str(script), *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=180, check=False, cwd=tmp_path
-    )
+    command = ["-m", "tilework", "run", "-n", "3", *options, str(script), *words]
+    return run_warm(*command, cwd=tmp_path)
 
 
 def test_a_rank_that_ends_before_it_has_come_is_started_again(tmp_path: Path) -> None:
@@ -186,8 +184,7 @@ def test_the_rank_that_brings_a_job_below_its_least_is_to_blame(tmp_path: Path) 
 def test_without_options_a_death_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, time\nos.environ['RANK'] == '1' and os._exit(3)\ntime.sleep(60)")
-    command = [sys.executable, "-m", "tilework", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = run_warm("-m", "tilework", "run", "-n", "2", str(script))
     assert done.returncode == 3
     assert "ranks came and went" not in done.stderr
 
