@@ -171,13 +171,16 @@ def test_a_launched_rank_that_ends_in_order_without_coming(
     python = [sys.executable]
     both = ["--nproc-per-node=2"]
     commands = {
-        "tilework run": [[*python, "-m", "tilework", "run", "-n", "2", *rank]],
-        "tilework run --tcp": [[*python, "-m", "tilework", "run", "--tcp", "-n", "2", *rank]],
-        "torchrun": [[*python, "-m", "torch.distributed.run", "--standalone", *both, *rank]],
+        "tilework run": [["-m", "tilework", "run", "-n", "2", *rank]],
+        "tilework run --tcp": [["-m", "tilework", "run", "--tcp", "-n", "2", *rank]],
+        "torchrun": [["-m", "torch.distributed.run", "--standalone", *both, *rank]],
         "mpirun": [["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *python, *rank]],
         "bare": [[*python, *rank]] * 2,
     }[launcher]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port()), "WORLD_SIZE": "2"}
+    if commands[0][0] == "-m":
+        run_warm(*commands[0], cwd=tmp_path, env={**os.environ, **place})
+        commands = []
     processes = []
     for number, command in enumerate(commands):
         own = {**place, "RANK": str(number)} if launcher == "bare" else {}
