@@ -22,9 +22,9 @@ import torch.distributed as dist
 import tilework.torch_backend
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, by the server that all ranks are forked from: all that takes a while of what the
-# modules of tests import, and what ranks do at their first collective or checkpoint. The last leaves
-# all to the ranks as it is: their garbage collection would copy most of the memory that they share.
+# Imported once, by the server that all ranks are forked from: the slow imports of modules of tests,
+# and those of first collectives and checkpoints. The last module hides all objects from the ranks'
+# garbage collection, which would copy most of the memory that the ranks share.
 CONTEXT.set_forkserver_preload(
     [
         "pytest",
