@@ -142,12 +142,15 @@ class Graph:
         result: The leaves of the step's result, with values in the place of tensors.
         places: The places where the step has put other tensors, such as gradients:
             (place, stand-in for the tensor). None stands for no gradient.
+        has_grad_mode: True if an operator ran with gradients enabled. oneDNN's recurrent layers
+            have other last bits then.
     """
 
     inputs: list[Input] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     result: Any = None
     places: list[tuple[Any, Any]] = field(default_factory=list)
+    has_grad_mode: bool = False
 
     def kept(self) -> list[Value]:
         """The values that outlive a call: those of the result, and those put into places."""

@@ -87,7 +87,8 @@ class StepRecord:
         self.code: PythonCode = write(graph, self.options, name)
         weakref.finalize(self, linecache.cache.pop, self.code.file, None)
         self._run: Callable[..., list[Any]] = self.code.run
-        self._guard: Any = _BelowAutograd
+        enters_no_grad = torch.is_grad_enabled() and not graph.has_grad_mode
+        self._guard: Any = torch.no_grad if enters_no_grad else _BelowAutograd
         #: True once Inductor was asked to compile the program.
         self.was_compiled = False
         self._purpose = _Purpose(name, digests.collectives)

@@ -383,6 +383,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 outputs.append(None)
             else:
                 outputs.append(self._new_value(leaf))
+        self.graph.has_grad_mode |= torch.is_grad_enabled()
         self.graph.instructions.append(
             Instruction(
                 function,
