@@ -8,7 +8,6 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -275,11 +274,6 @@ def _of_an_attribute_of_a_tensor() -> Any:
     return lambda x: x * weight * weight.factor, lambda: setattr(weight, "factor", 2.0)
 
 
-def _of_an_attribute_that_a_tensor_may_have() -> Any:
-    weight = torch.ones(3)
-    return lambda x: x * getattr(weight, "factor", 1), lambda: setattr(weight, "factor", 2.0)
-
-
 def _of_defaults() -> Any:
     def step(x: Tensor, factor: float = 2.0) -> Tensor:
         return x * factor
@@ -325,24 +319,16 @@ def test_an_attribute_that_the_step_does_not_read_is_no_change() -> None:
         assert torch.equal(program(x), x / 4)
 
 
-def _of_settings_that_may_be_there() -> Any:
-    settings = SimpleNamespace()
-    change = lambda: setattr(settings, "twice", True)  # noqa: E731
-    return lambda x: x * 2 if hasattr(settings, "twice") else x, change
-
-
 @pytest.mark.parametrize(
     "make",
     [
         _of_a_count_of_a_scheduler,
         _of_a_factor_of_a_scaler,
         _of_an_attribute_of_a_tensor,
-        _of_an_attribute_that_a_tensor_may_have,
         _of_defaults,
         _of_code,
         _of_a_number_of_numpy,
         _of_an_array,
-        _of_settings_that_may_be_there,
     ],
 )
 def test_what_no_dispatcher_shows_is_read_in_each_call(make: Any) -> None:

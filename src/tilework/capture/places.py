@@ -334,7 +334,7 @@ class StatePlaces:
         for place, value in reversed(parts):
             self._found_at[id(place.owner)] = found
             self._is_users[id(place.owner)] = is_users
-            name = _name_of(place, found) if waits or place.key == "hasattr" else None
+            name = _name_of(place, found) if waits else None
             if name is None or isinstance(value, Tensor):
                 self._take(place, value, found, is_users)
             elif name in self._names or (self._names & _ANY_NAME and is_users):
@@ -592,8 +592,6 @@ def _parts_of_tensor(tensor: Tensor, text: str) -> Iterator[tuple[StatePlace, An
     for name, value in list(own.items()):
         if not name.startswith("_"):
             yield StatePlace(own, "item", name, f"{text}.{name}"), value
-    if tensor.__class__ is not DTensor:  # which keeps more or less for itself
-        yield _count_of(own, text)
 
 
 def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
@@ -604,28 +602,21 @@ def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
         if name == "__annotations__" or name.startswith("_tilework_"):  # counts of ``verify``
             continue
         yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
-    own = getattr(found, "__dict__", None)
-    if own is not None and not type(found).__module__.startswith(("torch.", "tilework.")):
-        yield _count_of(own, text)
     for name in _slots_of(type(found)):
         if hasattr(found, name):
             yield StatePlace(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
     yield from _parts_of_class(found, text)
 
 
-def _count_of(own: Any, text: str) -> tuple[StatePlace, int]:
-    """The number of attributes of an object, for code that asks for new names.
-
-    The code has ``hasattr``, or one of ``_ANY_NAME``.
-    """
-    return StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"), len(own)
-
-
 def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """Places that may get values later, for each default and method of a user's class."""
+    """Places that may get values later: for defaults and methods of a user's class, and new names.
+
+    Code that asks for new names has ``hasattr``, or one of ``_ANY_NAME``.
+    """
     own = getattr(found, "__dict__", None)
     if own is None or not is_users_class(type(found)):
         return
+    yield StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"), len(own)
     for name in {
         x: None for kind in type(found).__mro__ if is_users_class(kind) for x in vars(kind)
     }:
