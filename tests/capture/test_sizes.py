@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.capture.twins import run_twins
+from tilework.capture import capture
 
 
 def halves(x: Tensor) -> Tensor:
@@ -33,3 +34,20 @@ def test_integers_that_depend_on_the_size_are_those_of_the_step(
         warnings.simplefilter("ignore")
         program = run_twins(lambda: (step, dict), batches)
     assert len(program.records) == records
+
+
+def test_a_recurrent_layer_under_no_grad_keeps_its_last_bits() -> None:
+    """oneDNN computes it in another way where gradients are enabled."""
+    lstm, x = nn.LSTM(3, 4), torch.ones(5, 2, 3)
+    state = {"h": torch.zeros(1, 2, 4), "c": torch.zeros(1, 2, 4)}
+    own = dict(state)
+
+    def step(x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            y, (state["h"], state["c"]) = lstm(x, (state["h"], state["c"]))
+        return y  # type: ignore[no-any-return]
+
+    program = capture(lambda x: step(x, own))
+    for _ in range(4):
+        assert torch.equal(program(x), step(x, state))
+    assert torch.equal(own["c"], state["c"])
