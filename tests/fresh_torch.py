@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 
-#: Reads a program a line, runs it in a fork, and writes its exit status and output, as a line each.
+#: Reads one program per line, runs the program in a fork, and writes a line: exit status, output.
 _SERVER = """
 import sys, torch
 import json, os, tempfile, traceback

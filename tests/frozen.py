@@ -1,7 +1,7 @@
 """Importing it prepares a process that others are forked from.
 
-What is loaded so far is hidden from garbage collection, which would copy it in each fork, and
-torch's operators run in the thread that calls them, as in the tests' own process.
+Garbage collection skips all loaded objects then, which it would copy in each fork, and torch's
+operators run in the thread that calls them, as in the process of the tests.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-#: In seconds. What is to end within it takes less than one on an idle machine; groups and stores
-#: wait for longer, so a call that ends by its timeout is told from a call that ends at once.
+#: In seconds: the bound for calls that end within a second on an idle machine. Timeouts of groups
+#: and stores are longer, so the bound tells a call that ends at once from a call that times out.
 PROMPTLY = 10.0

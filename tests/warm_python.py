@@ -93,7 +93,7 @@ def _status_of(context: Any, fn: Callable[..., None], args: Any, timeout: float)
 
 @functools.cache
 def _wait_for_server() -> None:
-    """Wait until it has loaded its modules: that is no part of any program's time."""
+    """Wait until the server has loaded the modules, whose time counts for no program."""
     process = CONTEXT.Process(target=gc.collect)
     process.start()
     process.join()

@@ -55,7 +55,7 @@ pool.run(use, 1)
 ]
 
 
-# In a process of its own: nbclient handles the signals of its process, those of other tests too.
+# Runs in a separate process: nbclient installs handlers of signals, which would serve other tests.
 EXECUTE = """
 import json, sys, nbclient, nbformat.v4 as v4
 notebook = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in json.load(sys.stdin)])

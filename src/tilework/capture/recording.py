@@ -381,7 +381,7 @@ def _refuse_replaced(place: StatePlace, thing: Any, places: StatePlaces) -> None
     tensors in it.
 
     Raises:
-        CaptureError: What is there now was elsewhere before, or is a value of its own.
+        CaptureError: The new object was at another place before, or it is a plain value.
     """
     try:
         now = place.get()

@@ -309,12 +309,11 @@ class Reducer:
         """
         if not self._tensors:
             return False
-        will_run = _will_run
-        if self._likely_node is not None and will_run(self._likely_node):
+        if self._likely_node is not None and _will_run(self._likely_node):
             return True
         # A cast gives a tensor another node, and this graph may lack the last pass's node.
         for leaf in self._tensors:
-            if leaf.requires_grad and will_run(node := _accumulator(leaf)):
+            if leaf.requires_grad and _will_run(node := _accumulator(leaf)):
                 self._likely_node = node
                 return True
         # A graph from before a cast has the nodes from before the cast, and a reentrant checkpoint
@@ -323,7 +322,7 @@ class Reducer:
         own = set(map(id, self._tensors))
         reached = accumulators([current._current_autograd_node()])
         nodes = [node for node in reached if id(node.variable) in own]
-        return not nodes or any(map(will_run, nodes))
+        return not nodes or any(map(_will_run, nodes))
 
     def _marker(self, index: int) -> Callable[[Tensor], None]:
         """The hook that marks gradient ``index`` as ready when backward has accumulated it."""
@@ -620,7 +619,7 @@ def _will_run(node: Any) -> bool:
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError as error:  # torch refuses to say of these
+    except RuntimeError as error:  # torch does not answer for such nodes
         if "autograd.grad()" not in str(error):
             raise
         return False

@@ -17,7 +17,7 @@ from tilework.dtensor.provenance.mode import mode
 from tilework.parallel.data_parallel.leaves import local_tensors
 from tilework.parallel.passes import Passes, compare_passes
 
-#: What is to be known about hooks of parameters, for messages.
+#: Advice about hooks of parameters, for messages.
 HOOKS_COME_FIRST = (
     "Hooks of parameters (register_post_accumulate_grad_hook) run before gradients are averaged: "
     "call an optimizer's step() and zero_grad() after backward, or use fully_shard, whose hooks "

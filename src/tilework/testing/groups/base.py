@@ -54,8 +54,8 @@ class GroupSuite(ABC):
     group_type: ClassVar[type[ProcessGroup]] = ProcessGroup
     #: World sizes of the tests that take ``n``.
     world_sizes: ClassVar[Sequence[int]] = (1, 2, 3, 4, 5)
-    #: With a single world size: True: tests take both forms, ``async_op`` or not; False: each takes
-    #: one of them, by its name.
+    #: Whether tests of a single world size take both forms, ``async_op`` or not. If False, each
+    #: test takes one form, which the name of the test decides.
     both_forms: ClassVar[bool] = True
     #: The dtypes that the backend moves and reduces.
     dtypes: ClassVar[Sequence[torch.dtype]] = DTYPES
