@@ -57,7 +57,7 @@ LAZY_UPWARD = {
         "tilework.checkpoint.state_dict",
     ): "torch's functions hand it models of tilework's",
     ("tilework.dtensor", "tilework.capture"): "it captures what stands above DTensor, too",
-    ("tilework.dtensor", "tilework.capture.program"): "capture is a public name of both",
+    ("tilework.dtensor", "tilework.capture.step"): "capture is a public name of both",
 }
 
 #: A directed graph: for each node those that it points to.

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import tilework.distributed as dist
 from tests.capture.twins import advance, run_twins, same_bits, tensors_of
 from tilework.capture import Program, capture
-from tilework.capture.program import key_of_call
+from tilework.capture.step import key_of_call
 from tilework.dtensor import (
     DeviceMesh,
     Replicate,

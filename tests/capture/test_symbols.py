@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tilework.capture.sizes import Size
-from tilework.capture.symbols import Symbols
+from tilework.capture.program.sizes import Size
+from tilework.capture.program.symbols import Symbols
 
 
 def test_shapes_follow_the_size() -> None:

@@ -1,5 +1,5 @@
 """Captured steps: a training or inference step recorded once, and run as one program."""
 
-from tilework.capture.program import Program, capture
+from tilework.capture.step import Program, capture
 
 __all__ = ["Program", "capture"]

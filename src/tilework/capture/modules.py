@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from tilework.capture.glue import ProgramConditions
-from tilework.capture.graph import Graph, Input, Instruction, Value
-from tilework.capture.number import Number
-from tilework.capture.places import Argument, StatePlaces, is_dtensor, plain
-from tilework.capture.program import MOST_PROGRAMS, Program, key_of_call
-from tilework.capture.record import StepRecord
-from tilework.capture.recorder import BOUNDARY
-from tilework.capture.recording import StepCall, all_have, record_call, unified
-from tilework.capture.same_program import compare_program
-from tilework.capture.sizes import at, integers_in
+from tilework.capture.program.glue import ProgramConditions
+from tilework.capture.program.graph import BOUNDARY, Graph, Input, Instruction, Value
+from tilework.capture.program.number import Number
+from tilework.capture.program.place import Argument, is_dtensor, plain
+from tilework.capture.program.record import StepRecord
+from tilework.capture.program.same_program import compare_program
+from tilework.capture.program.sizes import at, integers_in
+from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.recorded_call import StepCall, all_have, record_call, unified
+from tilework.capture.step import MOST_PROGRAMS, Program, key_of_call
 from tilework.comm.per_call.call_recorder import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor

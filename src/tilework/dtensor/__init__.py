@@ -89,7 +89,7 @@ if not TYPE_CHECKING:  # a type checker would then accept any name
 
             return getattr(interop, name)
         if name == "capture":
-            from tilework.capture import program
+            from tilework.capture import step
 
-            return program.capture
+            return step.capture
         refuse_left_out(__name__, name)

@@ -13,23 +13,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from tilework.capture.glue import ProgramConditions
-from tilework.capture.graph import Graph, Input, ProgramMemory
-from tilework.capture.number import value_of
-from tilework.capture.options import OptimizerOptions
-from tilework.capture.places import (
-    Argument,
-    StatePlace,
-    StatePlaces,
-    is_dtensor,
-    key_of_constant,
-    plain,
-)
-from tilework.capture.record import StepRecord
-from tilework.capture.recorder import StepRecorder, storage_bytes_of
-from tilework.capture.same_program import compare_program
-from tilework.capture.sizes import Different, Unifier, first_difference, has_size
-from tilework.capture.unseen import Unseen, told_apart
+from tilework.capture.program.glue import ProgramConditions
+from tilework.capture.program.graph import Graph, Input, ProgramMemory
+from tilework.capture.program.number import value_of
+from tilework.capture.program.place import Argument, StatePlace, is_dtensor, key_of_constant, plain
+from tilework.capture.program.record import StepRecord
+from tilework.capture.program.same_program import compare_program
+from tilework.capture.program.sizes import Different, Unifier, first_difference, has_size
+from tilework.capture.recording.options import OptimizerOptions
+from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.recorder import StepRecorder, storage_bytes_of
+from tilework.capture.recording.unseen import Unseen, told_apart
 from tilework.comm.world import current_world
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError

@@ -18,12 +18,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilework.capture.graph import ITEM, Graph, Input, Instruction, ProgramMemory, Value
-from tilework.capture.group_calls import GroupCall, RecordedGroups
-from tilework.capture.number import Number, NumberBook
-from tilework.capture.number import value_of as plain
-from tilework.capture.places import StatePlaces, memory_layout_of
-from tilework.capture.tensor_reads import decides_itself, watched_reads
+from tilework.capture.program.expected import Expected
+from tilework.capture.program.graph import (
+    ALIAS,
+    BOUNDARY,
+    ITEM,
+    Graph,
+    Input,
+    Instruction,
+    ProgramMemory,
+    Value,
+)
+from tilework.capture.program.group_call import GroupCall
+from tilework.capture.program.number import Number, NumberBook
+from tilework.capture.program.number import value_of as plain
+from tilework.capture.program.place import memory_layout_of
+from tilework.capture.recording.group_calls import RecordedGroups
+from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.tensor_reads import decides_itself, watched_reads
 from tilework.comm.per_call.call_recorder import set_recorder
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import current_world
@@ -33,8 +45,6 @@ T = TypeVar("T")
 aten = torch.ops.aten
 _DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _CONSTANTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-#: The name of an instruction that makes a tensor from known memory.
-ALIAS = "alias.as_strided"
 #: Arguments that operators write to though their schemas do not say so, by position.
 _UNDECLARED = {aten.native_batch_norm.default: (3, 4)}
 #: Operators that read lengths, by the position of the tensor: torch then branches on them in C++.
@@ -207,7 +217,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def expect(self, function: Callable[..., Any], inputs: Any, value: Any) -> None:
         """Note that ``function(*inputs)`` must be ``value`` in each call: code branched on it."""
-        expected = _Expected(function, value, call_site())
+        expected = Expected(function, value, call_site())
         self._note(expected, (tuple(inputs), {}), None, _About((), "call", f"expect {value}"))
 
     def number_of(self, tensor: Tensor) -> Any:
@@ -474,58 +484,6 @@ class _About(NamedTuple):
     nbytes: int = 0
 
 
-class Unexpected(CaptureError):
-    """A value that a library reads differs in a later call from the recorded call.
-
-    Args:
-        expected: The instruction that compares the value.
-        message: The message of the error.
-    """
-
-    def __init__(self, expected: _Expected, message: str) -> None:
-        super().__init__(message)
-        #: True if the program has not had any lasting effect yet.
-        self.is_early = expected.is_early
-
-
-def mark_early(graph: Graph) -> None:
-    """Mark the comparisons that come before a program's first write, draw or communication.
-
-    If such a comparison fails, the program has had no effect yet.
-    """
-    lasting = {id(each.value.memory) for each in graph.inputs}
-    for each in graph.instructions:
-        if isinstance(each.function, _Expected):
-            each.function.is_early = True
-        elif each.kind != "operator" or any(id(memory) in lasting for memory in each.writes):
-            return
-
-
-class _Expected:
-    """An instruction that raises if a value on which a library has branched is another value.
-
-    Args:
-        func: The operator that reads the value.
-        value: The value in the recorded call.
-        site: The line of the user's program.
-    """
-
-    def __init__(self, func: Any, value: Any, site: str) -> None:
-        self.func, self.value, self.site = func, value, site
-        self.is_early = False
-
-    def __call__(self, *args: Any) -> None:
-        value = self.func(*args)
-        if value != self.value:
-            raise Unexpected(
-                self,
-                f"a captured step comes to a value of {value} at {self.site}, where the recorded "
-                f"call found {self.value}: there torch or tilework check a value, or choose what "
-                f"to do. An index may be out of range, or a gradient not finite: run the step "
-                f"without capture() to see",
-            )
-
-
 def _listed(tensor: Tensor) -> list[int]:
     return tensor.tolist()
 
@@ -536,10 +494,6 @@ def _refuse_sparse(tensor: Tensor) -> None:
             f"the step makes or uses a tensor with layout {tensor.layout} at {call_site()}: a "
             f"program has strided tensors alone. Use dense gradients (sparse=False)"
         )
-
-
-def BOUNDARY() -> None:
-    """Mark the border between the forward and the backward pass of a record."""
 
 
 class _Read:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tilework.capture.places import StatePlaces, plain
+from tilework.capture.program.place import plain
+from tilework.capture.recording.places import StatePlaces
 from tilework.comm.world import current_world
 from tilework.errors import CaptureError
 

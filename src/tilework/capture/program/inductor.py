@@ -24,12 +24,11 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilework.capture.graph import ITEM, Graph, Instruction, Value
-from tilework.capture.group_calls import GroupCall
-from tilework.capture.number import Number
-from tilework.capture.recorder import ALIAS
-from tilework.capture.sizes import Size, has_size
-from tilework.capture.symbols import Symbols
+from tilework.capture.program.graph import ALIAS, ITEM, Graph, Instruction, Value
+from tilework.capture.program.group_call import GroupCall
+from tilework.capture.program.number import Number
+from tilework.capture.program.sizes import Size, has_size
+from tilework.capture.program.symbols import Symbols
 from tilework.comm.contract import Options
 from tilework.comm.per_call import provenance_digest
 from tilework.errors import CaptureError

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tilework.capture.graph import Graph, Value
-from tilework.capture.number import Number
-from tilework.capture.options import Option
-from tilework.capture.places import StatePlace, memory_layout_of
-from tilework.capture.sizes import Size, SizedSpec, has_size
+from tilework.capture.program.graph import Graph, Value
+from tilework.capture.program.number import Number
+from tilework.capture.program.option import Option
+from tilework.capture.program.place import StatePlace, memory_layout_of
+from tilework.capture.program.sizes import Size, SizedSpec, has_size
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 

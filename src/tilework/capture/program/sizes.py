@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilework.capture.graph import Graph, Input, Instruction, Value
-from tilework.capture.group_calls import GroupCall
-from tilework.capture.number import Number
-from tilework.capture.places import Argument, StatePlace
+from tilework.capture.program.graph import Graph, Input, Instruction, Value
+from tilework.capture.program.group_call import GroupCall
+from tilework.capture.program.number import Number
+from tilework.capture.program.place import Argument, StatePlace
 from tilework.dtensor.spec import DTensorSpec, spec_of
 
 

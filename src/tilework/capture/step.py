@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from tilework.capture.record import NOT_CURRENT, StepRecord
-from tilework.capture.recording import StepCall, all_have, record_call, run_checked, unified
-from tilework.capture.table import table_of
+from tilework.capture.program.record import NOT_CURRENT, StepRecord
+from tilework.capture.program.table import table_of
+from tilework.capture.recording.recorded_call import (
+    StepCall,
+    all_have,
+    record_call,
+    run_checked,
+    unified,
+)
 from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor

@@ -1,7 +1,7 @@
 """Reads of tensors' values by Python while a step is recorded: numbers, or errors.
 
-``item()`` of a float gives a :class:`~tilework.capture.number.Number`. Other reads (numpy, lists,
-branches, prints) would silently leave current values in the program: they raise, naming the line.
+``item()`` of a float gives a :class:`~tilework.capture.program.number.Number`. Other reads (numpy,
+lists, branches, prints) would silently leave current values in the program: they raise, naming the line.
 The methods of ``torch.Tensor`` and the functions of ``math`` are replaced while any thread of the
 process records.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.number import Number
+from tilework.capture.program.number import Number
 from tilework.comm.per_call.call_recorder import current_recorder, recorded
 from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.errors import CaptureError

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tilework.capture.graph import Graph, Instruction, Value, values_in
-from tilework.capture.group_calls import GroupCall
+from tilework.capture.program.graph import Graph, Instruction, Value, values_in
+from tilework.capture.program.group_call import GroupCall
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
 from tilework.dtensor.provenance.digests import stable_digest

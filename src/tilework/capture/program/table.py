@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tilework.capture.graph import Graph, ProgramMemory
-from tilework.capture.group_calls import GroupCall
+from tilework.capture.program.graph import Graph, ProgramMemory
+from tilework.capture.program.group_call import GroupCall
 
 
 def table_of(graph: Graph, name: str) -> str:

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.glue import ProgramConditions, layouts_hold, write_enter, write_leave
-from tilework.capture.graph import Graph, Value
-from tilework.capture.inductor import Compiled
-from tilework.capture.number import Number
-from tilework.capture.places import StatePlace, key_of_constant, memory_layout_of
-from tilework.capture.python_code import PythonCode, groups_of, write
-from tilework.capture.recorder import Unexpected, mark_early
-from tilework.capture.same_program import Digests
-from tilework.capture.sizes import (
+from tilework.capture.program.expected import Unexpected, mark_early
+from tilework.capture.program.glue import ProgramConditions, layouts_hold, write_enter, write_leave
+from tilework.capture.program.graph import Graph, Value
+from tilework.capture.program.inductor import Compiled
+from tilework.capture.program.number import Number
+from tilework.capture.program.place import StatePlace, key_of_constant, memory_layout_of
+from tilework.capture.program.python_code import PythonCode, groups_of, write
+from tilework.capture.program.same_program import Digests
+from tilework.capture.program.sizes import (
     Size,
     at,
     comparable,

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tilework.capture.number import Number
-from tilework.capture.places import Argument, is_dtensor
+from tilework.capture.program.number import Number
+from tilework.capture.program.place import Argument, is_dtensor
 
 #: Makes a number from an element; recording replaces the method itself.
 ITEM: Callable[[Tensor], Any] = Tensor.item
+
+
+#: The name of an instruction that makes a tensor from known memory.
+ALIAS = "alias.as_strided"
+
+
+def BOUNDARY() -> None:
+    """Mark the border between the forward and the backward pass of a record."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +106,7 @@ class Input:
 
     Attributes:
         value: The value in the program.
-        path: The place: see :mod:`~tilework.capture.places`.
+        path: The place: see :mod:`~tilework.capture.recording.places`.
         tensor: The tensor that was there in the recorded call. Except for arguments, and if
             ``may_change``, the same tensor must be there in each call.
         layout: The layout that a tensor at the place must have; for a DTensor's local tensor, the

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilework.capture.graph import Graph, Input, Instruction, Value
-from tilework.capture.group_calls import GroupCall
-from tilework.capture.number import Number
-from tilework.capture.options import Option
-from tilework.capture.places import Argument
-from tilework.capture.sizes import Size, integers_in
+from tilework.capture.program.graph import Graph, Input, Instruction, Value
+from tilework.capture.program.group_call import GroupCall
+from tilework.capture.program.number import Number
+from tilework.capture.program.option import Option
+from tilework.capture.program.place import Argument
+from tilework.capture.program.sizes import Size, integers_in
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.tensor import DTensor
 

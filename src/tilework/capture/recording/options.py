@@ -4,50 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tilework.capture.number import Number, NumberBook
-from tilework.capture.places import StatePlace
+from tilework.capture.program.number import Number, NumberBook
+from tilework.capture.program.option import Option, options_of
+from tilework.capture.program.place import StatePlace
 from tilework.errors import CaptureError
-
-
-class Option(NamedTuple):
-    """A float among an optimizer's options, such as a learning rate, as an input of a program.
-
-    Attributes:
-        owner: The optimizer, or a scheduler, which keeps a copy of the learning rates.
-        group: The position in the optimizer's ``param_groups``; None: an attribute of a scheduler.
-        key: The name of the option.
-        part: The position in the option if that is a tuple or list, such as betas; else None.
-        number: The number that stands for the option in the program.
-    """
-
-    owner: Any
-    group: int | None
-    key: str
-    part: int | None
-    number: Number
-
-    def text(self) -> str:
-        """The option in words, such as "lr of group 0 of SGD"."""
-        part = "" if self.part is None else f"[{self.part}]"
-        group = "" if self.group is None else f" of group {self.group}"
-        return f"{self.key}{part}{group} of {type(self.owner).__name__}"
-
-    def get(self) -> Any:
-        """The value that the owner has now; floats of numpy as floats."""
-        value = _options_of(self.owner, self.group)[self.key]
-        value = value if self.part is None else value[self.part]
-        return float(value) if isinstance(value, float) else value
-
-
-def _options_of(owner: Any, group: int | None) -> dict[str, Any]:
-    options: dict[str, Any] = vars(owner) if group is None else owner.param_groups[group]
-    return options
 
 
 class OptimizerOptions:
@@ -105,7 +71,7 @@ class OptimizerOptions:
 
     def _replaces(self, owner: Any, group: int | None, key: str) -> bool:
         """Make options of a value; False, and nothing is done, if it has not floats alone."""
-        options = _options_of(owner, group)
+        options = options_of(owner, group)
         value: Any = options.get(key)
         parts = value if type(value) in (tuple, list) else [value]
         if not parts or not all(isinstance(each, float) for each in parts):

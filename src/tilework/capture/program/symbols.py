@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor
 
-from tilework.capture.sizes import Size, has_size
+from tilework.capture.program.sizes import Size, has_size
 
 
 class Symbols:
