@@ -135,7 +135,7 @@ def test_sequences_of_all_lengths_have_one_program(
 
     monkeypatch.setattr(modules, "_record", counted)
     run_ranks(2, _train_on_lengths, backend, timeout=LIMIT)
-    assert len(recorded) == 2 * 3  # of each rank
+    assert len(recorded) == 2 * 6  # of each rank, each length once
 
 
 def _train_on_lengths(rank: int, backend: str) -> None:

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.graph import BOUNDARY, Graph, Input, Instruction, Value
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, is_dtensor, plain
 from tilework.capture.program.record import StepRecord
 from tilework.capture.program.same_program import compare_program
-from tilework.capture.program.sizes import at, integers_in
+from tilework.capture.program.skeleton import take_apart
+from tilework.capture.recording.arguments import StepCall
+from tilework.capture.recording.effects import HasGraphError
 from tilework.capture.recording.places import StatePlaces
-from tilework.capture.recording.recorded_call import StepCall, all_have, record_call, unified
-from tilework.capture.step import MOST_PROGRAMS, Program, key_of_call
+from tilework.capture.recording.recorded_call import Recording, record_call
+from tilework.capture.step import MOST_RECORDS, Program, key_of_call
 from tilework.comm.per_call.call_recorder import current_recorder, unrecorded
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
@@ -83,10 +85,8 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
         self._function, self._backend = function, backend
         self._without_grad: Program[..., Any] = Program(function, backend, check=True)
-        #: By key of a call, the programs and the size for those of several.
-        self._passes: dict[Any, list[tuple[_Passes, int | None]]] = {}
-        #: Programs of several sizes.
-        self._sized: list[_Passes] = []
+        #: By key of a call, the programs.
+        self._passes: dict[Any, list[_Passes]] = {}
         self._is_warm = False
         #: True if no result needs a gradient: a whole step, or a function of inputs without
         #: gradients.
@@ -106,74 +106,28 @@ class CompiledFunction:
             self._is_step = torch.is_grad_enabled() and not _any_requires_grad(result)
             return result
         if self._is_step or not torch.is_grad_enabled():
-            result = self._without_grad(*args, **kwargs)
-            if torch.is_grad_enabled() and _any_requires_grad(result):  # recorded again
+            try:
+                return self._without_grad(*args, **kwargs)
+            except HasGraphError:  # recorded again, as a parameter that was frozen trains
                 self._is_step = False
-            return result
         leaves, key = key_of_call(args, kwargs)
-        known = self._passes.setdefault(key, [])
-        for passes, size in known:
+        for passes in self._passes.get(key, ()):
             inputs = passes.forward.inputs_of(leaves)
             if inputs is not None:
-                return passes.run(inputs, leaves, size)
-        for passes in self._sized:
-            size = passes.joint.size_in(key)
-            inputs = None if size is None else passes.forward.inputs_of(leaves)
-            if inputs is not None:
-                known.append((passes, size))
-                return passes.run(inputs, leaves, size)
+                return passes.run(inputs, leaves)
         return self._record(key, leaves, args, kwargs)
 
     def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
-        every = {id(each[0]): each for known in self._passes.values() for each in known}
-        if len(every) >= MOST_PROGRAMS:
-            known = self._passes[key]
-            differs = known[-1][0].forward.what_changed() if known else "shapes, layouts or flags"
-            raise CaptureError(
-                f"a compiled function would be recorded for the {MOST_PROGRAMS + 1}th time, since "
-                f"calls differ ({differs}): pad inputs to a few sizes"
-            )
-        passes, result = _record(self._function, leaves, args, kwargs)
+        every = [passes for known in self._passes.values() for passes in known]
+        if len(every) >= MOST_RECORDS:
+            self._passes.clear()
+            every = []
+        passes, result = _record(self._function, leaves, (args, kwargs), every)
         if passes is not None:
             passes.backend = self._backend
-            passes.joint.sign(key)
-            self._passes[key].append((passes, None))
-            self._unify(passes, [each for each, size in every.values() if size is None])
+            self._passes.setdefault(key, []).append(passes)
             passes.joint.release()
         return result
-
-    def _unify(self, last: _Passes, others: Sequence[_Passes]) -> None:
-        """Make programs of any size from passes of three sizes, if only the size differs.
-
-        ``last`` was just recorded. Two of ``others``, which were recorded before, join it.
-        """
-        found = None
-        for other, third in combinations(others, 2):
-            found = found or _of_three(last, other, third)
-        if len(others) < 2 or not all_have(found is not None, last.joint):
-            return
-        assert found is not None
-        joint, made_of = found
-        sized = last.of_several_sizes(joint)
-        self._sized.append(sized)
-        for key, known in self._passes.items():
-            self._passes[key] = [each for each in known if each[0] not in made_of]
-
-
-def _of_three(
-    one: _Passes, other: _Passes, third: _Passes
-) -> tuple[StepRecord, tuple[_Passes, ...]] | None:
-    """A record for any size, merged from two of three passes and checked by the third. Local.
-
-    Returns:
-        The record and the three passes; None if they differ in more than the size.
-    """
-    made = [unified(one.joint, each.joint) for each in (other, third)]
-    if made[0] is None or made[1] is None:
-        return None
-    if integers_in(made[0].graph) != integers_in(made[1].graph):
-        return None
-    return made[0], (one, other, third)
 
 
 class _Joint(StepCall):
@@ -249,7 +203,7 @@ def _some_grad(out: Any) -> Tensor:
 
 
 def _record(
-    function: Callable[..., Any], leaves: list[Any], args: Any, kwargs: Any
+    function: Callable[..., Any], leaves: list[Any], arguments: Any, known: Sequence[_Passes]
 ) -> tuple[_Passes | None, Any]:
     """Run a call and record both passes. Collective as the function is.
 
@@ -259,7 +213,7 @@ def _record(
     """
     name = getattr(function, "__name__", type(function).__name__)
     needed: list[Tensor] = []
-    call = _Joint(function, name, leaves, args, kwargs)
+    call = _Joint(function, name, leaves, *arguments)
     owner = _module_of(function)
     made: list[_Passes] = []
 
@@ -267,11 +221,24 @@ def _record(
         found, tree = tree_flatten(result[0])
         needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in found]
         sources = _sources(needed, record, len(leaves))
-        made.append(_Passes(record, len(leaves), sources, tree, needs_grad))
+        same = next((each for each in known if each.joint.code is record.code), None)
+        made.append(_Passes(record, len(leaves), sources, (tree, needs_grad), same))
 
+    codes = list({id(each.joint.code): each.joint.code for each in known}.values())
     with as_program([] if owner is None else units_of(owner, True)):
-        _, (result, _) = record_call(call, check=True, needed=needed, accept=accept)
+        how = Recording(check=True, codes=codes)
+        _, (result, _) = record_call(call, how, needed=needed, accept=accept)
     return made[0] if made else None, result
+
+
+def _code_of(graph: Graph, name: str, known: StepRecord | None) -> tuple[ProgramCode, list[Any]]:
+    """The code of a pass, that of a known record if there is one; and the pass's constants."""
+    skeleton = take_apart(graph, [])
+    if known is not None and known.code.skeleton.fits(skeleton):
+        known.code.join(skeleton)
+        return known.code, skeleton.constants
+    digests, _ = compare_program(graph, name)
+    return ProgramCode(name, graph, [], digests, skeleton), skeleton.constants
 
 
 class _Passes:
@@ -282,8 +249,9 @@ class _Passes:
         count: The number of leaves of the arguments.
         sources: For each tensor whose gradient is taken, a function from the leaves of a call's
             arguments to the tensor.
-        tree: The structure of the function's result (torch's TreeSpec).
-        needs_grad: For each leaf of the result, True if it requires a gradient.
+        result: The structure of the function's result (torch's TreeSpec); and for each leaf, True
+            if it requires a gradient.
+        same: Programs for calls of another size, whose code these run; None: other code.
     """
 
     def __init__(
@@ -291,12 +259,15 @@ class _Passes:
         joint: StepRecord,
         count: int,
         sources: Sequence[Callable[[Sequence[Any]], Tensor]],
-        tree: TreeSpec,
-        needs_grad: Sequence[bool],
+        result: tuple[TreeSpec, Sequence[bool]],
+        same: _Passes | None,
     ) -> None:
         self.backend, self.name, self.joint = "python", joint.name, joint
         graph = joint.graph
-        self._count, self._needed, self._tree, self._needs_grad = count, sources, tree, needs_grad
+        self._needed: Sequence[Callable[[Sequence[Any]], Tensor]] = sources
+        self.forward: StepRecord
+        self.backward: StepRecord
+        self._tree, needs_grad = result
         self._leaves = graph.result[: len(needs_grad)]
         self._grads = graph.result[len(needs_grad) :]
         self._outs = [leaf for leaf, needs in zip(self._leaves, needs_grad, strict=True) if needs]
@@ -304,76 +275,60 @@ class _Passes:
         before, after = graph.instructions[:border], graph.instructions[border + 1 :]
         inputs = [x for x in graph.inputs if not _is_grad(x, count)]
         self._saved = _crossing(inputs, before, after, self._grads)
-        values = [*self._leaves, *self._saved]
-        self.forward = StepRecord(
-            f"{joint.name}_forward",
-            forward := Graph(inputs, before, values, graph.places),
-            compare_program(forward, f"forward of {joint.name}"),
-            None,
-            joint.held,
-        )
+        forward = Graph(inputs, before, [*self._leaves, *self._saved], graph.places)
+        name = f"{joint.name}_forward"
+        known = None if same is None else same.forward
+        code, constants = _code_of(forward, name, known)
+        self.forward = StepRecord(name, forward, None, joint.held, code, constants)
         grads = [x for x in graph.inputs if _is_grad(x, count)]
         self._grad_order = [x.path.number - count for x in grads]
         saved = [Input(value, Argument(i, False), None) for i, value in enumerate(self._saved)]
-        self.backward = StepRecord(
-            f"{joint.name}_backward",
-            backward := Graph([*saved, *grads], after, self._grads, []),
-            compare_program(backward, f"backward of {joint.name}"),
-            None,
-            ProgramConditions([], [], [], []),
-        )
+        backward = Graph([*saved, *grads], after, self._grads, [])
+        name = f"{joint.name}_backward"
+        code, constants = _code_of(backward, name, None if same is None else same.backward)
+        held = ProgramConditions([], [], [], [])
+        self.backward = StepRecord(name, backward, None, held, code, constants)
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):
             raise CaptureError(
                 f"{joint.name} returns one of its arguments or parameters, which a compiled "
                 f"function cannot do: return a copy (clone())"
             )
 
-    def of_several_sizes(self, joint: StepRecord) -> _Passes:
-        """The programs of ``joint``, a record of the same function for any size. Collective."""
-        made = _Passes(joint, self._count, self._needed, self._tree, self._needs_grad)
-        made.backend = self.backend
-        return made
-
-    def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any], size: int | None) -> Any:
+    def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         """Run the forward program with autograd, and return the result.
 
-        The caller has checked the inputs. ``size`` is None for programs of one size.
+        The caller has checked the inputs.
         """
         if self.backend == "inductor" and not self.forward.was_compiled:
-            self.forward.compile(inputs, size)
+            self.forward.compile(inputs)
         needed = [source(leaves) for source in self._needed]
-        made = _Apply.apply(self, size, inputs, *needed)  # type: ignore[no-untyped-call]
+        made = _Apply.apply(self, inputs, *needed)  # type: ignore[no-untyped-call]
         outs = iter(made)
-        leaves = self._leaves if size is None else at(self._leaves, size)
-        built = [next(outs) if _computed(leaf) is not None else leaf for leaf in leaves]
+        built = [next(outs) if _computed(leaf) is not None else leaf for leaf in self._leaves]
         results = [
             wrap_as(DTensor, local, leaf[2], leaf[3]) if isinstance(leaf, tuple) else local
-            for leaf, local in zip(leaves, built, strict=True)
+            for leaf, local in zip(self._leaves, built, strict=True)
         ]
         return tree_unflatten(results, self._tree)
 
-    def run_forward(
-        self, inputs: Sequence[Tensor], size: int | None
-    ) -> tuple[list[Any], list[Any]]:
+    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
         """Run the forward program; return the results, and the values saved for backward.
 
         The results are local tensors and numbers.
         """
-        kept = self.forward.compute(inputs, [], size)
+        kept = self.forward.compute(inputs, self.forward.options_now)
         for place, leaf in self.forward.graph.places:
-            place.set(self.forward.built(leaf, kept, size))
+            place.set(self.forward.built(leaf, kept))
         results = [found for leaf in self._leaves if (found := _computed(leaf)) is not None]
         index = self.forward.index_of
         return [kept[index(x)] for x in results], [kept[index(x)] for x in self._saved]
 
-    def run_backward(
-        self, saved: Sequence[Any], grads: Sequence[Any], size: int | None
-    ) -> list[Any]:
+    def run_backward(self, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         """Run the backward program; return the local gradients of tensors that need some."""
         inputs = [*saved, *[grads[i] for i in self._grad_order]]
         if self.backend == "inductor" and not self.backward.was_compiled:
-            self.backward.compile(inputs, size)
-        kept = self.backward.compute(inputs, [], size)
+            self.backward.compile(inputs)
+        kept = self.backward.compute(inputs, [])
         values = [value_in(leaf) for leaf in self._grads]
         return [None if x is None else kept[self.backward.index_of(x)] for x in values]
 
@@ -388,14 +343,12 @@ class _Apply(torch.autograd.Function):
     """The autograd function that runs the forward and the backward program of a call."""
 
     @staticmethod
-    def forward(
-        ctx: Any, passes: _Passes, size: int | None, inputs: Sequence[Tensor], *needed: Tensor
-    ) -> Any:
-        results, saved = passes.run_forward([each.detach() for each in inputs], size)
+    def forward(ctx: Any, passes: _Passes, inputs: Sequence[Tensor], *needed: Tensor) -> Any:
+        results, saved = passes.run_forward([each.detach() for each in inputs])
         flags = passes.differentiable()
         others = [x for x, flag in zip(results, flags, strict=True) if not flag]
         ctx.mark_non_differentiable(*[x for x in others if isinstance(x, Tensor)])
-        ctx.passes, ctx.size, ctx.flags = passes, size, flags
+        ctx.passes, ctx.flags = passes, flags
         ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
         ctx.save_for_backward(*[each for each in saved if isinstance(each, Tensor)])
         return tuple(results)
@@ -410,7 +363,7 @@ class _Apply(torch.autograd.Function):
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if each is None else each for each in ctx.others]
         wanted = [grad for grad, flag in zip(grads, ctx.flags, strict=True) if flag]
-        return None, None, None, *ctx.passes.run_backward(saved, wanted, ctx.size)
+        return None, None, *ctx.passes.run_backward(saved, wanted)
 
 
 def value_in(leaf: Any) -> Value | None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from tilework.capture.program.number import is_float
+from tilework.capture.program.place import StatePlace, memory_layout_of
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.table import table_of
-from tilework.capture.recording.recorded_call import (
-    StepCall,
-    all_have,
-    record_call,
-    run_checked,
-    unified,
-)
+from tilework.capture.recording.arguments import StepCall, flatten
+from tilework.capture.recording.judge import judged_call
+from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
@@ -31,11 +28,15 @@ from tilework.errors import CaptureError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Programs of one step; see ``Program``.
-MOST_PROGRAMS = 8
+#: Records of one step that are kept; then the oldest goes.
+MOST_RECORDS = 256
+#: Records in a row that served one call each; then calls run uncaptured where no record fits.
+MOST_UNUSED = 32
 
 
-def capture(step: Callable[P, T], *, backend: str = "python", check: bool = True) -> Program[P, T]:
+def capture(
+    step: Callable[P, T], *, backend: str = "python", check: bool | int | str = True
+) -> Program[P, T]:
     """Turn a step of a training or inference loop into one program of this rank.
 
     Collective if the step is. The result is called like ``step``. The first call runs ``step``
@@ -104,17 +105,22 @@ class Program(Generic[P, T]):
     Args:
         step: The function to record.
         backend: The backend that runs the programs, as for :func:`capture`.
-        check: True if each program is compared with the step once.
+        check: When records are checked against the step, as for :func:`capture`.
     """
 
-    def __init__(self, step: Callable[P, T], backend: str, check: bool) -> None:
+    def __init__(self, step: Callable[P, T], backend: str, check: bool | int | str) -> None:
         self.__name__ = getattr(step, "__name__", type(step).__name__)
         self.__doc__, self.__wrapped__ = step.__doc__, step
         self._backend, self._check = backend, check
-        #: By key of a call, the programs, and the size for programs of several sizes.
-        self._records: dict[Any, list[tuple[StepRecord, int | None]]] = {}
-        #: Programs of several sizes.
-        self._sized: list[StepRecord] = []
+        #: By key of a call, the records.
+        self._records: dict[Any, list[StepRecord]] = {}
+        #: Floats that are inputs of programs: positions of arguments, and places.
+        self._numbers: set[int] = set()
+        self._places: list[StatePlace] = []
+        #: True if a float could not become an input: then each value has a record.
+        self._has_fixed_floats = False
+        #: The number of records since a record last ran.
+        self._unused = 0
         #: True once the step ran unchanged, which makes one-time states.
         self.is_warm = False
 
@@ -123,19 +129,21 @@ class Program(Generic[P, T]):
             result = self.__wrapped__(*args, **kwargs)
             self.is_warm = True
             return result
-        leaves, key = key_of_call(args, kwargs)
-        for record, size in self._records.get(key, ()):
-            result = record.run(leaves, size)
+        leaves, key = key_of_call(args, kwargs, self._numbers)
+        for record in self._records.get(key, ()):
+            inputs = record.inputs_of(leaves)
+            if inputs is None:
+                continue
+            code = record.code
+            code.calls += 1
+            if code.calls == code.next_check:
+                call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
+                return self._judged(record, call, inputs)  # type: ignore[no-any-return]
+            result = record.run(inputs)
             if result is not NOT_CURRENT:
+                self._unused = 0
                 return result
-        call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
-        found = self._of_several(key)
-        is_checked = found is not None and found[0].is_checked  # then ranks need not agree again
-        if found is not None and (is_checked or self._all_have(True)):
-            return self._checked(key, call, *found)  # type: ignore[no-any-return]
-        if found is None and self._sized:
-            self._all_have(False)
-        return self._record(key, call)  # type: ignore[no-any-return]
+        return self._record(key, leaves, args, kwargs)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the step: records refer to the original's tensors."""
@@ -147,95 +155,105 @@ class Program(Generic[P, T]):
 
     @property
     def records(self) -> list[StepRecord]:
-        """The programs that were recorded so far, one for each kind of call."""
-        every = [record for records in self._records.values() for record, _ in records]
-        return list({id(record): record for record in every}.values())
+        """The programs that were recorded so far: of each, the first record that runs it."""
+        return list({id(x.code): x for x in reversed(self._all())}.values())[::-1]
 
-    def _record(self, key: Any, call: StepCall) -> Any:
-        if len(self.records) >= MOST_PROGRAMS:
-            raise CaptureError(self._too_many(key))
+    def _all(self) -> list[StepRecord]:
+        return [record for records in self._records.values() for record in records]
+
+    def _judged(self, record: StepRecord, call: StepCall, inputs: Sequence[Tensor]) -> Any:
+        """The result of the step, after a check of the record."""
+        code, since = record.code, record.code.last_check
+        code.schedule(self._check)
+        try:
+            return judged_call(record, call, inputs, since)
+        except CaptureError:
+            self._drop(lambda each: each.code is code)
+            raise
+
+    def _drop(self, which: Callable[[StepRecord], bool]) -> None:
+        for key, records in list(self._records.items()):
+            self._records[key] = [each for each in records if not which(each)]
+
+    def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        if self._unused >= MOST_UNUSED:
+            if self._unused == MOST_UNUSED:
+                warnings.warn(
+                    f"{self.__name__} runs uncaptured where no record fits: {MOST_UNUSED} records "
+                    f"in a row served no second call, since calls differ "
+                    f"({self._what_differs(key)}). Make what varies a tensor or a float, or "
+                    f"capture the part that stays the same",
+                    stacklevel=4,
+                )
+            self._unused = MOST_UNUSED + 1
+            return self.__wrapped__(*args, **kwargs)
         if self.records:
             warnings.warn(
                 f"{self.__name__} is recorded again: {self._what_differs(key)}", stacklevel=4
             )
-        compiles = self._backend == "inductor"
-        record, result = record_call(call, self._check, compiles)
+            key = self._take_numbers(key, leaves, args, kwargs)
+        call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
+        how = Recording(
+            self._check not in (False, "never"),
+            self._backend == "inductor",
+            [each.code for each in self.records],
+            sorted(self._numbers),
+            self._places,
+        )
+        try:
+            record, result = record_call(call, how)
+        except CaptureError:
+            if not (self._numbers or self._places):
+                raise
+            # Perhaps the step does with a float what only Python can: then the value is fixed.
+            self._has_fixed_floats = True
+            self._numbers, self._places = set(), []
+            record, result = record_call(call, how._replace(numbers=(), places=()))
+            key = key_of_call(args, kwargs, self._numbers)[1]
         if record is not None:
-            record.sign(key)
-            self._unify(record)
-            self._records.setdefault(key, []).append((record, None))
-            record.release()
+            self._keep(key, record)
         return result
 
-    # -- several sizes -----------------------------------------------------------------------
+    def _keep(self, key: Any, record: StepRecord) -> None:
+        self._unused += 1
+        every = self._all()
+        if len(every) >= MOST_RECORDS:
+            self._drop(lambda each: each is every[0])
+        self._records.setdefault(key, []).append(record)
+        record.code.schedule(self._check)
+        record.release()
 
-    def _unify(self, record: StepRecord) -> None:
-        """Make a program for several sizes from a record and an earlier record, if possible."""
-        made = None
-        for known in self.records:
-            made = made or unified(known, record)
-        if self.records and self._all_have(made is not None, record):
-            assert made is not None
-            self._sized.append(made)
+    def _take_numbers(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        """Make floats inputs by which this call differs from earlier calls; return the call's key.
 
-    def _all_have(self, flag: bool, record: StepRecord | None = None) -> bool:
-        """True if ``flag`` is true on all ranks of the groups of a record. Collective."""
-        return all_have(flag, record or self._sized[-1])
-
-    def _of_several(self, key: Any) -> tuple[StepRecord, int] | None:
-        """The program for several sizes that fits a call, and the size; None if none fits."""
-        for record in self._sized:
-            size = record.size_in(key)
-            if size is not None:
-                return record, size
-        return None
-
-    def _checked(self, key: Any, call: StepCall, record: StepRecord, size: int) -> Any:
-        """The result of a call, by a program for several sizes.
-
-        The first call at a third size runs both the step and the program: if they differ on any
-        rank, the program is dropped.
+        Records of single values are dropped.
         """
-        if record.is_checked:
-            result = record.run(call.leaves, size)
-            if result is NOT_CURRENT:
-                return self._record(key, call)
-        else:
-            is_right, result = run_checked(record, call, size, self._backend == "inductor")
-            if is_right is None:
-                return self._record(key, call)
-            if not self._all_have(is_right, record):
-                self._sized.remove(record)
-                return result
-            record.is_checked = True
-            self._records = {
-                known: [each for each in records if each[0] not in record.made_of]
-                for known, records in self._records.items()
-            }
-            record.made_of = ()
-        if not record.signature_has_places:
-            self._records.setdefault(key, []).append((record, size))
-        elif record not in self.records:
-            self._records.setdefault(_Same(record), []).append((record, None))
-        return result
+        if self._has_fixed_floats:
+            return key
+        found = set().union(*(_floats_that_differ(known, key) for known in self._records))
+        if found - self._numbers:
+            self._numbers |= found
+            self._drop(lambda _: True)
+            key = key_of_call(args, kwargs, self._numbers)[1]
+        for record in self._records.get(key, ()):
+            place, record.varies = record.varies, None
+            if place is not None and place not in self._places:
+                self._places.append(place)
+                self._drop(lambda each: True)
+        return key
 
     def _what_differs(self, key: Any) -> str:
         """The difference between a call and a recorded call, in words, for messages."""
         for known, records in reversed(list(self._records.items())):
             if known == key and records:
-                return str(records[-1][0].what_changed())
+                return str(records[-1].what_changed())
             if isinstance(known, tuple) and len(known) == len(key):
-                odd = next(i for i, (a, b) in enumerate(zip(known, key, strict=True)) if a != b)
+                odd = next(
+                    (i for i, x in enumerate(zip(known, key, strict=True)) if x[0] != x[1]), 0
+                )
                 where = f"argument {odd}" if 0 < odd <= len(key) - len(_modes()) - 1 else "a mode"
                 return f"{where} was {_shown(known[odd])} and is {_shown(key[odd])}"
         return "the arguments have another structure"
-
-    def _too_many(self, key: Any) -> str:
-        return (
-            f"{self.__name__} would be recorded for the {MOST_PROGRAMS + 1}th time, since calls "
-            f"differ ({self._what_differs(key)}): a record serves one layout. Pad to a few sizes, "
-            f"make a Python number that varies a tensor, or capture the part that stays the same"
-        )
 
     def table(self) -> str:
         """Operators, collectives, bytes and memory of each record, as text. Local."""
@@ -263,7 +281,7 @@ class Program(Generic[P, T]):
     def __str__(self) -> str:
         if not self.records:
             return f"# {self.__name__}: not recorded yet; the second call records it"
-        return "\n\n".join(record.code.text for record in self.records)
+        return "\n\n".join(record.code.python.text for record in self.records)
 
     def __repr__(self) -> str:
         return f"<program of {self.__name__}: {len(self.records)} recorded>"
@@ -272,22 +290,39 @@ class Program(Generic[P, T]):
 _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
 
 
-def key_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments, and a key: calls with equal keys may share a program."""
+def key_of_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Collection[int] = ()
+) -> tuple[list[Any], Any]:
+    """The leaves of a call's arguments, and a key: calls with equal keys may share a record.
+
+    Args:
+        args: The arguments.
+        kwargs: The keyword arguments.
+        numbers: The positions of floats among the leaves that are inputs of programs.
+    """
+    leaves: list[Any]
     if kwargs or not all(arg.__class__ in _LEAVES for arg in args):
-        leaves, tree = _flat((args, kwargs))
+        leaves, tree = flatten((args, kwargs))
     else:
         leaves, tree = list(args), None
-    return leaves, (tree, *map(_key_of, leaves), *_modes())
+    parts = list(map(_key_of, leaves))
+    for i in numbers:
+        if i < len(leaves) and is_float(leaves[i]):
+            parts[i] = type(leaves[i])
+    return leaves, (tree, *parts, *_modes())
 
 
-def _flat(tree: Any) -> tuple[list[Any], Any]:
-    leaves, spec = tree_flatten(tree)
-    try:
-        hash(spec)
-    except TypeError:  # torch 2.6
-        return leaves, repr(spec)
-    return leaves, spec
+def _floats_that_differ(known: Any, key: Any) -> set[int]:
+    """The positions of leaves in which two keys differ, if these are floats; else none."""
+    if len(known) != len(key):
+        return set()
+    odd = [i for i, (a, b) in enumerate(zip(known, key, strict=True)) if a != b]
+    floats = all(_is_float_key(known[i]) and _is_float_key(key[i]) for i in odd)
+    return {i - 1 for i in odd} if floats and known[0] == key[0] else set()
+
+
+def _is_float_key(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) == 3 and key[0] == "float"
 
 
 def _key_of(leaf: Any) -> Any:
@@ -295,9 +330,10 @@ def _key_of(leaf: Any) -> Any:
         local = leaf._local_tensor
         return leaf._spec, local.dtype, local.stride(), local.requires_grad
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad, type(leaf)
-    if isinstance(leaf, float):  # 0.0 equals -0.0, and NaN equals nothing
-        return type(leaf), repr(leaf)
+        bits = leaf.is_conj() or leaf.is_neg()
+        return (*memory_layout_of(leaf), type(leaf), bits and (leaf.is_conj(), leaf.is_neg()))
+    if is_float(leaf):  # 0.0 equals -0.0, and NaN equals nothing
+        return "float", type(leaf), repr(leaf)
     if isinstance(leaf, bool | int | str | type(None)):
         return type(leaf), leaf
     return _Same(leaf)

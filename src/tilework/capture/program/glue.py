@@ -17,7 +17,6 @@ from tilework.capture.program.graph import Graph, Value
 from tilework.capture.program.number import Number
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import StatePlace, memory_layout_of
-from tilework.capture.program.sizes import Size, SizedSpec, has_size
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 
@@ -113,8 +112,7 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
             inputs.append(f"v{number}")
             checks.append(f"(v{number} := {source.read(path)}) is not None")
             checks += [f"{source.read(other)} is v{number}" for other in each.others]
-            if not has_size(each.layout):
-                checks.append(f"memory_layout_of(v{number}) == {source.name(each.layout)}")
+            checks.append(f"memory_layout_of(v{number}) == {source.name(each.layout)}")
             continue
         tensor = source.name(each.tensor)
         inputs.append(tensor)
@@ -164,10 +162,10 @@ def layouts_hold(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 def write_leave(
     graph: Graph, tree: Any, index_of: Callable[[Any], int]
-) -> Callable[[list[Any], int | None], Any]:
+) -> Callable[[list[Any]], Any]:
     """Make the function that runs after a program: it sets places, and returns the step's result.
 
-    It takes the values that outlive the call, and the size of the call.
+    It takes the values that outlive the call.
 
     Args:
         graph: The program.
@@ -178,14 +176,11 @@ def write_leave(
 
     def text(leaf: Any) -> str:
         if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
-            spec, digest = source.name(leaf[2]), leaf[3]
-            if isinstance(leaf[2], SizedSpec):
-                spec = f"{spec}.at(size)"
-            return f"wrap_as(DTensor, kept[{index_of(leaf[1])}], {spec}, {digest})"
+            return f"wrap_as(DTensor, kept[{index_of(leaf[1])}], {source.name(leaf[2])}, {leaf[3]})"
+        if isinstance(leaf, tuple) and leaf and leaf[0] == "as":
+            return f"kept[{index_of(leaf[1])}].as_subclass({source.name(leaf[2])})"
         if isinstance(leaf, Value | Number):
             return f"kept[{index_of(leaf)}]"
-        if isinstance(leaf, Size):
-            return leaf.text()
         return source.name(leaf)
 
     for place, leaf in graph.places:
@@ -198,7 +193,7 @@ def write_leave(
     else:
         unflatten, name = source.name(tree_unflatten), source.name(tree)
         source.lines.append(f"return {unflatten}([{', '.join(leaves)}], {name})")
-    return source.function("leave", "kept, size")
+    return source.function("leave", "kept")
 
 
 _LEAF = tree_flatten(0)[1]

@@ -37,6 +37,19 @@ class ProgramMemory:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A constant in which records of one program differ: a parameter of the program.
+
+    Attributes:
+        number: The parameter is ``k<number>``.
+        example: The constant of the first record.
+    """
+
+    number: int
+    example: Any
+
+
 @dataclass(eq=False, slots=True)
 class Value:
     """A tensor of the program, or another object that an instruction made.
@@ -53,7 +66,7 @@ class Value:
     number: int
     memory: ProgramMemory | None = None
     text: str = ""
-    shape: tuple[int, ...] = ()
+    shape: tuple[Any, ...] = ()
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
@@ -75,7 +88,7 @@ class Instruction:
         nbytes: The bytes of this rank's input of a collective.
     """
 
-    function: Callable[..., Any]
+    function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[Value | None]
@@ -85,6 +98,11 @@ class Instruction:
     site: str
     name: str
     nbytes: int = 0
+
+    @property
+    def target(self) -> Any:
+        """The function, also where records differ in it."""
+        return self.function.example if isinstance(self.function, Hole) else self.function
 
     def inputs(self) -> Iterator[Value]:
         """The values among the arguments, and those that numbers among them are computed from."""
@@ -106,7 +124,7 @@ class Input:
 
     Attributes:
         value: The value in the program.
-        path: The place: see :mod:`~tilework.capture.recording.places`.
+        path: The place: see :mod:`~tilework.capture.program.place`.
         tensor: The tensor that was there in the recorded call. Except for arguments, and if
             ``may_change``, the same tensor must be there in each call.
         layout: The layout that a tensor at the place must have; for a DTensor's local tensor, the

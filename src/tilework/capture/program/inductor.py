@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilework.capture.program.graph import ALIAS, ITEM, Graph, Instruction, Value
+from tilework.capture.program.graph import ALIAS, ITEM, Graph, Hole, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
-from tilework.capture.program.sizes import Size, has_size
+from tilework.capture.program.skeleton import has_hole
 from tilework.capture.program.symbols import Symbols
 from tilework.comm.contract import Options
 from tilework.comm.per_call import provenance_digest
@@ -88,6 +89,8 @@ class _Call:
         digest: Callable[[], int] | None,
     ) -> None:
         self.function: Any = each.function
+        if isinstance(self.function, Hole):
+            raise CaptureError(f"sizes decide on {each.name} at {each.site}")
         if isinstance(self.function, GroupCall):  # memory of a pending operation could be reused
             if self.function.is_point_to_point:
                 raise CaptureError(
@@ -108,7 +111,7 @@ class _Call:
     def __call__(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
         if self.digest is not None:
             provenance_digest.set_digest(self.digest())
-        result = self._run(written, read, self.program.objects, self.program.size)
+        result = self._run(written, read, self.program.objects, self.program.values)
         if result is None:
             return
         for value, leaf in zip(self.outputs, tree_leaves(result), strict=False):
@@ -133,8 +136,8 @@ class _Call:
                 return f"o[{thing.number}]"
             if isinstance(thing, Number):
                 return f"r[{len(self.read) + numbers.index(id(thing))}].item()"
-            if isinstance(thing, Size):
-                return thing.text()
+            if isinstance(thing, Hole):
+                return f"k[{thing.number}]"
             if thing.__class__ in (list, tuple):
                 parts = "".join([f"{text(each)}, " for each in thing])
                 return f"[{parts}]" if thing.__class__ is list else f"({parts})"
@@ -144,56 +147,41 @@ class _Call:
 
         args = [text(arg) for arg in self.args]
         args += [f"{key}={text(value)}" for key, value in self.kwargs.items()]
-        run: Callable[..., Any] = eval(f"lambda w, r, o, size: function({', '.join(args)})", scope)
+        run: Callable[..., Any] = eval(f"lambda w, r, o, k: function({', '.join(args)})", scope)
         return run
 
 
 class Compiled:
-    """A program that Inductor has compiled.
+    """A program that Inductor has compiled, once or for several sizes.
 
     Args:
         graph: The program.
         options: The numbers for options of optimizers, which each call passes.
         groups: The groups of the program's collectives.
-        inputs: Inputs of a call, by which the program is compiled.
-        python: The program as Python, for inputs that the compiled program cannot take.
-        size: The size of ``inputs``, for a program of several sizes; else None. The program is
-            compiled for all sizes, and again for a size that breaks the compiler's assumptions.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        options: Sequence[Number],
-        groups: Sequence[Any],
-        inputs: Sequence[Tensor],
-        python: Callable[..., list[Any]],
-        size: int | None = None,
-    ) -> None:
+    def __init__(self, graph: Graph, options: Sequence[Number], groups: Sequence[Any]) -> None:
         self._digests: list[int] = [0] * len(groups)
         self._groups = list(groups)
         self.objects: dict[int, Any] = {}
-        #: The size of the call that runs; 0 for a program of one size.
-        self.size = size or 0
+        #: The constants in which records differ, in the call that runs.
+        self.values: Sequence[Any] = ()
         self._calls: list[_Call] = []
         self._options = [torch.zeros((), dtype=torch.float64) for _ in options]
-        self._values: tuple[Any, ...] = ()
+        self._known: tuple[Any, ...] = ()
         self._token = torch.zeros(1)
-        self._count = len(inputs)
+        self._count = len(graph.inputs)
         self._numbers = sum(isinstance(leaf, Number) for leaf in graph.result)
-        self._python = python
         self._shapes = [each.value.shape for each in graph.inputs]
-        #: Inputs whose shapes depend on the size, and those to which the program writes, too:
-        #: of the others compiled programs may take contiguous copies.
-        self._sized = [i for i, shape in enumerate(self._shapes) if has_size(shape)]
+        #: Inputs whose shapes have holes: compiled programs take them contiguous. Where the program
+        #: writes to such an input, a copy would not do.
+        self._sized = [i for i, shape in enumerate(self._shapes) if has_hole(shape)]
         written = {id(memory) for each in graph.instructions for memory in each.writes}
         self._written = [i for i in self._sized if id(graph.inputs[i].value.memory) in written]
-        self._module = _Writer(graph, options, self, size is not None).module()
-        #: Compiled programs of several sizes, each with what holds for the size.
+        writer = _Writer(graph, options, self)
+        self._module, self._holes = writer.module(), writer.holes
+        #: The compiled programs, each with the symbols for holes, and what holds for them.
         self._variants: list[tuple[Symbols, Callable[..., Any]]] = []
-        #: The compiled program by size; 0 for a program of one size.
-        self._functions: dict[int, Callable[..., Any]] = {}
-        self._function_at(self.size, [each.detach() for each in inputs])
 
     def add_call(self, call: _Call) -> int:
         """Keep a call, and return the number by which the custom operator finds it."""
@@ -210,53 +198,59 @@ class Compiled:
         place, digests = self._groups.index(group), self._digests
         return lambda: digests[place] + number
 
-    def __call__(self, *args: Any) -> list[Any]:
-        """Run the program, and return the values that outlive the call.
+    def function_for(self, inputs: Sequence[Tensor], values: Sequence[Any]) -> Callable[..., Any]:
+        """The program for inputs like these, compiled now or before.
 
-        Arguments: the inputs, the size if there are several, the options, each group's digest.
+        Args:
+            inputs: Inputs of a call.
+            values: The constants in which records differ.
+
+        Returns:
+            A function of the inputs, the options and each group's digest, which returns the values
+            that outlive the call.
+
+        Raises:
+            CaptureError: The program writes to an input that is not contiguous, and whose shape
+                differs between records.
         """
+        if not all(inputs[i].is_contiguous() for i in self._written):
+            raise CaptureError("the program writes to an input that is not contiguous")
+        function = next((made for held, made in self._variants if held.hold(values)), None)
+        if function is None:
+            symbols = Symbols(values)
+            plain = [each.detach() for each in inputs]
+            examples: list[Any] = [*plain, *self._options, self._token]
+            if values:
+                examples = list(map(symbols.tensor, plain, self._shapes))
+                examples += [symbols.at(number) for number in self._holes]
+                examples += map(symbols.tensor, (*self._options, self._token))
+            function = _compile(self._module, examples)
+            self._variants.append((symbols, function))
+        sizes = [values[number] for number in self._holes]
+        return partial(self._run, function, values, sizes)
+
+    def _run(
+        self, function: Callable[..., Any], values: Sequence[Any], sizes: Sequence[int], *args: Any
+    ) -> list[Any]:
         count, options = self._count, self._options
         # Local tensors of other classes as plain ones, which is all that compiled code takes.
         inputs = [x if x.__class__ is Tensor else x.as_subclass(Tensor) for x in args[:count]]
-        size: tuple[int, ...] = ()
-        if self.size:
-            if not all(inputs[i].is_contiguous() for i in self._written):
-                return self._python(*args)
-            for i in self._sized:
-                inputs[i] = inputs[i].contiguous()
-            self.size = args[count]
-            size, count = (self.size,), count + 1
-        values = args[count : count + len(options)]
-        if values != self._values:
-            for tensor, value in zip(options, values, strict=True):
+        for i in self._sized:
+            inputs[i] = inputs[i].contiguous()
+        known = args[count : count + len(options)]
+        if known != self._known or 0.0 in known:  # which equals -0.0
+            for tensor, value in zip(options, known, strict=True):
                 tensor.fill_(value)
-            self._values = values
+            self._known = known
+        self.values = values
         self._digests[:] = args[count + len(options) :]
         try:
-            function = self._functions.get(self.size) or self._function_at(self.size, inputs)
-            result = list(function(*inputs, *size, *options, self._token))
+            result = list(function(*inputs, *sizes, *options, self._token))
             first = len(result) - self._numbers
             return [*result[:first], *[number.item() for number in result[first:]]]
         finally:
             if self.objects:
                 self.objects.clear()
-
-    def _function_at(self, size: int, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        """The compiled program that serves a size; compiles one if none does."""
-        found = [function for symbols, function in self._variants if symbols.hold(size)]
-        function = found[0] if found else self._compiled_for(size, inputs)
-        self._functions[size] = function
-        return function
-
-    def _compiled_for(self, size: int, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-        others = [*self._options, self._token]
-        if not size:
-            return _compile(self._module, [*inputs, *others])
-        symbols = Symbols(size)
-        sized = map(symbols.tensor, inputs, self._shapes)
-        examples = [*sized, symbols.size, *map(symbols.tensor, others)]
-        self._variants.append((symbols, _compile(self._module, examples)))
-        return self._variants[-1][1]
 
 
 def _compile(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -280,9 +274,7 @@ def _compile(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
 class _Writer:
     """Writes a program's instructions as an FX graph."""
 
-    def __init__(
-        self, graph: Graph, options: Sequence[Number], compiled: Compiled, is_sized: bool
-    ) -> None:
+    def __init__(self, graph: Graph, options: Sequence[Number], compiled: Compiled) -> None:
         self.graph, self.compiled = graph, compiled
         self.fx = FxGraph()
         self.nodes: dict[int, Node] = {}
@@ -292,10 +284,9 @@ class _Writer:
         self._inputs = {each.value.number for each in graph.inputs}
         for each in graph.inputs:
             self.nodes[each.value.number] = self.fx.placeholder(f"t{each.value.number}")
-        #: Integers that depend on the size.
-        self._sizes: dict[Size, Node] = {}
-        if is_sized:
-            self._sizes[Size(1, 0, 1)] = self.fx.placeholder("size")
+        #: The numbers of the holes that are parameters of the compiled program.
+        self.holes = _sizes_in(graph)
+        self._sizes = {number: self.fx.placeholder(f"k{number}") for number in self.holes}
         for i, option in enumerate(options):
             self._numbers[id(option)] = self.fx.placeholder(f"n{i}")
         self.token = self.fx.placeholder("token")
@@ -317,7 +308,7 @@ class _Writer:
     # -- instructions ------------------------------------------------------------------------
 
     def _write(self, each: Instruction) -> None:
-        function = each.function
+        function = each.target
         if each.kind == "wait":
             return
         if function is ITEM:
@@ -345,7 +336,7 @@ class _Writer:
             if not self._with_numbers(each):
                 self._call(each)
             return
-        args, kwargs = tree_map(self._argument, (each.args, each.kwargs), is_leaf=_is_size)
+        args, kwargs = tree_map(self._argument, (each.args, each.kwargs), is_leaf=_is_hole)
         if function is aten.view.default:  # Inductor may lay out the tensor in another way
             function = aten.reshape.default
         self._outputs(each, self._op(function, *args, **kwargs))
@@ -365,21 +356,16 @@ class _Writer:
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Value):
             return self.nodes[leaf.number]
-        if isinstance(leaf, Size):
-            return self._integer(leaf)
+        if isinstance(leaf, Hole):
+            node = self._sizes.get(leaf.number)
+            if node is None:
+                raise CaptureError(f"sizes decide on {leaf.example!r}, which is no integer")
+            return node
         if isinstance(leaf, Tensor):
             name = f"constant{len(self._constants)}"
             self._constants[name] = leaf
             return self.fx.get_attr(name)
         return leaf
-
-    def _integer(self, size: Size) -> Node:
-        known = self._sizes.get(size)
-        if known is None:
-            product = self._op(operator.mul, self._sizes[Size(1, 0, 1)], size.factor)
-            whole = self._op(operator.add, product, size.addend)
-            known = self._sizes[size] = self._op(operator.floordiv, whole, size.divisor)
-        return known
 
     def _empty(self, value: Value) -> Node:
         shape = [self._argument(each) for each in value.shape]
@@ -397,8 +383,8 @@ class _Writer:
                 self.nodes[out.number] = self._empty(out)
                 written.append(out)
         digest = None
-        if isinstance(each.function, GroupCall):
-            group = each.function.group
+        if isinstance(each.target, GroupCall):
+            group = each.target.group
             self._counts[group] = self._counts.get(group, -1) + 1
             digest = self.compiled.digest_of(group, self._counts[group])
         call = _Call(each, written, read, numbers, self.compiled, digest)
@@ -419,8 +405,9 @@ class _Writer:
         """The node that has a program's number as a tensor without dims; others unchanged."""
         if isinstance(number, Value):
             return self.nodes[number.number]
-        if isinstance(number, Size):
-            return self._op(aten.scalar_tensor.default, self._integer(number), dtype=torch.float64)
+        if isinstance(number, Hole):
+            size = self._argument(number)
+            return self._op(aten.scalar_tensor.default, size, dtype=torch.float64)
         if not isinstance(number, Number):
             return number
         known = self._numbers.get(id(number))
@@ -470,8 +457,30 @@ class _Writer:
         return True
 
 
-def _is_size(thing: Any) -> bool:
-    return isinstance(thing, Size)
+def _sizes_in(graph: Graph) -> list[int]:
+    """The numbers of the holes of a program that stand for integers."""
+    found: dict[int, None] = {}
+
+    def look(tree: Any) -> None:
+        if isinstance(tree, Hole) and type(tree.example) is int:
+            found[tree.number] = None
+        elif isinstance(tree, Value):
+            look(tree.shape)
+        elif isinstance(tree, Number):
+            look(tree.inputs)
+        elif isinstance(tree, tuple | list):
+            for each in tree:
+                look(each)
+
+    look([each.value for each in graph.inputs])
+    for each in graph.instructions:
+        look([*each.args, *each.kwargs.values(), *each.outputs])
+    look(graph.result)
+    return sorted(found)
+
+
+def _is_hole(thing: Any) -> bool:
+    return isinstance(thing, Hole)
 
 
 def _scaled(writer: _Writer, x: Any, factor: Any) -> Any:

@@ -46,9 +46,10 @@ class NumberBook:
             return value
         bits: int = struct.unpack("<Q", struct.pack("<d", value))[0]
         tag = bits & (_QUIET - 1)
-        if not 0 < tag <= len(self.numbers):
+        is_lost = not isinstance(value, float) and bool(self.numbers)  # numpy drops the tag
+        if not is_lost and not 0 < tag <= len(self.numbers):
             return value
-        if bits & _QUIET:
+        if is_lost or bits & _QUIET:
             raise CaptureError(
                 f"an operator at {call_site()} takes a number that a function such as math.exp or "
                 f"numpy's computed from item() or an option of an optimizer: a program would keep "
@@ -56,6 +57,13 @@ class NumberBook:
             )
         number = self.numbers[tag - 1]
         return -number if bits & _SIGN else number
+
+
+def is_float(value: Any) -> bool:
+    """True for a float of Python or of numpy."""
+    kind = type(value)
+    is_numpys = kind.__module__ == "numpy" and kind.__name__.startswith("float")
+    return isinstance(value, float) or is_numpys
 
 
 class Number(float):
@@ -97,7 +105,7 @@ class Number(float):
 
     def _made(self, function: Callable[..., Any], *inputs: Any) -> Any:
         for each in inputs:
-            if not isinstance(each, int | float):
+            if not isinstance(each, int | float) and not is_float(each):
                 return NotImplemented
         inputs = tuple([self.book.find(x) if type(x) is float else x for x in inputs])
         value = function(*[each.value if isinstance(each, Number) else each for each in inputs])
@@ -240,7 +248,7 @@ class Number(float):
 
 def value_of(number: Any) -> Any:
     """The float that a Number is in the recorded call; other objects unchanged."""
-    return number.value if isinstance(number, Number) else number
+    return float(number.value) if isinstance(number, Number) else number
 
 
 def _float_of(bits: int) -> float:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tilework.capture.program.graph import Graph, Input, Instruction, Value
+from tilework.capture.program.graph import Graph, Hole, Input, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import Argument
-from tilework.capture.program.sizes import Size, integers_in
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.tensor import DTensor
 
@@ -38,18 +37,16 @@ class PythonCode:
     """A program as a Python function.
 
     Attributes:
-        run: The function. It takes the inputs, the size if ``has_size``, the options, and for each
-            group the digest of the call, and returns the values that outlive the call.
+        run: The function. It takes the inputs, the constants in which records differ, the options,
+            and for each group the digest of the call, and returns the values that outlive the call.
         text: The source of the function.
         kept: The values that ``run`` returns, in order; numbers of the result follow them.
-        has_size: True if ``run`` takes a size after the inputs.
         file: The name of the source in tracebacks.
     """
 
     run: Callable[..., list[Any]]
     text: str
     kept: list[Value]
-    has_size: bool
     file: str
 
 
@@ -79,7 +76,10 @@ class _Writer:
         """The variable that has a number; adds a line that computes the number, if it is new."""
         name = self._numbers.get(id(number))
         if name is None:
-            inputs = [self.expression(each) for each in number.inputs]
+            inputs = [
+                self.number(x) if isinstance(x, Number) else self.expression(x)
+                for x in number.inputs
+            ]
             name = self._numbers[id(number)] = f"x{len(self._numbers)}"
             symbol = _SYMBOLS.get(number.function)
             if symbol is not None:
@@ -99,12 +99,13 @@ class _Writer:
             return f"t{thing.number}"
         if isinstance(thing, float):
             if isinstance(thing, Number):
-                return self.number(thing)
+                name = self.number(thing)
+                return name if type(thing.value) is float else f"float({name})"
             return repr(thing) if isfinite(thing) else f"float({str(thing)!r})"
         if isinstance(thing, _PLAIN):
             return repr(thing)
-        if isinstance(thing, Size):
-            return thing.text()
+        if isinstance(thing, Hole):
+            return f"k{thing.number}"
         if thing.__class__ in (list, tuple, torch.Size):
             parts = [self.expression(each) for each in thing]
             if thing.__class__ is list:
@@ -116,7 +117,9 @@ class _Writer:
 
     def call(self, each: Instruction) -> str:
         function: Any = each.function
-        if isinstance(function, torch._ops.OpOverload):
+        if isinstance(function, Hole):
+            name = self.expression(function)
+        elif isinstance(function, torch._ops.OpOverload):
             name = self.bind(function._op, each.name.split(".")[1])
         else:
             given = function.method if isinstance(function, GroupCall) else each.name
@@ -126,21 +129,22 @@ class _Writer:
         return f"{name}({', '.join(args)})"
 
 
-def write(graph: Graph, options: Sequence[Option], name: str) -> PythonCode:
+def write(graph: Graph, options: Sequence[Option], name: str, holes: int = 0) -> PythonCode:
     """Write a program as a Python function, and compile the function.
 
     Args:
         graph: The program.
         options: Options of optimizers, whose values each call passes.
         name: The step's name.
+        holes: The number of constants in which records differ.
     """
     name = name if name.isidentifier() and not iskeyword(name) else "program"
     writer = _Writer(graph, [option.number for option in options], name)
     counts: dict[Any, int] = {}
     groups: list[Any] = []
     for each, dead in zip(graph.instructions, graph.last_uses(), strict=True):
-        if isinstance(each.function, GroupCall):
-            group = each.function.group
+        if isinstance(each.target, GroupCall):
+            group = each.target.group
             if group not in groups:
                 groups.append(group)
             counts[group] = counts.get(group, -1) + 1
@@ -162,8 +166,7 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> PythonCode:
     numbers = _numbers_in(graph)
     returned = [f"t{value.number}" for value in kept] + [writer.number(each) for each in numbers]
     parameters = [f"t{each.value.number}" for each in graph.inputs]
-    is_sized = any(isinstance(each, Size) for each in integers_in(graph))
-    parameters += ["size"] * is_sized
+    parameters += [f"k{i}" for i in range(holes)]
     parameters += [f"n{i}" for i in range(len(options))] + [f"d{i}" for i in range(len(groups))]
     body = [*_header(graph, options, groups), *writer.lines, f"return [{', '.join(returned)}]"]
     text = f"def {name}({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in body)
@@ -171,13 +174,13 @@ def write(graph: Graph, options: Sequence[Option], name: str) -> PythonCode:
     file = os.path.join(os.path.dirname(__file__), f"<{name} at {id(graph):x}>")
     exec(compile(text, file, "exec"), writer.scope)
     linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    return PythonCode(writer.scope[name], text, kept, is_sized, file)
+    return PythonCode(writer.scope[name], text, kept, file)
 
 
 def _header(graph: Graph, options: Sequence[Option], groups: Sequence[Any]) -> list[str]:
     """The comments that say what each parameter of the function is."""
     lines = [f"# t{each.value.number}: {_described(each)}" for each in graph.inputs]
-    lines += [f"# n{i}: {option.text()}" for i, option in enumerate(options)]
+    lines += [f"# n{i}: {option.text}" for i, option in enumerate(options)]
     return lines + [
         f"# d{i}: the digest of this call for ranks {list(group.global_ranks)}"
         for i, group in enumerate(groups)
@@ -197,8 +200,8 @@ def groups_of(graph: Graph) -> list[Any]:
     """The groups of a program's collectives, in the order in which digests are passed."""
     groups: list[Any] = []
     for each in graph.instructions:
-        if isinstance(each.function, GroupCall) and each.function.group not in groups:
-            groups.append(each.function.group)
+        if isinstance(each.target, GroupCall) and each.target.group not in groups:
+            groups.append(each.target.group)
     return groups
 
 
@@ -210,8 +213,8 @@ def _numbers_in(graph: Graph) -> list[Number]:
 
 def _comment(each: Instruction) -> str:
     shown = [out.text for out in each.outputs if out is not None and out.text]
-    if isinstance(each.function, GroupCall):
-        shown.append(f"{each.function.text()}, {each.nbytes} bytes")
+    if isinstance(each.target, GroupCall):
+        shown.append(f"{each.target.text()}, {each.nbytes} bytes")
     parts = [*shown[:3], *(["…"] if len(shown) > 3 else []), _short(each.site)]
     return "  # " + "; ".join(part for part in parts if part)
 

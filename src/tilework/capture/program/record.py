@@ -1,36 +1,25 @@
-"""A record: one program, the places that it reads and writes, and the conditions for it."""
+"""A record: a program for one kind of call, and the conditions under which it may run."""
 
 from __future__ import annotations
 
-import linecache
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from tilework.capture.program.expected import Unexpected, mark_early
+from tilework.capture.program.code import ProgramCode
+from tilework.capture.program.expected import Expected, Unexpected
 from tilework.capture.program.glue import ProgramConditions, layouts_hold, write_enter, write_leave
-from tilework.capture.program.graph import Graph, Value
-from tilework.capture.program.inductor import Compiled
+from tilework.capture.program.graph import Graph, Input, ProgramMemory, Value
+from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import StatePlace, key_of_constant, memory_layout_of
-from tilework.capture.program.python_code import PythonCode, groups_of, write
-from tilework.capture.program.same_program import Digests
-from tilework.capture.program.sizes import (
-    Size,
-    at,
-    comparable,
-    fits,
-    has_size,
-    integers_in,
-    size_of,
-    spec_at,
-)
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.per_call.callsite import call_site
+from tilework.comm.world import current_world
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
@@ -38,89 +27,88 @@ from tilework.errors import CaptureError
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
-#: The result of a record that no longer holds.
+#: The result of a record that does not hold for a call: nothing was done.
 NOT_CURRENT = object()
 
 
-class _Purpose:
-    """Says in errors which collective of a captured step is running.
-
-    Args:
-        name: The step's name.
-        collectives: For each group, the texts of the collectives, in order.
-    """
-
-    def __init__(self, name: str, collectives: Sequence[Sequence[str]]) -> None:
-        self.name, self.collectives = name, collectives
-        self.digests: list[int] = []
-
-    def __str__(self) -> str:
-        now = provenance_digest.digest()
-        for first, texts in zip(self.digests, self.collectives, strict=False):
-            if 0 <= now - first < len(texts):
-                return (
-                    f"the captured {self.name}: its collective {now - first}, {texts[now - first]}"
-                )
-        return f"the captured {self.name}"
-
-
 class StepRecord:
-    """A program of a step with the conditions under which it may run.
-
-    It is for one layout of the arguments, or for several sizes.
+    """A record of a step: a program for one kind of call, and the conditions of the program.
 
     Args:
         name: The step's name.
         graph: The program.
-        digests: The digests of the program's collectives.
         tree: The structure of the step's result; ``graph.result`` has the leaves.
         held: The conditions of the program besides the inputs' layouts.
+        code: The code of the program.
+        constants: The constants of the program; see ``Skeleton``.
     """
 
     def __init__(
-        self, name: str, graph: Graph, digests: Digests, tree: Any, held: ProgramConditions
+        self,
+        name: str,
+        graph: Graph,
+        tree: Any,
+        held: ProgramConditions,
+        code: ProgramCode,
+        constants: Sequence[Any] = (),
     ) -> None:
-        self.name, self.graph, self.digests, self.tree = name, graph, digests, tree
-        self.held = held
+        self.name, self.graph, self.tree, self.held, self.code = name, graph, tree, held, code
         self.options, self.way, self.constants, self.guards = held
-        self.groups = groups_of(graph)
-        self.code: PythonCode = write(graph, self.options, name)
-        weakref.finalize(self, linecache.cache.pop, self.code.file, None)
-        self._run: Callable[..., list[Any]] = self.code.run
+        self._fixed = constants
         enters_no_grad = torch.is_grad_enabled() and not graph.has_grad_mode
         self._guard: Any = torch.no_grad if enters_no_grad else _BelowAutograd
+        self._kept = list({value.number: value for value in graph.kept()}.values())
+        self._index = {value.number: i for i, value in enumerate(self._kept)}
+        self._options_at: list[Any] = [option.number.value for option in self.options]
+        self._types = [type(value) for value in self._options_at]
+        #: The place of the float that last kept the record from running.
+        self.varies: Any = None
+        self._changed = ""
         #: True once Inductor was asked to compile the program.
         self.was_compiled = False
-        self._purpose = _Purpose(name, digests.collectives)
-        self._checked_options: list[Any] = [option.number.value for option in self.options]
+        #: The program by Inductor; None: not compiled.
+        self._compiled: Callable[..., list[Any]] | None = None
+        #: The positions of inputs to whose memory the program writes, each memory once.
+        self.written = _written(graph, len(graph.instructions))
+        late = [i for i, x in enumerate(graph.instructions) if isinstance(x.function, Expected)]
+        #: Likewise, of those that are written before the last comparison of a value.
+        self._undone = _written(graph, max(late, default=0))
+        draws = [x for x in graph.instructions[: max(late, default=0)] if x.kind == "draw"]
+        #: The generators to which the program has given others by then, besides the rank's.
+        self._drawn = [
+            leaf
+            for leaf in tree_leaves([(x.args, x.kwargs) for x in draws])
+            if isinstance(leaf, torch.Generator)
+        ]
+        self._redraws = bool(draws)
+        self._shared: SharedMemory | None = None
         self._layouts = [
             None if each.is_argument or each.may_change else memory_layout_of(each.tensor)
             for each in graph.inputs
         ]
-        mark_early(graph)
-        self._changed = ""
-        self._index = {value.number: i for i, value in enumerate(self.code.kept)}
-        self._enter = write_enter(graph, held)
-        #: The inputs that are the same tensors in each call, and a check of their layouts.
-        self._same: list[Tensor] = [
-            each.tensor for each in graph.inputs if not (each.is_argument or each.may_change)
-        ]
-        self._layouts_hold: Callable[..., bool] = lambda *_: False
+        self._bind()
         self._leave = write_leave(graph, tree, self.index_of)
-        #: The key of the call, and the layouts of inputs that may be other tensors; in a program of
-        #: several sizes, with sizes in it.
-        self.signature: Any = None
-        #: For a program of several sizes: True if a third size has checked it; the two records.
-        self.is_checked = False
-        self.made_of: tuple[StepRecord, ...] = ()
-        self._divided = {x for x in integers_in(graph) if isinstance(x, Size) and x.divisor > 1}
-        #: True if layouts of inputs, besides the arguments, depend on the size.
-        self.signature_has_places = False
+
+    def _bind(self) -> None:
+        """Make the checks before a call, for the tensors that are the same in each call."""
+        self._enter = write_enter(self.graph, self.held)
+        fixed = [x for x in self.graph.inputs if not (x.is_argument or x.may_change)]
+        self._same: list[Tensor] = [each.tensor for each in fixed]
+        self._layouts_hold: Callable[..., bool] = lambda *_: False
+
+    def _watch_memory(self, inputs: Sequence[Tensor]) -> SharedMemory:
+        moving = [i for i, x in enumerate(self.graph.inputs) if x.is_argument or x.may_change]
+        self._shared = SharedMemory(inputs, moving)
+        return self._shared
 
     # -- conditions --------------------------------------------------------------------------
 
-    def is_current(self) -> bool:
-        """True if all conditions of the record still hold. Local."""
+    def is_current(self, leaves: Sequence[Any]) -> bool:
+        """True if all conditions of the record hold for a call. Local."""
+        return self.state_holds() and self._options_hold(leaves) and self._inputs_hold()
+
+    def state_holds(self) -> bool:
+        """True if objects, numbers, texts and flags are as in the recorded call. Local."""
         for place, thing in self.way:
             try:
                 if place.get() is not thing:
@@ -136,60 +124,62 @@ class StepRecord:
                 now = LookupError
             if now is not value and key_of_constant(now) != key_of_constant(value):
                 self._changed = f"{place.text} was {value!r} and is {now!r}"
+                is_float = isinstance(value, float) and type(now) is type(value)
+                self.varies = place if is_float else None
                 return False
-        return self._options_hold() and self._inputs_hold()
+        return True
 
     def what_changed(self) -> str:
         """The reason for which the record was last found not to hold, in words."""
         return self._changed
 
-    def _options_hold(self) -> bool:
+    def _options_hold(self, leaves: Sequence[Any]) -> bool:
         if not self.options:
             return True
-        values = [option.get() for option in self.options]
-        if values == self._checked_options and all(type(each) is float for each in values):
-            return True
-        if not all(type(each) is float for each in values):
-            self._changed = "an option of an optimizer is no longer a float"
+        values = [option.get(leaves) for option in self.options]
+        if [type(each) for each in values] != self._types:
+            self._changed = "a number that the step reads has another type"
             return False
+        if values == self._options_at:
+            self._options_at = values  # 0.0 equals -0.0
+            return True
         known = {
             id(option.number): value for option, value in zip(self.options, values, strict=True)
         }
         for function, inputs, result in self.guards:
             now = function(*[_evaluated(each, known) for each in inputs])
             if now != result:
-                self._changed = "an option of an optimizer takes another branch of the step"
+                self._changed = "a number that the step reads takes another branch of the step"
                 return False
-        self._checked_options = values
+        self._options_at = values
         return True
 
     def _inputs_hold(self) -> bool:
-        inputs: list[Any] = []
+        rebound = False
         for each, layout in zip(self.graph.inputs, self._layouts, strict=True):
             path = each.path
             if each.is_argument:
-                inputs.append(None)  # the key of the call has checked it
-                continue
+                continue  # the key of the call has checked it
             try:
                 now = path.get()
                 is_same = not each.may_change or all(x.get() is now for x in each.others)
             except LookupError:
                 now, is_same = None, False
             if each.is_local and path.owner._spec is not each.layout:
-                raise _other_layout(self.name, path, each.layout, path.owner._spec)
-            if each.may_change:
-                is_same = (
-                    is_same
-                    and now is not None
-                    and (has_size(each.layout) or memory_layout_of(now) == each.layout)
-                )
-            else:
-                is_same = now is each.tensor and memory_layout_of(now) == layout
-            if not is_same:
+                if path.owner._spec != each.layout:
+                    raise _other_layout(self.name, path, each.layout, path.owner._spec)
+                each.layout, rebound = path.owner._spec, True
+            expected = each.layout if each.may_change else layout
+            if not is_same or now is None or memory_layout_of(now) != expected:
                 self._changed = f"{path.text} is another tensor, or has another layout"
                 return False
-            inputs.append(now)
-        self._inputs = inputs
+            if now is not each.tensor and not each.may_change:
+                if not each.is_local:
+                    self._changed = f"{path.text} is another tensor"
+                    return False
+                each.tensor, rebound = now, True
+        if rebound:
+            self._bind()
         return True
 
     def release(self) -> None:
@@ -197,49 +187,9 @@ class StepRecord:
         for each in self.graph.inputs:
             if each.is_argument or each.may_change:
                 each.tensor = None
-
-    def sign(self, key: Any) -> None:
-        """Keep the signature of the recorded call: the key, and layouts of inputs at places."""
-        layouts = [each.layout for each in self.graph.inputs if each.may_change]
-        self.signature = comparable(key), tuple(layouts)
-
-    def size_in(self, key: Any) -> int | None:
-        """The size of a call with this key; None if the call does not fit this record for sizes."""
-        try:
-            layouts = [
-                memory_layout_of(each.path.get()) for each in self.graph.inputs if each.may_change
-            ]
-        except (LookupError, AttributeError):
-            return None
-        signature = comparable(key), tuple(layouts)
-        size = size_of(self.signature, signature)
-        if size is None or not fits(self.signature, signature, size):
-            return None
-        return size if all(each.divides(size) for each in self._divided) else None
+        self.graph.instructions = self.code.graph.instructions
 
     # -- a call ------------------------------------------------------------------------------
-
-    def run(self, leaves: Sequence[Any], size: int | None = None) -> Any:
-        """Run the program for a call whose arguments have the recorded layouts.
-
-        Args:
-            leaves: The leaves of the arguments.
-            size: The size, for a record of several sizes.
-
-        Returns:
-            The step's result. ``NOT_CURRENT`` if the record no longer holds: nothing was done.
-        """
-        inputs = self.inputs_of(leaves)
-        if inputs is None:
-            return NOT_CURRENT
-        try:
-            kept = self.compute(inputs, self._checked_options, size)
-        except Unexpected as error:
-            if not error.is_early or self._run is not self.code.run:
-                raise
-            self._changed = str(error)
-            return NOT_CURRENT
-        return self._leave(kept, size)
 
     def inputs_of(self, leaves: Sequence[Any]) -> list[Tensor] | None:
         """Check that the program may run for a call, and return its inputs; None if it may not.
@@ -251,72 +201,143 @@ class StepRecord:
         """
         inputs = self._enter(leaves)
         if inputs is None or not self._layouts_hold(*self._same):
-            if not self.is_current():
+            if not self.is_current(leaves):
                 return None
             self._layouts_hold = layouts_hold(self._same)
-            inputs, self._inputs = self._inputs, []
-            for i, each in enumerate(self.graph.inputs):
-                if each.is_argument:
-                    inputs[i] = each.path.of(leaves)
-            return inputs
-        return inputs if self._options_hold() else None
+            inputs = self._enter(leaves)
+            if inputs is None:
+                return None
+        elif not self._options_hold(leaves):
+            return None
+        if self._shared is not None and not self._shared.holds(inputs):
+            self._changed = "other tensors share memory"
+            return None
+        return inputs
 
-    def compile(self, inputs: Sequence[Tensor], size: int | None = None) -> None:
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the program for inputs that were checked.
+
+        Returns:
+            The step's result. ``NOT_CURRENT`` if a value on which the recorded call has branched
+            is another one in this call: then nothing was changed.
+        """
+        if not (self._undone or self._redraws):
+            try:
+                return self._leave(self.compute(inputs, self._options_at))
+            except Unexpected as error:
+                self._changed = str(error)
+                return NOT_CURRENT
+        copies = [storage_bytes_of(inputs[i]).clone() for i in self._undone]
+        states = [(x, x.get_state()) for x in (*generators_of_rank(), *self._drawn)]
+        try:
+            kept = self.compute(inputs, self._options_at)
+        except Unexpected as error:
+            self._changed = str(error)
+            for i, copy in zip(self._undone, copies, strict=True):
+                storage_bytes_of(inputs[i]).copy_(copy)
+            for generator, state in states:
+                generator.set_state(state)
+            return NOT_CURRENT
+        return self._leave(kept)
+
+    def compile(self, inputs: Sequence[Tensor]) -> None:
         """Compile the program by Inductor for later calls. Local; takes seconds to minutes.
 
-        If Inductor cannot compile a program for several sizes, warn, and run it as Python.
+        A program that writes to memory which several inputs share runs as Python.
 
         Args:
             inputs: Inputs of a call.
-            size: The size, for a record of several.
         """
         self.was_compiled = True
-        numbers = [option.number for option in self.options]
-        size = size if self.code.has_size else None
-        try:
-            run = Compiled(self.graph, numbers, self.groups, inputs, self.code.run, size)
-        except Exception as error:  # the compiler's own are of many classes
-            if size is None:
-                raise
+        shared = self._watch_memory(inputs)
+        memories = [each.value.memory for each in self.graph.inputs]
+        written = {memories[i] for i in self.written}
+        bits = any(each.is_conj() or each.is_neg() for each in inputs)
+        if bits or any(memories[i] in written or memories[j] in written for i, j in shared.pairs):
             warnings.warn(
-                f"Inductor cannot compile {self.name} for several sizes, and torch's operators run "
-                f"one after the other: {type(error).__name__}: {error}",
+                f"{self.name} runs as Python, not by Inductor: it writes to memory that several of "
+                f"its inputs share, or takes a view with a conjugate or negative bit",
                 stacklevel=2,
             )
-        else:
-            self._run, self._guard = run, torch.no_grad
+            return
+        self._compiled, self._guard = self.code.compiled(inputs, self._values()), torch.no_grad
 
-    def compute(
-        self, inputs: Sequence[Tensor], options: Sequence[float], size: int | None = None
-    ) -> list[Any]:
+    @property
+    def is_compiled(self) -> bool:
+        """True if Inductor has compiled the program."""
+        return self._compiled is not None
+
+    @property
+    def options_now(self) -> list[Any]:
+        """The options in the last call for which the record held."""
+        return self._options_at
+
+    def compute_as_python(self, inputs: Sequence[Tensor], options: Sequence[Any]) -> list[Any]:
+        """Run the program as :meth:`compute` does, by torch's operators one after the other."""
+        compiled, self._compiled = self._compiled, None
+        try:
+            return self.compute(inputs, options)
+        finally:
+            self._compiled = compiled
+
+    def _values(self) -> list[Any]:
+        """The constants in which records of this program differ."""
+        return [self._fixed[i] for i in self.code.holes]
+
+    def compute(self, inputs: Sequence[Tensor], options: Sequence[Any]) -> list[Any]:
         """Run the program, and return the values that outlive the call. Sets no places."""
-        digests = self._purpose.digests = self.digests.of_next_call()
-        before = provenance_digest.enter(0, self._purpose, None)
+        code = self.code
+        digests = code.purpose.digests = code.digests.of_next_call()
+        before = provenance_digest.enter(0, code.purpose, None)
         try:
             # Local tensors may be of classes with their own handling of operators.
             with torch._C.DisableTorchFunctionSubclass(), self._guard():
-                return self._run(*inputs, *self._sizes(size), *options, *digests)
+                if self._compiled is not None:
+                    return self._compiled(*inputs, *options, *digests)
+                return code.python.run(*inputs, *self._values(), *options, *digests)
         finally:
             provenance_digest.leave(before)
 
-    def _sizes(self, size: int | None) -> tuple[int, ...]:
-        return (size,) if size is not None and self.code.has_size else ()
-
-    def built(self, leaf: Any, kept: Sequence[Any], size: int | None = None) -> Any:
+    def built(self, leaf: Any, kept: Sequence[Any]) -> Any:
         """Make a leaf of the result or of a place from ``kept``, the result of :meth:`compute`."""
         if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
-            local = kept[self.index_of(leaf[1])]
-            return wrap_as(DTensor, local, spec_at(leaf[2], size), leaf[3])
+            return wrap_as(DTensor, kept[self.index_of(leaf[1])], leaf[2], leaf[3])
+        if isinstance(leaf, tuple) and leaf and leaf[0] == "as":
+            return kept[self.index_of(leaf[1])].as_subclass(leaf[2])
         if isinstance(leaf, Value | Number):
             return kept[self.index_of(leaf)]
-        return leaf if size is None else at(leaf, size)
+        return leaf
 
     def index_of(self, leaf: Value | Number) -> int:
         """The position of a value or number in what :meth:`compute` returns."""
         if isinstance(leaf, Value):
             return self._index[leaf.number]
         numbers = [each for each in self.graph.result if isinstance(each, Number)]
-        return len(self.code.kept) + next(i for i, each in enumerate(numbers) if each is leaf)
+        return len(self._kept) + next(i for i, each in enumerate(numbers) if each is leaf)
+
+
+def _written(graph: Graph, end: int) -> list[int]:
+    """The positions of inputs to whose memory instructions before ``end`` write."""
+    written = {id(memory) for each in graph.instructions[:end] for memory in each.writes}
+    found: dict[ProgramMemory | None, int] = {}
+    for i, each in enumerate(graph.inputs):
+        if id(each.value.memory) in written:
+            found.setdefault(each.value.memory, i)
+    return list(found.values())
+
+
+def storage_bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, as a tensor that shares the memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def generators_of_rank() -> list[torch.Generator]:
+    """The generators from which operators of this rank draw, if they are given none."""
+    own = current_world().generator
+    found = [torch.default_generator if own is None else own]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
 
 
 def _other_layout(name: str, path: StatePlace, then: Any, now: Any) -> CaptureError:
@@ -327,7 +348,27 @@ def _other_layout(name: str, path: StatePlace, then: Any, now: Any) -> CaptureEr
     )
 
 
-def _evaluated(thing: Any, known: dict[int, float]) -> Any:
+def copies_of(inputs: Sequence[Input], kept: dict[ProgramMemory, Tensor]) -> list[Tensor]:
+    """The inputs as they were before the step; copies, where the step wrote to the memory.
+
+    Args:
+        inputs: The inputs, with the tensors of the call.
+        kept: By memory that the step wrote to, the bytes before.
+    """
+    storages = {memory: saved.clone().untyped_storage() for memory, saved in kept.items()}
+    before = []
+    for each in inputs:
+        tensor: Tensor = each.tensor.detach()
+        storage = None if each.value.memory is None else storages.get(each.value.memory)
+        if storage is not None:
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.set_(storage, *place)
+        before.append(tensor)
+    return before
+
+
+def _evaluated(thing: Any, known: dict[int, Any]) -> Any:
     if not isinstance(thing, Number):
         return thing
     if thing.function is None:

@@ -42,18 +42,29 @@ class Digests:
         return [(hash((base, self.calls)) & (_MOST >> 1)) + 1 for base in self.bases]
 
 
-def compare_program(graph: Graph, name: str) -> Digests:
+def compare_program(graph: Graph, name: str, joins: int | None = None) -> tuple[Digests, bool]:
     """Compare a program with other ranks' programs. Collective over each group of the program.
+
+    Args:
+        graph: The program.
+        name: The step's name.
+        joins: The earlier program that this rank's record may run; None: a new program.
+
+    Returns:
+        The digests of a new program; and True if all ranks may run the same earlier program.
 
     Raises:
         CaptureError: On every rank of a group: ranks have different collectives of the group.
     """
     texts: dict[ProcessGroup, list[str]] = {}
     for each in graph.instructions:
-        if isinstance(each.function, GroupCall):
-            texts.setdefault(each.function.group, []).append(_text(each))
+        if isinstance(each.target, GroupCall):
+            texts.setdefault(each.target.group, []).append(_text(each))
     for group, mine in texts.items():
-        every: list[list[str]] = agree(partial(list, mine), group)
+        gathered: list[tuple[int, list[str]]] = agree(partial(_sent, joins, mine), group)
+        # Group by group, for ranks of a mesh that share no group to come to the same answer.
+        joins = joins if all(number == joins for number, _ in gathered) else None
+        every = [theirs for _, theirs in gathered]
         for other, theirs in enumerate(every):
             if theirs == every[0]:
                 continue
@@ -72,11 +83,15 @@ def compare_program(graph: Graph, name: str) -> Digests:
                 f"or on data"
             )
     bases = [stable_digest("\n".join([name, *each])) for each in texts.values()]
-    return Digests(bases, list(texts.values()))
+    return Digests(bases, list(texts.values())), joins is not None
+
+
+def _sent(joins: int | None, texts: list[str]) -> tuple[int, list[str]]:
+    return -1 if joins is None else joins, texts
 
 
 def _text(each: Instruction) -> str:
-    call: Any = each.function
+    call: Any = each.target
     values: list[Value] = list(values_in(each.args))
     dtype = str(values[0].dtype).removeprefix("torch.") if values else ""
     return f"{call.method} ({call.opts.reduceOp}) of {dtype} at {each.site}"

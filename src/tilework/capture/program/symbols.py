@@ -5,53 +5,79 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import SymInt, Tensor
 
-from tilework.capture.program.sizes import Size, has_size
+from tilework.capture.program.graph import Hole
 
 
 class Symbols:
-    """A symbol for the size in torch's compiler, and what the compiler has assumed of the size.
+    """Symbols for a program's holes in torch's compiler, and what the compiler has assumed of them.
+
+    Integers that are equal in the example share a symbol, and so must those of any other record.
+    Other constants must be the same.
 
     Args:
-        size: An example of the size, by which the compiler optimizes.
+        values: The constants of an example, by which the compiler optimizes.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, values: Sequence[Any]) -> None:
         from torch._dynamo.source import LocalSource
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
-        source = LocalSource("size")
-        self._symbol: Any = self._env.create_symbol(size, source, DimDynamic.DYNAMIC)
-        self.size: SymInt = self._env.create_symintnode(self._symbol, hint=size, source=source)  # type: ignore[assignment]
+        self._values = list(values)
+        #: By integer of the example, the symbol.
+        self._symbols: dict[int, Any] = {}
+        self._nodes: dict[int, SymInt] = {}
+        for number, value in enumerate(values):
+            if _is_size(value) and value not in self._symbols:
+                source = LocalSource(f"k{number}")
+                symbol: Any = self._env.create_symbol(value, source, DimDynamic.DYNAMIC)
+                self._symbols[value] = symbol
+                node: Any = self._env.create_symintnode(symbol, hint=value, source=source)
+                self._nodes[value] = node
 
-    def tensor(self, like: Tensor, shape: Sequence[int | Size] = ()) -> Tensor:
+    def at(self, number: int) -> Any:
+        """The example of a hole for the compiler: a symbol, or the constant itself."""
+        value = self._values[number]
+        return self._nodes[value] if _is_size(value) else value
+
+    def tensor(self, like: Tensor, shape: Sequence[int | Hole] = ()) -> Tensor:
         """A fake tensor, without elements, that the compiler takes as an example of an input.
 
         Args:
-            like: A tensor of the program at the size.
-            shape: The shape in the program. If it depends on the size, the fake tensor is
-                contiguous. If not, and for (), it is laid out like ``like``.
+            like: A tensor of the program in the example.
+            shape: The shape in the program. If it has holes, the fake tensor is contiguous.
         """
-        if not has_size(tuple(shape)):
+        import torch
+
+        extents = [self.at(x.number) if isinstance(x, Hole) else x for x in shape]
+        if not any(isinstance(each, Hole) for each in shape):
             return self._mode.from_tensor(like, static_shapes=True)
-        extents: list[Any] = [self._extent(each) for each in shape]
         with self._mode:
             return torch.empty(extents, dtype=like.dtype, device=like.device)
 
-    def _extent(self, extent: int | Size) -> Any:
-        if not isinstance(extent, Size):
-            return extent
-        return (self.size * extent.factor + extent.addend) // extent.divisor
+    def hold(self, values: Sequence[Any]) -> bool:
+        """True if all that the compiler has assumed of the constants is true of ``values``."""
+        known: dict[Any, int] = {}
+        for value, mine in zip(values, self._values, strict=True):
+            if not (_is_size(value) and _is_size(mine)):
+                if value is not mine and (type(value), repr(value)) != (type(mine), repr(mine)):
+                    return False
+            elif known.setdefault(self._symbols[mine], value) != value:
+                return False
+        for symbol, value in known.items():
+            limits = self._env.var_to_range[symbol]
+            if not limits.lower <= value <= limits.upper:
+                return False
+            found = self._env.replacements.get(symbol, symbol)
+            if found.xreplace(known) != value:
+                return False
+        return all(bool(guard.expr.xreplace(known)) for guard in self._env.guards)
 
-    def hold(self, size: int) -> bool:
-        """True if all that the compiler has assumed of the size is true of ``size``."""
-        if self._symbol in self._env.replacements:
-            return bool(self._env.replacements[self._symbol] == size)
-        limits = self._env.var_to_range[self._symbol]
-        guards = [guard.expr.xreplace({self._symbol: size}) for guard in self._env.guards]
-        return bool(limits.lower <= size <= limits.upper) and all(map(bool, guards))
+
+def _is_size(value: Any) -> bool:
+    """True for an integer for which a compiler takes a symbol; it treats 0 and 1 as constants."""
+    return type(value) is int and value >= 2

@@ -10,7 +10,7 @@ from tilework.capture.program.group_call import GroupCall
 
 def table_of(graph: Graph, name: str) -> str:
     """The operators, collectives and memory of a program, as lines of text. Local."""
-    collectives = [each for each in graph.instructions if isinstance(each.function, GroupCall)]
+    collectives = [each for each in graph.instructions if isinstance(each.target, GroupCall)]
     moved = sum(each.nbytes for each in collectives)
     kinds = Counter(each.kind for each in graph.instructions)
     inputs = {id(each.value.memory): each.value.memory for each in graph.inputs}

@@ -30,9 +30,10 @@ from tilework.capture.program.graph import (
     Value,
 )
 from tilework.capture.program.group_call import GroupCall
-from tilework.capture.program.number import Number, NumberBook
+from tilework.capture.program.number import Number, NumberBook, is_float
 from tilework.capture.program.number import value_of as plain
 from tilework.capture.program.place import memory_layout_of
+from tilework.capture.program.record import storage_bytes_of
 from tilework.capture.recording.group_calls import RecordedGroups
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import decides_itself, watched_reads
@@ -57,11 +58,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         places: The tensors that the step can reach, by place.
+        book: The numbers of the recording.
     """
 
-    def __init__(self, places: StatePlaces) -> None:
+    def __init__(self, places: StatePlaces, book: NumberBook) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph, self.book, self.places = Graph(), NumberBook(), places
+        self.graph, self.book, self.places = Graph(), book, places
         self.book.recorder = self
         self._values: Any = WeakTensorKeyDictionary()
         #: By id, objects that are not tensors: keys of random draws.
@@ -73,6 +75,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.before: dict[ProgramMemory, Tensor] = {}
         #: The tensors whose gradients the record takes; see ``modules``.
         self.needed: list[Tensor] = []
+        #: The nodes of autograd's graph through which the step went backward.
+        self.passed: set[Any] = set()
         self._groups: RecordedGroups | None = None
 
     # -- begin and end -----------------------------------------------------------------------
@@ -93,6 +97,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Free the copies of inputs: numbers of the record keep the recorder alive."""
         self.book.recorder = None
         self.before.clear()
+        self.passed.clear()
 
     def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
         """Note that the backward pass begins, with ``grads`` as arguments from ``number`` on."""
@@ -115,6 +120,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             set_recorder(self)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self.passed.add(node)
         if func is aten._local_scalar_dense.default or func is aten.equal.default:
             return self._read(func, args)
         if func in _CONSTANTS:
@@ -169,7 +177,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _with_numbers(self, leaf: Any) -> Any:
-        return self.book.find(leaf) if isinstance(leaf, float) else leaf
+        return self.book.find(leaf) if is_float(leaf) else leaf
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Note that a library reads a value from a tensor.
@@ -506,11 +514,6 @@ def _same(number: float) -> float:
 
 def _wait(work: Any) -> None:
     work.wait()
-
-
-def storage_bytes_of(tensor: Tensor) -> Tensor:
-    """All bytes of a tensor's storage, as a tensor that shares the memory."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _form_of(result: Any) -> str:

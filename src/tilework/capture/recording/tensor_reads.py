@@ -1,8 +1,8 @@
 """Reads of tensors' values by Python while a step is recorded: numbers, or errors.
 
 ``item()`` of a float gives a :class:`~tilework.capture.program.number.Number`. Other reads (numpy,
-lists, branches, prints) would silently leave current values in the program: they raise, naming the line.
-The methods of ``torch.Tensor`` and the functions of ``math`` are replaced while any thread of the
+lists, branches, prints) would silently leave current values in the program: they raise, naming the
+line. The methods of ``torch.Tensor`` and the functions of ``math`` are replaced while any thread of the
 process records.
 """
 

@@ -19,14 +19,14 @@ from tilework.comm.world import current_world
 from tilework.errors import CaptureError
 
 
-def told_apart(leaves: Sequence[Any], places: StatePlaces) -> list[Any]:
-    """The arguments, with each duplicate replaced by a new tensor of the same memory.
+def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
+    """By position of each duplicate among the arguments, a new tensor of the same memory.
 
     In the recorded call an argument may be the same tensor as a variable or another argument, but
     not in later calls: the recorder has to see which of the two an operator takes.
     """
     counts = Counter(id(plain(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
-    result: list[Any] = []
+    result: dict[int, Any] = {}
     for number, leaf in enumerate(leaves):
         is_known = isinstance(leaf, Tensor) and places.find(plain(leaf)) is not None
         if is_known and leaf.requires_grad:
@@ -37,8 +37,7 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> list[Any]:
             )
         if is_known or counts[id(plain(leaf))] > 1:
             with torch.enable_grad():  # the result of this call keeps the graph
-                leaf = leaf.view_as(leaf) if leaf.requires_grad else leaf.detach()
-        result.append(leaf)
+                result[number] = leaf.view_as(leaf) if leaf.requires_grad else leaf.detach()
     return result
 
 

@@ -67,6 +67,16 @@ def coalescing_manager(
         block.wait()
 
 
+@contextmanager
+def uncoalesced() -> Iterator[None]:
+    """Within the block, collectives wait, also where a :func:`coalescing_manager` block is open."""
+    token = _works.set(None)
+    try:
+        yield
+    finally:
+        _works.reset(token)
+
+
 class _CoalescingPath(FastPath):
     """A group's fast path while a :func:`coalescing_manager` block is open on this rank.
 

@@ -1,0 +1,125 @@
+"""The code of a program: what records that differ in constants alone share."""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tilework.capture.program.graph import Graph
+from tilework.capture.program.inductor import Compiled
+from tilework.capture.program.option import Option
+from tilework.capture.program.python_code import PythonCode, groups_of, write
+from tilework.capture.program.same_program import Digests
+from tilework.capture.program.skeleton import Skeleton, take_apart, with_holes
+from tilework.comm.per_call import provenance_digest
+
+
+class _Purpose:
+    """Says in errors which collective of a captured step is running.
+
+    Args:
+        name: The step's name.
+        collectives: For each group, the texts of the collectives, in order.
+    """
+
+    def __init__(self, name: str, collectives: Sequence[Sequence[str]]) -> None:
+        self.name, self.collectives = name, collectives
+        self.digests: list[int] = []
+
+    def __str__(self) -> str:
+        now = provenance_digest.digest()
+        for first, texts in zip(self.digests, self.collectives, strict=False):
+            if 0 <= now - first < len(texts):
+                return (
+                    f"the captured {self.name}: its collective {now - first}, {texts[now - first]}"
+                )
+        return f"the captured {self.name}"
+
+
+class ProgramCode:
+    """The code of a program, for one record or for several with equal skeletons.
+
+    Args:
+        name: The step's name.
+        graph: The program of the first record.
+        options: The options that each call passes.
+        digests: The digests of the program's collectives.
+        skeleton: The program taken apart; None: no other record joins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: Graph,
+        options: Sequence[Option],
+        digests: Digests,
+        skeleton: Skeleton | None = None,
+    ) -> None:
+        self.name, self.options, self.digests = name, options, digests
+        self.groups = groups_of(graph)
+        self.skeleton = skeleton or take_apart(Graph(), options)
+        #: The positions of the constants in which records differ.
+        self.holes: tuple[int, ...] = ()
+        self.purpose = _Purpose(name, digests.collectives)
+        #: The calls so far, with the call that ran before the recording, and the next to check.
+        self.calls, self.last_check, self.next_check = 2, 2, 0
+        self._compiled: Compiled | None = None
+        #: False once Inductor could not compile the program for several sizes.
+        self._compiles = True
+        self._first = self.graph = graph
+        self.python = self._written()
+
+    def _written(self) -> PythonCode:
+        code = write(self.graph, self.options, self.name, len(self.holes))
+        weakref.finalize(self, linecache.cache.pop, code.file, None)
+        return code
+
+    def schedule(self, check: bool | int | str) -> None:
+        """Set the next call in which the program is checked; see ``capture``."""
+        self.last_check = self.calls
+        if check is False or check == "never":
+            self.next_check = 0
+        elif check is True:
+            self.next_check = 1 << self.calls.bit_length()
+        else:
+            self.next_check = self.calls + (1 if check == "always" else int(check))
+
+    def join(self, skeleton: Skeleton) -> None:
+        """Let a record with an equal skeleton run this program. Local."""
+        holes = tuple(sorted({*self.holes, *self.skeleton.differing(skeleton)}))
+        if holes != self.holes:
+            self.holes, self._compiled = holes, None
+            self.graph = with_holes(self._first, self.options, holes)
+            self.python = self._written()
+
+    def compiled(self, inputs: Sequence[Tensor], values: Sequence[Any]) -> Callable[..., Any] | None:
+        """The program by Inductor, for inputs like these. Local; takes seconds to minutes.
+
+        If Inductor cannot compile a program for several sizes, warn, and return None.
+
+        Args:
+            inputs: Inputs of a call.
+            values: The constants at the positions in ``holes``.
+        """
+        if not self._compiles:
+            return None
+        try:
+            if self._compiled is None:
+                numbers = [option.number for option in self.options]
+                self._compiled = Compiled(self.graph, numbers, self.groups)
+            return self._compiled.function_for(inputs, values)
+        except Exception as error:  # the compiler's own are of many classes
+            if not self.holes:
+                raise
+            self._compiles = False
+            warnings.warn(
+                f"Inductor cannot compile {self.name} for several sizes, and torch's operators run "
+                f"one after the other: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+            return None

@@ -1,0 +1,251 @@
+"""The effects of a recorded step on state, and the conditions that follow from its state."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from tilework.capture.program.graph import Graph
+from tilework.capture.program.place import StatePlace, plain
+from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.recorder import StepRecorder
+from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
+
+
+def leaf_of(leaf: Any, recorder: StepRecorder) -> Any:
+    """The stand-in in the program for a leaf of the result: a value, a Number, or the leaf."""
+    if leaf.__class__ is DTensor:
+        value = recorder.value_of(leaf._local_tensor)
+        return "dtensor", value, leaf._spec, leaf._digest or 0
+    if isinstance(leaf, Tensor):
+        value, kind = recorder.value_of(leaf), type(leaf)
+        if kind in (Tensor, Parameter) or kind.__module__.startswith("tilework."):
+            return value
+        if vars(leaf) or "__torch_dispatch__" in vars(kind):
+            raise CaptureError(
+                f"the step makes a {kind.__name__} with attributes of its own: a program makes "
+                f"tensors alone. Return the tensor, as x.as_subclass(torch.Tensor)"
+            )
+        return "as", value, kind
+    return recorder.book.find(leaf) if type(leaf) is float else leaf
+
+
+def changes(
+    before: StatePlaces, after: StatePlaces, recorder: StepRecorder
+) -> Iterator[tuple[StatePlace, Any]]:
+    """The places that hold other tensors after the step, and what stands for the new tensors.
+
+    Raises:
+        CaptureError: A program could not put a tensor there, as into a growing list.
+    """
+    then = {identity_of(place): tensor for place, tensor in before.slots}
+    read = {identity_of(x.path) for x in recorder.graph.inputs if isinstance(x.path, StatePlace)}
+    for place, tensor in after.slots:
+        known = then.get(identity_of(place), identity_of)
+        if tensor is known:
+            continue
+        if known is identity_of and tensor is None:
+            continue
+        if isinstance(place.owner, list | deque) and known is identity_of and after.is_users(place):
+            raise CaptureError(
+                f"the step puts a tensor into the list {place.text}: a program would do so to one "
+                f"place again and again. Return the tensor, and append it after the call"
+            )
+        if place.how == "item" and isinstance(place.owner, tuple):
+            if after.is_users(place):
+                raise CaptureError(
+                    f"the step makes a tuple with the tensor {place.text}: a program reads and "
+                    f"writes tensors alone. Keep each tensor in a separate attribute or "
+                    f"variable, or pass and return them"
+                )
+            continue
+        if not after.is_users(place) and identity_of(place) not in read:
+            continue
+        yield place, (tensor if tensor is None else leaf_of(tensor, recorder))
+    for place, tensor in before.slots:
+        if place.how == "grad" and tensor is not None and place.get() is None:
+            yield place, None
+
+
+def identity_of(place: StatePlace) -> tuple[int, str, Any]:
+    """A key that is equal for equal places."""
+    key = place.key if isinstance(place.key, str | int | type(None)) else id(place.key)
+    return id(place.owner), place.how, key
+
+
+def constants_of(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
+    """The numbers, texts and flags at places, with the values that later calls must find there.
+
+    Raises:
+        CaptureError: The step has changed a number, text or flag of the user's program.
+    """
+    now = {identity_of(place): value for place, value in after.constants}
+    kept = []
+    for place, value in before.constants:
+        is_now = now.get(identity_of(place), identity_of)
+        is_length = place.how == "length" and not isinstance(place.owner, list | deque)
+        if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
+            kept.append((place, value))
+            continue
+        to = "another object" if is_now is identity_of else repr(is_now)
+        if place.how == "length":
+            raise CaptureError(
+                f"the step changes {place.text} from {value} to {to}: a program would not do "
+                f"this again. Return what is appended, and do it after the call"
+            )
+        owner = type(place.owner) if place.how == "attribute" else None
+        if isinstance(place.owner, dict) and not place.text.isidentifier():
+            owner = before.kind_of(place)
+        if owner is not None and owner.__module__.startswith("tilework."):
+            continue  # a count that the library keeps
+        is_checksum = place.how == "content" and isinstance(value, int)
+        values = "" if is_checksum else f", from {value!r} to {to}"
+        raise CaptureError(
+            f"the step changes {place.text} in Python{values}: a program "
+            f"would not do this again, since its Python does not run. Do it outside of the step, "
+            f"or keep the number in a tensor"
+        )
+    return kept
+
+
+def absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]]:
+    """Conditions that places are empty before each call, as before the recorded call.
+
+    A step would do something else if a gradient, or an item that it makes, were there already.
+    """
+    then = {identity_of(place) for place, _ in before.slots}
+    yield from ((place, None) for place, tensor in before.slots if tensor is None)
+    for place, _ in graph.places:
+        if isinstance(place.owner, dict) and identity_of(place) not in then:
+            length = StatePlace(
+                place.owner, "length", None, f"the number of items with {place.text}"
+            )
+            yield length, before.lengths.get(id(place.owner), 0)
+
+
+def way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
+    """The objects that lead to a program's inputs, and others that the step may have used.
+
+    Raises:
+        CaptureError: The step has replaced an object that leads to an input.
+    """
+    now = {identity_of(place): thing for place, thing in after.things}
+    found: dict[Any, tuple[StatePlace, Any]] = {}
+    for place, thing in places.things:
+        if now.get(identity_of(place), identity_of) is thing:
+            found[identity_of(place)] = place, thing
+        else:
+            _refuse_replaced(place, thing, places)
+    for each in graph.inputs:
+        if isinstance(each.path, StatePlace):
+            tensor = each.path.owner if each.is_local else each.tensor
+            others = places.others_of(tensor, each.path)
+            if each.may_change:
+                each.others = others
+            found.update(
+                {identity_of(place): (place, tensor) for place in others if not each.may_change}
+            )
+            for place, thing in places.way_to(each.path):
+                if now.get(identity_of(place), thing) is not thing:
+                    raise CaptureError(
+                        f"the step reads {each.path.text} and replaces {place.text}, a "
+                        f"{type(thing).__name__}: a program reads and writes tensors alone. Keep "
+                        f"each tensor in an attribute or variable, or pass and return them"
+                    )
+                found.setdefault(identity_of(place), (place, thing))
+    return list(found.values())
+
+
+def _refuse_replaced(place: StatePlace, thing: Any, places: StatePlaces) -> None:
+    """Refuse a step that has put something else in a place of the user's program.
+
+    An object or container that the step has made is no state of the step: a program writes the
+    tensors in it.
+
+    Raises:
+        CaptureError: The new object was at another place before, or it is a plain value.
+    """
+    try:
+        now = place.get()
+    except LookupError:
+        now = None
+    if now is thing or places.kind_of(place).__module__.startswith("tilework."):
+        return
+    has_parts = isinstance(now, list | dict | set | deque | tuple) or hasattr(now, "__dict__")
+    if (has_parts and not places.knows(now)) or (not has_parts and now == thing):
+        return
+    raise CaptureError(
+        f"the step replaces {place.text}, a {type(thing).__name__}, in Python: a program would not "
+        f"do this again, since its Python does not run. Do it outside of the step, or choose by an "
+        f"argument"
+    )
+
+
+class HasGraphError(CaptureError):
+    """The step leaves a tensor from which a backward pass could go on."""
+
+
+def refuse_graphs(outputs: Sequence[Any], places: StatePlaces, recorder: StepRecorder) -> None:
+    """Refuse results and states from which a backward pass could go on after the step.
+
+    A program has no graph. A graph through which the step has gone backward is no loss: torch has
+    freed it.
+
+    Raises:
+        CaptureError: A tensor has a graph that was not freed.
+    """
+    kept = [(place.text, tensor) for place, tensor in _set_by(places)]
+    results = [("a result", each) for each in outputs]
+    for name, tensor in (*results, *kept):
+        node = plain(tensor).grad_fn if isinstance(tensor, Tensor) else None
+        if node is not None and _is_alive(node, recorder.passed):
+            raise HasGraphError(
+                f"{name} of shape {list(tensor.shape)} has a graph after the step, and a program "
+                f"has none: from the third call on nothing would go backward into the step. Put "
+                f"the loss and backward() into the step; or, for a result that needs no gradient, "
+                f"run the step under torch.no_grad() or return detach()"
+            )
+
+
+def _set_by(places: StatePlaces) -> Iterator[tuple[StatePlace, Tensor]]:
+    """The tensors that the step has put into places of the user's program."""
+    for place, before in places.slots:
+        if place.how == "grad" or not places.is_users(place):
+            continue
+        try:
+            now = place.get()
+        except LookupError:
+            continue
+        if isinstance(now, Tensor) and now is not before:
+            yield place, now
+
+
+def _is_alive(node: Any, passed: set[Any]) -> bool:
+    """True if a backward pass from a node of autograd's graph could run. Local."""
+    todo, seen, has_saved = [node], {node}, False
+    while todo:
+        each = todo.pop()
+        kind: Any = type(each)
+        for name in _saved_names(kind):
+            try:
+                saved = getattr(each, name)
+            except RuntimeError:  # it was freed
+                return False
+            has_saved = has_saved or isinstance(saved, Tensor)
+        for following, _ in each.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return has_saved or node not in passed
+
+
+@cache
+def _saved_names(kind: Any) -> tuple[str, ...]:
+    names = [name for name in dir(kind) if name.startswith("_saved_")]
+    return (*names, "saved_tensors") if hasattr(kind, "saved_tensors") else tuple(names)

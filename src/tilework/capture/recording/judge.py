@@ -1,0 +1,290 @@
+"""The step itself as the judge of a record: both run from one state, and all is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tilework.capture.program.expected import Unexpected
+from tilework.capture.program.graph import Input, ProgramMemory
+from tilework.capture.program.number import value_of
+from tilework.capture.program.place import StatePlace, plain
+from tilework.capture.program.record import (
+    StepRecord,
+    copies_of,
+    generators_of_rank,
+    storage_bytes_of,
+)
+from tilework.capture.recording.arguments import StepCall
+from tilework.capture.recording.places import StatePlaces
+from tilework.comm.operations.coalescing import uncoalesced
+from tilework.dtensor.tensor import DTensor
+from tilework.errors import CaptureError
+
+#: A compiled program may differ from the step by this multiple of the step's own error.
+MOST_ERRORS = 4.0
+_Generators = Sequence[tuple[torch.Generator, Tensor]]
+
+
+def check_new(
+    record: StepRecord,
+    kept: dict[ProgramMemory, Tensor],
+    generators: _Generators,
+    result: Any,
+) -> None:
+    """Run a new record on copies of the recorded call's inputs, and compare. Collective.
+
+    Args:
+        record: The record.
+        kept: By memory that the call wrote to, the bytes before.
+        generators: The generators of random numbers, with their states before the call.
+        result: The result of the step.
+
+    Raises:
+        CaptureError: The record gives something else than the step.
+    """
+    inputs = record.graph.inputs
+    comparison = _Comparison(record, inputs, copies_of(inputs, kept), generators)
+    wrong = comparison.first_difference(result)
+    if wrong is None:
+        return
+    if comparison.is_compiled:
+        raise CaptureError(
+            f"Inductor's program gave another {wrong} than the step itself: use backend='python'"
+        )
+    raise CaptureError(
+        f"a first run of the record gave another {wrong} than the step itself: the step "
+        f"computes something that torch's dispatcher does not show, or draws random numbers in "
+        f"a way that a record can't repeat. Leave that part out"
+    )
+
+
+def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], since: int) -> Any:
+    """Run the step itself on the real state, and the record on copies, and compare. Collective.
+
+    Args:
+        record: A record that holds for the call.
+        call: The call.
+        inputs: The inputs of the record.
+        since: The number of the last call that was checked.
+
+    Returns:
+        The step's result.
+
+    Raises:
+        CaptureError: On all ranks of the record's groups: a rank's record gives something else
+            than the step. The step's effects stay, the record's are discarded.
+    """
+    graph = record.graph
+    found = [
+        Input(each.value, each.path, tensor, each.layout)
+        for each, tensor in zip(graph.inputs, inputs, strict=True)
+    ]
+    kept = {
+        found[i].value.memory: storage_bytes_of(found[i].tensor).clone() for i in record.written
+    }
+    written = {storage_bytes_of(inputs[i]).data_ptr() for i in record.written}
+    places = StatePlaces(call.step)
+    untouched = [
+        (tensor, tensor._version)
+        for tensor in places.plain_tensors()
+        if not tensor.is_inference()
+        and places.is_users(places.tensors[id(tensor)])
+        and storage_bytes_of(tensor).data_ptr() not in written
+    ]
+    generators = [(x, x.get_state()) for x in [*generators_of_rank(), *places.generators()]]
+    with uncoalesced():  # as a program runs
+        result = call.run()
+    reduce_deferred(places)
+    before = copies_of(found, kept)  # type: ignore[arg-type]
+    comparison = _Comparison(record, found, before, generators)
+    try:
+        wrong = comparison.first_difference(result)
+    except Unexpected:  # a value takes another branch of the step
+        wrong = None
+    for tensor, version in untouched:
+        if wrong is None and tensor._version != version:
+            wrong = f"{places.tensors[id(tensor)].text}, which the record does not write"
+    if wrong is None and not record.state_holds():
+        wrong = f"state ({record.what_changed()})"
+    if all_have(wrong is None, record):
+        return result
+    where = "another rank's record" if wrong is None else "the record"
+    raise CaptureError(
+        f"{record.name} was checked against the step itself in call {record.code.calls}, and "
+        f"{where} gives another {wrong or 'result'}: since the recording something changed that "
+        f"the step reads and the record does not. No call since {since} was checked. The results "
+        f"of this call are the step's. Pass what changes as an argument, or keep it in an "
+        f"attribute, variable or tensor to which the step refers"
+    )
+
+
+def all_have(flag: bool, record: StepRecord) -> bool:
+    """True if ``flag`` is true on all ranks of the groups of a record. Collective."""
+    for group in record.code.groups:
+        flag = group.agree(flag)  # collective; each group hears of the groups before
+    return flag
+
+
+def reduce_deferred(places: StatePlaces) -> None:
+    """Reduce the gradients of DTensors now, whose reduction would wait until they are read."""
+    for place, _ in places.slots:
+        if place.how == "grad" and place.owner.__class__ is DTensor:
+            deferred = place.owner._deferred_grad
+            if deferred is not None:
+                deferred()
+
+
+class _Comparison:
+    """A run of a record on copies of a call's inputs, compared with the step's results.
+
+    Args:
+        record: The record.
+        inputs: The inputs after the step.
+        before: The inputs before the step, in other memory where the step wrote to them.
+        generators: Generators of random numbers, with their states before the call.
+    """
+
+    def __init__(
+        self,
+        record: StepRecord,
+        inputs: Sequence[Input],
+        before: Sequence[Tensor],
+        generators: _Generators,
+    ) -> None:
+        self.record, self.inputs, self.before, self.generators = record, inputs, before, generators
+        self.is_compiled = record.is_compiled
+        #: Copies of the inputs for a run in float64, which compiled programs are judged by.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._spare = [x.detach().clone() for x in before] if self.is_compiled else []
+        self._double: list[tuple[str, Any]] | None = None
+
+    def first_difference(self, result: Any) -> str | None:
+        """The name of the first value in which record and step differ; None if there is none."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._first_difference(result)
+
+    def _first_difference(self, result: Any) -> str | None:
+        run = self.record.compute
+        kept, draws_alike = self._run(lambda: run(self.before, self.record.options_now))
+        if not draws_alike:
+            return "number of random draws"
+        theirs = self._values(kept, self.before)
+        mine = self._of_step(result)
+        for number, ((name, now), (_, again)) in enumerate(zip(mine, theirs, strict=True)):
+            if isinstance(now, Tensor) and not self._same(number, plain(now), plain(again)):
+                return name
+        return None
+
+    def _run(self, compute: Callable[[], Any]) -> tuple[Any, bool]:
+        """Run with the generators as before the step; True if they end as after the step."""
+        ends = [(each, each.get_state()) for each, _ in self.generators]
+        for generator, state in self.generators:
+            generator.set_state(state)
+        try:
+            result = compute()
+            return result, all(torch.equal(each.get_state(), end) for each, end in ends)
+        finally:
+            for generator, state in ends:
+                generator.set_state(state)
+
+    def _of_step(self, result: Any) -> Iterator[tuple[str, Any]]:
+        graph = self.record.graph
+        for leaf in tree_leaves(result):
+            yield "result", _as_tensor(leaf)
+        for place, _ in graph.places:
+            yield place.text, place.get()
+        for i in self.record.written:
+            yield _text_of(self.inputs[i]), self.inputs[i].tensor
+
+    def _values(self, kept: Sequence[Any], inputs: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+        graph = self.record.graph
+        for leaf in graph.result:
+            yield "result", _as_tensor(self.record.built(leaf, kept))
+        for place, leaf in graph.places:
+            yield place.text, self.record.built(leaf, kept)
+        for i in self.record.written:
+            yield _text_of(self.inputs[i]), inputs[i]
+
+    def _same(self, number: int, now: Tensor, again: Tensor) -> bool:
+        if (now.shape, now.dtype) != (again.shape, again.dtype):
+            return False
+        now, again = now.detach(), again.detach()
+        if torch.equal(now, again) or bool(((now == again) | (now.isnan() & again.isnan())).all()):
+            return True
+        if not self.is_compiled or not now.is_floating_point():
+            return False
+        apart, scale = _norm(now.double() - again.double()), _norm(now)
+        floor = MOST_ERRORS * torch.finfo(now.dtype).eps * scale
+        if apart <= floor:
+            return True
+        exact = self._in_double(number)
+        own = floor if exact is None else _norm(now.double() - plain(exact).detach().double())
+        return apart <= MOST_ERRORS * own + floor
+
+    def _in_double(self, number: int) -> Tensor | None:
+        """A value of the step, computed in float64; None if the step has no form in float64."""
+        if self._double is None:
+            inputs = list(map(_doubled, self._spare))
+            try:
+                with _InDouble():  # type: ignore[no-untyped-call]
+                    run = self.record.compute_as_python
+                    kept, _ = self._run(lambda: run(inputs, self.record.options_now))
+                self._double = list(self._values(kept, inputs))
+            except (RuntimeError, TypeError):
+                self._double = []
+        value = self._double[number][1] if self._double else None
+        return value if isinstance(value, Tensor) else None
+
+
+class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the block, operators compute in float64 where they would in another float."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(_dtype_in_double, (args, kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        # A generator's numbers depend on the dtype that is drawn.
+        single = {id(x): x.float() for x in tree_leaves((args, kwargs)) if _is_double(x)}
+        given = tree_map(lambda x: single.get(id(x), x), (args, kwargs))
+        result = func(*given[0], **given[1])
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in single:
+                leaf.copy_(single[id(leaf)])
+        return tree_map(
+            lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, result
+        )
+
+
+def _doubled(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _is_double(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dtype is torch.float64
+
+
+def _dtype_in_double(leaf: Any) -> Any:
+    is_float = isinstance(leaf, torch.dtype) and leaf.is_floating_point
+    return torch.float64 if is_float else leaf
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, int | float):
+        return torch.tensor(value_of(leaf), dtype=torch.float64)
+    return leaf
+
+
+def _text_of(each: Input) -> str:
+    return each.path.text if isinstance(each.path, StatePlace) else "argument"
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.double().nan_to_num().norm())
