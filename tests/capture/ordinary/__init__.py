@@ -1,0 +1,1 @@
+"""Ordinary training and inference programs, whose steps run as they are and captured."""
