@@ -14,8 +14,10 @@ from torch.nn import functional as F
 
 from tests.capture.ordinary.running import (
     Capture,
+    Made,
     calls,
     fit,
+    fitted,
     labelled,
     mlp,
     program,
@@ -65,15 +67,15 @@ class Config:
         self.smoothing, self.kinds = smoothing, ("train", "ce")
 
 
-@program()
-def a_new_object_of_equal_content_in_each_call(capture: Capture) -> list[Any]:
+@fitted()
+def a_new_object_of_equal_content_in_each_call() -> Made:
     model = mlp(6, 8, 3)
 
-    def loss(x: Tensor, y: Tensor, config: Config) -> Tensor:
+    def loss(x: Tensor, y: Tensor, config: Config) -> Any:
         return F.cross_entropy(model(x), y, label_smoothing=config.smoothing)
 
     batches = [(x, y, Config(0.1)) for x, y in labelled(8, 6, classes=3, count=12)]
-    return fit(capture, model, loss, batches)
+    return (model, loss, batches)
 
 
 def with_number(number: Any, capture: Capture) -> list[Any]:
@@ -93,38 +95,32 @@ for name, number in NUMBERS.items():
     program(name=f"number_{name}")(partial(with_number, number))
 
 
-@program()
-def learning_rate_of_numpy_set_by_hand(capture: Capture) -> list[Any]:
+@fitted()
+def learning_rate_of_numpy_set_by_hand() -> Made:
     model = mlp(6, 8, 1)
     opt = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     rates = np.geomspace(0.1, 0.01, 14).astype(np.float32)
 
-    def step(x: Tensor, lr: Any) -> Tensor:
+    def after(number: int) -> None:
         for group in opt.param_groups:
-            group["lr"] = lr
-        opt.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        opt.step()
-        return loss.detach()  # type: ignore[no-any-return]
+            group["lr"] = rates[number]
 
-    batches = [(x, lr) for (x,), lr in zip(rows(8, 6, count=14), rates, strict=True)]
-    return [*calls(capture(step), batches), *states(model)]
+    return (model, lambda x: model(x).square().mean(), rows(8, 6), opt, after)
 
 
-@program()
-def annealed_weight_of_a_loss_in_an_attribute(capture: Capture) -> list[Any]:
+@fitted()
+def annealed_weight_of_a_loss_in_an_attribute() -> Made:
     model = mlp(6, 8, 6)
     config = Config(0.0)
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         out = model(x)
         return F.mse_loss(out, x) + config.smoothing * out.abs().mean()
 
     def after(number: int) -> None:
         config.smoothing = 0.01 * number
 
-    return fit(capture, model, loss, rows(8, 6, count=14), after=after)
+    return (model, loss, rows(8, 6, count=14), None, after)
 
 
 class Trainer:
@@ -176,7 +172,7 @@ def step_with_parts(model: Any, opt: Any, x: Tensor, *, scale: float = 1.0) -> T
     loss = model(x).square().mean() * scale
     loss.backward()
     opt.step()
-    return loss.detach()  # type: ignore[no-any-return]
+    return loss.detach()
 
 
 @program()
@@ -224,11 +220,11 @@ class Meter:
 def metrics_in_new_tensors_of_an_object(capture: Capture) -> list[Any]:
     model, meter = mlp(6, 8, 3), Meter()
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         out = model(x)
         value = out.square().mean()
         meter.update(value, out)
-        return value  # type: ignore[no-any-return]
+        return value
 
     return [*fit(capture, model, loss, rows(8, 6)), *states(meter.loss, meter.last)]
 
@@ -250,17 +246,17 @@ def views_shared_between_arguments(capture: Capture) -> list[Any]:
 def a_replay_buffer_written_by_the_step(capture: Capture) -> list[Any]:
     buffer, where, q = torch.zeros(32, 6), torch.zeros((), dtype=torch.long), mlp(6, 8, 1)
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         with torch.no_grad():
             buffer.index_copy_(0, (where + torch.arange(4)) % 32, x)
             where.add_(4)
-        return q(buffer[torch.randint(32, (8,))]).square().mean()  # type: ignore[no-any-return]
+        return q(buffer[torch.randint(32, (8,))]).square().mean()
 
     return [*fit(capture, q, loss, rows(4, 6, count=12)), *states(buffer, where)]
 
 
-@program()
-def a_loader_with_an_odd_last_batch(capture: Capture) -> list[Any]:
+@fitted()
+def a_loader_with_an_odd_last_batch() -> Made:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     data = torch.utils.data.TensorDataset(torch.randn(22, 6), torch.randint(3, (22,)))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
@@ -269,17 +265,7 @@ def a_loader_with_an_odd_last_batch(capture: Capture) -> list[Any]:
         for _ in range(4):
             yield from loader
 
-    return fit(capture, model, lambda x, y: F.cross_entropy(model(x), y), batches())
-
-
-@program(refused="next(batches) in the step")
-def batches_taken_in_the_step(capture: Capture) -> list[Any]:
-    model, batches = mlp(6, 8, 1), iter(rows(8, 6, count=12))
-
-    def loss() -> Tensor:
-        return model(next(batches)[0]).square().mean()  # type: ignore[no-any-return]
-
-    return fit(capture, model, loss, [()] * 8)
+    return (model, lambda x, y: F.cross_entropy(model(x), y), batches())
 
 
 @program(refused="a result with a graph")
@@ -292,17 +278,6 @@ def an_encoder_with_head_and_loss_outside(capture: Capture) -> list[Any]:
         head(fast(x)).square().mean().backward()
         opt.step()
     return states(encoder, head)
-
-
-@program(refused="a list that grows")
-def losses_appended_in_the_step(capture: Capture) -> list[Any]:
-    model, losses = mlp(6, 8, 1), list[Tensor]()
-
-    def loss(x: Tensor) -> Tensor:
-        losses.append(model(x).square().mean())
-        return losses[-1]
-
-    return [*fit(capture, model, loss, rows(8, 6)), *states(losses)]
 
 
 @program(refused="a branch on a value")

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.capture.ordinary.running import (
     Capture,
+    Made,
     calls,
-    fit,
+    fitted,
     labelled,
     mlp,
     program,
@@ -24,19 +25,18 @@ from tests.capture.ordinary.running import (
 )
 
 
-@program()
-def mlp_classifier(capture: Capture) -> list[Any]:
+@fitted()
+def mlp_classifier() -> Made:
     model = mlp(6, 16, 4)
-    return fit(
-        capture,
+    return (
         model,
         lambda x, y: F.cross_entropy(model(x), y, label_smoothing=0.1),
         labelled(8, 6, classes=4),
     )
 
 
-@program()
-def cnn_with_batch_norm(capture: Capture) -> list[Any]:
+@fitted()
+def cnn_with_batch_norm() -> Made:
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3, bias=False),
         nn.BatchNorm2d(4),
@@ -46,8 +46,7 @@ def cnn_with_batch_norm(capture: Capture) -> list[Any]:
         nn.Flatten(),
         nn.Linear(36, 3),
     )
-    return fit(
-        capture,
+    return (
         model,
         lambda x, y: F.cross_entropy(model(x), y),
         labelled(8, 1, 8, 8, classes=3),
@@ -55,53 +54,11 @@ def cnn_with_batch_norm(capture: Capture) -> list[Any]:
     )
 
 
-class ResidualNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.down = nn.Conv2d(8, 8, 3, stride=2, padding=1)
-        self.skip = nn.AvgPool2d(2)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.stem(x)), inplace=True)
-        x = self.skip(x) + self.down(x)
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))  # type: ignore[no-any-return]
-
-
-@program()
-def residual_net(capture: Capture) -> list[Any]:
-    model = ResidualNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return fit(
-        capture,
-        model,
-        lambda x, y: F.cross_entropy(model(x), y),
-        labelled(4, 3, 8, 8, classes=5),
-        torch.optim.SGD(model.parameters(), 0.1, 0.9, nesterov=True),
-    )
-
-
-@program()
-def batch_norm_of_average(capture: Capture) -> list[Any]:
+@fitted()
+def batch_norm_of_average() -> Made:
     norm = nn.BatchNorm1d(6, momentum=None)
     model = nn.Sequential(norm, nn.Linear(6, 2))
-    return fit(capture, model, lambda x: model(x).square().mean(), rows(8, 6))
-
-
-@program()
-def unet(capture: Capture) -> list[Any]:
-    down, inner = nn.Conv2d(1, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 1, 1)
-    up, out = nn.ConvTranspose2d(4, 4, 2, 2), nn.Conv2d(5, 1, 1)
-    model = nn.ModuleList([down, inner, up, out])
-
-    def loss(x: Tensor) -> Tensor:
-        small = F.gelu(inner(F.gelu(down(x))))
-        big = F.interpolate(small, scale_factor=2, mode="bilinear", align_corners=False)
-        mask = out(torch.cat([x, up(small) + big], 1))
-        return F.binary_cross_entropy_with_logits(mask, (x > 0).float())
-
-    return fit(capture, model, loss, rows(2, 1, 8, 8))
+    return (model, lambda x: model(x).square().mean(), rows(8, 6))
 
 
 class LanguageModel(nn.Module):
@@ -119,12 +76,10 @@ def next_token(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-@program()
-def lstm_language_model(capture: Capture) -> list[Any]:
+@fitted()
+def lstm_language_model() -> Made:
     model = LanguageModel(nn.LSTM)
-    return fit(
-        capture, model, lambda ids: next_token(model(ids)[0], ids), tokens(4, 7, size=12)
-    )
+    return (model, lambda ids: next_token(model(ids)[0], ids), tokens(4, 7, size=12))
 
 
 @program()
@@ -157,13 +112,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         b, t, c = x.size()
         q, k, v = self.qkv(self.norm1(x)).split(c, dim=2)
         q, k, v = (e.view(b, t, self.heads, c // self.heads).transpose(1, 2) for e in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.proj(y.transpose(1, 2).contiguous().view(b, t, c)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))  # type: ignore
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class NanoGPT(nn.Module):
@@ -191,7 +146,7 @@ class NanoGPT(nn.Module):
         return logits, loss
 
     @torch.no_grad()
-    def generate(self, idx: Tensor, count: int, forward: Any, temperature: float = 1.0) -> Tensor:
+    def generate(self, idx: Tensor, count: int, forward: Any, temperature: float = 1.0) -> Any:
         for _ in range(count):
             cond = idx if idx.size(1) <= self.block else idx[:, -self.block :]
             logits = forward(cond)[:, -1, :] / temperature
@@ -209,13 +164,13 @@ def nano_gpt(capture: Capture) -> list[Any]:
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     opt = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Any:
         _, loss = model(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad(set_to_none=True)
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     batches = [(ids[:, :-1].clone(), ids[:, 1:].clone()) for (ids,) in tokens(2, 9, size=16)]
     return [*calls(capture(step), batches), *states(model, opt)]
@@ -228,33 +183,18 @@ def nano_gpt_generates(capture: Capture) -> list[Any]:
     return [model.generate(torch.randint(16, (2, 3)), 12, step, 0.8)]
 
 
-@program()
-def transformer_encoder_with_padding(capture: Capture) -> list[Any]:
+@fitted()
+def transformer_encoder_with_padding() -> Made:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     model = nn.ModuleDict({"embed": nn.Embedding(20, 8, padding_idx=0), "encoder": encoder})
 
-    def loss(ids: Tensor) -> Tensor:
+    def loss(ids: Tensor) -> Any:
         padded = ids == 0
         out = model["encoder"](model["embed"](ids), src_key_padding_mask=padded)
         return (out.square().mean(-1) * ~padded).sum() / (~padded).sum()
 
-    return fit(capture, model, loss, [(ids.clamp(min=0),) for (ids,) in tokens(3, 6, size=20)])
-
-
-@program()
-def sequence_to_sequence(capture: Capture) -> list[Any]:
-    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-    embed = nn.Embedding(10, 8)
-    both = nn.ModuleList([model, embed])
-
-    def loss(source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1] - 1)
-        out = model(embed(source), embed(target[:, :-1]), tgt_mask=mask, tgt_is_causal=True)
-        return F.cross_entropy((out @ embed.weight.T).flatten(0, 1), target[:, 1:].flatten())
-
-    batches = [(torch.randint(10, (2, 5)), torch.randint(10, (2, 6))) for _ in range(8)]
-    return fit(capture, both, loss, batches)
+    return (model, loss, [(ids.clamp(min=0),) for (ids,) in tokens(3, 6, size=20)])
 
 
 class Vae(nn.Module):
@@ -268,16 +208,16 @@ class Vae(nn.Module):
         return self.decoder(z), mu, logvar
 
 
-@program()
-def vae(capture: Capture) -> list[Any]:
+@fitted()
+def vae() -> Made:
     model = Vae()
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         out, mu, logvar = model(x)
         kl = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
         return F.mse_loss(out, x, reduction="sum") + kl
 
-    return fit(capture, model, loss, rows(8, 6))
+    return (model, loss, rows(8, 6))
 
 
 @program()
@@ -301,42 +241,32 @@ def gan_with_two_optimizers(capture: Capture) -> list[Any]:
     return [*calls(capture(step), rows(8, 6)), *states(gen, dis, opt_g, opt_d)]
 
 
-@program()
-def wgan_with_gradient_penalty(capture: Capture) -> list[Any]:
+@fitted()
+def wgan_with_gradient_penalty() -> Made:
     critic = mlp(6, 12, 1)
 
-    def loss(real: Tensor, fake: Tensor) -> Tensor:
+    def loss(real: Tensor, fake: Tensor) -> Any:
         eps = torch.rand(real.size(0), 1)
         mixed = (eps * real + (1 - eps) * fake).requires_grad_(True)
         (grad,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
         penalty = (grad.norm(2, dim=1) - 1).square().mean()
-        return critic(fake).mean() - critic(real).mean() + 10 * penalty  # type: ignore
+        return critic(fake).mean() - critic(real).mean() + 10 * penalty
 
-    return fit(capture, critic, loss, [(a, b) for (a,), (b,) in zip(*[rows(8, 6)] * 2, strict=True)])
+    return (critic, loss, [(a, b) for (a,), (b,) in zip(*[rows(8, 6)] * 2, strict=True)])
 
 
-@program()
-def contrastive(capture: Capture) -> list[Any]:
+@fitted()
+def contrastive() -> Made:
     model = mlp(6, 16, 8)
     model.register_parameter("scale", nn.Parameter(torch.tensor(math.log(1 / 0.07))))
 
-    def loss(one: Tensor, other: Tensor) -> Tensor:
+    def loss(one: Tensor, other: Tensor) -> Any:
         a, b = F.normalize(model(one), dim=-1), F.normalize(model(other), dim=-1)
         logits = model.get_parameter("scale").exp().clamp(max=100) * a @ b.T
         labels = torch.arange(len(one))
         return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
-    return fit(capture, model, loss, [(x, x + 0.1 * torch.randn_like(x)) for (x,) in rows(8, 6)])
-
-
-@program()
-def triplets(capture: Capture) -> list[Any]:
-    model, criterion = mlp(6, 16, 4), nn.TripletMarginLoss(margin=1.0)
-
-    def loss(x: Tensor) -> Tensor:
-        return criterion(*(model(each) for each in x.unbind(1)))  # type: ignore[no-any-return]
-
-    return fit(capture, model, loss, rows(8, 3, 6))
+    return (model, loss, [(x, x + 0.1 * torch.randn_like(x)) for (x,) in rows(8, 6)])
 
 
 class Lora(nn.Module):
@@ -347,10 +277,10 @@ class Lora(nn.Module):
         self.b = nn.Parameter(torch.zeros(base.out_features, rank))
         self.merged = False
 
-    def delta(self) -> Tensor:
+    def delta(self) -> Any:
         return self.b @ self.a * self.scaling
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         out: Tensor = self.base(x)
         return out if self.merged else out + F.linear(x, self.delta())
 
@@ -363,13 +293,11 @@ def lora_model() -> nn.Sequential:
     return nn.Sequential(Lora(nn.Linear(6, 12)), nn.ReLU(), Lora(nn.Linear(12, 4)))
 
 
-@program()
-def lora(capture: Capture) -> list[Any]:
+@fitted()
+def lora() -> Made:
     model = lora_model()
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
-    return fit(
-        capture, model, lambda x, y: F.cross_entropy(model(x), y), labelled(8, 6, classes=4), opt
-    )
+    return (model, lambda x, y: F.cross_entropy(model(x), y), labelled(8, 6, classes=4), opt)
 
 
 class Experts(nn.Module):
@@ -394,34 +322,34 @@ class Experts(nn.Module):
 
 
 def experts_loss(model: Experts, by_mask: bool) -> Any:
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         out, balance = model(x, by_mask)
         return (out - x).square().mean() + 0.01 * balance
 
     return loss
 
 
-@program()
-def mixture_of_experts(capture: Capture) -> list[Any]:
+@fitted()
+def mixture_of_experts() -> Made:
     model = Experts()
-    return fit(capture, model, experts_loss(model, True), rows(8, 6))
+    return (model, experts_loss(model, True), rows(8, 6))
 
 
-@program(refused="rows that depend on data")
-def mixture_of_experts_by_rows(capture: Capture) -> list[Any]:
+@fitted(refused="rows that depend on data")
+def mixture_of_experts_by_rows() -> Made:
     model = Experts()
-    return fit(capture, model, experts_loss(model, False), rows(8, 6))
+    return (model, experts_loss(model, False), rows(8, 6))
 
 
-@program()
-def denoising_autoencoder(capture: Capture) -> list[Any]:
+@fitted()
+def denoising_autoencoder() -> Made:
     model = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 8))
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         noisy = x * torch.bernoulli(torch.full_like(x, 0.8)) + 0.1 * torch.randn_like(x)
         return F.smooth_l1_loss(model(noisy), x)
 
-    return fit(capture, model, loss, rows(8, 8))
+    return (model, loss, rows(8, 8))
 
 
 class Vit(nn.Module):
@@ -433,106 +361,80 @@ class Vit(nn.Module):
         self.attend, self.norm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LayerNorm(8)
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], 1) + self.pos
         y = self.norm(x)
         x = x + self.attend(y, y, y, need_weights=False)[0]
-        return self.head(x[:, 0])  # type: ignore[no-any-return]
+        return self.head(x[:, 0])
 
 
-@program()
-def vit_with_mixup(capture: Capture) -> list[Any]:
+@fitted()
+def vit_with_mixup() -> Made:
     model = Vit()
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
+    def loss(x: Tensor, y: Tensor) -> Any:
         lam, order = torch.rand(()), torch.randperm(x.size(0))
         out = model(lam * x + (1 - lam) * x[order])
         return lam * F.cross_entropy(out, y) + (1 - lam) * F.cross_entropy(out, y[order])
 
-    return fit(capture, model, loss, labelled(4, 3, 8, 8, classes=3))
+    return (model, loss, labelled(4, 3, 8, 8, classes=3))
 
 
-@program()
-def masked_image_model(capture: Capture) -> list[Any]:
-    model = mlp(6, 16, 6)
-
-    def loss(x: Tensor) -> Tensor:
-        kept = torch.rand(x.shape[:2]).argsort(1)[:, :4, None].expand(-1, -1, 6)
-        return F.mse_loss(model(x.gather(1, kept)), x.gather(1, kept))
-
-    return fit(capture, model, loss, rows(4, 8, 6))
-
-
-@program()
-def diffusion(capture: Capture) -> list[Any]:
+@fitted()
+def diffusion() -> Made:
     model, steps = mlp(7, 16, 6), 10
     alphas = torch.cumprod(1 - torch.linspace(1e-3, 0.2, steps), 0)
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         t = torch.randint(0, steps, (x.shape[0],))
         noise, a = torch.randn_like(x), alphas[t, None]
         guess = model(torch.cat([a.sqrt() * x + (1 - a).sqrt() * noise, t[:, None] / steps], 1))
         return F.mse_loss(guess, noise)
 
-    return fit(capture, model, loss, rows(8, 6))
+    return (model, loss, rows(8, 6))
 
 
-@program()
-def word2vec_with_sparse_adam(capture: Capture) -> list[Any]:
+@fitted()
+def word2vec_with_sparse_adam() -> Made:
     model = nn.ModuleList([nn.Embedding(20, 4, sparse=True), nn.Embedding(20, 4, sparse=True)])
 
-    def loss(ids: Tensor) -> Tensor:
+    def loss(ids: Tensor) -> Any:
         center, other, negative = model[0](ids[:, 0]), model[1](ids[:, 1]), model[1](ids[:, 2:])
         scores = (negative @ center[:, :, None]).squeeze(2)
         positive = F.logsigmoid((center * other).sum(1))
-        return -(positive + F.logsigmoid(-scores).sum(1)).mean()  # type: ignore[no-any-return]
+        return -(positive + F.logsigmoid(-scores).sum(1)).mean()
 
     opt = torch.optim.SparseAdam(list(model.parameters()), 0.01)
-    return fit(capture, model, loss, tokens(6, 5, size=20), opt)
+    return (model, loss, tokens(6, 5, size=20), opt)
 
 
-@program()
-def bags_of_embeddings(capture: Capture) -> list[Any]:
+@fitted()
+def bags_of_embeddings() -> Made:
     bag, head = nn.EmbeddingBag(20, 6, mode="mean"), nn.Linear(6, 3)
     model = nn.ModuleList([bag, head])
 
-    def loss(ids: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+    def loss(ids: Tensor, offsets: Tensor, y: Tensor) -> Any:
         return F.cross_entropy(head(bag(ids, offsets)), y)
 
     batches = [
         (torch.randint(20, (9,)), torch.tensor([0, 2, 3 + i % 4]), torch.randint(3, (3,)))
         for i in range(8)
     ]
-    return fit(capture, model, loss, batches)
+    return (model, loss, batches)
 
 
-@program()
-def matrix_factorization(capture: Capture) -> list[Any]:
-    users, items, bias = nn.Embedding(9, 4), nn.Embedding(7, 4), nn.Embedding(9, 1)
-    model = nn.ModuleList([users, items, bias])
-
-    def loss(u: Tensor, i: Tensor, rating: Tensor) -> Tensor:
-        guess = (users(u) * items(i)).sum(1) + bias(u).squeeze(-1)
-        return F.mse_loss(guess, rating) + 1e-3 * users.weight.norm()
-
-    batches = [
-        (torch.randint(9, (6,)), torch.randint(7, (6,)), torch.rand(6) * 5) for _ in range(8)
-    ]
-    return fit(capture, model, loss, batches)
-
-
-@program()
-def policy_gradient(capture: Capture) -> list[Any]:
+@fitted()
+def policy_gradient() -> Made:
     policy = mlp(4, 8, 3)
 
-    def loss(seen: Tensor, reward: Tensor) -> Tensor:
+    def loss(seen: Tensor, reward: Tensor) -> Any:
         dist = torch.distributions.Categorical(logits=policy(seen))
         action = dist.sample()
         gain = (reward - reward.mean()) / (reward.std() + 1e-6)
-        return -(dist.log_prob(action) * gain + 0.01 * dist.entropy()).mean()  # type: ignore
+        return -(dist.log_prob(action) * gain + 0.01 * dist.entropy()).mean()
 
-    return fit(capture, policy, loss, [(torch.randn(8, 4), torch.rand(8)) for _ in range(8)])
+    return (policy, loss, [(torch.randn(8, 4), torch.rand(8)) for _ in range(8)])
 
 
 @program()
@@ -541,7 +443,7 @@ def q_learning_with_a_soft_target(capture: Capture) -> list[Any]:
     target.load_state_dict(q.state_dict())
     opt = torch.optim.Adam(q.parameters(), 0.01)
 
-    def step(s: Tensor, a: Tensor, r: Tensor, s2: Tensor, done: Tensor) -> Tensor:
+    def step(s: Tensor, a: Tensor, r: Tensor, s2: Tensor, done: Tensor) -> Any:
         value = q(s).gather(1, a).squeeze(1)
         with torch.no_grad():
             goal = r + 0.99 * target(s2).max(1).values * (1 - done)
@@ -580,25 +482,25 @@ def byol_with_a_moving_teacher(capture: Capture) -> list[Any]:
     return [*calls(capture(step), rows(8, 6)), *states(student, teacher, opt)]
 
 
-@program()
-def distillation(capture: Capture) -> list[Any]:
+@fitted()
+def distillation() -> Made:
     teacher, student = nn.Sequential(mlp(6, 16, 4), nn.Dropout(0.5)).eval(), mlp(6, 8, 4)
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
+    def loss(x: Tensor, y: Tensor) -> Any:
         with torch.inference_mode():
             soft = F.softmax(teacher(x) / 2.0, -1)
         out = student(x)
         match = F.kl_div(F.log_softmax(out / 2.0, -1), soft.clone(), reduction="batchmean")
         return 0.5 * F.cross_entropy(out, y) + 2.0 * match
 
-    return fit(capture, student, loss, labelled(8, 6, classes=4))
+    return (student, loss, labelled(8, 6, classes=4))
 
 
-@program()
-def ctc_with_lengths_in_tensors(capture: Capture) -> list[Any]:
+@fitted()
+def ctc_with_lengths_in_tensors() -> Made:
     model = nn.Sequential(nn.Linear(5, 6), nn.LogSoftmax(-1))
 
-    def loss(x: Tensor, y: Tensor, n: Tensor, m: Tensor) -> Tensor:
+    def loss(x: Tensor, y: Tensor, n: Tensor, m: Tensor) -> Any:
         return F.ctc_loss(model(x), y, n, m, zero_infinity=True)
 
     batches = [
@@ -606,62 +508,48 @@ def ctc_with_lengths_in_tensors(capture: Capture) -> list[Any]:
          torch.tensor([3, 2 - i % 2]))
         for i in range(8)
     ]  # fmt: skip
-    return fit(capture, model, loss, batches)
+    return (model, loss, batches)
 
 
-@program()
-def packed_sequences(capture: Capture) -> list[Any]:
+@fitted()
+def packed_sequences() -> Made:
     rnn, head = nn.LSTM(4, 6, bidirectional=True), nn.Linear(12, 2)
     model = nn.ModuleList([rnn, head])
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2]))
         out, _ = nn.utils.rnn.pad_packed_sequence(rnn(packed)[0])
-        return head(out).square().mean()  # type: ignore[no-any-return]
+        return head(out).square().mean()
 
-    return fit(capture, model, loss, rows(5, 3, 4))
+    return (model, loss, rows(5, 3, 4))
 
 
-@program()
-def spectral_and_weight_norm(capture: Capture) -> list[Any]:
+@fitted()
+def spectral_and_weight_norm() -> Made:
     model = nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)),
         nn.LeakyReLU(0.2),
         nn.utils.parametrizations.weight_norm(nn.Linear(8, 1)),
     )
-    return fit(capture, model, lambda x: F.softplus(model(x)).mean(), rows(8, 6))
+    return (model, lambda x: F.softplus(model(x)).mean(), rows(8, 6))
 
 
-@program()
-def checkpointed_activations(capture: Capture) -> list[Any]:
+@fitted()
+def checkpointed_activations() -> Made:
     one, two = nn.Sequential(mlp(6, 8, 6), nn.Dropout(0.3)), mlp(6, 8, 2)
     model = nn.ModuleList([one, two])
 
-    def loss(x: Tensor) -> Tensor:
-        return two(checkpoint(one, x, use_reentrant=False)).square().mean()  # type: ignore
+    def loss(x: Tensor) -> Any:
+        return two(checkpoint(one, x, use_reentrant=False)).square().mean()
 
-    return fit(capture, model, loss, rows(8, 6))
-
-
-@program()
-def one_step_of_maml(capture: Capture) -> list[Any]:
-    model = nn.Linear(4, 1)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        weights = dict(model.named_parameters())
-        inner = F.mse_loss(torch.func.functional_call(model, weights, (x[:4],)), y[:4])
-        grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-        fast = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
-        return F.mse_loss(torch.func.functional_call(model, fast, (x[4:],)), y[4:])
-
-    return fit(capture, model, loss, [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(8)])
+    return (model, loss, rows(8, 6))
 
 
 @program()
 def gradients_by_row_with_vmap(capture: Capture) -> list[Any]:
     model = mlp(4, 6, 2)
 
-    def of_row(weights: Any, x: Tensor) -> Tensor:
+    def of_row(weights: Any, x: Tensor) -> Any:
         return torch.func.functional_call(model, weights, (x[None],)).square().sum()
 
     def step(x: Tensor) -> Any:
@@ -696,19 +584,19 @@ def regression_by_hand(capture: Capture) -> list[Any]:
     return [*calls(capture(step), batches), *states(w, b)]
 
 
-@program()
-def scripted_module(capture: Capture) -> list[Any]:
+@fitted()
+def scripted_module() -> Made:
     model = torch.jit.script(mlp(6, 8, 2))
-    return fit(capture, model, lambda x: model(x).square().mean(), rows(8, 6))
+    return (model, lambda x: model(x).square().mean(), rows(8, 6))
 
 
-@program()
-def fourier_features(capture: Capture) -> list[Any]:
+@fitted()
+def fourier_features() -> Made:
     model = nn.Linear(10, 1)
 
-    def loss(x: Tensor) -> Tensor:
+    def loss(x: Tensor) -> Any:
         spectrum = torch.fft.rfft(x)
         parts = torch.view_as_real(spectrum * torch.hann_window(5)).flatten(1)
-        return model(parts.conj()).abs().mean() + 0.01 * spectrum.abs().mean()  # type: ignore
+        return model(parts.conj()).abs().mean() + 0.01 * spectrum.abs().mean()
 
-    return fit(capture, model, loss, rows(4, 8))
+    return (model, loss, rows(4, 8))

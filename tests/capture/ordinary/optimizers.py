@@ -15,8 +15,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from tests.capture.ordinary.running import (
     Capture,
+    Made,
     calls,
     fit,
+    fitted,
     labelled,
     mlp,
     program,
@@ -90,12 +92,12 @@ def optimizer_lbfgs(capture: Capture) -> list[Any]:
     model = nn.Linear(4, 1)
     opt = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
 
-    def step(x: Tensor) -> Tensor:
-        def closure() -> Tensor:
+    def step(x: Tensor) -> Any:
+        def closure() -> Any:
             opt.zero_grad()
             loss = model(x).square().mean()
             loss.backward()
-            return loss  # type: ignore[no-any-return]
+            return loss
 
         return opt.step(closure).detach()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -113,7 +115,7 @@ def scheduler_on_a_plateau(capture: Capture) -> list[Any]:
         loss = model(x).square().mean()
         loss.backward()
         opt.step()
-        return loss.item()  # type: ignore[no-any-return]
+        return loss.item()
 
     fast, losses = capture(step), []
     for (x,) in rows(8, 6, count=10):
@@ -128,13 +130,13 @@ def scheduler_in_the_step(capture: Capture) -> list[Any]:
     opt = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = lrs.StepLR(opt, 3)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> Any:
         opt.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         opt.step()
         scheduler.step()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     return [*calls(capture(step), rows(8, 6)), *states(model, opt)]
 
@@ -161,10 +163,10 @@ def accumulation_with_two_captured_steps(capture: Capture) -> list[Any]:
     model = mlp(6, 8, 1)
     opt = torch.optim.AdamW(model.parameters(), 0.01)
 
-    def micro(x: Tensor) -> Tensor:
+    def micro(x: Tensor) -> Any:
         loss = model(x).square().mean() / 3
         loss.backward()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     def update() -> None:
         opt.step()
@@ -183,7 +185,7 @@ def accumulation_in_the_step(capture: Capture) -> list[Any]:
     model = mlp(6, 8, 1)
     opt = torch.optim.AdamW(model.parameters(), 0.01)
 
-    def step(batch: Tensor) -> Tensor:
+    def step(batch: Tensor) -> Any:
         opt.zero_grad()
         total = torch.zeros(())
         for x in batch.chunk(4):
@@ -202,7 +204,7 @@ def grad_scaler_with_an_overflow(capture: Capture) -> list[Any]:
     opt = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=3)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> Any:
         opt.zero_grad()
         loss = model(x).square().mean()
         scaler.scale(loss).backward()
@@ -210,23 +212,23 @@ def grad_scaler_with_an_overflow(capture: Capture) -> list[Any]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(opt)
         scaler.update()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     batches = rows(8, 6, count=12)
     batches[6][0][0, 0] = float("inf")
     return [*calls(capture(step), batches), *states(model, opt), scaler.get_scale()]
 
 
-@program()
-def autocast_to_bfloat16(capture: Capture) -> list[Any]:
+@fitted()
+def autocast_to_bfloat16() -> Made:
     model = nn.Sequential(mlp(6, 8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
+    def loss(x: Tensor, y: Tensor) -> Any:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = model(x)
         return F.cross_entropy(out.float(), y)
 
-    return fit(capture, model, loss, labelled(8, 6, classes=3))
+    return (model, loss, labelled(8, 6, classes=3))
 
 
 @program()
@@ -235,7 +237,7 @@ def master_weights(capture: Capture) -> list[Any]:
     master = [p.detach().float().requires_grad_() for p in model.parameters()]
     opt = torch.optim.AdamW(master, 0.01)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> Any:
         loss = model(x.bfloat16()).float().square().mean()
         loss.backward()
         for p, m in zip(model.parameters(), master, strict=True):
@@ -245,7 +247,7 @@ def master_weights(capture: Capture) -> list[Any]:
         with torch.no_grad():
             for p, m in zip(model.parameters(), master, strict=True):
                 p.copy_(m)
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     return [*calls(capture(step), rows(8, 6)), *states(model, opt)]
 
@@ -262,10 +264,10 @@ def optimizers_in_the_backward_pass(capture: Capture) -> list[Any]:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(update)
 
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> Any:
         loss = model(x).square().mean()
         loss.backward()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     return [*calls(capture(step), rows(8, 6)), *states(model, *opts.values())]
 
@@ -273,7 +275,7 @@ def optimizers_in_the_backward_pass(capture: Capture) -> list[Any]:
 @program()
 def ema_kept_outside(capture: Capture) -> list[Any]:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     opt = torch.optim.SGD(model.parameters(), 0.1)
     batches = rows(8, 6)
     found = fit(
@@ -306,43 +308,5 @@ def ema_swapped_in_by_data(capture: Capture) -> list[Any]:
         found.append(evaluate(torch.ones(4, 6)).clone())
         swap()
 
-    results = fit(
-        capture, model, lambda x: model(x).square().mean(), rows(8, 6), after=after
-    )
+    results = fit(capture, model, lambda x: model(x).square().mean(), rows(8, 6), after=after)
     return [results, found, *states(shadow)]
-
-
-@program()
-def lookahead_of_slow_weights(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 1)
-    slow = [p.detach().clone() for p in model.parameters()]
-
-    def after(number: int) -> None:
-        if number % 3 == 0:
-            for p, s in zip(model.parameters(), slow, strict=True):
-                s.lerp_(p.data, 0.5)
-                p.data.copy_(s)
-
-    return fit(capture, model, lambda x: model(x).square().mean(), rows(8, 6, count=10), after=after)
-
-
-@program()
-def sharpness_aware(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 1)
-    opt = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-
-    def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        norm = torch.stack([g.norm() for g in grads]).norm()
-        with torch.no_grad():
-            moves = [g * 0.05 / (norm + 1e-12) for g in grads]
-            torch._foreach_add_(list(model.parameters()), moves)
-        opt.zero_grad()
-        model(x).square().mean().backward()
-        with torch.no_grad():
-            torch._foreach_sub_(list(model.parameters()), moves)
-        opt.step()
-        return loss.detach()  # type: ignore[no-any-return]
-
-    return [*calls(capture(step), rows(8, 6)), *states(model, opt)]

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -26,6 +27,8 @@ from tilework.testing import run_ranks
 Capture = Callable[[Callable[..., Any]], Callable[..., Any]]
 #: Gives the results of all calls, and the states at the end.
 Body = Callable[[Capture], list[Any]]
+#: A model, its loss, batches, and maybe an optimizer and what happens after each call.
+Made = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,16 @@ def program(
     return added
 
 
+def fitted(**settings: Any) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
+    """Add a program that trains with ``fit``: the function gives the other arguments of that."""
+
+    def added(make: Callable[[], Made]) -> Callable[[], Made]:
+        program(name=make.__name__, **settings)(lambda capture: fit(capture, *make()))
+        return make
+
+    return added
+
+
 def outcome(named: str, backend: str = "python") -> Outcome:
     """Run a program as it is and captured, and compare all results and states."""
     found = PROGRAMS[named]
@@ -129,7 +142,7 @@ def kept(value: Any) -> Any:
 def calls(
     step: Callable[..., Any], batches: Iterable[tuple[Any, ...]], after: Any = None
 ) -> list[Any]:
-    """The results of a step on each batch; ``after`` gets the number of the call, counted from 1."""
+    """The results of a step on each batch; ``after`` gets the number of each call."""
     results = []
     for number, batch in enumerate(batches, 1):
         results.append(kept(step(*batch)))
@@ -191,7 +204,7 @@ def tokens(*shape: int, size: int, count: int = 8) -> list[tuple[Tensor, ...]]:
 def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with ReLU between them."""
     layers: list[nn.Module] = []
-    for one, other in zip(widths, widths[1:], strict=False):
+    for one, other in pairwise(widths):
         layers += [nn.Linear(one, other), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

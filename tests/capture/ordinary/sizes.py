@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.capture.ordinary.models import LanguageModel, NanoGPT, next_token
-from tests.capture.ordinary.running import Capture, calls, fit, mlp, program
+from tests.capture.ordinary.running import Capture, Made, calls, fit, fitted, mlp, program
 
 BLOCK = 8
 LENGTHS = (4, 4, 6, 8, 10, 20, 5, 7, 9, 16, 17, 3, 12, 33)
@@ -65,10 +65,7 @@ SIZED: dict[str, Any] = {
     "windows": windows,
     "positions": lambda x: x + torch.linspace(0, 1, x.shape[0])[:, None],
     "relative_bias": lambda x: (
-        torch.softmax(
-            x @ x.T - (torch.arange(len(x))[:, None] - torch.arange(len(x))).abs(), 1
-        )
-        @ x
+        torch.softmax(x @ x.T - (torch.arange(len(x))[:, None] - torch.arange(len(x))).abs(), 1) @ x
     ),
 }
 
@@ -90,7 +87,7 @@ def generation_that_crops_in_the_step(capture: Capture) -> list[Any]:
     model = NanoGPT(block=8).eval()
 
     @torch.no_grad()
-    def step(idx: Tensor) -> Tensor:
+    def step(idx: Tensor) -> Any:
         cond = idx if idx.size(1) <= 8 else idx[:, -8:]
         probs = F.softmax(model(cond)[0][:, -1], -1)
         return torch.cat([idx, torch.multinomial(probs, 1)], 1)
@@ -122,32 +119,32 @@ def generation_with_a_cache(capture: Capture) -> list[Any]:
     return [seen, keys, values]
 
 
-@program()
-def language_model_of_varying_lengths(capture: Capture) -> list[Any]:
+@fitted()
+def language_model_of_varying_lengths() -> Made:
     model = LanguageModel(nn.GRU)
     batches = [(torch.randint(12, (2 + n % 3, n)),) for n in LENGTHS]
-    return fit(capture, model, lambda ids: next_token(model(ids)[0], ids), batches)
+    return (model, lambda ids: next_token(model(ids)[0], ids), batches)
 
 
-@program()
-def convolutions_of_varying_images(capture: Capture) -> list[Any]:
+@fitted()
+def convolutions_of_varying_images() -> Made:
     model = nn.Sequential(nn.Conv2d(1, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(1))
     batches = [(torch.randn(2, 1, n + 4, 2 * n),) for n in LENGTHS[:10]]
-    return fit(capture, model, lambda x: model(x).square().mean(), batches)
+    return (model, lambda x: model(x).square().mean(), batches)
 
 
-@program()
-def graphs_of_varying_nodes_and_edges(capture: Capture) -> list[Any]:
+@fitted()
+def graphs_of_varying_nodes_and_edges() -> Made:
     message, out = nn.Linear(6, 6), nn.Linear(6, 2)
     model = nn.ModuleList([message, out])
 
-    def loss(x: Tensor, edges: Tensor) -> Tensor:
+    def loss(x: Tensor, edges: Tensor) -> Any:
         sums = torch.zeros_like(x).index_add_(0, edges[1], message(x)[edges[0]])
-        degree = torch.bincount(edges[1], minlength=x.shape[0]).clamp(min=1)[:, None]
-        return out(x + sums / degree).square().mean()  # type: ignore[no-any-return]
+        degree = x.new_ones(len(x), 1).index_add_(0, edges[1], x.new_ones(edges.shape[1], 1))
+        return out(x + sums / degree).square().mean()
 
     batches = [(torch.randn(n, 6), torch.randint(n, (2, 2 * n + n % 3))) for n in LENGTHS]
-    return fit(capture, model, loss, batches)
+    return (model, loss, batches)
 
 
 @program()
@@ -155,9 +152,9 @@ def evaluation_of_padded_batches(capture: Capture) -> list[Any]:
     model = mlp(6, 8, 3)
 
     @torch.no_grad()
-    def evaluate(x: Tensor) -> Tensor:
+    def evaluate(x: Tensor) -> Any:
         n = len(x)
         full = torch.cat([x, x.new_zeros(-n % 8, 6)])
-        return model(full)[:n].argmax(-1)  # type: ignore[no-any-return]
+        return model(full)[:n].argmax(-1)
 
     return calls(capture(evaluate), [(torch.randn(n, 6),) for n in LENGTHS])
