@@ -28,6 +28,8 @@ SOURCES = {
 #: Folders and files about no source alone, and why.
 ABOUT_MORE = {
     "chaos": "random faults in random programs, on every backend",
+    "capture/ordinary": "ordinary programs of all kinds, captured",
+    "capture/test_size_programs.py": "random programs that look at sizes, captured",
     "csrc/simulation": "interleavings of the whole core, and what they are drawn with",
     "mutants": "small faults anywhere, and whether anything notices them",
     "models": "models that nobody here wrote: Hugging Face's, parallel in each way",

@@ -8,8 +8,7 @@ from collections import Counter
 
 import torch
 
-from tests.capture.ordinary.list_of_all import PROGRAMS
-from tests.capture.ordinary.running import outcome
+from tests.capture.ordinary import PROGRAMS, outcome
 
 
 def main() -> int:

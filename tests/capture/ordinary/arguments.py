@@ -12,18 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.capture.ordinary.running import (
-    Capture,
-    Made,
-    calls,
-    fit,
-    fitted,
-    labelled,
-    mlp,
-    program,
-    rows,
-    states,
-)
+from tests.capture.ordinary.data import labelled, mlp, rows
+from tests.capture.ordinary.running import Capture, Made, calls, fit, fitted, program, states
 
 
 @dataclass
@@ -173,14 +163,6 @@ def step_with_parts(model: Any, opt: Any, x: Tensor, *, scale: float = 1.0) -> T
     loss.backward()
     opt.step()
     return loss.detach()
-
-
-@program()
-def a_partial_of_model_and_optimizer(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 1)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    step = capture(partial(step_with_parts, model, opt, scale=2.0))
-    return [*calls(step, rows(8, 6)), *states(model)]
 
 
 @program()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -11,18 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.capture.ordinary.running import (
-    Capture,
-    Made,
-    calls,
-    fitted,
-    labelled,
-    mlp,
-    program,
-    rows,
-    states,
-    tokens,
-)
+from tests.capture.ordinary.data import labelled, mlp, rows, tokens
+from tests.capture.ordinary.running import Capture, Made, calls, fitted, program, states
 
 
 @fitted()
@@ -90,7 +79,7 @@ def gru_with_state_handed_on(capture: Capture) -> list[Any]:
     def step(ids: Tensor, state: Tensor) -> Any:
         logits, state = model(ids, state)
         opt.zero_grad(set_to_none=True)
-        loss = next_token(logits, ids)
+        loss: Any = next_token(logits, ids)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
@@ -145,16 +134,6 @@ class NanoGPT(nn.Module):
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
         return logits, loss
 
-    @torch.no_grad()
-    def generate(self, idx: Tensor, count: int, forward: Any, temperature: float = 1.0) -> Any:
-        for _ in range(count):
-            cond = idx if idx.size(1) <= self.block else idx[:, -self.block :]
-            logits = forward(cond)[:, -1, :] / temperature
-            cut = torch.topk(logits, 4).values[:, [-1]]
-            logits[logits < cut] = -float("inf")
-            idx = torch.cat((idx, torch.multinomial(F.softmax(logits, dim=-1), 1)), dim=1)
-        return idx
-
 
 @program()
 def nano_gpt(capture: Capture) -> list[Any]:
@@ -174,13 +153,6 @@ def nano_gpt(capture: Capture) -> list[Any]:
 
     batches = [(ids[:, :-1].clone(), ids[:, 1:].clone()) for (ids,) in tokens(2, 9, size=16)]
     return [*calls(capture(step), batches), *states(model, opt)]
-
-
-@program()
-def nano_gpt_generates(capture: Capture) -> list[Any]:
-    model = NanoGPT(block=8).eval()
-    step = capture(lambda idx: model(idx)[0])
-    return [model.generate(torch.randint(16, (2, 3)), 12, step, 0.8)]
 
 
 @fitted()
@@ -229,11 +201,11 @@ def gan_with_two_optimizers(capture: Capture) -> list[Any]:
     def step(real: Tensor) -> dict[str, Tensor]:
         fake = gen(torch.randn(real.shape[0], 4))
         opt_d.zero_grad()
-        loss_d = F.softplus(-dis(real)).mean() + F.softplus(dis(fake.detach())).mean()
+        loss_d: Any = F.softplus(-dis(real)).mean() + F.softplus(dis(fake.detach())).mean()
         loss_d.backward()
         opt_d.step()
         opt_g.zero_grad()
-        loss_g = F.softplus(-dis(fake)).mean()
+        loss_g: Any = F.softplus(-dis(fake)).mean()
         loss_g.backward()
         opt_g.step()
         return {"d": loss_d.detach(), "g": loss_g.detach()}
@@ -341,17 +313,6 @@ def mixture_of_experts_by_rows() -> Made:
     return (model, experts_loss(model, False), rows(8, 6))
 
 
-@fitted()
-def denoising_autoencoder() -> Made:
-    model = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 8))
-
-    def loss(x: Tensor) -> Any:
-        noisy = x * torch.bernoulli(torch.full_like(x, 0.8)) + 0.1 * torch.randn_like(x)
-        return F.smooth_l1_loss(model(noisy), x)
-
-    return (model, loss, rows(8, 8))
-
-
 class Vit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -379,20 +340,6 @@ def vit_with_mixup() -> Made:
         return lam * F.cross_entropy(out, y) + (1 - lam) * F.cross_entropy(out, y[order])
 
     return (model, loss, labelled(4, 3, 8, 8, classes=3))
-
-
-@fitted()
-def diffusion() -> Made:
-    model, steps = mlp(7, 16, 6), 10
-    alphas = torch.cumprod(1 - torch.linspace(1e-3, 0.2, steps), 0)
-
-    def loss(x: Tensor) -> Any:
-        t = torch.randint(0, steps, (x.shape[0],))
-        noise, a = torch.randn_like(x), alphas[t, None]
-        guess = model(torch.cat([a.sqrt() * x + (1 - a).sqrt() * noise, t[:, None] / steps], 1))
-        return F.mse_loss(guess, noise)
-
-    return (model, loss, rows(8, 6))
 
 
 @fitted()
@@ -429,7 +376,7 @@ def policy_gradient() -> Made:
     policy = mlp(4, 8, 3)
 
     def loss(seen: Tensor, reward: Tensor) -> Any:
-        dist = torch.distributions.Categorical(logits=policy(seen))
+        dist: Any = torch.distributions.Categorical(logits=policy(seen))
         action = dist.sample()
         gain = (reward - reward.mean()) / (reward.std() + 1e-6)
         return -(dist.log_prob(action) * gain + 0.01 * dist.entropy()).mean()
@@ -447,7 +394,7 @@ def q_learning_with_a_soft_target(capture: Capture) -> list[Any]:
         value = q(s).gather(1, a).squeeze(1)
         with torch.no_grad():
             goal = r + 0.99 * target(s2).max(1).values * (1 - done)
-        loss = F.huber_loss(value, goal)
+        loss: Any = F.huber_loss(value, goal)
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -461,25 +408,6 @@ def q_learning_with_a_soft_target(capture: Capture) -> list[Any]:
         for d in torch.randint(2, (8, 8)).float()
     ]
     return [*calls(capture(step), batches), *states(q, target, opt)]
-
-
-@program()
-def byol_with_a_moving_teacher(capture: Capture) -> list[Any]:
-    student = mlp(6, 12, 4)
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    opt = torch.optim.SGD(student.parameters(), 0.1, 0.9)
-
-    def step(x: Tensor) -> float:
-        with torch.no_grad():
-            goal = F.normalize(teacher(x + 0.1 * torch.randn_like(x)), dim=-1)
-        loss = 2 - 2 * (F.normalize(student(x), dim=-1) * goal).sum(-1).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.05)
-        return loss.item()
-
-    return [*calls(capture(step), rows(8, 6)), *states(student, teacher, opt)]
 
 
 @fitted()

@@ -11,20 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tests.capture.ordinary.running import (
-    Capture,
-    Made,
-    calls,
-    fit,
-    fitted,
-    labelled,
-    mlp,
-    program,
-    rows,
-    states,
-)
+from tests.capture.ordinary.data import labelled, mlp, rows
+from tests.capture.ordinary.running import Capture, Made, calls, fit, fitted, program, states
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd_momentum_nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
@@ -99,7 +89,7 @@ def optimizer_lbfgs(capture: Capture) -> list[Any]:
             loss.backward()
             return loss
 
-        return opt.step(closure).detach()  # type: ignore[no-any-return, no-untyped-call]
+        return opt.step(closure).detach()  # type: ignore[no-untyped-call]
 
     return [*calls(capture(step), rows(8, 4)), *states(model)]
 
@@ -110,7 +100,7 @@ def scheduler_on_a_plateau(capture: Capture) -> list[Any]:
     opt = torch.optim.Adam(model.parameters(), 0.1)
     scheduler = lrs.ReduceLROnPlateau(opt, patience=0, factor=0.5)
 
-    def step(x: Tensor) -> float:
+    def step(x: Tensor) -> Any:
         opt.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
@@ -142,23 +132,6 @@ def scheduler_in_the_step(capture: Capture) -> list[Any]:
 
 
 @program()
-def clipping_by_norm_and_value(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 1)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        opt.zero_grad(set_to_none=False)
-        loss = model(x).square().sum()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=False)
-        nn.utils.clip_grad_value_(model.parameters(), 0.1)
-        opt.step()
-        return loss.detach(), norm
-
-    return [*calls(capture(step), rows(8, 6)), *states(model, opt)]
-
-
-@program()
 def accumulation_with_two_captured_steps(capture: Capture) -> list[Any]:
     model = mlp(6, 8, 1)
     opt = torch.optim.AdamW(model.parameters(), 0.01)
@@ -178,24 +151,6 @@ def accumulation_with_two_captured_steps(capture: Capture) -> list[Any]:
         if number % 3 == 0:
             last()
     return [losses, *states(model, opt)]
-
-
-@program()
-def accumulation_in_the_step(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 1)
-    opt = torch.optim.AdamW(model.parameters(), 0.01)
-
-    def step(batch: Tensor) -> Any:
-        opt.zero_grad()
-        total = torch.zeros(())
-        for x in batch.chunk(4):
-            loss = model(x).square().mean() / 4
-            loss.backward()
-            total += loss.detach()
-        opt.step()
-        return total
-
-    return [*calls(capture(step), rows(8, 6)), *states(model, opt)]
 
 
 @program()
@@ -257,10 +212,11 @@ def optimizers_in_the_backward_pass(capture: Capture) -> list[Any]:
     model = mlp(6, 8, 1)
     opts = {p: torch.optim.Adam([p], 0.01) for p in model.parameters()}
 
-    def update(p: Tensor) -> None:
-        opts[p].step()  # type: ignore[index]
-        opts[p].zero_grad()  # type: ignore[index]
+    def update(p: Any) -> None:
+        opts[p].step()
+        opts[p].zero_grad()
 
+    p: Any
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(update)
 
@@ -275,7 +231,7 @@ def optimizers_in_the_backward_pass(capture: Capture) -> list[Any]:
 @program()
 def ema_kept_outside(capture: Capture) -> list[Any]:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average = AveragedModel(model, avg_fn=lambda a, p, n: 0.9 * a + 0.1 * p)
     opt = torch.optim.SGD(model.parameters(), 0.1)
     batches = rows(8, 6)
     found = fit(
@@ -286,7 +242,7 @@ def ema_kept_outside(capture: Capture) -> list[Any]:
         opt,
         lambda number: average.update_parameters(model),
     )
-    update_bn([x for (x,) in batches], average)  # type: ignore[no-untyped-call]
+    update_bn([x for (x,) in batches], average)
     return [found, *states(average)]
 
 

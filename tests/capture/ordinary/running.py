@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -121,7 +120,7 @@ def outcome(named: str, backend: str = "python") -> Outcome:
         except Exception as error:
             return Outcome("invalid", f"{type(error).__name__}: {error}", [], 0)
         try:
-            text = _difference(plain, found.run(capture), exact=backend != "inductor")
+            text = difference(plain, found.run(capture), exact=backend != "inductor")
             kind = "WRONG" if text else "equal"
         except CaptureError as error:
             kind, text = "refused", str(error)
@@ -176,37 +175,14 @@ def fit(
     """Train with the plainest step, eight calls or more."""
     opt = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
 
-    def step(*batch: Any) -> Tensor:
+    def step(*batch: Any) -> Any:
         opt.zero_grad()
-        value = loss(*batch)
+        value: Any = loss(*batch)
         value.backward()
         opt.step()
         return value.detach()
 
     return [*calls(capture(step), batches, after), *states(model, opt)]
-
-
-def rows(*shape: int, count: int = 8) -> list[tuple[Tensor, ...]]:
-    """Batches of one random tensor."""
-    return [(torch.randn(shape),) for _ in range(count)]
-
-
-def labelled(*shape: int, classes: int, count: int = 8) -> list[tuple[Tensor, ...]]:
-    """Batches of a random tensor and of a class for each row."""
-    return [(x, torch.randint(classes, shape[:1])) for (x,) in rows(*shape, count=count)]
-
-
-def tokens(*shape: int, size: int, count: int = 8) -> list[tuple[Tensor, ...]]:
-    """Batches of one tensor of tokens."""
-    return [(torch.randint(size, shape),) for _ in range(count)]
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
-    layers: list[nn.Module] = []
-    for one, other in pairwise(widths):
-        layers += [nn.Linear(one, other), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
 
 
 # -- comparing -----------------------------------------------------------------------------------
@@ -224,7 +200,7 @@ def _local(tensor: Tensor) -> Tensor:
     return local.to_dense() if local.layout == torch.sparse_coo else local
 
 
-def _difference(plain: Any, other: Any, exact: bool) -> str:
+def difference(plain: Any, other: Any, exact: bool) -> str:
     """The first leaf that differs; "" if none does."""
     one, two = tree_leaves(plain), tree_leaves(other)
     if len(one) != len(two):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.capture.ordinary.data import mlp
 from tests.capture.ordinary.models import LanguageModel, NanoGPT, next_token
-from tests.capture.ordinary.running import Capture, Made, calls, fit, fitted, mlp, program
+from tests.capture.ordinary.running import Capture, Made, calls, fit, fitted, program
 
 BLOCK = 8
 LENGTHS = (4, 4, 6, 8, 10, 20, 5, 7, 9, 16, 17, 3, 12, 33)
@@ -25,8 +26,8 @@ def padded(x: Tensor, size: int) -> Tensor:
 
 def sequences(embedded: Tensor) -> Tensor:
     n = embedded.shape[0]
-    layer = F.scaled_dot_product_attention(*[embedded[None, None]] * 3, is_causal=n > 8)
-    return layer[0, 0]
+    q = embedded[None, None]
+    return F.scaled_dot_product_attention(q, q, q, is_causal=n > 8)[0, 0]
 
 
 def with_tail(x: Tensor) -> Tensor:
