@@ -157,24 +157,6 @@ def models_in_globals(capture: Capture) -> list[Any]:
     return [*calls(capture(global_step), rows(8, 6)), *states(MODEL, OPTIMIZER)]
 
 
-def step_with_parts(model: Any, opt: Any, x: Tensor, *, scale: float = 1.0) -> Tensor:
-    opt.zero_grad()
-    loss = model(x).square().mean() * scale
-    loss.backward()
-    opt.step()
-    return loss.detach()
-
-
-@program()
-def model_and_optimizer_as_arguments(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 1)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    return [
-        *calls(capture(step_with_parts), [(model, opt, x) for (x,) in rows(8, 6)]),
-        *states(model),
-    ]
-
-
 @program()
 def metrics_in_tensors(capture: Capture) -> list[Any]:
     model = mlp(6, 8, 3)
@@ -222,19 +204,6 @@ def views_shared_between_arguments(capture: Capture) -> list[Any]:
     whole = [torch.randn(8, 6) for _ in range(12)]
     pairs = [(w, w[0] if i % 3 else torch.ones(6)) for i, w in enumerate(whole)]
     return [*calls(capture(step), pairs), *states(*whole)]
-
-
-@program()
-def a_replay_buffer_written_by_the_step(capture: Capture) -> list[Any]:
-    buffer, where, q = torch.zeros(32, 6), torch.zeros((), dtype=torch.long), mlp(6, 8, 1)
-
-    def loss(x: Tensor) -> Any:
-        with torch.no_grad():
-            buffer.index_copy_(0, (where + torch.arange(4)) % 32, x)
-            where.add_(4)
-        return q(buffer[torch.randint(32, (8,))]).square().mean()
-
-    return [*fit(capture, q, loss, rows(4, 6, count=12)), *states(buffer, where)]
 
 
 @fitted()

@@ -124,25 +124,6 @@ for change in CHANGES:
     )
 
 
-@program()
-def evaluation_and_training_captured(capture: Capture) -> list[Any]:
-    model = nn.Sequential(mlp(6, 8, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    evaluate = capture(torch.no_grad()(lambda x, y: (model(x).argmax(-1) == y).float().mean()))
-    seen = []
-
-    def after(number: int) -> None:
-        if number % 2 == 0:
-            model.eval()
-            seen.append(evaluate(*labelled(8, 6, classes=3, count=1)[0]).item())
-            model.train()
-
-    batches = labelled(8, 6, classes=3, count=14)
-    return [
-        *fit(capture, model, lambda x, y: F.cross_entropy(model(x), y), batches, None, after),
-        seen,
-    ]
-
-
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +202,7 @@ def compiled_model() -> Made:
     return (model, lambda x, y: F.cross_entropy(fast(x), y), labelled(8, 6, classes=3))
 
 
-@fitted(is_slow=True)
+@fitted()
 def compiled_loss() -> Made:
     model = mlp(6, 8, 3)
     loss = torch.compile(lambda x: model(x).square().mean(), fullgraph=True, backend="aot_eager")

@@ -357,21 +357,6 @@ def word2vec_with_sparse_adam() -> Made:
 
 
 @fitted()
-def bags_of_embeddings() -> Made:
-    bag, head = nn.EmbeddingBag(20, 6, mode="mean"), nn.Linear(6, 3)
-    model = nn.ModuleList([bag, head])
-
-    def loss(ids: Tensor, offsets: Tensor, y: Tensor) -> Any:
-        return F.cross_entropy(head(bag(ids, offsets)), y)
-
-    batches = [
-        (torch.randint(20, (9,)), torch.tensor([0, 2, 3 + i % 4]), torch.randint(3, (3,)))
-        for i in range(8)
-    ]
-    return (model, loss, batches)
-
-
-@fitted()
 def policy_gradient() -> Made:
     policy = mlp(4, 8, 3)
 
@@ -382,32 +367,6 @@ def policy_gradient() -> Made:
         return -(dist.log_prob(action) * gain + 0.01 * dist.entropy()).mean()
 
     return (policy, loss, [(torch.randn(8, 4), torch.rand(8)) for _ in range(8)])
-
-
-@program()
-def q_learning_with_a_soft_target(capture: Capture) -> list[Any]:
-    q, target = mlp(4, 8, 2), mlp(4, 8, 2)
-    target.load_state_dict(q.state_dict())
-    opt = torch.optim.Adam(q.parameters(), 0.01)
-
-    def step(s: Tensor, a: Tensor, r: Tensor, s2: Tensor, done: Tensor) -> Any:
-        value = q(s).gather(1, a).squeeze(1)
-        with torch.no_grad():
-            goal = r + 0.99 * target(s2).max(1).values * (1 - done)
-        loss: Any = F.huber_loss(value, goal)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        with torch.no_grad():
-            for p, t in zip(q.parameters(), target.parameters(), strict=True):
-                t.data.mul_(0.9).add_(p.data, alpha=0.1)
-        return loss.detach()
-
-    batches = [
-        (torch.randn(8, 4), torch.randint(2, (8, 1)), torch.rand(8), torch.randn(8, 4), d)
-        for d in torch.randint(2, (8, 8)).float()
-    ]
-    return [*calls(capture(step), batches), *states(q, target, opt)]
 
 
 @fitted()
@@ -440,19 +399,6 @@ def ctc_with_lengths_in_tensors() -> Made:
 
 
 @fitted()
-def packed_sequences() -> Made:
-    rnn, head = nn.LSTM(4, 6, bidirectional=True), nn.Linear(12, 2)
-    model = nn.ModuleList([rnn, head])
-
-    def loss(x: Tensor) -> Any:
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2]))
-        out, _ = nn.utils.rnn.pad_packed_sequence(rnn(packed)[0])
-        return head(out).square().mean()
-
-    return (model, loss, rows(5, 3, 4))
-
-
-@fitted()
 def spectral_and_weight_norm() -> Made:
     model = nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)),
@@ -474,39 +420,18 @@ def checkpointed_activations() -> Made:
 
 
 @program()
-def gradients_by_row_with_vmap(capture: Capture) -> list[Any]:
-    model = mlp(4, 6, 2)
-
-    def of_row(weights: Any, x: Tensor) -> Any:
-        return torch.func.functional_call(model, weights, (x[None],)).square().sum()
-
-    def step(x: Tensor) -> Any:
-        weights = {n: p.detach() for n, p in model.named_parameters()}
-        grads = torch.func.vmap(torch.func.grad(of_row), in_dims=(None, 0))(weights, x)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                clipped = grads[name] / grads[name].flatten(1).norm(dim=1).clamp(min=1).view(
-                    -1, *[1] * p.dim()
-                )
-                p -= 0.1 * (clipped.mean(0) + 0.01 * torch.randn_like(p))
-        return {n: g.mean(0) for n, g in grads.items()}
-
-    return [*calls(capture(step), rows(8, 4)), *states(model)]
-
-
-@program()
 def regression_by_hand(capture: Capture) -> list[Any]:
     w, b = torch.randn(3, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
 
     def step(x: Tensor, y: Tensor) -> float:
-        loss = ((x @ w + b - y) ** 2).mean()
+        loss: Any = ((x @ w + b - y) ** 2).mean()
         loss.backward()
         with torch.no_grad():
             for p in (w, b):
                 assert p.grad is not None
                 p -= 0.1 * p.grad
                 p.grad.zero_()
-        return loss.item()
+        return float(loss.item())
 
     batches = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(8)]
     return [*calls(capture(step), batches), *states(w, b)]
@@ -516,15 +441,3 @@ def regression_by_hand(capture: Capture) -> list[Any]:
 def scripted_module() -> Made:
     model = torch.jit.script(mlp(6, 8, 2))
     return (model, lambda x: model(x).square().mean(), rows(8, 6))
-
-
-@fitted()
-def fourier_features() -> Made:
-    model = nn.Linear(10, 1)
-
-    def loss(x: Tensor) -> Any:
-        spectrum = torch.fft.rfft(x)
-        parts = torch.view_as_real(spectrum * torch.hann_window(5)).flatten(1)
-        return model(parts.conj()).abs().mean() + 0.01 * spectrum.abs().mean()
-
-    return (model, loss, rows(4, 8))

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as lrs
-from torch.optim.swa_utils import AveragedModel, update_bn
 
 from tests.capture.ordinary.data import labelled, mlp, rows
 from tests.capture.ordinary.running import Capture, Made, calls, fit, fitted, program, states
@@ -187,27 +186,6 @@ def autocast_to_bfloat16() -> Made:
 
 
 @program()
-def master_weights(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 2).bfloat16()
-    master = [p.detach().float().requires_grad_() for p in model.parameters()]
-    opt = torch.optim.AdamW(master, 0.01)
-
-    def step(x: Tensor) -> Any:
-        loss = model(x.bfloat16()).float().square().mean()
-        loss.backward()
-        for p, m in zip(model.parameters(), master, strict=True):
-            assert p.grad is not None
-            m.grad, p.grad = p.grad.float(), None
-        opt.step()
-        with torch.no_grad():
-            for p, m in zip(model.parameters(), master, strict=True):
-                p.copy_(m)
-        return loss.detach()
-
-    return [*calls(capture(step), rows(8, 6)), *states(model, opt)]
-
-
-@program()
 def optimizers_in_the_backward_pass(capture: Capture) -> list[Any]:
     model = mlp(6, 8, 1)
     opts = {p: torch.optim.Adam([p], 0.01) for p in model.parameters()}
@@ -226,24 +204,6 @@ def optimizers_in_the_backward_pass(capture: Capture) -> list[Any]:
         return loss.detach()
 
     return [*calls(capture(step), rows(8, 6)), *states(model, *opts.values())]
-
-
-@program()
-def ema_kept_outside(capture: Capture) -> list[Any]:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    average = AveragedModel(model, avg_fn=lambda a, p, n: 0.9 * a + 0.1 * p)
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    batches = rows(8, 6)
-    found = fit(
-        capture,
-        model,
-        lambda x: model(x).square().mean(),
-        batches,
-        opt,
-        lambda number: average.update_parameters(model),
-    )
-    update_bn([x for (x,) in batches], average)
-    return [found, *states(average)]
 
 
 @program()

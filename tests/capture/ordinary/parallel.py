@@ -147,7 +147,9 @@ for name, wrap in SETTINGS.items():
 @fitted(ranks=2)
 def ddp_with_noise_on_gradients() -> Made:
     model = DistributedDataParallel(mlp(6, 8, 2))
-    generator = torch.Generator().manual_seed(dist.get_rank())  # on threads, hooks share torch's own
+    generator = torch.Generator().manual_seed(
+        dist.get_rank()
+    )  # on threads, hooks share torch's own
     p: Any
     for p in model.parameters():
         p.register_hook(lambda g: g + 0.01 * torch.randn(g.shape, generator=generator))

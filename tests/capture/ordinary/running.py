@@ -32,19 +32,11 @@ Made = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class OrdinaryProgram:
-    """A program.
-
-    Attributes:
-        body: Runs it.
-        ranks: On so many ranks, each of which runs the body; 0: without ranks.
-        refused: The reason for which the documentation says that it is refused; else "".
-        is_slow: True if the suite leaves it out.
-    """
+    """A program: what it runs, on each of so many ranks if not 0; why it is refused, or ""."""
 
     body: Body
     ranks: int
     refused: str
-    is_slow: bool
 
     def run(self, capture: Capture) -> list[Any]:
         """The results of a run, from fixed random numbers on."""
@@ -59,14 +51,7 @@ class OrdinaryProgram:
 
 @dataclass
 class Outcome:
-    """The comparison of a captured run: the kind, and the text of a failure.
-
-    Attributes:
-        kind: "equal", "WRONG", "refused", "error", or "invalid" if the program itself raises.
-        text: The difference or error.
-        records: The number of records of each captured step.
-        seconds: Of both runs.
-    """
+    """A comparison: "equal", "WRONG", "refused", "error", or "invalid" if the program raises."""
 
     kind: str
     text: str
@@ -77,15 +62,13 @@ class Outcome:
 PROGRAMS: dict[str, OrdinaryProgram] = {}
 
 
-def program(
-    *, name: str = "", ranks: int = 0, refused: str = "", is_slow: bool = False
-) -> Callable[[Body], Body]:
+def program(*, name: str = "", ranks: int = 0, refused: str = "") -> Callable[[Body], Body]:
     """Add a program to the list, under the name of the function."""
 
     def added(body: Body) -> Body:
         named = name or body.__name__
         assert named not in PROGRAMS, named
-        PROGRAMS[named] = OrdinaryProgram(body, ranks, refused, is_slow)
+        PROGRAMS[named] = OrdinaryProgram(body, ranks, refused)
         return body
 
     return added

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tests.capture.ordinary.data import mlp
 from tests.capture.ordinary.models import LanguageModel, NanoGPT, next_token
-from tests.capture.ordinary.running import Capture, Made, calls, fit, fitted, program
+from tests.capture.ordinary.running import Capture, Made, fit, fitted, program
 
 BLOCK = 8
 LENGTHS = (4, 4, 6, 8, 10, 20, 5, 7, 9, 16, 17, 3, 12, 33)
@@ -64,6 +64,7 @@ SIZED: dict[str, Any] = {
     "scale_by_root": lambda x: x * x.shape[0] ** -0.5,
     "log_of_length": lambda x: x * math.log(x.shape[0]) / 6,
     "windows": windows,
+    "to_full_batches": lambda x: torch.cat([x, x.new_zeros(-len(x) % 8, 6)]).cumsum(0)[: len(x)],
     "positions": lambda x: x + torch.linspace(0, 1, x.shape[0])[:, None],
     "relative_bias": lambda x: (
         torch.softmax(x @ x.T - (torch.arange(len(x))[:, None] - torch.arange(len(x))).abs(), 1) @ x
@@ -146,16 +147,3 @@ def graphs_of_varying_nodes_and_edges() -> Made:
 
     batches = [(torch.randn(n, 6), torch.randint(n, (2, 2 * n + n % 3))) for n in LENGTHS]
     return (model, loss, batches)
-
-
-@program()
-def evaluation_of_padded_batches(capture: Capture) -> list[Any]:
-    model = mlp(6, 8, 3)
-
-    @torch.no_grad()
-    def evaluate(x: Tensor) -> Any:
-        n = len(x)
-        full = torch.cat([x, x.new_zeros(-n % 8, 6)])
-        return model(full)[:n].argmax(-1)
-
-    return calls(capture(evaluate), [(torch.randn(n, 6),) for n in LENGTHS])
