@@ -42,7 +42,7 @@ INTEGERS = [
 TESTS = [
     "{a} > {c}", "{a} % 2", "{a} == {b}", "{a} <= {b}", "{a} in (4, 7, 8, 12)", "{c} < {a} < 13",
     "{a} == 7 or {b} == 5", "not {a} % {c}", "x.shape == y.shape", "len(x) == len(y)",
-    "f'{{{a}}}'.endswith('3')", "{a} not in {{3: 1, 9: 2}}", "x.shape[0] == x.shape[1]",
+    'f"{{{a}}}".endswith("3")', "{a} not in {{3: 1, 9: 2}}", "x.shape[0] == x.shape[1]",
     "bool({a} // {c})", "x.shape[:1] == y.shape[:1]", "x.size() != y.size()", "{a} is None",
     "math.gcd({a}, 6) == 1", "tuple(x.shape) > (8, 3)", "all(s > {c} for s in x.shape)",
     "self.last >= {a}", "{a} > self.most",
