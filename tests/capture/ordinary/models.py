@@ -141,7 +141,7 @@ def nano_gpt(capture: Capture) -> list[Any]:
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    opt = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    opt = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
 
     def step(x: Tensor, y: Tensor) -> Any:
         _, loss = model(x, y)
@@ -311,6 +311,17 @@ def mixture_of_experts() -> Made:
 def mixture_of_experts_by_rows() -> Made:
     model = Experts()
     return (model, experts_loss(model, False), rows(8, 6))
+
+
+@fitted()
+def denoising_autoencoder() -> Made:
+    model = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 8))
+
+    def loss(x: Tensor) -> Any:
+        noisy = x * torch.bernoulli(torch.full_like(x, 0.8)) + 0.1 * torch.randn_like(x)
+        return F.smooth_l1_loss(model(noisy), x)
+
+    return model, loss, rows(8, 8)
 
 
 class Vit(nn.Module):

@@ -156,7 +156,8 @@ def fit(
     after: Any = None,
 ) -> list[Any]:
     """Train with the plainest step, eight calls or more."""
-    opt = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    # Where a gradient is nothing but rounding, a small eps would make a step of it.
+    opt = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
     def step(*batch: Any) -> Any:
         opt.zero_grad()
@@ -190,7 +191,7 @@ def difference(plain: Any, other: Any, exact: bool) -> str:
         return f"{len(one)} values, captured {len(two)}"
     for number, (x, y) in enumerate(zip(one, two, strict=True), 1):
         if not (_same(x, y) if exact else _near(x, y)):
-            return f"value {number} of {len(one)}: {_short(x)}, captured {_short(y)}"
+            return f"value {number} of {len(one)}: {_short(x, y)}, captured {_short(y, x)}"
     return ""
 
 
@@ -214,7 +215,10 @@ def _near(x: Any, y: Any) -> bool:
     return x.shape == y.shape and torch.allclose(x, y, 1e-3, 1e-3, equal_nan=True)
 
 
-def _short(x: Any) -> str:
+def _short(x: Any, y: Any) -> str:
+    """The value, or of a tensor the shape and the first elements that differ from another."""
     if not isinstance(x, Tensor):
         return repr(x)[:40]
-    return f"{tuple(x.shape)} {x.flatten()[:3].tolist()}"
+    if isinstance(y, Tensor) and x.shape == y.shape:
+        return f"{tuple(x.shape)} {x[x != y][:3].tolist()}"
+    return f"{tuple(x.shape)} {x.dtype}"
