@@ -434,7 +434,7 @@ def checkpointed_activations() -> Made:
 def regression_by_hand(capture: Capture) -> list[Any]:
     w, b = torch.randn(3, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
 
-    def step(x: Tensor, y: Tensor) -> float:
+    def step(x: Tensor, y: Tensor) -> Any:
         loss: Any = ((x @ w + b - y) ** 2).mean()
         loss.backward()
         with torch.no_grad():
@@ -442,7 +442,7 @@ def regression_by_hand(capture: Capture) -> list[Any]:
                 assert p.grad is not None
                 p -= 0.1 * p.grad
                 p.grad.zero_()
-        return float(loss.item())
+        return loss.item()
 
     batches = [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(8)]
     return [*calls(capture(step), batches), *states(w, b)]
