@@ -13,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tilework.capture.program.number import is_float
+from tilework.capture.program.number import NumberError, is_float
 from tilework.capture.program.place import StatePlace, memory_layout_of
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.table import table_of
@@ -200,16 +200,19 @@ class Program(Generic[P, T]):
             sorted(self._numbers),
             self._places,
         )
+        if self._has_fixed_floats:
+            how = how._replace(numbers=(), places=(), options=False)
         try:
             record, result = record_call(call, how)
-        except CaptureError:
-            if not (self._numbers or self._places):
+        except Exception as error:
+            is_of_numbers = isinstance(error, NumberError) or not isinstance(error, CaptureError)
+            if self._has_fixed_floats or not is_of_numbers:
                 raise
-            # Perhaps the step does with a float what only Python can: then the value is fixed.
+            # Perhaps the step does with a float what only Python can: then each value has a record.
             self._has_fixed_floats = True
             self._numbers, self._places = set(), []
-            record, result = record_call(call, how._replace(numbers=(), places=()))
-            key = key_of_call(args, kwargs, self._numbers)[1]
+            key = key_of_call(args, kwargs)[1]
+            record, result = record_call(call, how._replace(numbers=(), places=(), options=False))
         if record is not None:
             self._keep(key, record)
         return result

@@ -97,7 +97,9 @@ class ProgramCode:
             self.graph = with_holes(self._first, self.options, holes)
             self.python = self._written()
 
-    def compiled(self, inputs: Sequence[Tensor], values: Sequence[Any]) -> Callable[..., Any] | None:
+    def compiled(
+        self, inputs: Sequence[Tensor], values: Sequence[Any]
+    ) -> Callable[..., Any] | None:
         """The program by Inductor, for inputs like these. Local; takes seconds to minutes.
 
         If Inductor cannot compile a program for several sizes, warn, and return None.

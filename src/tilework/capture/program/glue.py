@@ -75,6 +75,8 @@ class _Source:
         if place.how == "grad":
             local = "._local_tensor" if place.owner.__class__ is DTensor else ""
             return f"{owner}{local}.grad"
+        if place.how == "address":
+            return f"{owner}._local_tensor.data_ptr()"
         if place.how == "length":
             return f"len({owner})"
         if place.how == "presence":

@@ -15,11 +15,12 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tilework.comm.per_call.callsite import call_site, in_library
 from tilework.errors import CaptureError
 
+T = TypeVar("T")
 _SIGNALING = 0x7FF0 << 48
 _SIGN = 1 << 63
 _QUIET = 1 << 51
@@ -34,7 +35,7 @@ class NumberBook:
     #: The recorder; None: numbers from tensors are not compared.
     recorder: Any = None
     #: Comparisons of options of optimizers, and their results.
-    guards: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = field(default_factory=list)
+    guards: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
 
     def find(self, value: float) -> Number | float:
         """The Number that a NaN with a tag stands for; any other float unchanged.
@@ -50,13 +51,17 @@ class NumberBook:
         if not is_lost and not 0 < tag <= len(self.numbers):
             return value
         if is_lost or bits & _QUIET:
-            raise CaptureError(
-                f"an operator at {call_site()} takes a number that a function such as math.exp or "
-                f"numpy's computed from item() or an option of an optimizer: a program would keep "
+            raise NumberError(
+                f"an operator at {call_site()} takes a number that a function such as numpy's "
+                f"computed from item() or an option of an optimizer: a program would keep "
                 f"it as it is now. Compute it with torch's operators, from the tensor"
             )
         number = self.numbers[tag - 1]
         return -number if bits & _SIGN else number
+
+
+class NumberError(CaptureError):
+    """Python does something with a number of a program that the program cannot do again."""
 
 
 def is_float(value: Any) -> bool:
@@ -114,24 +119,31 @@ class Number(float):
     def _compared(self, function: Callable[..., bool], other: Any) -> bool:
         if not isinstance(other, int | float):
             return NotImplemented  # type: ignore[no-any-return]
-        result: bool = function(self.value, other.value if isinstance(other, Number) else other)
-        others = [other] if isinstance(other, Number) else []
-        if not all(each.is_option for each in (self, *others)):
-            frame = sys._getframe(2)
-            recorder = self.book.recorder
-            if recorder is None or not recorder.decides(frame.f_code.co_filename):
-                self.refuse("compared")
-            recorder.expect(function, (self, other), result)
-            return result
-        self.book.guards.append((function, (self, other), result))
+        return self._decides(function, self, other)
+
+    def _decides(self, function: Callable[..., T], *inputs: Any) -> T:
+        """A plain value that Python makes of the number: later calls must find the same."""
+        result = function(*[each.value if isinstance(each, Number) else each for each in inputs])
+        if all(each.is_option for each in inputs if isinstance(each, Number)):
+            self.book.guards.append((function, inputs, result))
+        elif self.book.recorder is None:
+            self.refuse("read after the step")
+        else:
+            self.book.recorder.expect(function, inputs, result)
         return result
+
+    def given_to(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The result of a function of ``math``: a Number, or a value that decides."""
+        values = [each.value if isinstance(each, Number) else each for each in inputs]
+        is_number = type(function(*values)) is float
+        return (self._made if is_number else self._decides)(function, *inputs)
 
     def refuse(self, how: str) -> NoReturn:
         """Raise a CaptureError that says what Python does with the number, and where."""
-        raise CaptureError(
-            f"a number that comes from a tensor (item()) is {how} in Python, at {call_site()}: a "
-            f"program has no Python, so a branch, a text or a number made of the value would stay "
-            f"as it is now. Compute with tensors (torch.where, clamp), or return the tensor and do "
+        raise NumberError(
+            f"a number that comes from a tensor (item()), or that varies from call to call, is "
+            f"{how} in Python, at {call_site()}: a program has no Python, so a text or a number "
+            f"made of the value would stay as it is now. Return the number, or the tensor, and do "
             f"this after the call"
         )
 
@@ -204,15 +216,24 @@ class Number(float):
         self.refuse("made a plain number")
 
     def __int__(self) -> int:
-        self.refuse("made an integer")
+        return self._decides(int, self)
 
-    __index__ = __trunc__ = __floor__ = __ceil__ = __int__
+    __trunc__ = __int__
+
+    def __index__(self) -> int:
+        self.refuse("used as an index")
+
+    def __floor__(self) -> int:
+        return int(self._decides(math.floor, self))
+
+    def __ceil__(self) -> int:
+        return int(self._decides(math.ceil, self))
 
     def __round__(self, ndigits: Any = None) -> Any:
-        self.refuse("rounded")
+        return self._decides(round, self) if ndigits is None else self._made(round, self, ndigits)
 
     def is_integer(self) -> bool:
-        self.refuse("tested by is_integer()")
+        return self._decides(float.is_integer, self)
 
     def as_integer_ratio(self) -> tuple[int, int]:
         self.refuse("made a ratio of integers")
@@ -226,9 +247,21 @@ class Number(float):
     real = property(conjugate)
 
     def __floordiv__(self, other: Any) -> Any:
-        self.refuse("divided to an integer")
+        return self._made(operator.floordiv, self, other)
 
-    __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = __floordiv__
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self._made(operator.floordiv, other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self._made(operator.mod, self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self._made(operator.mod, other, self)
+
+    def __divmod__(self, other: Any) -> Any:
+        self.refuse("given to divmod()")
+
+    __rdivmod__ = __divmod__
 
     def __repr__(self) -> str:
         if self.is_option or in_library[sys._getframe(1).f_code.co_filename]:

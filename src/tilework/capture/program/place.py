@@ -18,7 +18,7 @@ class StatePlace(NamedTuple):
     Attributes:
         owner: The object that has the part.
         how: The kind of part: "item", "attribute", "cell" (of a closure), "grad" (the local
-            gradient of a tensor), "length", "presence" (whether a dict has the key), or
+            gradient of a tensor), "address" (of a tensor's memory), "length", "presence" (whether a dict has the key), or
             "content" (of a set, or the checksum of a numpy array).
         key: The key of the item, or the name of the attribute.
         text: The place in words, as a program would write it.
@@ -46,6 +46,8 @@ class StatePlace(NamedTuple):
                 return len(self.owner)
             if self.how == "presence":
                 return self.key in self.owner
+            if self.how == "address":
+                return plain(self.owner).data_ptr()
             if self.how == "content":
                 is_set = isinstance(self.owner, set)
                 return frozenset(self.owner) if is_set else zlib.crc32(self.owner.tobytes())

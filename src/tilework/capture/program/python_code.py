@@ -19,6 +19,7 @@ from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import Argument
+from tilework.capture.program.same_program import digest_offsets
 from tilework.comm.per_call import provenance_digest
 from tilework.dtensor.tensor import DTensor
 
@@ -140,15 +141,14 @@ def write(graph: Graph, options: Sequence[Option], name: str, holes: int = 0) ->
     """
     name = name if name.isidentifier() and not iskeyword(name) else "program"
     writer = _Writer(graph, [option.number for option in options], name)
-    counts: dict[Any, int] = {}
     groups: list[Any] = []
-    for each, dead in zip(graph.instructions, graph.last_uses(), strict=True):
+    offsets = digest_offsets(graph)
+    for each, dead, offset in zip(graph.instructions, graph.last_uses(), offsets, strict=True):
         if isinstance(each.target, GroupCall):
             group = each.target.group
             if group not in groups:
                 groups.append(group)
-            counts[group] = counts.get(group, -1) + 1
-            writer.lines.append(f"provenance(d{groups.index(group)} + {counts[group]})")
+            writer.lines.append(f"provenance(d{groups.index(group)} + {offset})")
         text = writer.call(each)
         outputs = [f"t{out.number}" if out is not None else "_" for out in each.outputs]
         target = ""

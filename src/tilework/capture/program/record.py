@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.expected import Expected, Unexpected
 from tilework.capture.program.glue import ProgramConditions, layouts_hold, write_enter, write_leave
-from tilework.capture.program.graph import Graph, Input, ProgramMemory, Value
+from tilework.capture.program.graph import Graph, Value
 from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import StatePlace, key_of_constant, memory_layout_of
@@ -55,6 +55,9 @@ class StepRecord:
         self.name, self.graph, self.tree, self.held, self.code = name, graph, tree, held, code
         self.options, self.way, self.constants, self.guards = held
         self._fixed = constants
+        self._places = {
+            (id(place.owner), key) for place, _ in graph.places for key in (place.key, None)
+        }
         enters_no_grad = torch.is_grad_enabled() and not graph.has_grad_mode
         self._guard: Any = torch.no_grad if enters_no_grad else _BelowAutograd
         self._kept = list({value.number: value for value in graph.kept()}.values())
@@ -68,7 +71,7 @@ class StepRecord:
         self.was_compiled = False
         #: The program by Inductor; None: not compiled.
         self._compiled: Callable[..., list[Any]] | None = None
-        #: The positions of inputs to whose memory the program writes, each memory once.
+        #: The positions of inputs to whose memory the program writes.
         self.written = _written(graph, len(graph.instructions))
         late = [i for i, x in enumerate(graph.instructions) if isinstance(x.function, Expected)]
         #: Likewise, of those that are written before the last comparison of a value.
@@ -86,15 +89,12 @@ class StepRecord:
             None if each.is_argument or each.may_change else memory_layout_of(each.tensor)
             for each in graph.inputs
         ]
-        self._bind()
-        self._leave = write_leave(graph, tree, self.index_of)
-
-    def _bind(self) -> None:
-        """Make the checks before a call, for the tensors that are the same in each call."""
-        self._enter = write_enter(self.graph, self.held)
-        fixed = [x for x in self.graph.inputs if not (x.is_argument or x.may_change)]
+        self._enter = write_enter(graph, held)
+        fixed = [x for x in graph.inputs if not (x.is_argument or x.may_change)]
+        #: The inputs that are the same tensors in each call, and a check of their layouts.
         self._same: list[Tensor] = [each.tensor for each in fixed]
         self._layouts_hold: Callable[..., bool] = lambda *_: False
+        self._leave = write_leave(graph, tree, self.index_of)
 
     def _watch_memory(self, inputs: Sequence[Tensor]) -> SharedMemory:
         moving = [i for i, x in enumerate(self.graph.inputs) if x.is_argument or x.may_change]
@@ -107,8 +107,13 @@ class StepRecord:
         """True if all conditions of the record hold for a call. Local."""
         return self.state_holds() and self._options_hold(leaves) and self._inputs_hold()
 
-    def state_holds(self) -> bool:
-        """True if objects, numbers, texts and flags are as in the recorded call. Local."""
+    def state_holds(self, is_after: bool = False) -> bool:
+        """True if objects, numbers, texts and flags are as in the recorded call. Local.
+
+        Args:
+            is_after: True after a call: then places that the program writes do not count.
+        """
+        written = self._places if is_after else ()
         for place, thing in self.way:
             try:
                 if place.get() is not thing:
@@ -118,6 +123,8 @@ class StepRecord:
                 self._changed = f"{place.text} is gone"
                 return False
         for place, value in self.constants:
+            if (id(place.owner), place.key) in written:
+                continue
             try:
                 now = place.get()
             except LookupError:
@@ -155,7 +162,6 @@ class StepRecord:
         return True
 
     def _inputs_hold(self) -> bool:
-        rebound = False
         for each, layout in zip(self.graph.inputs, self._layouts, strict=True):
             path = each.path
             if each.is_argument:
@@ -165,21 +171,15 @@ class StepRecord:
                 is_same = not each.may_change or all(x.get() is now for x in each.others)
             except LookupError:
                 now, is_same = None, False
-            if each.is_local and path.owner._spec is not each.layout:
-                if path.owner._spec != each.layout:
-                    raise _other_layout(self.name, path, each.layout, path.owner._spec)
-                each.layout, rebound = path.owner._spec, True
+            if each.is_local and path.owner._spec != each.layout:
+                raise _other_layout(self.name, path, each.layout, path.owner._spec)
             expected = each.layout if each.may_change else layout
             if not is_same or now is None or memory_layout_of(now) != expected:
                 self._changed = f"{path.text} is another tensor, or has another layout"
                 return False
             if now is not each.tensor and not each.may_change:
-                if not each.is_local:
-                    self._changed = f"{path.text} is another tensor"
-                    return False
-                each.tensor, rebound = now, True
-        if rebound:
-            self._bind()
+                self._changed = f"{path.text} is another tensor"
+                return False
         return True
 
     def release(self) -> None:
@@ -227,14 +227,14 @@ class StepRecord:
             except Unexpected as error:
                 self._changed = str(error)
                 return NOT_CURRENT
-        copies = [storage_bytes_of(inputs[i]).clone() for i in self._undone]
+        copies = bytes_by_storage([inputs[i] for i in self._undone])
         states = [(x, x.get_state()) for x in (*generators_of_rank(), *self._drawn)]
         try:
             kept = self.compute(inputs, self._options_at)
         except Unexpected as error:
             self._changed = str(error)
-            for i, copy in zip(self._undone, copies, strict=True):
-                storage_bytes_of(inputs[i]).copy_(copy)
+            for i in self._undone:
+                storage_bytes_of(inputs[i]).copy_(copies[key_of_storage(inputs[i])])
             for generator, state in states:
                 generator.set_state(state)
             return NOT_CURRENT
@@ -319,16 +319,23 @@ class StepRecord:
 def _written(graph: Graph, end: int) -> list[int]:
     """The positions of inputs to whose memory instructions before ``end`` write."""
     written = {id(memory) for each in graph.instructions[:end] for memory in each.writes}
-    found: dict[ProgramMemory | None, int] = {}
-    for i, each in enumerate(graph.inputs):
-        if id(each.value.memory) in written:
-            found.setdefault(each.value.memory, i)
-    return list(found.values())
+    return [i for i, each in enumerate(graph.inputs) if id(each.value.memory) in written]
 
 
 def storage_bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage, as a tensor that shares the memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def key_of_storage(tensor: Tensor) -> int:
+    """A key that tensors in one storage share."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bytes_by_storage(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Copies of the bytes of tensors' storages, by :func:`key_of_storage`."""
+    found = {key_of_storage(each): each for each in tensors}
+    return {key: storage_bytes_of(each).clone() for key, each in found.items()}
 
 
 def generators_of_rank() -> list[torch.Generator]:
@@ -348,18 +355,18 @@ def _other_layout(name: str, path: StatePlace, then: Any, now: Any) -> CaptureEr
     )
 
 
-def copies_of(inputs: Sequence[Input], kept: dict[ProgramMemory, Tensor]) -> list[Tensor]:
+def copies_of(inputs: Sequence[Tensor], kept: Mapping[int, Tensor]) -> list[Tensor]:
     """The inputs as they were before the step; copies, where the step wrote to the memory.
 
     Args:
-        inputs: The inputs, with the tensors of the call.
-        kept: By memory that the step wrote to, the bytes before.
+        inputs: The inputs of the call.
+        kept: By :func:`key_of_storage`, the bytes before of storages that the step wrote to.
     """
-    storages = {memory: saved.clone().untyped_storage() for memory, saved in kept.items()}
+    storages = {key: saved.clone().untyped_storage() for key, saved in kept.items()}
     before = []
     for each in inputs:
-        tensor: Tensor = each.tensor.detach()
-        storage = None if each.value.memory is None else storages.get(each.value.memory)
+        tensor: Tensor = each.detach()
+        storage = storages.get(key_of_storage(tensor))
         if storage is not None:
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -8,11 +8,14 @@ the number of the collective: if a rank runs another program, or none, the first
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
+from math import prod
 from typing import Any
 
-from tilework.capture.program.graph import Graph, Instruction, Value, values_in
+from tilework.capture.program.graph import Graph, Hole, Instruction, Value, values_in
 from tilework.capture.program.group_call import GroupCall
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
@@ -20,6 +23,10 @@ from tilework.dtensor.provenance.digests import stable_digest
 from tilework.errors import CaptureError
 
 _MOST = (1 << 61) - 1
+#: The kind of a message, the other rank in the group, tag, dtype, elements and line.
+_Message = tuple[str, int, Any, str, int, str]
+#: What the digests of messages add to those of collectives.
+_MESSAGES = 1 << 40
 
 
 @dataclass
@@ -56,38 +63,95 @@ def compare_program(graph: Graph, name: str, joins: int | None = None) -> tuple[
     Raises:
         CaptureError: On every rank of a group: ranks have different collectives of the group.
     """
-    texts: dict[ProcessGroup, list[str]] = {}
+    sent: dict[ProcessGroup, tuple[list[str], list[_Message]]] = {}
     for each in graph.instructions:
         if isinstance(each.target, GroupCall):
-            texts.setdefault(each.target.group, []).append(_text(each))
-    for group, mine in texts.items():
-        gathered: list[tuple[int, list[str]]] = agree(partial(_sent, joins, mine), group)
+            collectives, messages = sent.setdefault(each.target.group, ([], []))
+            if each.target.is_point_to_point:
+                messages.append(_message(each))
+            else:
+                collectives.append(_text(each))
+    bases = []
+    for group, mine in sent.items():
+        gathered = agree(partial(_with_program, joins, *mine), group)
         # Group by group, for ranks of a mesh that share no group to come to the same answer.
-        joins = joins if all(number == joins for number, _ in gathered) else None
-        every = [theirs for _, theirs in gathered]
-        for other, theirs in enumerate(every):
-            if theirs == every[0]:
-                continue
-            number = next(
-                (i for i, (a, b) in enumerate(zip(every[0], theirs, strict=False)) if a != b),
-                min(len(every[0]), len(theirs)),
-            )
-            sides = [
-                texts[number] if number < len(texts) else "nothing" for texts in (every[0], theirs)
-            ]
-            ranks = group.global_ranks
+        joins = joins if all(number == joins for number, _, _ in gathered) else None
+        _refuse_different([x for _, x, _ in gathered], group.global_ranks, name)
+        _refuse_unpaired([x for _, _, x in gathered], group.global_ranks, name)
+        texts = [str(messages) for _, _, messages in gathered if messages]
+        bases.append(stable_digest("\n".join([name, *mine[0], *texts])))
+    return Digests(bases, [collectives for collectives, _ in sent.values()]), joins is not None
+
+
+def digest_offsets(graph: Graph) -> list[int]:
+    """For each instruction, what a collective or message adds to the digest of a call.
+
+    Collectives of a group are numbered in order, and messages of two ranks in order: so both ranks
+    of a message have one number.
+    """
+    counts: dict[Any, int] = {}
+    offsets = []
+    for each in graph.instructions:
+        call: Any = each.target
+        key: Any = None
+        first = 0
+        if isinstance(call, GroupCall):
+            key = call.group
+            if call.is_point_to_point:
+                first, (kind, peer, *_) = _MESSAGES, _message(each)
+                key = call.group, kind, peer
+        offsets.append(first + counts.get(key, 0))
+        counts[key] = counts.get(key, 0) + 1
+    return offsets
+
+
+def _with_program(
+    joins: int | None, collectives: list[str], messages: list[_Message]
+) -> tuple[int, list[str], list[_Message]]:
+    return -1 if joins is None else joins, collectives, messages
+
+
+def _refuse_different(every: list[list[str]], ranks: Sequence[int], name: str) -> None:
+    for other, theirs in enumerate(every):
+        if theirs == every[0]:
+            continue
+        number = next(
+            (i for i, (a, b) in enumerate(zip(every[0], theirs, strict=False)) if a != b),
+            min(len(every[0]), len(theirs)),
+        )
+        sides = [
+            texts[number] if number < len(texts) else "nothing" for texts in (every[0], theirs)
+        ]
+        raise CaptureError(
+            f"ranks recorded different programs of {name}: collective {number} is {sides[0]} "
+            f"on rank {ranks[0]} and {sides[1]} on rank {ranks[other]}. All ranks of a group "
+            f"have to call the same collectives, in one order: look for a branch on the rank "
+            f"or on data"
+        )
+
+
+def _refuse_unpaired(every: list[list[Any]], ranks: Sequence[int], name: str) -> None:
+    """Compare each rank's messages to another with what the other receives from the rank."""
+    for source, target in permutations(range(len(every)), 2):
+        out = [x[2:5] for x in every[source] if x[:2] == ("send", target)]
+        into = [x[2:5] for x in every[target] if x[:2] == ("recv", source)]
+        if out != into and not any(x[0] == "recv_anysource" for x in every[target]):
             raise CaptureError(
-                f"ranks recorded different programs of {name}: collective {number} is {sides[0]} "
-                f"on rank {ranks[0]} and {sides[1]} on rank {ranks[other]}. All ranks of a group "
-                f"have to call the same collectives, in one order: look for a branch on the rank "
-                f"or on data"
+                f"ranks recorded different programs of {name}: rank {ranks[source]} sends to rank "
+                f"{ranks[target]} (tag, dtype, elements) {out}, and rank {ranks[target]} receives "
+                f"{into}: each send needs a receive, in one order"
             )
-    bases = [stable_digest("\n".join([name, *each])) for each in texts.values()]
-    return Digests(bases, list(texts.values())), joins is not None
 
 
-def _sent(joins: int | None, texts: list[str]) -> tuple[int, list[str]]:
-    return -1 if joins is None else joins, texts
+def _message(each: Instruction) -> _Message:
+    """The kind of a message, the other rank in the group, tag, dtype, elements and line."""
+    call: Any = each.target
+    value = next(values_in(each.args))
+    dtype = str(value.dtype).removeprefix("torch.")
+    is_known = call.method != "recv_anysource"
+    peer, tag = call.others if is_known else (-1, call.others[-1:])
+    elements = prod(x.example if isinstance(x, Hole) else x for x in value.shape)
+    return call.method, peer, tag, dtype, elements, each.site
 
 
 def _text(each: Instruction) -> str:

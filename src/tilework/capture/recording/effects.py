@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from tilework.capture.program.graph import Graph
 from tilework.capture.program.place import StatePlace, plain
-from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.places import StatePlaces, is_of_library
 from tilework.capture.recording.recorder import StepRecorder
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
@@ -87,7 +87,11 @@ def constants_of(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePla
     """
     now = {identity_of(place): value for place, value in after.constants}
     kept = []
+    slots = {identity_of(place) for place, tensor in after.slots if tensor is not None}
     for place, value in before.constants:
+        if value is None and identity_of(place) in slots:  # the program puts a tensor there
+            kept.append((place, None))
+            continue
         is_now = now.get(identity_of(place), identity_of)
         is_length = place.how == "length" and not isinstance(place.owner, list | deque)
         if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
@@ -175,6 +179,8 @@ def _refuse_replaced(place: StatePlace, thing: Any, places: StatePlaces) -> None
         now = place.get()
     except LookupError:
         now = None
+    if is_of_library(thing):  # a hook
+        return
     if now is thing or places.kind_of(place).__module__.startswith("tilework."):
         return
     has_parts = isinstance(now, list | dict | set | deque | tuple) or hasattr(now, "__dict__")
@@ -249,3 +255,15 @@ def _is_alive(node: Any, passed: set[Any]) -> bool:
 def _saved_names(kind: Any) -> tuple[str, ...]:
     names = [name for name in dir(kind) if name.startswith("_saved_")]
     return (*names, "saved_tensors") if hasattr(kind, "saved_tensors") else tuple(names)
+
+
+def memory_of_dtensors(after: StatePlaces) -> Iterator[tuple[StatePlace, Any]]:
+    """Conditions that DTensors to which the step refers keep their memory.
+
+    Units of ``fully_shard`` read memory of their own, and look in each call of the step whether it
+    is still the parameters'.
+    """
+    for place, tensor in after.slots:
+        if tensor.__class__ is DTensor and place.how != "grad" and after.is_users(place):
+            address = StatePlace(tensor, "address", None, f"the memory of {place.text}")
+            yield address, address.get()

@@ -28,7 +28,7 @@ class Inputs:
     Args:
         places: The places that the step can reach.
         arguments: By position among the leaves, the Numbers that stand for arguments.
-        varying: The places of other floats that vary.
+        varying: The places of other floats that vary; None: no float but arguments is replaced.
         book: The numbers of the recording, which the new Numbers join.
     """
 
@@ -36,7 +36,7 @@ class Inputs:
         self,
         places: StatePlaces,
         arguments: Mapping[int, Number],
-        varying: Sequence[StatePlace],
+        varying: Sequence[StatePlace] | None,
         book: NumberBook,
     ) -> None:
         self.book = book
@@ -59,7 +59,7 @@ class Inputs:
         for scheduler in self.schedulers:
             place = StatePlace(scheduler, "attribute", "_last_lr", "_last_lr")
             self._replaces(place, f"_last_lr of {type(scheduler).__name__}")
-        for place in self._varying:
+        for place in self._varying or ():
             self._replaces(place, place.text)
         for place, _, stands_for in self._before:
             place.set(stands_for)
@@ -86,6 +86,8 @@ class Inputs:
 
     def _replaces(self, place: StatePlace, text: str) -> bool:
         """Make options of a value; False, and nothing is done, if it has not floats alone."""
+        if self._varying is None:
+            return False
         try:
             value: Any = place.get()
         except LookupError:
@@ -122,8 +124,14 @@ class Inputs:
 
     def _changed(self) -> Iterator[str]:
         for place, _, stands_for in self._before:
-            if place.get() is not stands_for:
+            now = place.get()
+            parts = now if isinstance(now, tuple | list) else [now]
+            is_option = place.how == "item"
+            # An optimizer within another one is given the options of the other.
+            if now is not stands_for and not (
+                is_option and all(isinstance(x, Number) and x.function is None for x in parts)
+            ):
                 yield place.text
         for place, value in self.constants:
-            if place.how == "item" and place.owner.get(place.key) is not value:
+            if place.how == "item" and place.owner.get(place.key) != value:
                 yield place.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tilework.capture.program.expected import Unexpected
-from tilework.capture.program.graph import Input, ProgramMemory
+from tilework.capture.program.graph import Input
 from tilework.capture.program.number import value_of
 from tilework.capture.program.place import StatePlace, plain
 from tilework.capture.program.record import (
     StepRecord,
+    bytes_by_storage,
     copies_of,
     generators_of_rank,
-    storage_bytes_of,
+    key_of_storage,
 )
 from tilework.capture.recording.arguments import StepCall
 from tilework.capture.recording.places import StatePlaces
@@ -33,7 +34,7 @@ _Generators = Sequence[tuple[torch.Generator, Tensor]]
 
 def check_new(
     record: StepRecord,
-    kept: dict[ProgramMemory, Tensor],
+    kept: Mapping[int, Tensor],
     generators: _Generators,
     result: Any,
 ) -> None:
@@ -41,14 +42,14 @@ def check_new(
 
     Args:
         record: The record.
-        kept: By memory that the call wrote to, the bytes before.
+        kept: By storage that the call wrote to, the bytes before.
         generators: The generators of random numbers, with their states before the call.
         result: The result of the step.
 
     Raises:
         CaptureError: The record gives something else than the step.
     """
-    inputs = record.graph.inputs
+    inputs = [each.tensor for each in record.graph.inputs]
     comparison = _Comparison(record, inputs, copies_of(inputs, kept), generators)
     wrong = comparison.first_difference(result)
     if wrong is None:
@@ -80,29 +81,20 @@ def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], si
         CaptureError: On all ranks of the record's groups: a rank's record gives something else
             than the step. The step's effects stay, the record's are discarded.
     """
-    graph = record.graph
-    found = [
-        Input(each.value, each.path, tensor, each.layout)
-        for each, tensor in zip(graph.inputs, inputs, strict=True)
-    ]
-    kept = {
-        found[i].value.memory: storage_bytes_of(found[i].tensor).clone() for i in record.written
-    }
-    written = {storage_bytes_of(inputs[i]).data_ptr() for i in record.written}
+    kept = bytes_by_storage([inputs[i] for i in record.written])
     places = StatePlaces(call.step)
     untouched = [
         (tensor, tensor._version)
         for tensor in places.plain_tensors()
         if not tensor.is_inference()
         and places.is_users(places.tensors[id(tensor)])
-        and storage_bytes_of(tensor).data_ptr() not in written
+        and key_of_storage(tensor) not in kept
     ]
     generators = [(x, x.get_state()) for x in [*generators_of_rank(), *places.generators()]]
     with uncoalesced():  # as a program runs
         result = call.run()
     reduce_deferred(places)
-    before = copies_of(found, kept)  # type: ignore[arg-type]
-    comparison = _Comparison(record, found, before, generators)
+    comparison = _Comparison(record, inputs, copies_of(inputs, kept), generators)
     try:
         wrong = comparison.first_difference(result)
     except Unexpected:  # a value takes another branch of the step
@@ -110,7 +102,7 @@ def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], si
     for tensor, version in untouched:
         if wrong is None and tensor._version != version:
             wrong = f"{places.tensors[id(tensor)].text}, which the record does not write"
-    if wrong is None and not record.state_holds():
+    if wrong is None and not record.state_holds(is_after=True):
         wrong = f"state ({record.what_changed()})"
     if all_have(wrong is None, record):
         return result
@@ -153,7 +145,7 @@ class _Comparison:
     def __init__(
         self,
         record: StepRecord,
-        inputs: Sequence[Input],
+        inputs: Sequence[Tensor],
         before: Sequence[Tensor],
         generators: _Generators,
     ) -> None:
@@ -200,7 +192,7 @@ class _Comparison:
         for place, _ in graph.places:
             yield place.text, place.get()
         for i in self.record.written:
-            yield _text_of(self.inputs[i]), self.inputs[i].tensor
+            yield _text_of(graph.inputs[i]), self.inputs[i]
 
     def _values(self, kept: Sequence[Any], inputs: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
         graph = self.record.graph
@@ -209,7 +201,7 @@ class _Comparison:
         for place, leaf in graph.places:
             yield place.text, self.record.built(leaf, kept)
         for i in self.record.written:
-            yield _text_of(self.inputs[i]), inputs[i]
+            yield _text_of(graph.inputs[i]), inputs[i]
 
     def _same(self, number: int, now: Tensor, again: Tensor) -> bool:
         if (now.shape, now.dtype) != (again.shape, again.dtype):

@@ -273,9 +273,12 @@ class StatePlaces:
         if isinstance(value, Tensor):
             self._add(place, value, found)
         elif value is None or isinstance(value, bool | int | float | str) or _is_numpys(value):
+            if is_of_library(found):
+                return
             if (is_users or isinstance(found, _WITH_OPTIONS)) and place.how != "grad":
                 self.constants.append((place, value))
         else:
+            is_users = is_users and not (is_of_library(found) and not _is_callable(value))
             if is_users and place.key not in _HOOKS and not _is_of_package(found):
                 self.things.append((place, value))
             if isinstance(value, _LEAVES) and not _is_searched(value):
@@ -410,6 +413,16 @@ def is_users_class(kind: type | types.ModuleType) -> bool:
 def _is_of_package(found: Any) -> bool:
     """True for a function of an installed package, whose globals do not change."""
     return isinstance(found, types.FunctionType) and "site-packages" in found.__code__.co_filename
+
+
+def is_of_library(found: Any) -> bool:
+    """True for a function of torch or tilework: what is in its closure is no state of the step."""
+    return isinstance(found, types.FunctionType) and in_library[found.__code__.co_filename]
+
+
+def _is_callable(value: Any) -> bool:
+    """True for what a wrapper of a library may hold of the user: functions, modules, optimizers."""
+    return callable(value) or isinstance(value, Optimizer)
 
 
 def _is_searched(found: Any) -> bool:

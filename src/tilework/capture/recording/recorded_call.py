@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,12 @@ from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.number import Number, NumberBook, value_of
 from tilework.capture.program.place import Argument, StatePlace, is_dtensor, plain
-from tilework.capture.program.record import StepRecord, generators_of_rank, storage_bytes_of
+from tilework.capture.program.record import (
+    StepRecord,
+    generators_of_rank,
+    key_of_storage,
+    storage_bytes_of,
+)
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
 from tilework.capture.recording.arguments import StepCall, flatten, replaced
@@ -24,6 +30,7 @@ from tilework.capture.recording.effects import (
     constants_of,
     identity_of,
     leaf_of,
+    memory_of_dtensors,
     refuse_graphs,
     way_to,
 )
@@ -72,6 +79,7 @@ class Recording(NamedTuple):
         codes: The programs that a record may join.
         numbers: The positions of floats among the leaves that are inputs of the program.
         places: The places of floats that are inputs of the program.
+        options: True to make inputs of the floats of optimizers, too.
     """
 
     check: bool
@@ -79,6 +87,7 @@ class Recording(NamedTuple):
     codes: Sequence[ProgramCode] = ()
     numbers: Sequence[int] = ()
     places: Sequence[StatePlace] = ()
+    options: bool = True
 
 
 def record_call(
@@ -112,7 +121,10 @@ def record_call(
     unseen = Unseen(before, given)
     generators = [(x, x.get_state()) for x in [*generators_of_rank(), *before.generators()]]
     try:
-        with Inputs(before, arguments, how.places, book) as inputs, recorder.recording():
+        with (
+            Inputs(before, arguments, how.places if how.options else None, book) as inputs,
+            recorder.recording(),
+        ):
             result = call.run()
             if needed is not None:
                 needed += recorder.needed
@@ -127,14 +139,19 @@ def record_call(
             refuse_graphs(outputs, before, recorder)
         recorder.graph.result = [leaf_of(each, recorder) for each in outputs]
         record, joins = _record_of(call, recorder, inputs, tree, how.codes)
-        begun = recorder.before, generators, result
+        kept = {
+            key_of_storage(each.tensor): recorder.before[each.value.memory]
+            for each in record.graph.inputs
+            if each.value.memory in recorder.before
+        }
+        begun = kept, generators, result
         if how.check and not joins:
             check_new(record, *begun)
         if how.compiles:
             record.compile([each.tensor for each in record.graph.inputs])
             check_new(record, *begun)
         accept(record, result)
-    except CaptureError:
+    except Exception:
         unseen.undo()
         _undo(recorder, before)
         raise
@@ -166,7 +183,7 @@ def _record_of(
     }
     constants = [
         each
-        for each in (*constants_of(before, after), *inputs.constants, *absent(before, graph))
+        for each in chain(constants_of(before, after), inputs.constants, absent(before, graph))
         if identity_of(each[0]) not in known
     ]
     graph.drop_dead()
@@ -178,6 +195,7 @@ def _record_of(
         code.join(skeleton)
     else:
         code = ProgramCode(call.name, graph, inputs.all, digests, skeleton)
+    constants += memory_of_dtensors(after)
     way = [*inputs.way, *way_to(graph, before, after)]
     guards = list(dict.fromkeys(recorder.book.guards))
     held = ProgramConditions(inputs.all, way, constants, guards)

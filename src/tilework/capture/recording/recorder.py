@@ -30,13 +30,13 @@ from tilework.capture.program.graph import (
     Value,
 )
 from tilework.capture.program.group_call import GroupCall
-from tilework.capture.program.number import Number, NumberBook, is_float
+from tilework.capture.program.number import Number, NumberBook, NumberError, is_float
 from tilework.capture.program.number import value_of as plain
 from tilework.capture.program.place import memory_layout_of
 from tilework.capture.program.record import storage_bytes_of
 from tilework.capture.recording.group_calls import RecordedGroups
 from tilework.capture.recording.places import StatePlaces
-from tilework.capture.recording.tensor_reads import decides_itself, watched_reads
+from tilework.capture.recording.tensor_reads import watched_reads
 from tilework.comm.per_call.call_recorder import set_recorder
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import current_world
@@ -127,12 +127,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._read(func, args)
         if func in _CONSTANTS:
             return self._constant(func, args[0])
-        if any(tag in func.tags for tag in _DATA_DEPENDENT) and _is_dynamic(func, args):
-            raise CaptureError(
-                f"{func} at {call_site()} has a result whose shape or Python value depends on "
-                f"data, which a program cannot follow: use a form of one shape (torch.where, a "
-                f"mask that multiplies), or leave this out of the step"
-            )
         if func in _LENGTHS:
             self._read_lengths(args[_LENGTHS[func]])
         args, kwargs = tree_map(self._with_numbers, (args, kwargs))
@@ -153,6 +147,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(
             func, inputs, result, _About(written, "draw" if draws else "operator", str(func))
         )
+        if any(tag in func.tags for tag in _DATA_DEPENDENT):  # Python sees the shape of the result
+            for leaf in tree_leaves(result):
+                if _is_tensor(leaf):
+                    self.expect(_shape_of, (self.value_of(leaf),), tuple(leaf.shape))
         return result
 
     def _constant(self, func: Any, tensor: Tensor) -> Tensor:
@@ -160,7 +158,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._values.get(tensor) is not None or self.places.find(tensor) is not None:
             return tensor  # it was made by an operator, or before the step
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise CaptureError(
+            raise NumberError(
                 f"torch.tensor() at {call_site()} is given NaN, or a number that comes from item() "
                 f"or an option of an optimizer: use the tensor itself, or torch.full((), number)"
             )
@@ -188,14 +186,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, float):
             return self._number_of(args[0])
         inputs = tree_map(self._input, args)
-        self._refuse_written(args[0], value)
         self.expect(func, inputs, value)
         return value
 
     def _read_lengths(self, lengths: Tensor) -> None:
         """Note that a library reads the lengths of sequences, the same in each call."""
         value = lengths.tolist()
-        self._refuse_written(lengths, value)
         self.expect(_listed, (self._input(lengths),), value)
 
     def decided(self, function: Callable[[Tensor], T], tensor: Tensor) -> T:
@@ -205,23 +201,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             plain_tensor: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             value = function(plain_tensor)
             if before is not None:
-                self._refuse_written(plain_tensor, value)
                 self.expect(function, (self._input(plain_tensor),), value)
             return value
         finally:
             set_recorder(before)
-
-    def _refuse_written(self, tensor: Tensor, value: Any) -> None:
-        if self._memory_of(tensor) in self.before:
-            raise CaptureError(
-                f"torch or another library reads a value at {call_site()} that the step writes: "
-                f"it is {value} in this call, and another in the next, while a program has no "
-                f"Python to go on with it. Leave this part out of the step"
-            )
-
-    def decides(self, file: str) -> bool:
-        """True if code in a file may branch on a value: each call then checks the value again."""
-        return decides_itself(file)
 
     def expect(self, function: Callable[..., Any], inputs: Any, value: Any) -> None:
         """Note that ``function(*inputs)`` must be ``value`` in each call: code branched on it."""
@@ -238,12 +221,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _number_of(self, tensor: Tensor) -> Any:
         value: Any = aten._local_scalar_dense.default(tensor)
-        if not isinstance(value, float):
-            raise CaptureError(
-                f"item() at {call_site()} makes a Python number of a tensor of {tensor.dtype}: a "
-                f"program has no Python, so the number would stay {value}. Index with the tensor "
-                f"(index_select, gather, scatter_), or compute the number outside of the step"
-            )
         read = _Read()
         self._note(ITEM, ((self._input(tensor),), {}), read, _About((), "operator", "item"))
         return Number(value, _same, (self._objects[id(read)][1],), self.book)
@@ -475,13 +452,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return note_wait
 
 
-def _is_dynamic(func: Any, args: tuple[Any, ...]) -> bool:
-    """True if a result's shape depends on elements; that of an index by integers does not."""
-    if func is not aten.index.Tensor:
-        return True
-    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
-
-
 class _About(NamedTuple):
     """Facts of an instruction besides function, arguments and result; see ``Instruction``."""
 
@@ -490,6 +460,10 @@ class _About(NamedTuple):
     kind: str
     name: str
     nbytes: int = 0
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 def _listed(tensor: Tensor) -> list[int]:

@@ -29,9 +29,9 @@ _READS = {
     "tolist": "makes a list of a tensor",
     "numpy": "makes a numpy array of a tensor",
     "__array__": "makes a numpy array of a tensor",
-    "__bool__": "branches on the value of a tensor",
-    "__int__": "makes a Python number of a tensor",
-    "__index__": "makes a Python number of a tensor",
+    "__bool__": "",
+    "__int__": "",
+    "__index__": "",
     "__complex__": "makes a Python number of a tensor",
     "__repr__": "prints the value of a tensor",
     "__format__": "prints the value of a tensor",
@@ -39,9 +39,13 @@ _READS = {
 }
 #: Reads on which libraries branch, and which torch's dispatcher does not show faithfully.
 _DECISIONS = ("tolist", "__bool__", "__int__", "__index__")
+#: Those among them on which the user's code may branch.
+_BRANCHES = ("__bool__", "__int__", "__index__")
 _NUMBERS = ("item", "__float__")
 #: Functions of the default generator's state, used by recomputed layers.
 _STATES = ("get_rng_state", "set_rng_state", "manual_seed")
+#: Functions that make a tensor of a number.
+_MAKERS = ("tensor", "as_tensor")
 #: Functions in C, which would compute with the NaN that a Number is to them.
 _MATH = [name for name, value in vars(math).items() if callable(value) and name[0] != "_"]
 _lock = threading.Lock()
@@ -72,6 +76,9 @@ def _replace() -> None:
         _originals[f"torch.{name}"] = original
         for place in (torch, torch.random):
             setattr(place, name, recorded(original))
+    for name in _MAKERS:
+        _originals[f"torch.{name}"] = original = getattr(torch, name)
+        setattr(torch, name, _of_numbers(original))
     for name in _MATH:
         _originals[f"math.{name}"] = original = getattr(math, name)
         setattr(math, name, _without_numbers(original))
@@ -86,7 +93,8 @@ def _put_back() -> None:
     for name, original in _originals.items():
         if name.startswith("torch."):
             for place in (torch, torch.random):
-                setattr(place, name.removeprefix("torch."), original)
+                if hasattr(place, name.removeprefix("torch.")):
+                    setattr(place, name.removeprefix("torch."), original)
         elif name.startswith("math."):
             setattr(math, name.removeprefix("math."), original)
         elif original is None:
@@ -96,14 +104,26 @@ def _put_back() -> None:
     _originals.clear()
 
 
+def _of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(data, Number):
+            return original(data, *args, **kwargs)
+        kwargs.setdefault("dtype", torch.get_default_dtype())
+        return torch.full((), data, *args, **kwargs)
+
+    return make
+
+
 def _without_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
         listed = [x for arg in args if isinstance(arg, list | tuple) for x in arg]
-        for each in (*args, *kwargs.values(), *listed):
+        for each in (*kwargs.values(), *listed):
             if isinstance(each, Number):
-                each.refuse(f"given to math.{function.__name__}")
-        return function(*args, **kwargs)
+                each.refuse(f"given to math.{function.__name__} in a list or by keyword")
+        number = next((each for each in args if isinstance(each, Number)), None)
+        return function(*args, **kwargs) if number is None else number.given_to(function, *args)
 
     return compute
 
@@ -113,8 +133,7 @@ def _number(name: str) -> Callable[..., Any]:
 
     def read(self: Tensor) -> Any:
         recorder: Any = current_recorder()
-        caller = sys._getframe(1).f_code.co_filename
-        if recorder is None or (is_installed(caller) and not self.is_floating_point()):
+        if recorder is None or not self.is_floating_point():
             return original(self)
         whole: Any = self.full_tensor() if hasattr(self, "full_tensor") else self
         if whole.numel() != 1:
@@ -122,14 +141,6 @@ def _number(name: str) -> Callable[..., Any]:
         return recorder.number_of(whole.detach().reshape(()))
 
     return read
-
-
-def decides_itself(file: str) -> bool:
-    """True for code of an installed package, except torch's optimizers.
-
-    Packages may branch on values. Optimizers branch on step counts, which change in each call.
-    """
-    return is_installed(file) and not file.startswith(torch.optim.__path__[0])
 
 
 #: torch's dispatcher does not show it.
@@ -157,14 +168,15 @@ def _refused(name: str) -> Callable[..., Any]:
         recorder: Any = current_recorder()
         if recorder is None:
             return original(self, *args, **kwargs)
-        if is_installed(sys._getframe(1).f_code.co_filename):
-            if name in _DECISIONS:
-                return recorder.decided(original, self)
+        is_library = is_installed(sys._getframe(1).f_code.co_filename)
+        if name in _DECISIONS if is_library else name in _BRANCHES:
+            return recorder.decided(original, self)
+        if is_library:
             return original(self, *args, **kwargs)
         raise CaptureError(
             f"the step {what} at {call_site()}, which a recorded program cannot repeat: it runs no "
-            f"Python, and would use the value of this recording each time. Compute with tensors "
-            f"(torch.where instead of a branch), or return the tensor and do this after the call"
+            f"Python, and would use the value of this recording each time. Return the tensor, and "
+            f"do this after the call"
         )
 
     return read
