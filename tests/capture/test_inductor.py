@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tests.capture.twins import advance, nearly, run_twins, tensors_of
 from tilework import _core
 from tilework.capture import capture
-from tilework.capture.program import inductor
 from tilework.capture.modules import compiled_function
+from tilework.capture.program import inductor
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
 from tilework.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from tilework.testing import run_ranks

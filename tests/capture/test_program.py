@@ -640,19 +640,12 @@ def finite(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (branch, r"compared in Python, at .*test_program.py:\d+ in branch"),
-        (loop, r"branches on the value of a tensor at .*in loop"),
         (prints, r"printed in Python, at .*in prints"),
         (lambda x: print(x) or x, r"prints the value of a tensor at .*test_program"),
         (lambda x: x * float(x.numpy()[0]), r"makes a numpy array of a tensor at .*test_program"),
         (lambda x: x * x.tolist()[0], r"makes a list of a tensor"),
-        (lambda x: x[x > 0].sum(), r"shape or Python value depends on data"),
-        (lambda x: x[x.argmax().item()], r"makes a Python number of a tensor of torch.int64"),
-        (exponential, r"math.exp or numpy's computed from item\(\)"),
-        (finite, r"given to math.isfinite in Python, at .*test_program.py:\d+ in finite"),
+        (exponential, r"such as numpy's computed from item\(\)"),
         (lambda x: x * math.isclose(1.0, 2.0, abs_tol=x.sum().item()), r"given to math.isclose"),
-        (lambda x: x if x.sum().item().is_integer() else -x, r"tested by is_integer\(\) in Python"),
-        (lambda x: x if x.sum().item().real > 9 else -x, r"compared in Python"),
         (lambda x: x if math.fsum([1.0, x.sum().item()]) < 3 else -x, r"given to math.fsum"),
         (Counter().step, r"changes self.count in Python, from 1 to 2"),
         (Counter().collect, r"puts a tensor into the list self.seen"),
@@ -674,15 +667,49 @@ def test_what_a_program_cannot_do_again_raises_and_names_the_line(
     refused(step, message, torch.tensor([1.0, 2.0, 0.5]))
 
 
-def test_a_number_is_not_rounded_and_nothing_has_changed() -> None:
-    model = nn.Linear(4, 4)
-    train = training(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    program = capture(lambda x: round(train(x).item(), 4))
-    program(torch.ones(2, 4))
-    kept = model.weight.detach().clone()
-    with pytest.raises(CaptureError, match=r"rounded in Python, at .*test_program.py:\d+"):
-        program(torch.ones(2, 4))
-    assert same_bits(kept, model.weight.detach())
+@pytest.mark.parametrize(
+    "step",
+    [
+        branch,
+        loop,
+        finite,
+        lambda x: x[x > 0].sum(),
+        lambda x: x[x.argmax().item()],
+        lambda x: x if x.sum().item().is_integer() else -x,
+        lambda x: x * math.sqrt(abs(x.sum().item())) + round(x.sum().item(), 1),
+        lambda x: x * int(x.sum().item()) + x.sum().item() // 2,
+    ],
+)
+def test_a_value_that_takes_another_branch_takes_another_record(step: Any) -> None:
+    values = [[1.0, 2.0, 0.5], [1.0, 2.0, 0.5], [-1.0, 2.0, -3.5], [1.0, 9.5, 1.0]] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_twins(lambda: (step, dict), [(torch.tensor(x),) for x in values])
+
+
+def test_a_branch_of_a_step_that_has_written_undoes_the_call() -> None:
+    def make() -> Any:
+        model, total = nn.Linear(4, 4), torch.zeros(1)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step(x: Tensor) -> Tensor:
+            noisy = total.add_(x.sum()) + torch.rand(1)
+            loss: Tensor = model(x).square().mean() * noisy
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if not math.isfinite(loss.item()):  # a step that is left out
+                return loss.detach()
+            optimizer.step()
+            return loss.detach()
+
+        return step, lambda: {**tensors_of(model, optimizer)(), "total": total}
+
+    batches = [(torch.randn(2, 4),) for _ in range(10)]
+    batches[4] = batches[7] = (torch.full((2, 4), math.inf),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = run_twins(make, batches)
+    assert len(program.records) == 2
 
 
 @pytest.mark.parametrize("every", [1, 1000])
@@ -700,15 +727,13 @@ def test_a_scheduler_within_the_step_is_refused_and_nothing_has_changed(every: i
     program = capture(step)
     program(torch.ones(2, 4))
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        CaptureError, match=r"changes .*lr.* in Python.*after the captured step"
-    ):
+    with pytest.raises(CaptureError, match=r"changes .*lr.* in Python.*after the captured step"):
         program(torch.ones(2, 4))
     assert all(same_bits(kept[name], x) for name, x in model.state_dict().items())
 
 
-def test_a_parameter_of_another_layout_raises() -> None:
-    def program(rank: int) -> str:
+def test_a_parameter_of_another_layout_is_recorded_again() -> None:
+    def program(rank: int) -> None:
         mesh = mesh_of(2)
         model: Any = distribute_module(nn.Linear(8, 8), mesh)
         captured = capture(lambda x: model(x).sum().detach())
@@ -716,11 +741,11 @@ def test_a_parameter_of_another_layout_raises() -> None:
         for _ in range(3):
             captured(x)
         model.weight.data = model.weight.data.redistribute(placements=[Shard(0)])
-        with pytest.raises(CaptureError, match=r"model.weight was .*at .*test_program") as error:
-            captured(x)
-        return str(error.value)
+        with pytest.warns(match=r"the memory of model.weight was"):
+            found = captured(x)
+        assert same_bits(found, model(x).sum().detach())
 
-    assert len(set(run_ranks(2, program))) == 1
+    run_ranks(2, program)
 
 
 def trained() -> tuple[Program[..., Any], Callable[..., Any], Tensor]:

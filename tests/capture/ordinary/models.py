@@ -307,7 +307,7 @@ def mixture_of_experts() -> Made:
     return (model, experts_loss(model, True), rows(8, 6))
 
 
-@fitted(refused="rows that depend on data")
+@fitted()
 def mixture_of_experts_by_rows() -> Made:
     model = Experts()
     return (model, experts_loss(model, False), rows(8, 6))
@@ -353,7 +353,7 @@ def vit_with_mixup() -> Made:
     return (model, loss, labelled(4, 3, 8, 8, classes=3))
 
 
-@fitted()
+@fitted(refused="sparse gradients")
 def word2vec_with_sparse_adam() -> Made:
     model = nn.ModuleList([nn.Embedding(20, 4, sparse=True), nn.Embedding(20, 4, sparse=True)])
 

@@ -6,6 +6,7 @@ record's conditions: some 40 ns each. A loop over descriptions takes four times 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -66,10 +67,19 @@ class _Source:
 
     def read(self, place: StatePlace) -> str:
         """A Python expression that reads a place."""
+        if place.how == "item" and isinstance(place.owner, defaultdict):
+            return f"{self.name(place.owner)}.get({self.key(place)})"  # makes no item
+        return self.target(place)
+
+    def key(self, place: StatePlace) -> str:
+        """A Python expression for the key of an item."""
+        return repr(place.key) if isinstance(place.key, str | int) else self.name(place.key)
+
+    def target(self, place: StatePlace) -> str:
+        """A Python expression that reads a place, or that a value can be assigned to."""
         owner = self.name(place.owner)
         if place.how == "item":
-            key = repr(place.key) if isinstance(place.key, str | int) else self.name(place.key)
-            return f"{owner}[{key}]"
+            return f"{owner}[{self.key(place)}]"
         if place.how == "cell":
             return f"{owner}.cell_contents"
         if place.how == "grad":
@@ -186,7 +196,7 @@ def write_leave(
         return source.name(leaf)
 
     for place, leaf in graph.places:
-        source.lines.append(f"{source.read(place)} = {text(leaf)}")
+        source.lines.append(f"{source.target(place)} = {text(leaf)}")
         if place.how == "grad" and place.owner.__class__ is DTensor:
             source.lines.append(f"{source.name(place.owner)}._grad = None")
     leaves = [text(leaf) for leaf in graph.result]

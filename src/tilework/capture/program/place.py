@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ class StatePlace(NamedTuple):
     Attributes:
         owner: The object that has the part.
         how: The kind of part: "item", "attribute", "cell" (of a closure), "grad" (the local
-            gradient of a tensor), "address" (of a tensor's memory), "length", "presence" (whether a dict has the key), or
-            "content" (of a set, or the checksum of a numpy array).
+            gradient of a tensor), "address" (of a tensor's memory), "length", "presence" (whether a
+            dict has the key), or "content" (of a set, or the checksum of a numpy array).
         key: The key of the item, or the name of the attribute.
         text: The place in words, as a program would write it.
     """
@@ -37,6 +38,8 @@ class StatePlace(NamedTuple):
         """
         try:
             if self.how == "item":
+                if isinstance(self.owner, defaultdict) and self.key not in self.owner:
+                    raise LookupError(self.text)  # a look must not make the item
                 return self.owner[self.key]
             if self.how == "cell":
                 return self.owner.cell_contents

@@ -16,13 +16,11 @@ from tilework.capture.program.glue import ProgramConditions, layouts_hold, write
 from tilework.capture.program.graph import Graph, Value
 from tilework.capture.program.memory import SharedMemory
 from tilework.capture.program.number import Number
-from tilework.capture.program.place import StatePlace, key_of_constant, memory_layout_of
+from tilework.capture.program.place import key_of_constant, memory_layout_of
 from tilework.comm.per_call import provenance_digest
-from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import current_world
 from tilework.dtensor.base import wrap_as
 from tilework.dtensor.tensor import DTensor
-from tilework.errors import CaptureError
 
 _BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
@@ -171,8 +169,7 @@ class StepRecord:
                 is_same = not each.may_change or all(x.get() is now for x in each.others)
             except LookupError:
                 now, is_same = None, False
-            if each.is_local and path.owner._spec != each.layout:
-                raise _other_layout(self.name, path, each.layout, path.owner._spec)
+            is_same = is_same and not (each.is_local and path.owner._spec is not each.layout)
             expected = each.layout if each.may_change else layout
             if not is_same or now is None or memory_layout_of(now) != expected:
                 self._changed = f"{path.text} is another tensor, or has another layout"
@@ -195,9 +192,6 @@ class StepRecord:
         """Check that the program may run for a call, and return its inputs; None if it may not.
 
         The key of the call has checked the layouts of the arguments.
-
-        Raises:
-            CaptureError: A tensor that the step refers to has another layout.
         """
         inputs = self._enter(leaves)
         if inputs is None or not self._layouts_hold(*self._same):
@@ -345,14 +339,6 @@ def generators_of_rank() -> list[torch.Generator]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return found
-
-
-def _other_layout(name: str, path: StatePlace, then: Any, now: Any) -> CaptureError:
-    return CaptureError(
-        f"{name} was captured when {path.text} was {then}, and at {call_site()} it is {now}: a "
-        f"program serves one layout of each tensor that the step refers to. Call capture() again "
-        f"after a change of layout"
-    )
 
 
 def copies_of(inputs: Sequence[Tensor], kept: Mapping[int, Tensor]) -> list[Tensor]:

@@ -157,6 +157,8 @@ def way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[
             )
             for place, thing in places.way_to(each.path):
                 if now.get(identity_of(place), thing) is not thing:
+                    if type(thing).__module__.startswith("tilework."):
+                        raise MadeOnce
                     raise CaptureError(
                         f"the step reads {each.path.text} and replaces {place.text}, a "
                         f"{type(thing).__name__}: a program reads and writes tensors alone. Keep "
@@ -191,6 +193,10 @@ def _refuse_replaced(place: StatePlace, thing: Any, places: StatePlaces) -> None
         f"do this again, since its Python does not run. Do it outside of the step, or choose by an "
         f"argument"
     )
+
+
+class MadeOnce(Exception):
+    """The library has made anew what a later call would not make: the call is no record."""
 
 
 class HasGraphError(CaptureError):

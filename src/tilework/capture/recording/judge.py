@@ -23,6 +23,7 @@ from tilework.capture.program.record import (
 )
 from tilework.capture.recording.arguments import StepCall
 from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.tensor_reads import uncompiled
 from tilework.comm.operations.coalescing import uncoalesced
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
@@ -91,7 +92,7 @@ def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], si
         and key_of_storage(tensor) not in kept
     ]
     generators = [(x, x.get_state()) for x in [*generators_of_rank(), *places.generators()]]
-    with uncoalesced():  # as a program runs
+    with uncoalesced(), uncompiled():  # as a program runs
         result = call.run()
     reduce_deferred(places)
     comparison = _Comparison(record, inputs, copies_of(inputs, kept), generators)

@@ -23,8 +23,9 @@ from tilework.capture.program.record import (
 )
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
-from tilework.capture.recording.arguments import StepCall, flatten, replaced
+from tilework.capture.recording.arguments import StepCall, Structure, flatten, replaced
 from tilework.capture.recording.effects import (
+    MadeOnce,
     absent,
     changes,
     constants_of,
@@ -108,23 +109,16 @@ def record_call(
         The record and the result. The record is None if the step has made groups or optimizer
         states, which later calls will not make.
     """
-    given = call.leaves
-    book = NumberBook()
-    arguments = {i: Number(given[i], None, (), book) for i in how.numbers}
-    new = {**told_apart(given, StatePlaces(call.step)), **arguments}
-    args, kwargs = replaced((call.args, call.kwargs), new)  # copies: a refusal leaves the originals
-    call = call._replace(args=args, kwargs=kwargs)
-    leaves, structure = flatten((call.args, call.kwargs))
-    call = call._replace(leaves=leaves)
-    before = _PlacesOfCall(call.step, leaves)
+    given, book = call.leaves, NumberBook()
+    call, structure, arguments = _copied(call, how, book)
+    before = _PlacesOfCall(call.step, call.leaves)
     recorder = StepRecorder(before, book)
     unseen = Unseen(before, given)
     generators = [(x, x.get_state()) for x in [*generators_of_rank(), *before.generators()]]
+    record = None
+    places = how.places if how.options else None
     try:
-        with (
-            Inputs(before, arguments, how.places if how.options else None, book) as inputs,
-            recorder.recording(),
-        ):
+        with Inputs(before, arguments, places, book) as inputs, recorder.recording():
             result = call.run()
             if needed is not None:
                 needed += recorder.needed
@@ -132,25 +126,16 @@ def record_call(
         unseen.refuse_changes()
         _refuse_changed_containers(call, structure)
         outputs, tree = tree_flatten(result)
-        if unseen.makes_anything_once():
-            return None, tree_unflatten([value_of(each) for each in outputs], tree)
-        _refuse_unknown(outputs, before)
-        if needed is None:
-            refuse_graphs(outputs, before, recorder)
-        recorder.graph.result = [leaf_of(each, recorder) for each in outputs]
-        record, joins = _record_of(call, recorder, inputs, tree, how.codes)
-        kept = {
-            key_of_storage(each.tensor): recorder.before[each.value.memory]
-            for each in record.graph.inputs
-            if each.value.memory in recorder.before
-        }
-        begun = kept, generators, result
-        if how.check and not joins:
-            check_new(record, *begun)
-        if how.compiles:
-            record.compile([each.tensor for each in record.graph.inputs])
-            check_new(record, *begun)
-        accept(record, result)
+        if not unseen.makes_anything_once():
+            _refuse_unknown(outputs, before)
+            if needed is None:
+                refuse_graphs(outputs, before, recorder)
+            recorder.graph.result = [leaf_of(each, recorder) for each in outputs]
+            record, is_new = _record_of(call, recorder, inputs, tree, how.codes)
+            _check(record, recorder, how, is_new, (generators, result))
+            accept(record, result)
+    except MadeOnce:
+        pass
     except Exception:
         unseen.undo()
         _undo(recorder, before)
@@ -159,6 +144,41 @@ def record_call(
         recorder.close()
         unseen.close()
     return record, tree_unflatten([value_of(each) for each in outputs], tree)
+
+
+def _copied(
+    call: StepCall, how: Recording, book: NumberBook
+) -> tuple[StepCall, Structure, dict[int, Number]]:
+    """The call with copies of containers among the arguments: a refusal leaves the originals.
+
+    Returns:
+        The call, the structure of the arguments, and by position the Numbers among them.
+    """
+    numbers = {i: Number(call.leaves[i], None, (), book) for i in how.numbers}
+    new = {**told_apart(call.leaves, StatePlaces(call.step)), **numbers}
+    args, kwargs = replaced((call.args, call.kwargs), new)
+    leaves, structure = flatten((args, kwargs))
+    return call._replace(leaves=leaves, args=args, kwargs=kwargs), structure, numbers
+
+
+def _check(
+    record: StepRecord,
+    recorder: StepRecorder,
+    how: Recording,
+    is_new: bool,
+    begun: tuple[Any, Any],
+) -> None:
+    """Compare a record with the recorded call, and compile the record. Collective."""
+    kept = {
+        key_of_storage(each.tensor): recorder.before[each.value.memory]
+        for each in record.graph.inputs
+        if each.value.memory in recorder.before
+    }
+    if how.check and is_new:
+        check_new(record, kept, *begun)
+    if how.compiles:
+        record.compile([each.tensor for each in record.graph.inputs])
+        check_new(record, kept, *begun)
 
 
 def _record_of(
@@ -171,7 +191,7 @@ def _record_of(
     """Make the record of a call that has ended. Collective over the groups of its collectives.
 
     Returns:
-        The record; and True if it runs one of ``codes``, on all ranks.
+        The record; and True if it runs none of ``codes``, on all ranks.
     """
     graph, before = recorder.graph, recorder.places
     after = _PlacesOfCall(call.step, call.leaves)
@@ -200,7 +220,7 @@ def _record_of(
     guards = list(dict.fromkeys(recorder.book.guards))
     held = ProgramConditions(inputs.all, way, constants, guards)
     record = StepRecord(call.name, graph, tree, held, code, skeleton.constants)
-    return record, is_joined
+    return record, not is_joined
 
 
 def _refuse_changed_containers(call: StepCall, structure: Any) -> None:

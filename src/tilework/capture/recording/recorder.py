@@ -36,7 +36,7 @@ from tilework.capture.program.place import memory_layout_of
 from tilework.capture.program.record import storage_bytes_of
 from tilework.capture.recording.group_calls import RecordedGroups
 from tilework.capture.recording.places import StatePlaces
-from tilework.capture.recording.tensor_reads import watched_reads
+from tilework.capture.recording.tensor_reads import uncompiled, watched_reads
 from tilework.comm.per_call.call_recorder import set_recorder
 from tilework.comm.per_call.callsite import call_site
 from tilework.comm.world import current_world
@@ -87,7 +87,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._groups = RecordedGroups(self._keep_of_group_call, self._note_group_call)
         before = set_recorder(self)
         try:
-            with watched_reads(), self, torch.autograd.set_multithreading_enabled(False):
+            single = torch.autograd.set_multithreading_enabled(False)
+            with uncompiled(), watched_reads(), self, single:
                 yield
         finally:
             set_recorder(before)

@@ -1,9 +1,9 @@
 """Reads of tensors' values by Python while a step is recorded: numbers, or errors.
 
-``item()`` of a float gives a :class:`~tilework.capture.program.number.Number`. Other reads (numpy,
-lists, branches, prints) would silently leave current values in the program: they raise, naming the
-line. The methods of ``torch.Tensor`` and the functions of ``math`` are replaced while any thread of the
-process records.
+``item()`` of a float gives a :class:`~tilework.capture.program.number.Number`. Branches on
+values become conditions of the record. Other reads (numpy, lists, prints) would silently leave
+current values in the program: they raise, naming the line. The methods of ``torch.Tensor`` and the
+functions of ``math`` are replaced while any thread of the process records.
 """
 
 from __future__ import annotations
@@ -51,6 +51,16 @@ _MATH = [name for name, value in vars(math).items() if callable(value) and name[
 _lock = threading.Lock()
 _users = 0
 _originals: dict[str, Any] = {}
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within the block, functions of torch.compile run as they are: compilers hide operators."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager
