@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.rounding import assert_close
-from tests.shared_draws import shared_draws
 from tilework.comm.agreement import agree
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
@@ -115,7 +114,7 @@ class Call:
             for one in self.tensors
         ]
         self.seed = seed
-        leaves, numbers = self.leaves(), torch.default_generator.get_state()
+        leaves = self.leaves()
         results, structure = tree_flatten(self.on(leaves))
         after = [one.detach().clone() for one in leaves]
         self.expected = Outcome(results, structure, after, [])
@@ -125,8 +124,6 @@ class Call:
             self.expected.differentiable = any(one is not None for one in self.cotangents)
         except (RuntimeError, NotImplementedError):
             self.expected.differentiable = False
-        #: Whether it draws random numbers, or sets a seed.
-        self.draws = not torch.equal(numbers, torch.default_generator.get_state())
         self.expected.grads = [one.grad for one in leaves]
 
     def leaves(self) -> list[Tensor]:
@@ -272,9 +269,8 @@ def run_on(
     Raises:
         AssertionError: Something differs from the plain call.
     """
-    with nullcontext() if call.draws else shared_draws():
-        tensors = inputs(call, mesh, layouts) if tensors is None else tensors
-        return _run_on(call, tensors, _Close(compare, rtol, atol), counting)
+    tensors = inputs(call, mesh, layouts) if tensors is None else tensors
+    return _run_on(call, tensors, _Close(compare, rtol, atol), counting)
 
 
 def _run_on(call: Call, tensors: Sequence[Tensor], close: _Close, counting: bool) -> Seen:

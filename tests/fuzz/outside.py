@@ -18,7 +18,6 @@ import torch
 
 from tests.fuzz.language import Run
 from tests.fuzz.programs import difference, gradients, state_of
-from tests.shared_draws import shared_draws
 from tilework.comm.world import current_world
 from tilework.mesh import init_device_mesh
 from tilework.testing import run_ranks
@@ -112,7 +111,6 @@ def wrong(programs: Sequence[Beyond]) -> Iterator[str]:
             yield "\n".join([*program.statements, f"mesh {program.mesh}", *said])
 
 
-@shared_draws()  # values come of seeds in the program
 def _run(program: Beyond) -> str:
     """What a rank saw: "right", "wrong: …", or the statement at which it raised, and the error."""
     torch.set_num_threads(1)

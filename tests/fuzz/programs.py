@@ -21,7 +21,6 @@ from tests.dtensor.op_checks import noting_gatherings
 from tests.fuzz.language import Run
 from tests.fuzz.limits import Speaker
 from tests.fuzz.statements import Chooser, first_statement, refused_statement, statement
-from tests.shared_draws import shared_draws
 from tilework.comm.world import current_world
 from tilework.dtensor import DTensor
 from tilework.mesh import DeviceMesh, init_device_mesh
@@ -299,7 +298,6 @@ def _worst(outcomes: Sequence[Outcome], size: int, program: Program) -> Outcome:
     return outcomes[0]
 
 
-@shared_draws()  # values come of seeds in the program
 def _run(program: Program, mesh: DeviceMesh) -> Outcome:
     run = Run(mesh)
     try:

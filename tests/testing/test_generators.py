@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -21,7 +16,7 @@ from tilework import sharded
 from tilework.errors import DistError
 from tilework.parallel import DistributedDataParallel
 from tilework.sharded import ChunkShardingSpec
-from tilework.testing import generators, run_ranks
+from tilework.testing import run_ranks
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(3),
@@ -36,6 +31,8 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "dropout": lambda: F.dropout(torch.ones(9)),
     "dropout2d": lambda: F.dropout2d(torch.ones(1, 9, 2, 2)),
     "alpha_dropout": lambda: F.alpha_dropout(torch.ones(9), training=True),
+    "native_dropout": lambda: torch.native_dropout(torch.ones(9), 0.5, True)[0],
+    "gamma": lambda: torch._standard_gamma(torch.ones(3)),
     "Dropout": lambda: nn.Dropout()(torch.ones(9)),
     "rrelu": lambda: F.rrelu(-torch.ones(3), training=True),
     "gumbel_softmax": lambda: F.gumbel_softmax(torch.ones(3)),
@@ -123,30 +120,6 @@ def test_a_generator_that_is_given_is_drawn_from() -> None:
 
     torch.manual_seed(0)
     assert torch.equal(run_ranks(2, program)[1], torch.rand(2))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks beside threads")
-def test_a_process_that_is_forked_while_another_rank_draws_can_draw() -> None:
-    inside = threading.Event()
-
-    def draw_long() -> None:
-        with generators._borrowed:
-            inside.set()
-            time.sleep(0.05)
-
-    def program(rank: int) -> int:
-        thread = threading.Thread(target=draw_long)
-        thread.start()
-        inside.wait()
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(20)  # ends it if it waits for a thread that it has not
-            torch.rand(2)
-            os._exit(0)
-        thread.join()
-        return os.waitpid(pid, 0)[1]
-
-    assert run_ranks(1, program) == [0]
 
 
 def test_call_sites_are_those_of_the_program() -> None:

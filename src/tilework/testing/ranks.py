@@ -30,7 +30,7 @@ from tilework.comm.per_call.stacks import stacks_of_threads
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError, text_of
 from tilework.store import HashStore, Store, StoreServer, UnixStore
-from tilework.testing.generators import OwnDraws, give_generator, own_generators
+from tilework.testing.generators import give_generator, own_generators
 
 _Result = TypeVar("_Result")
 Kind = Literal["threads", "processes"]
@@ -189,12 +189,11 @@ def _in_threads(program: _Program) -> list[_Outcome]:
 def _thread_rank(
     program: _Program, rank: int, worlds: list[World], store: Store, outcomes: list[_Outcome]
 ) -> None:
-    outcome, generator = outcomes[rank], worlds[rank].generator
-    assert generator is not None
+    outcome = outcomes[rank]
     # A new thread learns of torch.set_num_threads() here. Otherwise it would learn at the first
     # parallel loop: products before and after would have other threads, and other last bits.
     torch.get_num_threads()
-    with own_world(worlds[rank]) as world, OwnDraws(generator):
+    with own_world(worlds[rank]) as world:
         try:
             outcome.result = program.run(rank, store, "threads")
         except BaseException as error:

@@ -19,7 +19,6 @@ from tests.dtensor.op_checks import (
 )
 from tests.fuzz.language import values
 from tests.rounding import assert_close
-from tests.shared_draws import shared_draws
 from tests.tables import each
 from tilework.dtensor import DTensor
 from tilework.layout import Partial, Placement, Replicate, Shard
@@ -159,7 +158,6 @@ def test_they_are_those_of_plain_tensors(name: str) -> None:
     with skipping_without_derivatives():
         expected = _twice(operator, [each.clone().requires_grad_() for each in inputs])
 
-    @shared_draws()
     def program(rank: int) -> None:
         mesh = init_device_mesh("cpu", (3,))
         for layouts in _layouts(shapes):

@@ -7,7 +7,6 @@ import copy
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tests.dtensor.op_checks import Layout, distributed
 from tests.rounding import assert_close
-from tests.shared_draws import shared_draws
 from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from tilework.layout import Placement
 from tilework.mesh import DeviceMesh
@@ -140,8 +138,7 @@ def problems(found: Sequence[Case], size: int = 2) -> list[str]:
             for way in WAYS:
                 layouts = random.Random(f"{number} {way}")
                 try:
-                    with nullcontext() if case.draws else shared_draws():
-                        _compare(case, mesh, way, layouts)
+                    _compare(case, mesh, way, layouts)
                 except AssertionError as error:
                     wrong.append(f"{way}: {case}: {str(error)[:400]}")
         return wrong

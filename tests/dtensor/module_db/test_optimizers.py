@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.rounding import assert_close
-from tests.shared_draws import shared_draws
 from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from tilework.mesh import DeviceMesh
 from tilework.testing import run_ranks
@@ -100,10 +99,7 @@ def test_steps_are_those_of_plain_parameters(name: str) -> None:
     )
 
     def program(rank: int) -> None:
-        with shared_draws():
-            compare(init_device_mesh("cpu", (2,)))
-
-    def compare(mesh: DeviceMesh) -> None:
+        mesh = init_device_mesh("cpu", (2,))
         for kwargs, expected in cases:
             for way in ("rows", "columns", "mixed"):
                 params = [placed(x, mesh, number, way) for number, x in enumerate(whole)]

@@ -14,7 +14,6 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.dtensor.op_db.calls import named, operators, samples_of
-from tests.shared_draws import shared_draws
 from tilework.dtensor import DTensor, distribute_tensor
 from tilework.dtensor.base import owner_of
 from tilework.dtensor.debug.causes import explain
@@ -111,7 +110,6 @@ def _shares(result: Any, tensor: Any) -> bool:
     return bool(result.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
 
 
-@shared_draws()
 def _memory_that_differs(part: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1,))
     found = []
@@ -174,7 +172,6 @@ def test_calls_that_torch_refuses_are_refused(part: int) -> None:
     calls = _refused_calls(part)
     assert len(calls) > 30
 
-    @shared_draws()
     def rank(rank: int) -> list[str]:
         mesh = init_device_mesh("cpu", (2,))
 
@@ -235,7 +232,6 @@ def _outs(results: list[Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
         yield f"shape {shape}", [result.new_empty(shape) for result in results]
 
 
-@shared_draws()
 def _outs_taken_otherwise(part: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1,))
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.rounding import assert_close
 from tests.sharded.ranks_and_specs import boxes, chunks, cut, grid, on
-from tests.shared_draws import shared_draws
 from tilework.layout import Box
 from tilework.sharded import ShardedTensor, ShardingSpec
 
@@ -69,17 +68,7 @@ def check_same(
     wholes: list[Tensor],
     spec: ShardingSpec,
 ) -> Any:
-    """``compute`` gives the same of sharded tensors as of plain ones, gradients too.
-
-    It must not draw random numbers.
-    """
-    with shared_draws():
-        return _check_same(rank, compute, wholes, spec)
-
-
-def _check_same(
-    rank: int, compute: Callable[..., Any], wholes: list[Tensor], spec: ShardingSpec
-) -> Any:
+    """``compute`` gives the same of sharded tensors as of plain ones, gradients too."""
     sharded = [shards_of(whole, spec, rank) for whole in wholes]
     wholes = [whole.clone().detach().requires_grad_(whole.requires_grad) for whole in wholes]
     expected, found = compute(*wholes), compute(*sharded)

@@ -13,7 +13,6 @@ from torch.nn import init
 
 from tests.sharded.ops.op_checks import CUTS, RANKS, SIZE, close, shards_of, values
 from tests.sharded.ranks_and_specs import check_all_raise, chunks, on
-from tests.shared_draws import shared_draws
 from tests.tables import each
 from tilework.sharded import ShardedTensor, full, ones, zeros
 
@@ -193,7 +192,6 @@ def test_torchs_optimizers_train_as_unsharded(
 
     expected = train(nn.Parameter(values(*SIZE))).detach()
 
-    @shared_draws()
     def program(rank: int) -> None:
         for spec in CUTS.values():
             found = train(nn.Parameter(shards_of(values(*SIZE), spec, rank)))
