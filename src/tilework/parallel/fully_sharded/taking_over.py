@@ -102,6 +102,8 @@ class ModuleTables:
         self._modules = list(chain.from_iterable(own_modules(root, "") for root in self._roots))
         #: Layers that also keep a list of their weights.
         self.recurrent: list[Any] = [m for _, m in self._modules if isinstance(m, nn.RNNBase)]
+        #: Modules that read weights of their first layer, to choose a path, before they call it.
+        self.encoders = [m for _, m in self._modules if isinstance(m, nn.TransformerEncoder)]
 
     def is_current(self) -> bool:
         """True unless submodules or parameters were added, replaced or removed since ``note``."""

@@ -419,6 +419,7 @@ class Unit:
         self._install()
         if not again:
             self._gather_ahead(run)
+        self._show_first_layers(run, around, again)
         _running.stack.append(self)
         around.callback(_running.stack.pop)
         if torch.is_grad_enabled() and CAN_FREE and gathered.parts:
@@ -467,6 +468,21 @@ class Unit:
                 unit.start_gather()
                 assert unit._gathered is not None
                 unit._gathered.seen_by = run
+
+    def _show_first_layers(self, run: Run, around: ExitStack, again: bool) -> None:
+        """Install the weights that torch's encoders read before they call a layer. Collective."""
+        layers = [encoder.layers[0] for encoder in self.tables.encoders]
+        modules = [module for layer in layers if not layer.training for module in layer.modules()]
+        units: list[Unit | None] = [vars(module).get("_fsdp_state") for module in modules]
+        for unit in dict.fromkeys(units):
+            if unit is None or unit is self:
+                continue
+            if again:
+                unit._join_backward()
+            unit._look_before(run)
+            unit.gather().seen_by = run
+            unit._install()
+            around.callback(unit._clean)
 
     def _check_unwritten(self) -> None:
         """Raise if forward has written to a full parameter: nobody would see it."""
