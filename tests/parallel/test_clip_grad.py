@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from tests.rounding import assert_close
-from tilework.dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from tilework.dtensor import (
+    CommDebugMode,
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from tilework.mesh import DeviceMesh
 from tilework.parallel import clip_grad_norm_
 from tilework.testing import run_ranks
@@ -118,3 +125,15 @@ def test_the_widest_dtype_is_that_of_the_norm() -> None:
 
     for total in run_ranks(2, program):
         assert_close(total, torch.tensor([1.0] * 4 + [1.01] * 4).norm())
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, nn.utils.clip_grad_norm_])
+def test_parameters_of_a_mesh_take_a_single_collective(clip: Any) -> None:
+    def program(rank: int) -> tuple[float, int]:
+        mesh = init_device_mesh("cpu", (2,))
+        params = [on(mesh, 3.0), on(mesh, 4.0), on(mesh, 0.0, backward=False)]
+        with CommDebugMode() as counts:
+            norm = clip(params, 1.0)
+        return norm.item(), counts.get_total_counts()
+
+    assert run_ranks(2, program) == [(10.0, 1)] * 2

@@ -29,7 +29,7 @@ def clip_grad_norm_(
 
     torch's function of this name serves where all gradients are plain, or DTensors on one mesh.
     Here plain tensors, DTensors, and torch's DTensors may be mixed, also on meshes of different
-    ranks. Collective over the ranks of all meshes of DTensors; blocks.
+    ranks. Collective over the ranks of all meshes of DTensors, once for each mesh; blocks.
 
     Args:
         parameters: The parameters; those without a gradient are left out. The same on all ranks.
@@ -56,6 +56,7 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
+    norm_type = float(norm_type)
     every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     by_mesh: dict[Any, list[Tensor]] = {}
     for parameter in every:
@@ -70,10 +71,10 @@ def clip_grad_norm_(
     else:
         _check_here(by_mesh)
         here = [mesh for mesh, grads in by_mesh.items() if grads and _is_here(mesh)]
-        norms = [_norm(by_mesh[mesh], norm_type) for mesh in here]
+        norms = [_norms(by_mesh[mesh], norm_type) for mesh in here]
     if not norms:
         return torch.tensor(0.0)
-    total = _norm_of_norms(norms, norm_type)
+    total = cast(Tensor, torch.linalg.vector_norm(torch.cat(_of_one_dtype(norms)), norm_type))
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite ({total.item()}), so "
@@ -87,22 +88,22 @@ def clip_grad_norm_(
     return total
 
 
-def _norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(grads, norm_type)
-    full: Tensor = cast(Any, norm).full_tensor() if _is_distributed(norm) else norm
+def _norms(grads: list[Tensor], norm_type: float) -> Tensor:
+    """The norms of gradients on one mesh, or of plain ones, as a plain vector. Collective."""
+    norms = torch.stack(_of_one_dtype(torch._foreach_norm(grads, norm_type)))
+    full: Tensor = cast(Any, norms).full_tensor() if _is_distributed(norms) else norms
     return full
 
 
-def _norm_of_norms(norms: list[Tensor], norm_type: float) -> Tensor:
-    dtype = reduce(torch.promote_types, [norm.dtype for norm in norms])
-    stacked = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
-    return cast(Tensor, torch.linalg.vector_norm(stacked, norm_type))
+def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    return [tensor.to(tensors[0].device, dtype) for tensor in tensors]
 
 
 def _norms_of_ranks(
     by_mesh: Mapping[Any, list[Tensor]], ranks: Sequence[int], norm_type: float
 ) -> list[Tensor]:
-    """A norm for each mesh with gradients, also for meshes that this rank is outside of.
+    """The norms for each mesh with gradients, also for meshes that this rank is outside of.
 
     Collective over ``ranks``, the ranks of all meshes together. Plain gradients count as a mesh.
 
@@ -114,7 +115,7 @@ def _norms_of_ranks(
         raise RuntimeError(_outside(next(mesh for mesh in by_mesh if mesh is not None)))
     own: list[tuple[Any, Tensor | None]] = []
     for mesh, grads in by_mesh.items():
-        norm = _norm(grads, norm_type) if grads and _is_here(mesh) else None
+        norm = _norms(grads, norm_type) if grads and _is_here(mesh) else None
         own.append(
             (None if mesh is None else _ranks_of(mesh), None if norm is None else norm.cpu())
         )

@@ -12,9 +12,17 @@ from tests.dtensor.sharded_values import cut, full
 from tests.fuzz.programs import compare
 from tests.rounding import assert_close
 from tests.tables import each
-from tilework.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from tilework.dtensor import (
+    CommDebugMode,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    init_device_mesh,
+)
 from tilework.testing import run_ranks
 
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 torch.manual_seed(3)
 WHOLE = [torch.rand(5, 5) / 2 + 0.2, torch.rand(4, 4) / 2 + 0.2]
 #: What each operator takes after the first list.
@@ -145,3 +153,21 @@ def test_a_tensor_with_dims_is_no_number(name: str) -> None:
         "v0 = data((0, 4), 1, 'S0')\nv1 = data((0,), 2, 'R')\n"
         f"refused: torch.{name}([v0[:, 3]], v1)"
     )
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, torch.inf])
+def test_norms_of_a_list_take_a_single_collective(order: float) -> None:
+    whole = [torch.rand(5, 3), torch.rand(1), torch.rand(2, 2), torch.rand(7), torch.rand(3)]
+    whole[3][6] = torch.nan
+    layouts: Any = [[S0, S1], [S0, R], [R, R], [R, S0], [R, S0]]
+
+    def program(rank: int) -> tuple[list[Tensor], int]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        lists = [cut(one, mesh, each) for one, each in zip(whole, layouts, strict=True)]
+        with CommDebugMode() as counts:
+            found = torch._foreach_norm(lists, order)
+        return [full(norm) for norm in found], counts.get_total_counts()
+
+    for norms, count in run_ranks(4, program):
+        assert_close(norms, list(torch._foreach_norm(whole, order)), equal_nan=True)
+        assert count == 1

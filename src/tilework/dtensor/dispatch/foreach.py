@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _foreach_utils
 
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.reduce_op import ReduceOp
@@ -14,10 +16,16 @@ from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.overlapping import is_window
 from tilework.dtensor.propagation.strides import like_strides
 from tilework.dtensor.redistribution.redistribute import axes_group
-from tilework.dtensor.spec import DTensorSpec
+from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
+from tilework.layout import Partial, Replicate, Shard
+from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import dtensor_handler, entry_of
+from tilework.tiled.rules.reduction_args import accumulation_dtype
+
+# torch's functions that clip gradients then call the operators on lists, which reduce together.
+getattr(_foreach_utils, "_foreach_supported_types", []).append(DTensor)
 
 #: The operator of each tensor, where that has another name.
 _SINGLE = {
@@ -39,6 +47,8 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     name: str = func.__name__
     lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
+    if name == "_foreach_norm":
+        return _norms(*args, **kwargs)
     _check_number(name, args)
     if name.endswith("_"):
         _check_targets(name, lists)
@@ -67,6 +77,71 @@ def _note_written(tensors: Sequence[Tensor]) -> None:
             if torch.is_grad_enabled():
                 local_graph.mirror_requires_grad(tensor)
                 local_graph.mirror_in_bases(tensor)
+
+
+def _norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+    """The norm of each tensor; those of a mesh are reduced by a single collective. Collective."""
+    results: list[Any] = [None] * len(tensors)
+    together: dict[DeviceMesh, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        if _has_norm_of_parts(tensor) and float(ord) > 0:
+            together.setdefault(tensor.device_mesh, []).append(at)
+        else:
+            results[at] = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
+    for mesh, places in together.items():
+        parts = [_without_partial(tensors[at]) for at in places]
+        norms = _norms_on(mesh, parts, float(ord), dtype).unbind()
+        for at, norm in zip(places, norms, strict=True):
+            kind = (dtype or tensors[at].dtype).to_real()
+            results[at] = wrap(norm.to(kind), spec_of(mesh, [Replicate()] * mesh.ndim, ()))
+    return results
+
+
+def _has_norm_of_parts(tensor: Any) -> TypeGuard[DTensor]:
+    """True if the norm of a tensor is that of the norms of the ranks' parts, without a gradient."""
+    return (
+        isinstance(tensor, DTensor)
+        and tensor.device_mesh.here
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and not (torch.is_grad_enabled() and tensor.requires_grad)
+        and any(isinstance(placement, Shard) for placement in tensor.placements)
+        and 0 not in tensor.shape
+    )
+
+
+def _without_partial(tensor: Any) -> DTensor:
+    dual, result = tensor._spec.dual, tensor
+    if dual is not tensor._spec:
+        result = tensor.redistribute(placements=dual.placements, order=dual.order)
+    return cast(DTensor, result)
+
+
+def _norms_on(mesh: DeviceMesh, tensors: Sequence[Any], order: float, dtype: Any) -> Tensor:
+    """The norms of tensors on a mesh, as a vector of float64. Collective over axes that shard."""
+    shards = [
+        {axis for axis, p in enumerate(tensor.placements) if isinstance(p, Shard)}
+        for tensor in tensors
+    ]
+    axes = set().union(*shards)
+    parts: dict[torch.dtype, list[int]] = {}
+    for at, tensor in enumerate(tensors):  # of replicas, the first rank's counts
+        if tensor._spec.is_first(axes - shards[at]) and tensor._local_tensor.numel():
+            parts.setdefault(tensor.dtype, []).append(at)
+    norms = torch.zeros(len(tensors), dtype=torch.float64, device=tensors[0]._local_tensor.device)
+    for kind, places in parts.items():
+        locals_ = _local([tensors[at] for at in places])
+        found = torch._foreach_norm(locals_, order, accumulation_dtype(dtype or kind))
+        norms[places] = torch.stack(found).to(norms.dtype)
+    is_max = math.isinf(order)
+    # Not every engine's maximum keeps NaN.
+    sent = torch.cat([norms, norms.isnan().to(norms.dtype)]) if is_max else norms.pow(order)
+    partial = Partial("max" if is_max else "sum")
+    placements = [partial if axis in axes else Replicate() for axis in range(mesh.ndim)]
+    total = wrap(sent, spec_of(mesh, placements, sent.shape)).full_tensor()
+    if not is_max:
+        return total.pow(1 / order)
+    largest, is_nan = total.chunk(2)
+    return torch.where(is_nan > 0, math.nan, largest)
 
 
 def _wrapped_like(local: Tensor, spec: DTensorSpec) -> DTensor:
