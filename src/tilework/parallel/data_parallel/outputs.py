@@ -40,34 +40,49 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of a value in which ``change`` was applied to each tensor.
 
-    The batch sizes of a PackedSequence stay: they must be on the CPU.
+    Parts in which that changes nothing are not copied: modules may share a list or a dict. The
+    batch sizes of a PackedSequence stay: they must be on the CPU.
     """
     if isinstance(value, Tensor):
         return change(value)
+    parts = _parts_of(value)
+    changed = {key: replace_tensors(part, change) for key, part in parts.items()}
+    if all(changed[key] is part for key, part in parts.items()):
+        return value
+    return _with_parts(value, changed)
+
+
+def _parts_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, PackedSequence):
-        parts = value._asdict()
-        sizes = parts.pop("batch_sizes")
-        return PackedSequence(batch_sizes=sizes, **replace_tensors(parts, change))
+        return {key: part for key, part in value._asdict().items() if key != "batch_sizes"}
+    if _is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+
+
+def _with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
+    changed: Any
     if _is_dataclass(value):
         changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                new = replace_tensors(getattr(value, field.name), change)
-                object.__setattr__(changed, field.name, new)
+        for name, part in parts.items():
+            object.__setattr__(changed, name, part)
         if isinstance(value, Mapping):  # such as transformers' ModelOutput
             for key in value:
                 dict.__setitem__(changed, key, getattr(changed, key))
         return changed
     if isinstance(value, Mapping):
         changed = copy.copy(value)
-        for key, each in value.items():
-            changed[key] = replace_tensors(each, change)  # type: ignore[index]
+        for key, part in parts.items():
+            changed[key] = part
         return changed
+    if isinstance(value, PackedSequence):
+        return PackedSequence(**{**value._asdict(), **parts})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(replace_tensors(each, change) for each in value))
-    if isinstance(value, list | tuple):
-        return type(value)(replace_tensors(each, change) for each in value)
-    return value
+        return type(value)(*parts.values())
+    return type(value)(parts.values())
 
 
 def _is_dataclass(value: Any) -> bool:
