@@ -120,6 +120,18 @@ def test_an_optimizer_of_replaced_parameters_raises() -> None:
     run_ranks(2, program)
 
 
+def test_another_module_in_the_wrapper_is_averaged() -> None:
+    def program(rank: int) -> float:
+        model: Any = DistributedDataParallel(nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        torch.manual_seed(0)
+        model.module = nn.Linear(4, 2)
+        model(torch.ones(2, 4) * (1 + rank)).sum().backward()
+        return float(model.module.weight.grad[0, 0])
+
+    assert run_ranks(2, program) == [3.0, 3.0]
+
+
 def test_other_values_on_one_rank_raise_when_they_are_assigned() -> None:
     def program(rank: int) -> None:
         model: Any = DistributedDataParallel(_model())

@@ -228,7 +228,11 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         if not self.require_backward_grad_sync:
             return
         self._passes.begin_forward()
-        is_current = self._structure.is_current() and self.reducer.is_current()
+        is_current = (
+            self._structure.modules[0][1] is self.module
+            and self._structure.is_current()
+            and self.reducer.is_current()
+        )
         # Not between forward passes of one backward pass: autograd may have saved the buffers.
         sends_buffers = (
             self.broadcast_buffers and not self.reducer.expecting and self._structure.has_buffers()
@@ -251,6 +255,9 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             TypeError: A tensor that was computed took a parameter's place.
         """
         known = {id(parameter) for _, parameter in self._structure.parameters}
+        if self._structure.modules[0][1] is not self.module:
+            self._ignored = ignored_names(self.module)
+            self._cast_buffers()
         now = ModuleStructure(self.module)
         for name, parameter in now.parameters:
             if not parameter.is_leaf:
