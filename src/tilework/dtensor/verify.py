@@ -21,6 +21,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_gather_into_tensor
 from tilework.comm.operations.objects import device_of
 from tilework.comm.per_call.callsite import call_site
+from tilework.comm.per_call.provenance_digest import advice_from_above
 from tilework.comm.world import get_default_group, is_initialized
 from tilework.dtensor.debug.formatting import layout_text
 from tilework.dtensor.plain_replicas import compare_plain, difference_from_first
@@ -45,7 +46,7 @@ _NEXT_STEP = (
     "; all ranks of a mesh have to compute alike on the same replicated values: look for data that "
     "each rank has loaded or drawn by itself (plain tensors count as replicated along all axes of "
     "the mesh, except in modules of parallelize_module: make a DTensor of Shard(0) of them, with "
-    "from_local), and for branches, numbers or steps that differ by rank"
+    "from_local), and for branches, numbers or steps that differ by rank."
 )
 
 _ADVICE = (
@@ -374,6 +375,7 @@ def _raise(name: str, tensor: DTensor, sides: Sequence[tuple[int, str]], what: s
         [f"on rank {rank} at {site}" if site else f"on rank {rank}" for rank, site in sides]
     )
     raise CollectiveMismatchError(
-        f"{name!r} is not the same on all ranks: {text} {where}: {what}{_NEXT_STEP}",
+        f"{name!r} is not the same on all ranks: {text} {where}: {what}{_NEXT_STEP}"
+        f"{advice_from_above()}",
         ranks=tuple(rank for rank, _ in sides),
     )

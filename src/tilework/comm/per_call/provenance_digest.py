@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -38,13 +39,20 @@ _ADVICE = (
 
 #: Words in messages for a collective of a pass of a wrapped module.
 OF_A_PASS = "after forward pass"
+#: Words in messages for a collective of a module of fully_shard.
+OF_A_UNIT = "of fully_shard, in"
 ADVICE_ON_PASSES = (
     "Modules that average gradients or gather parameters count their forward and backward passes, "
     "and the changes of their parameters in between, and all ranks have to come to the same "
     "counts. Look for a batch, a backward(), step() or zero_grad() that one rank skips or repeats "
     "(loss.isnan(), a shorter data loader, rank == 0). For a forward pass of one rank alone call "
-    "the module within (ddp.module) or use torch.no_grad(); for uneven inputs use Join."
+    "the module within (ddp.module) or use torch.no_grad(); for uneven inputs use Join. Modules of "
+    "fully_shard have neither: give all ranks equally many batches. tilework.dtensor.verify(model) "
+    "tells which parameters have parted."
 )
+
+#: Functions of layers above that give more advice on collectives of DTensors; "" for none.
+more_advice: list[Callable[[], str]] = []
 
 #: The environment variable for the amount of comparison.
 VARIABLE = "TILEWORK_VERIFY"
@@ -168,6 +176,13 @@ def advice(text: str, has_died: bool = False) -> str:
         text: The message so far.
         has_died: True if the failure is the end of another rank's process.
     """
-    if OF_A_PASS in text:
+    if OF_A_PASS in text or OF_A_UNIT in text:
         return "" if has_died else f" {ADVICE_ON_PASSES}"
-    return f" {_ADVICE}" if OF_A_DTENSOR in text else ""
+    if OF_A_DTENSOR not in text:
+        return ""
+    return f"{advice_from_above()} {_ADVICE}"
+
+
+def advice_from_above() -> str:
+    """The advice of layers above, to append to an error's message."""
+    return "".join([f" {text}" for each in more_advice if (text := each())])

@@ -43,7 +43,7 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -70,7 +70,8 @@ def fully_shard(
         mesh: One axis: shard along it. Two: replicate along the first, shard along the second.
             None: all ranks. Parameters and buffers move to the mesh's kind of device.
         reshard_after_forward: Free full parameters after forward, and gather them again in
-            backward; None: True, but for the outermost module.
+            backward; None: True, but for the outermost module. As in torch, 1 is False, and the
+            number of ranks that shard is True.
         shard_placement_fn: The dim to shard of a parameter; None, or returning None: the first.
         mp_policy: Dtypes of computation and reduction.
         offload_policy: Accepted for modules on the CPU, where there is nothing to offload.
@@ -85,7 +86,8 @@ def fully_shard(
 
     Raises:
         CollectiveMismatchError: A parameter is not the same on all ranks; on every rank.
-        NotImplementedError: A parameter has a sparse gradient or needs an extension.
+        NotImplementedError: A parameter has a sparse gradient or needs an extension, or
+            ``reshard_after_forward`` is another number of ranks.
         TypeError: An argument is not a module, or is a container without forward.
         ValueError: The module is sharded already, a parameter has no dims or belongs to a module
             that was sharded separately, or the mesh does not fit.
@@ -109,13 +111,9 @@ def fully_shard(
     if mesh is not None and dp_mesh_dims is not None:
         _leave_axes(modules, mesh, dp_mesh_dims, ignored)
         mesh = _part_of(mesh, dp_mesh_dims)
-    if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
-        raise NotImplementedError(
-            f"reshard_after_forward is {reshard_after_forward!r}: full parameters are freed or "
-            f"kept (True, False, None); to shard over fewer ranks in between is not supported"
-        )
     _check(modules, mesh, offload_policy)
     mesh = _mesh_of_all_ranks(modules) if mesh is None else mesh
+    reshard_after_forward = _frees_after_forward(reshard_after_forward, mesh.shape[-1])
     _move(modules, mesh.device_type, ignored)
     policy = mp_policy or MixedPrecisionPolicy()
     unit = Unit(modules, mesh, policy, reshard_after_forward, shard_placement_fn, ignored)
@@ -125,6 +123,34 @@ def fully_shard(
     for each in modules:
         install(each, unit)
     return module
+
+
+def _frees_after_forward(given: Any, ranks: int) -> bool | None:
+    """The setting that ``reshard_after_forward`` means where ``ranks`` ranks shard. Local.
+
+    Raises:
+        NotImplementedError: It means to shard over fewer ranks between forward and backward.
+        TypeError, ValueError: It is neither of the forms, or does not divide ``ranks``.
+    """
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, int):
+        raise TypeError(
+            f"reshard_after_forward is True, False, None or a number of ranks, got {given!r}"
+        )
+    if given < 1 or ranks % given:
+        raise ValueError(
+            f"reshard_after_forward is {given}, and has to divide the {ranks} ranks that shard"
+        )
+    if given in (1, ranks):
+        return given != 1
+    raise NotImplementedError(
+        f"reshard_after_forward is {given}: fully_shard frees full parameters or keeps them, and "
+        f"cannot shard them over {given} of {ranks} ranks in between. Pass a mesh of two axes, "
+        f"({ranks // given}, {given}), to shard over {given} ranks at all times, or True for the "
+        f"least memory, or False for the least communication; or use torch's fully_shard with "
+        f"torch.distributed.init_process_group('tilework')"
+    )
 
 
 def _part_of(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:

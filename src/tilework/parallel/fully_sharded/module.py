@@ -6,10 +6,13 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from typing import Any, NoReturn, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from tilework.comm.per_call.provenance_digest import more_advice
+from tilework.comm.world import current_world
 from tilework.parallel.fully_sharded.unit import Unit
 
 #: Compiled calls of a module. They call that module, also from a copy: copies compile anew.
@@ -143,7 +146,15 @@ class FSDPModule:
         self.set_custom_all_gather(comm)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """True: free full parameters after forward. False: keep them until backward ends. Local."""
+        """True: free full parameters after forward. False: keep them until backward ends. Local.
+
+        Raises:
+            ValueError: It is something else, as in torch: also a number of ranks.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward is True or False, got {reshard_after_forward!r}"
+            )
         for unit in units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
@@ -236,6 +247,24 @@ class UnshardHandle:
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
+_units: WeakSet[Unit] = WeakSet()
+
+
+def _advice_on_uses() -> str:
+    """Advice for errors of operators on DTensors, if fully_shard has sharded modules."""
+    groups = current_world().records
+    names = sorted({unit.owner.name for unit in _units if unit.owner.shard_group in groups})
+    if not names:
+        return ""
+    return (
+        f"Weights of fully_shard (of {', '.join(names[:3])}) are gathered only while the module "
+        f"runs that was given to it. Where another module reads them, or where a module within is "
+        f"called, as in model.head(x), they are shards: call the whole module, or a method after "
+        f"register_fsdp_forward_method(model, name)."
+    )
+
+
+more_advice.append(_advice_on_uses)
 
 
 def install(module: nn.Module, unit: Unit) -> None:
@@ -251,6 +280,7 @@ def install(module: nn.Module, unit: Unit) -> None:
     each: Any = module
     each.__class__ = _classes[kind]
     object.__setattr__(module, "_fsdp_state", unit)
+    _units.add(unit)
     # Newly assigned parameters are sharded before an optimizer can get them.
     each.register_load_state_dict_post_hook(lambda loaded, _: loaded._fsdp_state.look())
 

@@ -190,12 +190,13 @@ def _check(name: str, parameter: Any, owner: OwningUnit) -> None:
             f"as fully_shard has sharded the module. Assign a parameter, and do not use "
             f"torch.func.functional_call on this module"
         )
-    for kind in (type(parameter), type(parameter.data)):
-        if hasattr(kind, "fsdp_pre_all_gather") or hasattr(kind, "fsdp_post_all_gather"):
+    for each in (parameter, parameter.data, _local_full(parameter)):
+        if hasattr(each, "fsdp_pre_all_gather") or hasattr(each, "fsdp_post_all_gather"):
             raise NotImplementedError(
-                f"parameter {name} is a {kind.__name__}, which has extensions of FSDP "
+                f"parameter {name} is a {type(each).__name__}, which has extensions of FSDP "
                 f"(fsdp_pre_all_gather): fully_shard does not call them. Convert the parameter "
-                f"to a plain one, or pass it in ignored_params"
+                f"to a plain one, or pass it in ignored_params; or use torch's fully_shard with "
+                f"torch.distributed.init_process_group('tilework')"
             )
     known = _owners.get(parameter)
     other = None if known is None else known()

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 
 from tilework.comm.operations.collectives import all_reduce
-from tilework.comm.per_call.provenance_digest import carrying
+from tilework.comm.per_call.provenance_digest import OF_A_UNIT, carrying
 from tilework.comm.reduce_op import ReduceOp
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import digest_of, stable_digest
-from tilework.dtensor.provenance.meaning import moving
+from tilework.dtensor.provenance.meaning import carried
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import wrap
 from tilework.layout import Shard
@@ -55,6 +55,16 @@ _spec_of, _dtype_of = attrgetter("_spec"), attrgetter("dtype")
 _address_of = Tensor.data_ptr
 
 Phase = Literal["sharded", "gathering", "gathered"]
+
+
+@dataclass(frozen=True)
+class _Purpose:
+    """The purpose of a collective, as the whole text in errors."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class GatheredParameters:
@@ -301,8 +311,8 @@ class Unit:
             )
         in_backward = torch._C._current_graph_task_id() != -1
         self._gathers += 1
-        what = f"gather {self._gathers}, in {'backward' if in_backward else 'forward'}, of"
-        with torch.inference_mode(False), self._telling(what, self._gathers, in_backward):
+        what = f"gather {self._gathers} of", "backward" if in_backward else "forward"
+        with torch.inference_mode(False), self._telling(*what, self._gathers, in_backward):
             parts = [flat.gather(async_op) for flat in flats]
         return GatheredParameters(parts, self._version(), flats)
 
@@ -312,13 +322,15 @@ class Unit:
             self.gather()
             self._install()
 
-    def _telling(self, what: str, *numbers: int) -> carrying:
+    def _telling(self, what: str, where: str, *numbers: int) -> carrying:
         """A context in whose collectives ranks compare ``numbers`` and the unit's parameters.
 
-        If ranks differ, all raise; ``what`` is the beginning of the collective's name in the error.
+        If ranks differ, all raise; ``what``, in the pass ``where``, is the collective's name in the
+        error.
         """
         digests = [digest_of(param.sharded) for param in self.params]
-        return moving(hash((self._known_as, *numbers, *digests)), f"{what} {self._text}")
+        digest = carried(hash((self._known_as, *numbers, *digests)))
+        return carrying(digest, _Purpose(f"{what} {self._text} {OF_A_UNIT} {where}"))
 
     def reshard(self) -> None:
         """Leave only shards to the modules; drop full parameters. Local.
@@ -666,7 +678,7 @@ class Unit:
     ) -> list[Tensor | None]:
         """Gradients of shards in one buffer; collectives carry the pass's digest. Collective."""
         passes = call_counts_of(params[0].spec.mesh).passes
-        with self._telling("the gradients of", passes):
+        with self._telling("the gradients of", "backward", passes):
             reduced = flat.reduce(params, grads, self.reduction)
         for param in params:
             call_counts_of(param.spec.mesh).note_gradient(digest_of(param.sharded))
