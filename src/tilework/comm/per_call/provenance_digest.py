@@ -29,11 +29,14 @@ _ADVICE = (
     "number, or other data in a plain tensor, which counts as replicated along all axes of a mesh. "
     "Where ranks have different rows, say DTensor.from_local(rows, mesh, [Shard(0)]), or "
     "input_layouts=Shard(0) in the plan of parallelize_module, whose modules alone take a plain "
-    "input as different rows along the other axes of the mesh. To a loss of this rank's own rows, "
-    "as fully_shard has it, add a penalty on parameters as penalty.full_tensor(). "
+    "input as different rows along the other axes of the mesh. "
     "tilework.dtensor.verify(model) tells which parameters have parted. Or the operator may have "
     "raised on another rank alone, for its own part of the data (a target out of range): see that "
     "rank's traceback."
+)
+_ON_PENALTIES = (
+    "To a loss of this rank's own rows, as fully_shard has it, add a penalty on parameters as "
+    "penalty.full_tensor()."
 )
 
 
@@ -177,10 +180,11 @@ def advice(text: str, has_died: bool = False) -> str:
         has_died: True if the failure is the end of another rank's process.
     """
     if OF_A_PASS in text or OF_A_UNIT in text:
-        return "" if has_died else f" {ADVICE_ON_PASSES}"
+        more = f" {_ON_PENALTIES}" if OF_A_UNIT in text else ""
+        return "" if has_died else f" {ADVICE_ON_PASSES}{more}"
     if OF_A_DTENSOR not in text:
         return ""
-    return f"{advice_from_above()} {_ADVICE}"
+    return f"{advice_from_above()} {_ADVICE} {_ON_PENALTIES}"
 
 
 def advice_from_above() -> str:
