@@ -92,6 +92,11 @@ class DTensorSpec:
         return axes_of(self.splits[dim])
 
     @cached_property
+    def sharded_axes(self) -> frozenset[int]:
+        """The axes along which the ranks have parts of the value."""
+        return frozenset(a for a, p in enumerate(self.placements) if isinstance(p, Shard))
+
+    @cached_property
     def partial_axes(self) -> Ints:
         """The axes along which the value is still to be reduced."""
         return tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tilework.dtensor.redistribution.redistribute import axes_group
 from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.tensor import DTensor, wrap
 from tilework.dtensor.views import copied_views
-from tilework.layout import Partial, Replicate, Shard
+from tilework.layout import Partial, Replicate
 from tilework.mesh import DeviceMesh
 from tilework.tiled.op_table import dtensor_handler, entry_of
 from tilework.tiled.rules.reduction_args import accumulation_dtype
@@ -79,33 +79,34 @@ def _note_written(tensors: Sequence[Tensor]) -> None:
                 local_graph.mirror_in_bases(tensor)
 
 
-def _norms(tensors: Sequence[Tensor], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
+def _norms(tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Tensor]:
     """The norm of each tensor; those of a mesh are reduced by a single collective. Collective."""
     results: list[Any] = [None] * len(tensors)
     together: dict[DeviceMesh, list[int]] = {}
     for at, tensor in enumerate(tensors):
-        if _has_norm_of_parts(tensor) and float(ord) > 0:
-            together.setdefault(tensor.device_mesh, []).append(at)
+        if tensor.__class__ is DTensor and _has_norm_of_parts(tensor) and float(ord) > 0:
+            together.setdefault(tensor._spec.mesh, []).append(at)
         else:
             results[at] = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
     for mesh, places in together.items():
-        parts = [_without_partial(tensors[at]) for at in places]
-        norms = _norms_on(mesh, parts, float(ord), dtype).unbind()
-        for at, norm in zip(places, norms, strict=True):
-            kind = (dtype or tensors[at].dtype).to_real()
-            results[at] = wrap(norm.to(kind), spec_of(mesh, [Replicate()] * mesh.ndim, ()))
+        norms = _norms_on(mesh, [_without_partial(tensors[at]) for at in places], float(ord), dtype)
+        kinds = [(dtype or tensors[at].dtype).to_real() for at in places]
+        by_kind = {kind: norms.to(kind).unbind() for kind in set(kinds)}
+        spec = spec_of(mesh, [Replicate()] * mesh.ndim, ())
+        for number, (at, kind) in enumerate(zip(places, kinds, strict=True)):
+            results[at] = wrap(by_kind[kind][number], spec)
     return results
 
 
-def _has_norm_of_parts(tensor: Any) -> TypeGuard[DTensor]:
+def _has_norm_of_parts(tensor: DTensor) -> bool:
     """True if the norm of a tensor is that of the norms of the ranks' parts, without a gradient."""
+    spec, local = tensor._spec, tensor._local_tensor
     return (
-        isinstance(tensor, DTensor)
-        and tensor.device_mesh.here
-        and (tensor.is_floating_point() or tensor.is_complex())
+        bool(spec.sharded_axes)
+        and spec.takes_part
+        and 0 not in spec.shape
+        and (local.is_floating_point() or local.is_complex())
         and not (torch.is_grad_enabled() and tensor.requires_grad)
-        and any(isinstance(placement, Shard) for placement in tensor.placements)
-        and 0 not in tensor.shape
     )
 
 
@@ -118,14 +119,12 @@ def _without_partial(tensor: Any) -> DTensor:
 
 def _norms_on(mesh: DeviceMesh, tensors: Sequence[Any], order: float, dtype: Any) -> Tensor:
     """The norms of tensors on a mesh, as a vector of float64. Collective over axes that shard."""
-    shards = [
-        {axis for axis, p in enumerate(tensor.placements) if isinstance(p, Shard)}
-        for tensor in tensors
-    ]
-    axes = set().union(*shards)
+    specs: list[DTensorSpec] = [tensor._spec for tensor in tensors]
+    axes = frozenset().union(*[spec.sharded_axes for spec in specs])
     parts: dict[torch.dtype, list[int]] = {}
     for at, tensor in enumerate(tensors):  # of replicas, the first rank's counts
-        if tensor._spec.is_first(axes - shards[at]) and tensor._local_tensor.numel():
+        is_first = specs[at].is_first(tuple(axes - specs[at].sharded_axes))
+        if is_first and tensor._local_tensor.numel():
             parts.setdefault(tensor.dtype, []).append(at)
     norms = torch.zeros(len(tensors), dtype=torch.float64, device=tensors[0]._local_tensor.device)
     for kind, places in parts.items():

@@ -101,16 +101,14 @@ def reduced(result: Any, outputs: list[DTensorSpec] | None) -> tuple[Any, list[D
 
 def came_from(result: Any, operands: Sequence[Tensor], digest: int) -> Any:
     """Return ``result``. New tensors in it get the call's digest; operands keep their digests."""
-    tensors = tensors_in(result)
+    tensors, known = tensors_in(result), set(map(id, operands))
     if len(tensors) == 1 and isinstance(tensors[0], DTensor):
         _own_its_memory(tensors[0], operands)
-        is_new = not any(tensors[0] is operand for operand in operands)
-        if is_new and tensors[0]._viewed is None:
+        if id(tensors[0]) not in known and tensors[0]._viewed is None:
             local = tensors[0]._local_tensor
             tensors[0]._local_tensor = copied_views.as_no_view(local)
     for number, tensor in enumerate(tensors):
-        is_new = not any(tensor is operand for operand in operands)
-        if not is_new or not isinstance(tensor, DTensor) or tensor._made:
+        if id(tensor) in known or not isinstance(tensor, DTensor) or tensor._made:
             continue
         if tensor._viewed is None:
             tensor._digest = hash((digest, number))
