@@ -217,7 +217,7 @@ def _record_of(
         code = ProgramCode(call.name, graph, inputs.all, digests, skeleton)
     constants += memory_of_dtensors(after)
     way = [*inputs.way, *way_to(graph, before, after)]
-    guards = list(dict.fromkeys(recorder.book.guards))
+    guards = recorder.book.guards_once()
     held = ProgramConditions(inputs.all, way, constants, guards)
     record = StepRecord(call.name, graph, tree, held, code, skeleton.constants)
     return record, not is_joined

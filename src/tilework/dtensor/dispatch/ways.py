@@ -6,9 +6,9 @@ call needs; or on gathered tensors.
 
 from __future__ import annotations
 
-from cmath import isfinite
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -237,9 +237,9 @@ def _is_inference(call: DTensorCall) -> bool:
 def _scales_finitely(name: str, call: DTensorCall) -> bool:
     """True if all numbers among the arguments are finite, and none divides by zero."""
     for arg in (*call.args, *call.kwargs.values()) if call.kwargs else call.args:
-        kind = arg.__class__
-        number = arg if kind is float or kind is int else _number_of(arg)
-        if number is not None and not (isfinite(number) and (number or name != "div")):
+        # Numbers of a captured step are floats that note a comparison.
+        number = arg if isinstance(arg, int | float) else _number_of(arg)
+        if number is not None and not (abs(number) < inf and (number or name != "div")):
             return False
     return True
 
