@@ -36,7 +36,7 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.optim",
         "torch.distributed.tensor.parallel",
         "tilework.capture",
-        "tilework.checkpoint.dcp",
+        "tilework.checkpoint",
         "tilework.comm.backends.shm.shm_backend",
         "tilework.data",
         "tilework.dtensor",

@@ -26,7 +26,6 @@ from tests.checkpoint.states import dtensor, numbers
 from tilework import checkpoint
 from tilework.checkpoint import CheckpointError, CheckpointManager, SaveOptions
 from tilework.checkpoint.command import add_commands, run_command
-from tilework.checkpoint.dcp import TileworkReader
 from tilework.dtensor import Shard
 from tilework.testing import run_ranks
 
@@ -110,7 +109,6 @@ def read_by_all(path: Path, good: Path) -> None:
     attempt(lambda: checkpoint.load(path, into=state))
     attempt(lambda: CheckpointManager(path.parent).all())
     attempt(lambda: CheckpointManager(path.parent).resume(into=state, strict=False))
-    attempt(lambda: TileworkReader(path).read_metadata())
     for words in (("show", path), ("verify", path), ("diff", path, good / "step-00000003")):
         assert command(*map(str, words)) in (0, 1, 2)
     convert_to_all(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.jobs import Launcher, Rank
-from tilework import checkpoint as tilework_checkpoint
-from tilework.checkpoint.dcp import TileworkReader, TileworkWriter
+from tilework import dtensor as tilework_dtensor
+from tilework.mesh import DeviceMesh
+from tilework.sharded import ChunkShardingSpec, shard_tensor
 
 checkpoint: Any = torch.distributed.checkpoint
 VALUES = torch.arange(42.0).reshape(7, 6)
@@ -63,34 +65,36 @@ def test_saved_by_three_loaded_by_two(ranks: Launcher, tmp_path: Path) -> None:
         assert later == (VALUES + 1).tolist()
 
 
-def save_in_tileworks_format(rank: Rank, folder: Path) -> None:
+def tileworks(rank: Rank, dim: int, values: torch.Tensor) -> dict[str, Any]:
+    mesh = DeviceMesh.from_torch(init_device_mesh("cpu", (rank.size,)))
+    numbers = [f"rank:{number}/cpu" for number in range(rank.size)]
+    return {
+        "cut": tilework_dtensor.distribute_tensor(values, mesh, [tilework_dtensor.Shard(dim)]),
+        "copies": tilework_dtensor.distribute_tensor(values[0], mesh),
+        "few": tilework_dtensor.distribute_tensor(values[0, :1], mesh, [tilework_dtensor.Shard(0)]),
+        "rows": shard_tensor(values, ChunkShardingSpec(0, list(numbers))),
+    }
+
+
+def save_tileworks(rank: Rank, folder: Path) -> None:
     with rank.joined():
-        for values in (VALUES, VALUES + 1):  # the second takes the first one's place
-            state = {"m": sharded(rank, 0, values), "list": [1, {"x": torch.ones(2)}]}
-            checkpoint.save(state, storage_writer=TileworkWriter(folder))
+        checkpoint.save(tileworks(rank, 0, VALUES), checkpoint_id=folder)
 
 
-def load_from_tileworks_format(rank: Rank, folder: Path) -> list[list[float]]:
+def load_tileworks(rank: Rank, folder: Path) -> None:
     with rank.joined():
-        m = sharded(rank, 1, torch.zeros_like(VALUES))
-        state = {"m": {**m, "step": 0}, "list": [0, {"x": torch.zeros(2)}]}
-        checkpoint.load(state, storage_reader=TileworkReader(folder))
-        found: Any = state
-        assert found["m"]["step"] == 3
-        assert found["list"][0] == 1
-        assert found["list"][1]["x"].tolist() == [1, 1]
-        full: list[list[float]] = found["m"]["weight"].full_tensor().tolist()
-    return full
+        state = tileworks(rank, 1, torch.zeros_like(VALUES))
+        checkpoint.load(state, checkpoint_id=folder)
+        assert state["cut"].full_tensor().equal(VALUES)
+        assert state["copies"].full_tensor().equal(VALUES[0])
+        assert state["few"].full_tensor().equal(VALUES[0, :1])
+        assert state["rows"].full_tensor().equal(VALUES)
 
 
-def test_torchs_programs_write_and_read_tileworks_format(ranks: Launcher, tmp_path: Path) -> None:
-    folder = tmp_path / "one"
-    ranks(3, save_in_tileworks_format, folder)
-    assert len(list(folder.iterdir())) == 4  # of the second save only
-    found = tilework_checkpoint.read(folder)
-    assert found["m"]["weight"].equal(VALUES + 1)
-    assert found["m"]["step"] == 3
-    assert found["list"][1]["x"].tolist() == [1, 1]
-    assert not tilework_checkpoint.verify(folder)
-    for full in ranks(2, load_from_tileworks_format, folder):
-        assert full == (VALUES + 1).tolist()
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_programs_save_and_load_tileworks_tensors(ranks: Launcher, tmp_path: Path) -> None:
+    ranks(3, save_tileworks, tmp_path / "saved")
+    ranks(2, load_tileworks, tmp_path / "saved")
+    plain = {"cut": torch.zeros_like(VALUES), "few": torch.zeros(1)}
+    checkpoint.load(plain, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert plain["cut"].equal(VALUES)

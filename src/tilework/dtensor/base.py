@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.layout import Placement, Tiling
+from tilework.layout import Box, Placement, Tiling
 from tilework.mesh import DeviceMesh
 from tilework.tiled.tensor import TiledTensor
 
@@ -77,6 +77,14 @@ class DTensorBase(TiledTensor):
     def local_tiles(self) -> list[Tensor]:
         """The local tensor in a list; an empty list outside the mesh."""
         return [self._local_tensor] if self._spec.takes_part else []
+
+    def local_boxes(self) -> list[Box]:
+        if self._spec.partial_axes:
+            raise TypeError(
+                f"{self!r} is not reduced yet, so no rank has values of a part: reduce it first, "
+                f"with redistribute(placements=…)"
+            )
+        return [self._spec.local_box] if self._spec.takes_part else []
 
     @abstractmethod
     def full_tensor(self) -> Tensor:

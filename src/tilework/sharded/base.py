@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.world import NonMember
-from tilework.layout import Tiling
+from tilework.layout import Box, Tiling
 from tilework.sharded import checks
 from tilework.sharded.formatting import Overview, as_text, headline, overview
 from tilework.sharded.metadata import Shard, ShardedTensorMetadata, ShardMap, ShardMetadata
@@ -115,6 +115,9 @@ class ShardedTensorBase(TorchShardedNames, TiledTensor):
 
     def local_tiles(self) -> list[Tensor]:
         return [shard.tensor for shard in self._local_shards]
+
+    def local_boxes(self) -> list[Box]:
+        return [shard.metadata.box for shard in self._local_shards]
 
     @property
     def tiling(self) -> Tiling:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import abstractmethod
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tilework.layout import Tiling
+from tilework.tiled.torch_checkpoint import InTorchCheckpoints
 
 TiledT = TypeVar("TiledT", bound="TiledTensor")
 
@@ -34,7 +33,7 @@ def _instead() -> str:
     return ". torch's DistributedDataParallel takes no sharded tensors; tilework.parallel's does"
 
 
-class TiledTensor(Tensor):
+class TiledTensor(InTorchCheckpoints, Tensor):
     """A tensor of a global shape; this rank holds the tiles that the tiling assigns to it.
 
     The tiles are plain tensors with memory and autograd graphs; the TiledTensor itself is a wrapper
@@ -53,15 +52,6 @@ class TiledTensor(Tensor):
             cls, torch.Size(size), dtype=dtype, device=device, requires_grad=requires_grad
         )
         return tensor
-
-    @property
-    @abstractmethod
-    def tiling(self) -> Tiling:
-        """The boxes of the tensor and the global ranks that hold them. Local; not collective."""
-
-    @abstractmethod
-    def local_tiles(self) -> list[Tensor]:
-        """This rank's tiles, in the order of ``tiling.of(rank)``."""
 
     def __dir__(self) -> list[str]:
         return sorted({*dir(type(self)), *vars(self)})

@@ -244,9 +244,10 @@ def _no_memory(func: Any, args: Any, kwargs: Any) -> NoReturn:
         )
     raise TypeError(
         f"{name} asks for the memory of {args[0]!r}, which has its elements on several ranks: make "
-        f"it plain with full_tensor(), or take this rank's part with to_local(); for what torch "
-        f"does with DTensors (torch.distributed.checkpoint, for one) make it torch's, in the same "
-        f"memory, with to_torch(), or all of a model with module_to_torch(model)"
+        f"it plain with full_tensor(), or take this rank's part with to_local(); "
+        f"tilework.checkpoint.save and async_save take it as it is; for what else torch does with "
+        f"DTensors make it torch's, in the same memory, with to_torch(), or all of a model with "
+        f"module_to_torch(model)"
     )
 
 
