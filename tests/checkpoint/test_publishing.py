@@ -60,6 +60,27 @@ def test_transformers_reads_what_ranks_have_written_as_it_writes_it(
     torch.testing.assert_close(own(IDS).logits, model(IDS).logits)
 
 
+@pytest.mark.parametrize("kind", ["plan", "shards"])
+def test_transformers_own_method_writes_the_files_of_a_single_process(
+    kind: str, tmp_path: Path
+) -> None:
+    build("Llama").save_pretrained(tmp_path / "expected", max_shard_size="4KB")  # weights are tied
+
+    def program(rank: int) -> None:
+        model = build("Llama")
+        if kind == "plan":
+            parallelize_module(model, init_device_mesh("cpu", (2,)), PLAN)
+        else:
+            fully_shard(model)
+        model.save_pretrained(tmp_path / "saved", max_shard_size="4KB")
+        with pytest.raises((OSError, RuntimeError), match="No such file"):  # on both ranks
+            model.save_pretrained("/proc/none")
+
+    run_ranks(2, program)
+    expected = {each.name: each.read_bytes() for each in (tmp_path / "expected").iterdir()}
+    assert expected == {each.name: each.read_bytes() for each in (tmp_path / "saved").iterdir()}
+
+
 def _assert_same_files(saved: Path, expected: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         if (expected / name).exists():

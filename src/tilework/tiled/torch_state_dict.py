@@ -1,9 +1,12 @@
-"""torch's functions of state dicts, redirected to tilework's functions for models of tilework.
+"""Functions of torch and transformers that take a model's state, for models of tilework.
 
 ``torch.distributed.checkpoint.state_dict`` gathers and cuts only torch's DTensors. It takes any
 other tensor for a whole one, without asking the tensor: sharded tensors of tilework would silently
 stay sharded. All public functions of the module end in one of four functions, which get the model
 and the options. These four now look at the model first.
+
+transformers' ``save_pretrained`` takes the memory of each tensor, on the first rank alone. For a
+model of tilework the tensors are gathered first, on all ranks.
 """
 
 from __future__ import annotations
@@ -11,19 +14,20 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
+import torch.distributed as torch_dist
 from torch import nn
 
+from tilework.comm.agreement import agree
 from tilework.comm.operations.objects import broadcast_object_list
-from tilework.comm.world import is_initialized
+from tilework.comm.world import get_rank, is_initialized
 from tilework.tiled.tensor import TiledTensor
-
-_MODULE = "torch.distributed.checkpoint.state_dict"
 
 
 def _is_ours(model: nn.Module) -> bool:
@@ -126,14 +130,56 @@ def _choosing(torchs: ModuleType, name: str) -> Callable[..., Any]:
     return call
 
 
-class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Finds torch's module in the usual way, and redirects it as soon as it is loaded.
+def _redirect_saving(transformers: Any) -> None:
+    model = transformers.PreTrainedModel
+    model.save_pretrained = _gathering(model.save_pretrained)
 
-    The module is slow to load, so tilework does not load it.
+
+def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``save_pretrained`` that gathers the tensors of a model of tilework on the first rank.
+
+    Then it is collective: the first rank writes, and an error there is raised on all ranks.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        state: dict[str, Any] = given.arguments.get("state_dict") or {}
+        if not state and _is_ours(self):
+            state = self.state_dict(keep_vars=True)  # tied names have the same tensor
+        if not any(isinstance(each, TiledTensor) for each in state.values()):
+            return original(self, *args, **kwargs)
+        group: Any = None if is_initialized() else torch_dist.group.WORLD
+        is_first = get_rank(group) == 0
+        whole: dict[int, Any] = {}
+        for each in state.values():
+            if isinstance(each, TiledTensor) and id(each) not in whole:
+                full = each.detach().full_tensor()  # type: ignore[attr-defined]
+                whole[id(each)] = full.cpu() if is_first else None
+        given.arguments["state_dict"] = {
+            name: whole.get(id(each), each) for name, each in state.items()
+        }
+        agree(lambda: original(*given.args, **given.kwargs) if is_first else None, group)
+
+    return save_pretrained
+
+
+#: By name, the modules with functions to replace, and what replaces them.
+_MODULES: dict[str, Callable[[ModuleType], None]] = {
+    "torch.distributed.checkpoint.state_dict": _redirect,
+    "transformers.modeling_utils": _redirect_saving,
+}
+
+
+class _WhenLoaded(importlib.abc.MetaPathFinder):
+    """Finds the modules in the usual way, and redirects each as soon as it is loaded.
+
+    They are slow to load, so tilework does not load them.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _MODULE:
+        if name not in _MODULES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
@@ -151,12 +197,12 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _redirect(module)
+        _MODULES[module.__name__](module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
-if _MODULE in sys.modules:
-    _redirect(sys.modules[_MODULE])
+for _name in _MODULES.keys() & sys.modules.keys():
+    _MODULES[_name](sys.modules[_name])
 sys.meta_path.insert(0, _WhenLoaded())
