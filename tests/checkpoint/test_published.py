@@ -186,6 +186,15 @@ def test_missing_weights_are_named_and_the_model_stayson_meta(tmp_path: Path) ->
     assert model.bias.is_meta
 
 
+def test_missing_weights_are_told_by_the_names_that_were_looked_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    _save_plain(nn.Sequential(OrderedDict(up=model)), tmp_path)
+    looked_for = r"lacks up\.weight \(for net\.weight\): .* It has net\.up\.weight, unused"
+    with pytest.raises(CheckpointError, match=looked_for):
+        checkpoint.load(tmp_path, into={"net": model}, map_names={"net.weight": "up.weight"})
+    checkpoint.load(tmp_path, into={"net": model}, map_names={"net.weight": "net.up.weight"})
+
+
 def test_a_buffer_on_meta_that_no_file_has_is_refused(tmp_path: Path) -> None:
     _save_plain(nn.Linear(2, 2), tmp_path)
     model = nn.Linear(2, 2, device="meta")

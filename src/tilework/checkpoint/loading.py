@@ -234,11 +234,15 @@ def check_files(reader: PartReader, names: Iterable[str]) -> None:
 
 
 def _missing_text(storage: Storage, filling: Filling) -> str:
-    names = filling.missing
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    def listed(names: Sequence[str]) -> str:
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    looked_for = [(name, filling.mapped(name)) for name in filling.missing]
+    lacking = [name if name == own else f"{own} (for {name})" for name, own in looked_for]
+    others = f". It has {listed(filling.unused)}, unused" if filling.unused else ""
     return (
-        f"{storage.location} lacks {', '.join(names[:8])}{more}: rename them with map_names, "
-        f"choose others with names, or leave them as they are with strict=False"
+        f"{storage.location} lacks {listed(lacking)}: rename them with map_names, "
+        f"choose others with names, or leave them as they are with strict=False{others}"
     )
 
 
