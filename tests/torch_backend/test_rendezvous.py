@@ -8,8 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch.distributed as torch_dist
 
 import tilework
+import tilework.torch_backend
 from tests.warm_python import run_warm
 from tilework.comm.backend import core_error
 
@@ -83,6 +85,14 @@ def test_spawned(tmp_path: Path) -> None:
     done = run(tmp_path, SPAWN.format(program=program.replace("\n", "\n    "), port=port))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tilework 6") == 2
+
+
+def test_a_launcher_that_gives_no_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TILEWORK_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # as `accelerate launch --cpu` does, alone
+    with pytest.raises(ValueError, match=r"RANK .* is not set\. Start .* with `tilework run`"):
+        torch_dist.init_process_group("tilework")
 
 
 def test_one_rank_that_fails_ends_the_job(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""torch's ``env://`` in processes that a launcher started without ``MASTER_ADDR``."""
+"""torch's ``env://`` in processes that a launcher started without ``MASTER_ADDR`` or ``RANK``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ _held: list[Store] = []
 
 
 def install_env_rendezvous() -> None:
-    """Make torch's ``env://`` meet as tilework's ``env://`` does, where MASTER_ADDR is not set."""
+    """Make torch's ``env://`` meet as tilework's ``env://`` does, where variables are not set.
+
+    Without RANK that finds the ranks of mpirun, or says how to start the program: ``accelerate
+    launch --cpu`` sets MASTER_ADDR alone, and starts a single process.
+    """
     theirs = _handlers["env"]
     if getattr(theirs, "__module__", None) == __name__:
         return
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> _Meeting:
-        if os.environ.get("MASTER_ADDR"):
+        if os.environ.get("MASTER_ADDR") and ("RANK" in os.environ or "rank=" in url):
             yield from theirs(url, timeout=timeout, **kwargs)
             return
         store, rank, world_size = next(env_rendezvous(url, timeout))
