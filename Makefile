@@ -6,6 +6,7 @@
 # make simulate   the core's interleavings        make mutants  small faults, to see who notices
 # make fuzz-programs   random programs on DTensors and on plain tensors, compared
 # make wheel      dist/*.whl for this Python, tested where there is no compiler
+# make clients    Lightning, accelerate, transformers, DeepSpeed and Ray beside Gloo
 # make docs       the documentation as a site with search, in build/site
 #
 # The first call makes .venv and installs torch and tilework into it; later ones start at once.
@@ -29,7 +30,7 @@ core_sources := pyproject.toml CMakeLists.txt cmake/editable/CMakeLists.txt $(wi
 cpp := $(wildcard $(foreach folder,csrc/* tests/csrc/* tests/sanitizers,$(folder)/*.h $(folder)/*.cpp))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench sanitize chaos simulate mutants fuzz fuzz-programs lint format docs wheel install core clean
+.PHONY: help demo test check bench clients sanitize chaos simulate mutants fuzz fuzz-programs lint format docs wheel install core clean
 .DELETE_ON_ERROR:
 
 help:
@@ -82,6 +83,11 @@ fuzz:
 
 fuzz-programs: install
 	@$(bin)/python -m tests.fuzz $(ARGS)
+
+# In an environment of its own, with the versions of the clients that pyproject.toml names.
+clients:
+	@$(MAKE) --no-print-directory VENV=$(VENV)-clients $(VENV)-clients/.clients
+	@$(VENV)-clients/bin/python -m tests.clients $(ARGS)
 
 # Warnings of the compiler are errors wherever `make` builds the core.
 lint: install
@@ -173,7 +179,12 @@ $(VENV)/.docs: $(VENV)/.installed
 	@$(pip) 'tilework[docs]'
 	@touch $@
 
+$(VENV)/.clients: $(VENV)/.installed
+	@echo "installing the clients into $(VENV)" >&2
+	@$(pip) 'tilework[clients]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/tilework/_core*.so
+	rm -rf $(VENV) $(VENV)-clients build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/tilework/_core*.so
 	find cmake/editable -mindepth 1 ! -name CMakeLists.txt -delete
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,6 +52,8 @@ ABOUT_MORE = {
     "distributed/test_public_names.py": "all names of the façade",
     "distributed/test_like_torch.py": "keywords and names that programs of torch.distributed use",
     "torch_backend/test_accelerate.py": "a program of accelerate's users",
+    "clients": "programs of libraries above torch.distributed, each beside Gloo",
+    "torch_backend/test_clients.py": "some of these programs, with what the suite installs",
     "torch_backend/test_checkpoint.py": "torch.distributed.checkpoint on tilework's groups",
     "torch_backend/test_dtensors.py": "DTensors and meshes of both libraries in one program",
     "torch_backend/test_pipelining.py": "torch's own pipelines and FSDP1 on tilework's groups",
