@@ -121,7 +121,7 @@ def _part(rank: int) -> Tensor:
 def test_plain_tensors_that_differ_between_ranks_raise() -> None:
     def program(rank: int) -> None:
         own = torch.full((2,), float(rank), requires_grad=True)
-        loss: Any = (_part(rank) * own).sum()
+        loss: Any = (_part(rank) * own).as_subclass(Tensor).sum()
         with pytest.raises(CollectiveMismatchError, match="gradient of a plain tensor, float32"):
             loss.backward()
 

@@ -11,7 +11,7 @@ plan, which takes the part as a shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.per_call.provenance_digest import OF_A_DTENSOR, carrying
+from tilework.dtensor.part_cuts import Cut, common, cuts_of_results
+from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import stable_digest
 
@@ -47,13 +49,13 @@ class RankPart(Tensor):
     alone, and gradients of their other operands are not added up.
     """
 
-    _group: ProcessGroup
+    _cut: Cut
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            if all(each in (cls, *_PLAIN) for each in types):
+            if _KINDS.issuperset(types):
                 if name in _OF_SHAPES:
                     return func(*args, **kwargs)
                 if name in _OUTWARD:
@@ -64,19 +66,22 @@ class RankPart(Tensor):
         return func(*args, **kwargs)  # another class of tensors takes the call
 
 
-def as_rank_part(local: Tensor, group: ProcessGroup) -> Tensor:
+_KINDS = frozenset({RankPart, *_PLAIN})
+
+
+def as_rank_part(local: Tensor, cut: Cut) -> Tensor:
     """The same tensor object, marked as a part. Local.
 
     Gradients of plain operands that meet the part are added up over the group.
 
     Args:
         local: A plain tensor; a tensor of another class is returned as it is.
-        group: The ranks that have other parts.
+        cut: The layer that gave the part, with the ranks that have others, and the cut dim.
     """
     if local.__class__ is Tensor:
         part: Any = local
         part.__class__ = RankPart
-        part._group = group
+        part._cut = cut
     return local
 
 
@@ -98,45 +103,50 @@ def _stripped(value: Any) -> Any:
     return _without_class(value)
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif value.__class__ in (list, tuple):
-            yield from _tensors_in(value)
+            found += _tensors_in(value)
+    return found
 
 
 def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run an operator with at least one operand that is a part."""
-    operands = list(_tensors_in((*args, *kwargs.values())))
-    group = next((each._group for each in operands if each.__class__ is RankPart), None)
-    if group is None or (name in _AS_ANOTHER and args[0].__class__ is not RankPart):
+    operands = _tensors_in((*args, *kwargs.values()) if kwargs else args)
+    parts: list[Any] = [each for each in operands if each.__class__ is RankPart]
+    if not parts or (name in _AS_ANOTHER and args[0].__class__ is not RankPart):
         return func(*args, **kwargs)
     plain = [each for each in operands if each.__class__ in _PLAIN]
     writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if plain and torch.is_grad_enabled() and any(each.requires_grad for each in plain):
         if writes and args[0].__class__ in _PLAIN and args[0].requires_grad:
             raise RuntimeError(_written(name, args[0]))
+        group = parts[0]._cut.layer.group
         args = _summed(args, group)
         kwargs = {key: _summed(value, group) for key, value in kwargs.items()}
     result = func(*args, **kwargs)
     if writes:
-        _mark(args[0], (), group)
-        _mark(getattr(args[0], "_base", None), (), group)  # the whole of a slice
-    if "out" in kwargs:
-        _mark(kwargs["out"], (), group)
-    _mark(result, plain, group)
+        for each in tensors_in(args[0]):
+            _mark_written(each, parts)
+    results = tensors_in(result)
+    if results:
+        cuts = [each._cut for each in parts]
+        cuts = cuts_of_results(func, args, kwargs, results, cuts, as_rank_part)
+        for each, cut in zip(results, cuts, strict=True):
+            if not any(each is operand for operand in plain) or each is kwargs.get("out"):
+                as_rank_part(each, cut)
     return result
 
 
-def _mark(result: Any, plain: Any, group: ProcessGroup) -> None:
-    """Mark tensors of a result as parts, except those that are plain operands themselves."""
-    if result.__class__ is Tensor:
-        if not any(result is each for each in plain):
-            as_rank_part(result, group)
-    elif isinstance(result, (list, tuple)):
-        for each in result:
-            _mark(each, plain, group)
+def _mark_written(target: Tensor, parts: list[Any]) -> None:
+    """Mark a tensor that was written, and the whole of which it is a slice, as parts."""
+    for each in (target, getattr(target, "_base", None)):
+        if each is not None:
+            alike = [part._cut for part in parts if part.dim() == target.dim() == each.dim()]
+            as_rank_part(each, common(alike or [parts[0]._cut.layer.cut(None)]))
 
 
 def _summed(value: Any, group: ProcessGroup) -> Any:

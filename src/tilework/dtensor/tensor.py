@@ -33,6 +33,7 @@ from tilework.dtensor.provenance.digests import (
     stable_digest,
 )
 from tilework.dtensor.provenance.meaning import Moved, named_for
+from tilework.dtensor.rank_part import plain_of
 from tilework.dtensor.redistribution.redistribute import redistribute_local
 from tilework.dtensor.spec import spec_of
 from tilework.dtensor.torch_tensors import (
@@ -173,6 +174,7 @@ class DTensor(DTensorBase):
             [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
         """
         mesh = mesh_or_current(device_mesh)
+        local_tensor = plain_of(local_tensor)
         check_local_tensor(local_tensor)
         shape = checked_shape(shape, stride)
         if run_check and not check:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tilework.layout.box import Ints
-from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, dim_factors
+from tilework.tiled.factors import Dim, DimFactors, Factor, FactorMap, dim_factors, volume
 
 
 @dataclass(eq=False, slots=True)
@@ -109,6 +109,20 @@ class LocalCall(OpCall):
     map: FactorMap
     run: MakeRun | None = None
     shapes: Sequence[Ints] | None = None
+
+    def fits(self, args: Sequence[Arg]) -> bool:
+        """True if the tensors of the call have the dims that the rule gives.
+
+        Otherwise a tensor stands in the place of a number, or has a shape that torch refuses. Local
+        operators must not see such a shape.
+        """
+        return len(self.map.inputs) == len(args) and all(
+            len(dims) == arg.ndim
+            and all(
+                not dim or volume(dim) == size for dim, size in zip(dims, arg.shape, strict=True)
+            )
+            for dims, arg in zip(self.map.inputs, args, strict=True)
+        )
 
 
 @dataclass(frozen=True)

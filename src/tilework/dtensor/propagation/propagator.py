@@ -32,7 +32,6 @@ from tilework.dtensor.propagation.refusals import (
 from tilework.dtensor.propagation.strategy import Strategy, choose
 from tilework.dtensor.provenance.digests import plain_number
 from tilework.dtensor.spec import DTensorSpec, Ints
-from tilework.tiled.factors import DimFactors, volume
 from tilework.tiled.op_rules import Decomposition, LocalCall, RuleResult
 from tilework.tiled.op_table import OpEntry, aten_parameters
 
@@ -213,9 +212,7 @@ class ShardingPropagator:
         shapes = _shapes_of_results(local_call, meta_result)
         if shapes is None and _lacks_sizes(local_call):
             return None
-        if len(local_call.map.inputs) != len(args) or not all(
-            map(_fits, local_call.map.inputs, args)
-        ):
+        if not local_call.fits(args):
             return None
         specs = [arg.spec for arg in args]
         strategy, stays = self._strategy(local_call, args, shapes)
@@ -384,17 +381,6 @@ def _raised_within(error: TypeError, function: Any) -> bool:
         if trace.tb_frame.f_code is getattr(function, "__code__", None):
             return True
     return False
-
-
-def _fits(dims: DimFactors, arg: DTensorArg) -> bool:
-    """True if a tensor has the dims that the rule gives.
-
-    Otherwise the tensor stands in the place of a number, or has a shape that torch refuses. Local
-    operators must not see such a shape.
-    """
-    return len(dims) == arg.ndim and all(
-        not dim or volume(dim) == size for dim, size in zip(dims, arg.shape, strict=True)
-    )
 
 
 def _lacks_sizes(call: LocalCall) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilework.comm.contract import ProcessGroup
 from tilework.dtensor import DTensor
 from tilework.dtensor.autograd import partial_grads
+from tilework.dtensor.part_cuts import CutLayer
 from tilework.dtensor.provenance.plain_parts import note_input, note_output
 from tilework.dtensor.rank_part import as_rank_part, plain_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
@@ -26,10 +28,13 @@ class MeshAxis:
     Args:
         mesh: The mesh of all ranks.
         number: The number of the axis.
+        layer: The module that is parallel along the axis, for errors.
     """
 
     mesh: DeviceMesh
     number: int
+    layer: str = "the module"
+    _layers: dict[ProcessGroup, CutLayer] = field(default_factory=dict, repr=False, compare=False)
 
     def placements(self, layout: Placement, others: Placement) -> list[Placement]:
         """The placements of ``layout`` along this axis, and of ``others`` along each other one."""
@@ -104,7 +109,16 @@ class MeshAxis:
             return local
         axes = [a for a, placement in enumerate(spec.placements) if not placement.is_replicate()]
         group = spec.mesh.axes_group(axes)
-        return local if group.size() == 1 else as_rank_part(local, group)
+        if group.size() == 1:
+            return local
+        layer = self._layers.get(group)
+        if layer is None:
+            layer = self._layers[group] = CutLayer(group, self.mesh, self.number, self.layer)
+        placement = spec.placements[self.number]
+        dim = placement.dim - tensor.ndim if isinstance(placement, Shard) else None
+        # A reduction over rows gives this rank's share of a loss: rows are not followed.
+        is_row = dim is not None and tensor.ndim > 1 and dim == -tensor.ndim
+        return as_rank_part(local, layer.cut(None if dim is None or is_row else (dim, True)))
 
     def _global_shape(
         self, local: Tensor, layout: Placement, extent: int | None

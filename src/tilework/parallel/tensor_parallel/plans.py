@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,7 +103,8 @@ def parallelize_module(
     with marking_replaced(module, by="parallelize_module"):
         parameters.distribute(module, mesh_axis, src_data_rank)
     for each in native:
-        each.style.attach(each.module, mesh_axis)
+        layer = f"{each.name or 'the module'} ({type(each.style).__name__})"
+        each.style.attach(each.module, replace(mesh_axis, layer=layer))
     for each in styled:
         if each.style.applies_itself:
             module = _applied(each, module, mesh, src_data_rank)

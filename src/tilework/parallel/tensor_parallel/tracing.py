@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tilework.dtensor.dispatch.without_overrides import without_override_checks
+from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
-from tilework.dtensor.propagation.pytree import tensors_in, with_tensors
-from tilework.layout import Shard
+from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.mesh import DeviceMesh
 from tilework.parallel.tensor_parallel.styles import linear_dims
 from tilework.tiled.factors import DimFactors, Factor
@@ -224,7 +224,8 @@ class _Recorder(TorchFunctionMode):
         if not tensors:
             return func(*args, **kwargs)
         entry, _ = find(func)
-        rule, result = self._ask(entry, args, kwargs, tensors)
+        call = AskedCall(args, kwargs, self._arguments(tensors))
+        rule, result = ask(entry, call)
         within = without_override_checks(func) if result is None else None
         if isinstance(result, Decomposition):
             within = result.run
@@ -240,7 +241,7 @@ class _Recorder(TorchFunctionMode):
         if outputs:
             self._note(entry, result, tensors, outputs, where)
             if isinstance(result, PlacedCall):
-                self._probe(rule, args, kwargs, tensors, outputs, where)
+                self._probe(rule, call, tensors, outputs, where)
         return output
 
     def _note(
@@ -268,20 +269,6 @@ class _Recorder(TorchFunctionMode):
         for dim in range(tensor.dim()):
             self.trace.need_whole((number, dim), where)
 
-    def _ask(
-        self, entry: OpEntry, args: Any, kwargs: Any, tensors: list[Tensor]
-    ) -> tuple[Any, RuleResult]:
-        """The operator's rule that knows this call, and the rule's answer for replicated tensors.
-
-        Both are None if no rule knows the call.
-        """
-        for rule in (entry.dtensor_rule, entry.rule):
-            if rule is not None:
-                found = self._answer(rule, args, kwargs, self._arguments(tensors))
-                if found is not None:
-                    return rule, found
-        return None, None
-
     def _arguments(self, tensors: list[Tensor]) -> list[DTensorArg]:
         with torch._C.DisableTorchFunction():
             return [
@@ -289,20 +276,10 @@ class _Recorder(TorchFunctionMode):
                 for number, tensor in enumerate(tensors)
             ]
 
-    def _answer(self, rule: Any, args: Any, kwargs: Any, asked: list[DTensorArg]) -> RuleResult:
-        try:
-            positional, named = with_tensors(args, kwargs, iter(asked))
-            named.pop("out", None)
-            answer: RuleResult = rule(*positional, **named)
-        except Exception:  # a call that the rule does not know
-            return None
-        return answer
-
     def _probe(
         self,
         rule: Any,
-        args: Any,
-        kwargs: Any,
+        call: AskedCall,
         tensors: list[Tensor],
         outputs: list[Tensor],
         where: str,
@@ -314,7 +291,7 @@ class _Recorder(TorchFunctionMode):
         for at, tensor in enumerate(tensors):
             for dim in range(tensor.dim()):
                 node = self.trace.number(tensor), dim
-                to = self._carried(rule, args, kwargs, tensors, at, dim)
+                to = carried_dims(rule, call, at, dim)
                 if to is None or len(to) != len(outputs) or tensor.shape[dim] % self._mesh.size():
                     self.trace.need_whole(node, where)
                 else:
@@ -322,24 +299,6 @@ class _Recorder(TorchFunctionMode):
                         (self.trace.number(out), end) for out, end in zip(outputs, to, strict=True)
                     ]
                     self.trace.join([node, *ends]).sizes.add(tensor.shape[dim])
-
-    def _carried(
-        self, rule: Any, args: Any, kwargs: Any, tensors: list[Tensor], at: int, dim: int
-    ) -> list[int] | None:
-        """For each output, the dim that is cut if input number ``at`` is cut in ``dim``.
-
-        None if the rule would move this input, or would not cut every output.
-        """
-        asked = self._arguments(tensors)
-        spec = asked[at].spec.with_placements([Shard(dim)], None)
-        asked[at] = DTensorArg(at, spec, asked[at].dtype)
-        answer = self._answer(rule, args, kwargs, asked)
-        if not isinstance(answer, PlacedCall) or answer.inputs[at] != spec:
-            return None
-        placed = [each.placements[0] for each in answer.outputs]
-        if not all(isinstance(each, Shard) for each in placed):
-            return None
-        return [each.dim for each in placed if isinstance(each, Shard)]
 
 
 class _Factors:

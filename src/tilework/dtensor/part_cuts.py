@@ -1,0 +1,299 @@
+"""The dim in which ranks' parts of a tensor are cut, followed through plain operators.
+
+An operator's rule says which loop each dim runs over (:mod:`~tilework.tiled.factors`). Results that
+run over the loop of a cut dim are cut, too. If no result does, or the operator needs all of the
+dim, it would compute with this rank's elements alone, and is refused. Operators without a rule are
+followed through the operators that they call. Where nothing tells the dim, it is unknown from there
+on, and nothing is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.comm.contract import ProcessGroup
+from tilework.dtensor.dispatch.without_overrides import without_override_checks
+from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
+from tilework.dtensor.propagation.dtensor_call import unseen
+from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
+from tilework.dtensor.propagation.plain_inputs import replicated_spec
+from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.mesh import DeviceMesh
+from tilework.tiled.factors import Dim, Factor
+from tilework.tiled.op_rules import Decomposition, LocalCall
+from tilework.tiled.op_table import find
+
+#: A dim of a result, and whether ranks' parts follow each other there; None: unknown.
+End = tuple[int, bool] | None
+#: The most calls that a layer remembers.
+_MOST_CALLS = 4096
+
+
+class CutLayer:
+    """A parallel module whose output is this rank's part of a tensor.
+
+    Args:
+        group: The ranks that have other parts.
+        mesh: The mesh.
+        axis: The axis of the mesh along which the ranks have other parts.
+        name: The module's name and style, for errors.
+    """
+
+    def __init__(self, group: ProcessGroup, mesh: DeviceMesh, axis: int, name: str) -> None:
+        self.group, self.mesh, self.axis, self.name = group, mesh, axis, name
+        self._cuts: dict[End, Cut] = {}
+        #: For each call that was followed, the cuts of the results, or the error.
+        self.calls: dict[Any, list[Cut] | str] = {}
+
+    def cut(self, end: End) -> Cut:
+        """The cut in a dim, counted from the end; the same object for the same argument."""
+        return self._cuts.get(end) or self._cuts.setdefault(end, Cut(self, *(end or (None, True))))
+
+
+class Cut:
+    """The dim in which a part is cut.
+
+    Args:
+        layer: The module that gave the part.
+        dim: The dim, counted from the end: -1 is the last. None: unknown.
+        leads: Whether ranks' parts follow each other in the dim. Else the dim was merged behind
+            others, and each rank has elements here and there.
+    """
+
+    __slots__ = ("dim", "layer", "leads")
+
+    def __init__(self, layer: CutLayer, dim: int | None, leads: bool) -> None:
+        self.layer, self.dim, self.leads = layer, dim, leads
+
+
+class _CutDimNeededError(ValueError):
+    """An operator reduces a cut dim, or needs all of it."""
+
+
+@cache
+def _is_elementwise(func: Any) -> bool:
+    return find(func)[0].is_elementwise
+
+
+def common(cuts: Iterable[Cut]) -> Cut:
+    """The cut of the elementwise result of operands with these cuts."""
+    first, *others = cuts
+    for cut in others:
+        if first.dim is None:
+            first = cut
+        elif cut.dim not in (None, first.dim):
+            return first.layer.cut(None)
+    return first
+
+
+def cuts_of_results(
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+    results: list[Tensor],
+    cuts: list[Cut],
+    mark: Callable[..., Tensor],
+) -> list[Cut]:
+    """The cut of each tensor that an operator gave for parts. Local.
+
+    Args:
+        func: The torch function.
+        args: The positional arguments. A tensor that is a part has a :class:`Cut` as ``_cut``.
+        kwargs: The arguments by name.
+        results: The tensors of the result.
+        cuts: The cuts of the parts.
+        mark: Makes a part of a tensor and a cut.
+
+    Raises:
+        ValueError: The operator reduces a cut dim, or needs all of it.
+    """
+    layer = cuts[0].layer
+    if isinstance(func, torch._ops.OpOverload):  # of a dispatch mode, also in backward
+        return [layer.cut(None)] * len(results)
+    if _is_elementwise(func):
+        return [common(cuts)] * len(results)
+    calls, key = layer.calls, _key((func, *args, *kwargs.items()))
+    try:
+        found = calls.get(key)
+    except TypeError:  # an argument without a hash
+        key = found = None
+    if found is None:
+        try:
+            with unseen(), torch.no_grad():
+                found = _Call(func, args, kwargs, results).cuts(layer, mark)
+        except _CutDimNeededError as error:
+            found = str(error)
+        if len(calls) >= _MOST_CALLS:
+            calls.clear()
+        if key is not None:
+            calls[key] = found
+    if isinstance(found, str):
+        raise _CutDimNeededError(found)
+    return found
+
+
+def _cut_of(tensor: Tensor) -> Cut | None:
+    return getattr(tensor, "_cut", None)
+
+
+def _key(values: Iterable[Any]) -> tuple[Any, ...]:
+    key: list[Any] = []
+    for value in values:
+        kind = value.__class__
+        if kind is int:
+            key.append(value)
+        elif isinstance(value, Tensor):
+            key += (value.shape, _cut_of(value))
+        elif kind is slice:
+            key += (slice, value.start, value.stop, value.step)
+        else:
+            key.append(_key(value) if kind is tuple or kind is list else value)
+    return tuple(key)
+
+
+class _Call:
+    """A call of an operator on tensors, of which some are parts."""
+
+    def __init__(self, func: Any, args: Args, kwargs: Kwargs, results: list[Tensor]) -> None:
+        self._func, self._args, self._kwargs, self._results = func, args, kwargs, results
+        self._tensors = tensors_in([*args, *kwargs.values()])
+        self._cuts = list(map(_cut_of, self._tensors))
+        self._rule: Any = None
+        self._answer: Any = None
+
+    def cuts(self, layer: CutLayer, mark: Callable[..., Tensor]) -> list[Cut]:
+        """The cut of each result."""
+        self.layer = layer
+        self._entry = find(self._func)[0]
+        self._parts = {
+            at: cut.dim + self._tensors[at].dim()
+            for at, cut in enumerate(self._cuts)
+            if cut is not None and cut.dim is not None
+        }
+        # Sizes among the arguments may fit any number of ranks, as -1 does, or only the parts.
+        found = self._by_rule(2)
+        if found is None or not all(cut.leads for cut in found):
+            found = self._by_rule(1) or found or self._within(mark)
+        return found or [self._kept(each) for each in self._results]
+
+    def _by_rule(self, times: int) -> list[Cut] | None:
+        """The cut of each result, with cut dims so many times as long.
+
+        None if the operator's rule does not tell.
+        """
+        asked = []
+        for at, tensor in enumerate(self._tensors):
+            sizes = [
+                n * times if self._parts.get(at) == dim else n for dim, n in enumerate(tensor.shape)
+            ]
+            stand_in = torch.empty(sizes, dtype=tensor.dtype, device="meta")
+            asked.append(DTensorArg(at, replicated_spec(stand_in, self.layer.mesh), tensor.dtype))
+        call = AskedCall(self._args, self._kwargs, asked)
+        self._rule, self._answer = ask(self._entry, call)
+        cuts = [[self.layer.cut(None)] for _ in self._results]
+        for at, dim in self._parts.items():
+            ends = self._ends(call, at, dim, times == 1 or len(self._parts) == len(asked))
+            if ends is None or len(ends) != len(cuts):
+                return None
+            for of_result, end, result in zip(cuts, ends, self._results, strict=True):
+                if end is not None and (times > 1 or self._is_certain(at, dim, end[0], result)):
+                    of_result.append(self.layer.cut((end[0] - result.dim(), end[1])))
+        return [common(of_result) for of_result in cuts]
+
+    def _ends(self, call: AskedCall, at: int, dim: int, are_shapes: bool) -> list[End] | None:
+        """For each result the dim that runs over the loop of a dim of an input; None: unknown.
+
+        Raises:
+            ValueError: There is none, and the operator does more than move elements.
+        """
+        cut: Any = self._cuts[at]
+        if isinstance(self._answer, PlacedCall):
+            carried = carried_dims(self._rule, call, at, dim, self.layer.axis)
+            return None if carried is None else [(to, cut.leads) for to in carried]
+        if not isinstance(self._answer, LocalCall) or not self._answer.fits(call.tensors):
+            return None
+        factor_map = self._answer.map
+        factors = [each for each in factor_map.inputs[at][dim] if each.size != 1]
+        factors = factors[:1] if cut.leads else factors
+        if not factors or any(each.unshardable or factor_map.reduces(each) for each in factors):
+            moves = factor_map.rearranges or self._entry.is_view
+            asks = all(each.dtype is torch.bool for each in self._results)
+            if moves or asks or not are_shapes or call.tensors[at].shape[dim] == 1:
+                return None
+            raise self._refusal(at, dim)
+        ends: list[End] = []
+        for of_result in factor_map.outputs:
+            to = [number for number, dims in enumerate(of_result) if factors[0] in dims]
+            split = not to or len(factors) > 1
+            ends.append(
+                None if split else (to[0], cut.leads and _leads(factors[0], of_result[to[0]]))
+            )
+        return ends
+
+    def _is_certain(self, at: int, dim: int, to: int, result: Tensor) -> bool:
+        """False if the dim of one element before dim ``to`` of a view may be the cut dim."""
+        if not self._entry.is_view or not to or result.shape[to - 1] != 1:
+            return True
+        return self._tensors[at].shape[:dim] == result.shape[:to]
+
+    def _within(self, mark: Callable[..., Tensor]) -> list[Cut] | None:
+        """The cuts of results by the operators that compute them; None if these do not tell."""
+        body: Any = None
+        handler = self._entry.dtensor_handler
+        reads = handler is not None and self._entry.name.endswith(".__get__")
+        if handler is not None and reads:
+            body = partial(handler, self._func)
+        elif isinstance(self._answer, Decomposition):
+            body = None if self._entry.draws else self._answer.run
+        elif self._answer is None:
+            body = without_override_checks(self._func)
+        if body is None:
+            return None
+        stand_ins = [
+            torch.empty(each.shape, dtype=each.dtype, device="meta") for each in self._tensors
+        ]
+        for stand_in, cut in zip(stand_ins, self._cuts, strict=True):
+            if cut is not None:
+                mark(stand_in, cut)
+        args, kwargs = with_tensors(self._args, self._kwargs, iter(stand_ins))
+        if reads:
+            args, kwargs = [args, kwargs], {}
+        try:
+            with torch._C._EnableTorchFunction():
+                cuts = list(map(_cut_of, tensors_in(body(*args, **kwargs))))
+        except _CutDimNeededError:
+            raise self._refusal(*next(iter(self._parts.items()))) from None
+        except Exception:  # it needs values
+            return None
+        found = [cut for cut in cuts if cut is not None]
+        return found if len(found) == len(cuts) == len(self._results) else None
+
+    def _kept(self, result: Tensor) -> Cut:
+        """The cut of a result that has the shape of a part, but for the size of the cut dim."""
+        for at, dim in self._parts.items():
+            sizes, given = list(result.shape), list(self._tensors[at].shape)
+            if len(sizes) == len(given):
+                sizes[dim] = given[dim]
+                if sizes == given or self._entry.is_view:
+                    return self.layer.cut((dim - len(sizes), True))
+        return self.layer.cut(None)
+
+    def _refusal(self, at: int, dim: int) -> _CutDimNeededError:
+        name, layer = self._entry.name, self.layer.name
+        size = self._tensors[at].shape[dim]
+        return _CutDimNeededError(
+            f"{name} needs all of dim {dim}, and {layer} gave this rank {size} elements of it.\n"
+            f"The result would depend on the number of ranks. Say use_local_output=False for that "
+            f"layer: then the output is a DTensor, and {name} takes all of it. Or shard another "
+            f"dim. If this rank's elements alone are meant, pass part.as_subclass(torch.Tensor)."
+        )
+
+
+def _leads(factor: Factor, dims: Dim) -> bool:
+    """True if a factor is the outermost of a dim."""
+    return next(each for each in dims if each.size != 1) is factor

@@ -1,0 +1,125 @@
+"""Plain operators on ranks' parts: those that need all of the cut dim are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.tables import each
+from tilework.dtensor import Shard, init_device_mesh
+from tilework.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tilework.testing import run_ranks
+
+Act = Callable[[Any], Any]
+
+
+def _heads(part: Any) -> Any:
+    return part.view(*part.shape[:2], -1, 2)
+
+
+def _attention(part: Any) -> Any:
+    q = _heads(part).transpose(1, 2)
+    weights = (q @ q.mT).softmax(-1)
+    return (weights @ q).transpose(1, 2).reshape(*part.shape[:2], -1)
+
+
+REFUSED: dict[str, Act] = {
+    "norm": lambda h: h / h.norm(dim=-1, keepdim=True),
+    "softmax": lambda h: F.softmax(h, -1),
+    "mean of all": lambda h: h - h.mean(),
+    "rms_norm": lambda h: F.rms_norm(h, h.shape[-1:]),
+    "topk": lambda h: h * h.topk(2).values[..., :1],
+    "normalize": lambda h: F.normalize(h, dim=-1),
+    "cosine": lambda h: h * F.cosine_similarity(h, 2 * h, dim=-1)[..., None],
+    "product": lambda h: h @ h.mT @ h,
+    "einsum": lambda h: h * torch.einsum("bsf,bsf->bs", h, h)[..., None],
+    "over heads": lambda h: _heads(h).softmax(2).flatten(2),
+    "rows of local width": lambda h: h.reshape(-1, h.shape[-1]).softmax(-1).view_as(h),
+    "flat": lambda h: h.flatten(1).softmax(-1).view_as(h),
+    "transposed": lambda h: h.mT.clone().cumsum(1).mT,
+    "split and joined": lambda h: torch.cat(h.chunk(2, -1), -1).softmax(-1),
+    "after dropout": lambda h: F.dropout(h, 0.5).permute(2, 0, 1).std(0),
+    "checkpointed": lambda h: checkpoint(lambda y: y.softmax(-1), h, use_reentrant=False),
+    "plain weights": lambda h: F.linear(h, torch.ones(2, h.shape[-1])),
+}
+RIGHT: dict[str, Act] = {
+    "norm of heads": lambda h: F.rms_norm(_heads(h), (2,)).flatten(2),
+    "attention": _attention,
+    "fused attention": lambda h: (
+        F.scaled_dot_product_attention(*[_heads(h).transpose(1, 2)] * 3).transpose(1, 2).flatten(2)
+    ),
+    "sum of places": lambda h: h - h.sum(1, keepdim=True),
+    "mean of rows": lambda h: h - h.mean(0, keepdim=True),
+    "sizes of the part": lambda h: h.view(2, 3, h.shape[2] // 2, 2).softmax(-1).view(h.shape),
+    "heads in batches": lambda h: (
+        _heads(h).transpose(1, 2).reshape(-1, 3, 2).softmax(-1).view(2, -1, 3, 2).transpose(1, 2)
+    ).flatten(2),
+    "repeated heads": lambda h: (
+        _heads(h)[:, :, :, None].expand(-1, -1, -1, 2, -1).softmax(-1)[:, :, :, 0].flatten(2)
+    ),
+    "a question": lambda h: h * (not h.isnan().any()),
+}
+
+
+class _Model(nn.Module):
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.act, self.up, self.down = act, nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.act(self.up(x)))
+
+
+def _loss(act: Act, ranks: int) -> Any:
+    torch.manual_seed(0)
+    model = _Model(act)
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    if ranks > 1:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@each("act", REFUSED)
+@each("ranks", [2, 4])
+def test_operators_that_need_the_cut_dim_are_refused(act: str, ranks: int) -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"needs all of dim \d, and up \(ColwiseParallel\)"):
+            _loss(REFUSED[act], ranks)
+
+    run_ranks(ranks, program)
+
+
+@each("act", RIGHT)
+@each("ranks", [2, 4])
+def test_operators_over_other_dims_are_right(act: str, ranks: int) -> None:
+    losses = run_ranks(ranks, lambda rank: _loss(RIGHT[act], ranks))
+    torch.testing.assert_close(losses[0], _loss(RIGHT[act], 1))
+
+
+def test_the_error_says_how_to_go_on() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(ValueError, match="use_local_output=False"):
+            _loss(REFUSED["softmax"], 2)
+
+    run_ranks(2, program)
+
+
+def test_rows_of_each_rank_are_summed_as_a_share_of_the_loss() -> None:
+    def program(rank: int) -> None:
+        rows = parallelize_module(
+            nn.Linear(4, 2),
+            init_device_mesh("cpu", (2,)),
+            RowwiseParallel(output_layouts=Shard(0)),
+        )
+        rows(torch.ones(4, 2)).square().mean().backward()
+
+    run_ranks(2, program)
