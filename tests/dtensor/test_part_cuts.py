@@ -113,6 +113,34 @@ def test_the_error_says_how_to_go_on() -> None:
     run_ranks(2, program)
 
 
+MISTAKES: dict[str, tuple[Act, str]] = {
+    "a layer that the plan forgets": (lambda h: nn.Linear(8, 8)(h), "linear got 4 of 8"),
+    "heads counted in the model": (lambda h: h.view(2, 3, 4, 2).flatten(2), "view got 4 of 8"),
+}
+
+
+@each("mistake", MISTAKES)
+def test_a_mistake_in_a_plan_names_the_layer_and_the_names_without_a_module(mistake: str) -> None:
+    act, says = MISTAKES[mistake]
+
+    def program(rank: int) -> None:
+        plan = {"up": ColwiseParallel(), "dwon": RowwiseParallel()}
+        model = parallelize_module(_Model(act), init_device_mesh("cpu", (2,)), plan)
+        with pytest.raises(RuntimeError, match=rf"(?s){says}.*up \(Colwise.*No module fits 'dwon'"):
+            model(torch.ones(2, 3, 4))
+
+    with pytest.warns(UserWarning, match="dwon"):
+        run_ranks(2, program)
+
+
+def test_an_error_that_has_nothing_to_do_with_the_cut_stays() -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(RuntimeError, match=r"^shape .* is invalid"):
+            _loss(lambda h: h.view(-1, 7), 2)
+
+    run_ranks(2, program)
+
+
 def test_rows_of_each_rank_are_summed_as_a_share_of_the_loss() -> None:
     def program(rank: int) -> None:
         rows = parallelize_module(

@@ -9,7 +9,7 @@ on, and nothing is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -42,10 +42,17 @@ class CutLayer:
         mesh: The mesh.
         axis: The axis of the mesh along which the ranks have other parts.
         name: The module's name and style, for errors.
+        unmatched: Names of the plan that fit no module, for errors.
+
+    Attributes:
+        sizes: The sizes of the cut dim of the last output, the whole and this rank's.
     """
 
-    def __init__(self, group: ProcessGroup, mesh: DeviceMesh, axis: int, name: str) -> None:
+    def __init__(
+        self, group: ProcessGroup, mesh: DeviceMesh, axis: int, name: str, unmatched: Sequence[str]
+    ) -> None:
         self.group, self.mesh, self.axis, self.name = group, mesh, axis, name
+        self.unmatched, self.sizes = unmatched, (1, 1)
         self._cuts: dict[End, Cut] = {}
         #: For each call that was followed, the cuts of the results, or the error.
         self.calls: dict[Any, list[Cut] | str] = {}
@@ -117,7 +124,8 @@ def cuts_of_results(
         return [layer.cut(None)] * len(results)
     if _is_elementwise(func):
         return [common(cuts)] * len(results)
-    calls, key = layer.calls, _key((func, *args, *kwargs.items()))
+    calls = layer.calls
+    key: Any = _key((func, *args, *kwargs.items()))
     try:
         found = calls.get(key)
     except TypeError:  # an argument without a hash
@@ -135,6 +143,38 @@ def cuts_of_results(
     if isinstance(found, str):
         raise _CutDimNeededError(found)
     return found
+
+
+def of_the_part(error: Exception, func: Any, args: Args, kwargs: Kwargs) -> Exception:
+    """The error of an operator on parts; one that names the layer, if the call fits the whole."""
+    tensors, wholes, parts = tensors_in([*args, *kwargs.values()]), [], []
+    for each in tensors:
+        cut, sizes = _cut_of(each), list(each.shape)
+        if cut is not None and cut.dim is not None:
+            whole, local = cut.layer.sizes
+            sizes[cut.dim] = sizes[cut.dim] * whole // max(local, 1)
+            at = cut.dim % len(sizes)
+            parts.append((cut.layer, f"{each.shape[at]} of {sizes[at]} elements of dim {at}"))
+        wholes.append(torch.empty(sizes, dtype=each.dtype, device="meta"))
+    try:
+        with unseen(), torch.no_grad():
+            positional, named = with_tensors(args, kwargs, iter(wholes))
+            func(*positional, **named)
+    except Exception:  # not because of the cut
+        return error
+    if not parts:
+        return error
+    layer, part = parts[0]
+    names = ", ".join(map(repr, layer.unmatched))
+    return type(error)(
+        f"{func.__name__} got {part}, this rank's part of the output of {layer.name}\n"
+        f"{error}\n"
+        f"It would take the whole. Name the next layer in the plan, as RowwiseParallel(), or say "
+        f"use_local_output=False or output_layouts=Replicate() for {layer.name}. A model that "
+        f"counts heads or features reads the sizes from the tensor, as view(…, -1, head_dim) does."
+        + f" No module fits {names} of the plan."
+        * bool(names)
+    )
 
 
 def _cut_of(tensor: Tensor) -> Cut | None:

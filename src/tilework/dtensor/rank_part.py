@@ -20,7 +20,7 @@ from torch import Tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.per_call.provenance_digest import OF_A_DTENSOR, carrying
-from tilework.dtensor.part_cuts import Cut, common, cuts_of_results
+from tilework.dtensor.part_cuts import Cut, common, cuts_of_results, of_the_part
 from tilework.dtensor.propagation.pytree import tensors_in
 from tilework.dtensor.provenance.content import content_digest
 from tilework.dtensor.provenance.digests import stable_digest
@@ -127,7 +127,10 @@ def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         group = parts[0]._cut.layer.group
         args = _summed(args, group)
         kwargs = {key: _summed(value, group) for key, value in kwargs.items()}
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        raise of_the_part(error, func, args, kwargs) from None
     if writes:
         for each in tensors_in(args[0]):
             _mark_written(each, parts)

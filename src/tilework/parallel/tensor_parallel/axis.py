@@ -29,11 +29,13 @@ class MeshAxis:
         mesh: The mesh of all ranks.
         number: The number of the axis.
         layer: The module that is parallel along the axis, for errors.
+        unmatched: Names of the plan that fit no module, for errors.
     """
 
     mesh: DeviceMesh
     number: int
     layer: str = "the module"
+    unmatched: tuple[str, ...] = ()
     _layers: dict[ProcessGroup, CutLayer] = field(default_factory=dict, repr=False, compare=False)
 
     def placements(self, layout: Placement, others: Placement) -> list[Placement]:
@@ -113,12 +115,16 @@ class MeshAxis:
             return local
         layer = self._layers.get(group)
         if layer is None:
-            layer = self._layers[group] = CutLayer(group, self.mesh, self.number, self.layer)
+            layer = CutLayer(group, self.mesh, self.number, self.layer, self.unmatched)
+            self._layers[group] = layer
         placement = spec.placements[self.number]
         dim = placement.dim - tensor.ndim if isinstance(placement, Shard) else None
         # A reduction over rows gives this rank's share of a loss: rows are not followed.
         is_row = dim is not None and tensor.ndim > 1 and dim == -tensor.ndim
-        return as_rank_part(local, layer.cut(None if dim is None or is_row else (dim, True)))
+        if dim is None or is_row:
+            return as_rank_part(local, layer.cut(None))
+        layer.sizes = tensor.shape[dim], local.shape[dim]
+        return as_rank_part(local, layer.cut((dim, True)))
 
     def _global_shape(
         self, local: Tensor, layout: Placement, extent: int | None

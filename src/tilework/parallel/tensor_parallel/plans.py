@@ -95,7 +95,10 @@ def parallelize_module(
         warnings.warn("parallelize_module without a plan changes nothing", stacklevel=2)
         return module
     mesh_axis = MeshAxis(mesh, _number(mesh, axis))
-    styled = list(_resolved(module, _checked(parallelize_plan)))
+    plan = _checked(parallelize_plan)
+    styled = list(_resolved(module, plan))
+    matched = {each.pattern for each in styled}
+    unmatched = tuple(name for name in plan if name not in matched)
     native = [each for each in styled if not each.style.applies_itself]
     parameters = _Parameters()
     for each in native:
@@ -104,7 +107,7 @@ def parallelize_module(
         parameters.distribute(module, mesh_axis, src_data_rank)
     for each in native:
         layer = f"{each.name or 'the module'} ({type(each.style).__name__})"
-        each.style.attach(each.module, replace(mesh_axis, layer=layer))
+        each.style.attach(each.module, replace(mesh_axis, layer=layer, unmatched=unmatched))
     for each in styled:
         if each.style.applies_itself:
             module = _applied(each, module, mesh, src_data_rank)
@@ -181,7 +184,7 @@ def _checked(
         )
     for name, style in plan.items():
         if isinstance(name, str) and isinstance(style, str):
-            style_of(style)
+            style_of(style, name)
         elif not isinstance(name, str) or not isinstance(style, ParallelStyle):
             raise TypeError(
                 f"a plan must have styles by names of modules, such as ColwiseParallel(), got "

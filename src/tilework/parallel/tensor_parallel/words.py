@@ -22,7 +22,7 @@ from tilework.parallel.tensor_parallel.styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from tilework.tiled.module_plan import matching_names
+from tilework.tiled.module_plan import close_names, matching_names
 
 
 class _OfParameters(ParallelStyle):
@@ -104,16 +104,22 @@ _BY_COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwis
 _BY_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
 
 
-def style_of(word: str) -> ParallelStyle:
+def style_of(word: str, name: str = "") -> ParallelStyle:
     """The style of modules for a word.
+
+    Args:
+        word: The word.
+        name: The name in the plan, for errors.
 
     Raises:
         ValueError: The word is unknown.
     """
     if word not in WORDS:
+        near = "".join(f": did you mean {each!r}?" for each in close_names(word, WORDS)[:1])
         raise ValueError(
-            f"{word!r} is not a word of a tensor-parallel plan; the words are: {', '.join(WORDS)}. "
-            f"tilework does not take plans of expert parallelism: give the model's tp_plan"
+            f"{word!r}, which the plan says of {name!r}, is not a word of such plans{near}\n"
+            f"The words are: {', '.join(WORDS)}. tilework does not take plans of expert "
+            f"parallelism: give the model's tp_plan"
         )
     return WORDS[word]
 
