@@ -37,7 +37,6 @@ from tilework.dtensor.dispatch.results import (
 )
 from tilework.dtensor.dispatch.tracked import tracked
 from tilework.dtensor.dispatch.ways import Ways
-from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.handlers import HANDLERS
 from tilework.dtensor.propagation.dtensor_call import DTensorCall
 from tilework.dtensor.propagation.op_sharding import Composed, OpSharding
@@ -46,6 +45,7 @@ from tilework.dtensor.propagation.propagator import (
     written_to,
 )
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
+from tilework.dtensor.propagation.without_overrides import without_override_checks
 from tilework.dtensor.provenance.digests import (
     call_digest,
     digest_of,

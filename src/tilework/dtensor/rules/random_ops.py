@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tilework.dtensor.autograd import local_graph
 from tilework.dtensor.dispatch.results import replicated, write
-from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
+from tilework.dtensor.propagation.without_overrides import without_override_checks
 from tilework.dtensor.random.generator import fill_local, next_key, seeded_generator
 from tilework.dtensor.random.philox import Bernoulli, Distribution, Integers, Normal, Uniform
 from tilework.dtensor.tensor import DTensor, wrap

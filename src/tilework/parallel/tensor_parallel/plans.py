@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from tilework.mesh.making import mesh_or_current
 from tilework.parallel.tensor_parallel.axis import MeshAxis
 from tilework.parallel.tensor_parallel.styles import ParallelStyle
 from tilework.parallel.tensor_parallel.words import named_parameters, style_of
+from tilework.parallel.tensor_parallel.wrappers import attach_to_wrapper, shown_layer
 from tilework.tiled.module_plan import (
     check_is_module,
     close_names,
@@ -107,11 +109,16 @@ def parallelize_module(
         parameters.distribute(module, mesh_axis, src_data_rank)
     for each in native:
         layer = f"{each.name or 'the module'} ({type(each.style).__name__})"
-        each.style.attach(each.module, replace(mesh_axis, layer=layer, unmatched=unmatched))
+        axis_of_layer = replace(mesh_axis, layer=layer, unmatched=unmatched)
+        attach_to_wrapper(module, each.name, each.module, partial(_attach, each, axis_of_layer))
     for each in styled:
         if each.style.applies_itself:
             module = _applied(each, module, mesh, src_data_rank)
     return module
+
+
+def _attach(styled: _StyledModule, axis: MeshAxis) -> None:
+    styled.style.attach(styled.module, axis)
 
 
 def _applied(
@@ -212,7 +219,8 @@ def _resolved(root: nn.Module, plan: Mapping[str, ParallelStyle | str]) -> Itera
         for name in names:  # a module may have several names
             if id(modules[name]) not in seen:
                 seen.add(id(modules[name]))
-                yield _StyledModule(name, modules[name], style, pattern)
+                found = modules[name] if style.applies_itself else shown_layer(modules[name])
+                yield _StyledModule(name, found, style, pattern)
 
 
 def _warn_of_unmatched(pattern: str, modules: Mapping[str, nn.Module]) -> None:

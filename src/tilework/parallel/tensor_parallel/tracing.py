@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tilework.dtensor.dispatch.without_overrides import without_override_checks
 from tilework.dtensor.propagation.asked_rules import AskedCall, ask, carried_dims
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import tensors_in
+from tilework.dtensor.propagation.without_overrides import without_override_checks
 from tilework.mesh import DeviceMesh
 from tilework.parallel.tensor_parallel.styles import linear_dims
 from tilework.tiled.factors import DimFactors, Factor
