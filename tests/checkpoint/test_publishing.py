@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 from collections import OrderedDict
 from copy import deepcopy
 from pathlib import Path
@@ -28,6 +29,7 @@ from tilework.parallel import (
     parallelize_module,
 )
 from tilework.testing import run_ranks
+from tilework.tiled import torch_state_dict
 
 PLAN = {
     "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
@@ -79,6 +81,26 @@ def test_transformers_own_method_writes_the_files_of_a_single_process(
     run_ranks(2, program)
     expected = {each.name: each.read_bytes() for each in (tmp_path / "expected").iterdir()}
     assert expected == {each.name: each.read_bytes() for each in (tmp_path / "saved").iterdir()}
+
+
+class _Peft(nn.Linear):
+    """A module that saves as peft's do: the state dict is among other arguments by name."""
+
+    def save_pretrained(self, path: Path, **kwargs: Any) -> None:
+        torch.save(kwargs.get("state_dict") or self.state_dict(), path)
+
+
+def test_a_method_that_takes_the_state_by_name_gets_whole_tensors(tmp_path: Path) -> None:
+    torch_state_dict.gather_in_saving("_Peft", sys.modules[__name__])
+    expected = _Peft(3, 4)
+
+    def program(rank: int) -> None:
+        model = deepcopy(expected)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), ColwiseParallel())
+        model.save_pretrained(tmp_path / "saved")
+
+    run_ranks(2, program)
+    torch.testing.assert_close(torch.load(tmp_path / "saved"), dict(expected.state_dict()))
 
 
 def _assert_same_files(saved: Path, expected: Path) -> None:

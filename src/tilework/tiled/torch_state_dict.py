@@ -1,12 +1,12 @@
-"""Functions of torch and transformers that take a model's state, for models of tilework.
+"""Functions of torch, transformers and peft that take a model's state, for models of tilework.
 
 ``torch.distributed.checkpoint.state_dict`` gathers and cuts only torch's DTensors. It takes any
 other tensor for a whole one, without asking the tensor: sharded tensors of tilework would silently
 stay sharded. All public functions of the module end in one of four functions, which get the model
 and the options. These four now look at the model first.
 
-transformers' ``save_pretrained`` takes the memory of each tensor, on the first rank alone. For a
-model of tilework the tensors are gathered first, on all ranks.
+``save_pretrained`` of transformers and of peft takes the memory of each tensor, on the first rank
+alone. For a model of tilework the tensors are gathered first, on all ranks.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ def _choosing(torchs: ModuleType, name: str) -> Callable[..., Any]:
     return call
 
 
-def _redirect_saving(transformers: Any) -> None:
-    model = transformers.PreTrainedModel
+def gather_in_saving(name: str, library: Any) -> None:
+    """Let ``save_pretrained`` of a class of a library gather the tensors of models of tilework."""
+    model = getattr(library, name)
     model.save_pretrained = _gathering(model.save_pretrained)
 
 
@@ -145,7 +146,10 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs)
-        state: dict[str, Any] = given.arguments.get("state_dict") or {}
+        named = given.arguments
+        if "state_dict" not in signature.parameters:
+            named = named.setdefault("kwargs", {})
+        state: dict[str, Any] = named.get("state_dict") or {}
         if not state and _is_ours(self):
             state = self.state_dict(keep_vars=True)  # tied names have the same tensor
         if not any(isinstance(each, TiledTensor) for each in state.values()):
@@ -157,9 +161,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(each, TiledTensor) and id(each) not in whole:
                 full = each.detach().full_tensor()  # type: ignore[attr-defined]
                 whole[id(each)] = full.cpu() if is_first else None
-        given.arguments["state_dict"] = {
-            name: whole.get(id(each), each) for name, each in state.items()
-        }
+        named["state_dict"] = {name: whole.get(id(each), each) for name, each in state.items()}
         agree(lambda: original(*given.args, **given.kwargs) if is_first else None, group)
 
     return save_pretrained
@@ -168,7 +170,8 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
 #: By name, the modules with functions to replace, and what replaces them.
 _MODULES: dict[str, Callable[[ModuleType], None]] = {
     "torch.distributed.checkpoint.state_dict": _redirect,
-    "transformers.modeling_utils": _redirect_saving,
+    "transformers.modeling_utils": functools.partial(gather_in_saving, "PreTrainedModel"),
+    "peft.peft_model": functools.partial(gather_in_saving, "PeftModel"),
 }
 
 

@@ -3,7 +3,7 @@
 Such a module stands in the place of a layer, and has the attribute ``weight``, the layer's. The
 hooks of the layer's style then belong on the wrapper: what the wrapper adds to the layer is
 computed with DTensors, too, and plain parameters of the wrapper count as replicated beside them. A
-layer may be wrapped, and unwrapped, at any time: the module that holds it looks before each forward.
+layer may be wrapped and unwrapped at any time: the module that holds it looks before each forward.
 """
 
 from __future__ import annotations
