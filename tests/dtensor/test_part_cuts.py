@@ -105,10 +105,12 @@ def test_operators_over_other_dims_are_right(act: str, ranks: int) -> None:
     torch.testing.assert_close(losses[0], _loss(RIGHT[act], 1))
 
 
-def test_the_error_says_how_to_go_on() -> None:
+def test_the_error_names_the_layer_among_several_and_the_way_out() -> None:
     def program(rank: int) -> None:
-        with pytest.raises(ValueError, match="use_local_output=False"):
-            _loss(REFUSED["softmax"], 2)
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+        layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)], nn.Softmax(-1))
+        with pytest.raises(ValueError, match=r"(?s)2 \(ColwiseParallel\).*use_local_output=False"):
+            parallelize_module(layers, init_device_mesh("cpu", (2,)), plan)(torch.ones(2, 4))
 
     run_ranks(2, program)
 

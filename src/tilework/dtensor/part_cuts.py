@@ -32,6 +32,10 @@ from tilework.tiled.op_table import find
 End = tuple[int, bool] | None
 #: The most calls that a layer remembers.
 _MOST_CALLS = 4096
+#: Operators of dispatch modes, which also run in backward, and operators of libraries.
+_OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+#: The kinds of errors by which torch refuses a call.
+_OF_TORCH = (RuntimeError, ValueError, IndexError, AssertionError)
 
 
 class CutLayer:
@@ -120,7 +124,7 @@ def cuts_of_results(
         ValueError: The operator reduces a cut dim, or needs all of it.
     """
     layer = cuts[0].layer
-    if isinstance(func, torch._ops.OpOverload):  # of a dispatch mode, also in backward
+    if isinstance(func, _OPS):
         return [layer.cut(None)] * len(results)
     if _is_elementwise(func):
         return [common(cuts)] * len(results)
@@ -147,22 +151,22 @@ def cuts_of_results(
 
 def of_the_part(error: Exception, func: Any, args: Args, kwargs: Kwargs) -> Exception:
     """The error of an operator on parts; one that names the layer, if the call fits the whole."""
-    tensors, wholes, parts = tensors_in([*args, *kwargs.values()]), [], []
-    for each in tensors:
+    wholes, parts = [], []
+    for each in tensors_in([*args, *kwargs.values()]):
         cut, sizes = _cut_of(each), list(each.shape)
         if cut is not None and cut.dim is not None:
             whole, local = cut.layer.sizes
             sizes[cut.dim] = sizes[cut.dim] * whole // max(local, 1)
             at = cut.dim % len(sizes)
             parts.append((cut.layer, f"{each.shape[at]} of {sizes[at]} elements of dim {at}"))
-        wholes.append(torch.empty(sizes, dtype=each.dtype, device="meta"))
+        wholes.append(_stand_in(sizes, each.dtype))
+    if not parts or isinstance(func, _OPS) or type(error) not in _OF_TORCH:
+        return error
     try:
         with unseen(), torch.no_grad():
             positional, named = with_tensors(args, kwargs, iter(wholes))
             func(*positional, **named)
     except Exception:  # not because of the cut
-        return error
-    if not parts:
         return error
     layer, part = parts[0]
     names = ", ".join(map(repr, layer.unmatched))
@@ -172,9 +176,12 @@ def of_the_part(error: Exception, func: Any, args: Args, kwargs: Kwargs) -> Exce
         f"It would take the whole. Name the next layer in the plan, as RowwiseParallel(), or say "
         f"use_local_output=False or output_layouts=Replicate() for {layer.name}. A model that "
         f"counts heads or features reads the sizes from the tensor, as view(…, -1, head_dim) does."
-        + f" No module fits {names} of the plan."
-        * bool(names)
+        + (f" No module fits {names} of the plan." if names else "")
     )
+
+
+def _stand_in(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(sizes), dtype=dtype, device="meta")
 
 
 def _cut_of(tensor: Tensor) -> Cut | None:
@@ -231,8 +238,8 @@ class _Call:
             sizes = [
                 n * times if self._parts.get(at) == dim else n for dim, n in enumerate(tensor.shape)
             ]
-            stand_in = torch.empty(sizes, dtype=tensor.dtype, device="meta")
-            asked.append(DTensorArg(at, replicated_spec(stand_in, self.layer.mesh), tensor.dtype))
+            spec = replicated_spec(_stand_in(sizes, tensor.dtype), self.layer.mesh)
+            asked.append(DTensorArg(at, spec, tensor.dtype))
         call = AskedCall(self._args, self._kwargs, asked)
         self._rule, self._answer = ask(self._entry, call)
         cuts = [[self.layer.cut(None)] for _ in self._results]
@@ -294,9 +301,7 @@ class _Call:
             body = without_override_checks(self._func)
         if body is None:
             return None
-        stand_ins = [
-            torch.empty(each.shape, dtype=each.dtype, device="meta") for each in self._tensors
-        ]
+        stand_ins = [_stand_in(each.shape, each.dtype) for each in self._tensors]
         for stand_in, cut in zip(stand_ins, self._cuts, strict=True):
             if cut is not None:
                 mark(stand_in, cut)

@@ -129,7 +129,7 @@ def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         kwargs = {key: _summed(value, group) for key, value in kwargs.items()}
     try:
         result = func(*args, **kwargs)
-    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+    except Exception as error:
         raise of_the_part(error, func, args, kwargs) from None
     if writes:
         for each in tensors_in(args[0]):

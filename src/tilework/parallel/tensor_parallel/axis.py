@@ -36,7 +36,9 @@ class MeshAxis:
     number: int
     layer: str = "the module"
     unmatched: tuple[str, ...] = ()
-    _layers: dict[ProcessGroup, CutLayer] = field(default_factory=dict, repr=False, compare=False)
+    _layers: dict[ProcessGroup, CutLayer] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def placements(self, layout: Placement, others: Placement) -> list[Placement]:
         """The placements of ``layout`` along this axis, and of ``others`` along each other one."""
