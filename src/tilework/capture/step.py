@@ -49,8 +49,11 @@ def capture(
     Tensors that the step reaches (arguments, closure, globals, modules, optimizers) are inputs of
     the program, and are read again in each call. So are floats of ``param_groups``: schedulers work
     outside of the step. Arguments of another shape, dtype or layout, other modes (``train()``,
-    ``no_grad``, autocast) and other numbers are recorded again, once for each. The Python of the
-    step does not run in later calls: prints, counters and appends belong outside.
+    ``no_grad``, autocast), other numbers and other branches on values are recorded again, once for
+    each. The Python of the step does not run in later calls: prints, counters and appends belong
+    outside.
+
+    In calls 4, 8, 16, … the step itself runs beside the record, on copies, and a difference raises.
 
     Args:
         step: The function, or a method in the body of a class. It may use DTensors,
@@ -59,17 +62,19 @@ def capture(
         backend: "python" runs torch's operators one after the other. "inductor" compiles them
             together with torch's Inductor, which needs a C++ compiler, takes seconds to minutes,
             and rounds as Inductor does.
-        check: Run each new program once on copies of the recorded call's inputs, and compare all
-            results, bit by bit. Takes the time of a step, and memory for copies of everything that
-            the step writes.
+        check: True: compare each new program with the recorded call, and each program with the step
+            in calls 4, 8, 16, …; "always": in each call; a number n: in each n-th call; False or
+            "never": never. A check takes a step, one and a half captured steps, and memory for
+            copies of everything that the step writes.
 
     Returns:
         The program.
 
     Raises:
-        CaptureError: In the call that records: the step does something that a program cannot do
+        CaptureError: In a call that records: the step does something that a program cannot do
             again, or other ranks recorded another program. Tensors are as they were before the
-            call.
+            call. In a call that is checked: the record gives something else than the step, on this
+            rank or another one; the step's effects stay.
         CollectiveMismatchError: A rank runs the program while others run something else; on all.
 
     Example:
@@ -94,9 +99,15 @@ def capture(
     """
     if not callable(step):
         raise TypeError(f"capture() takes a function, got {type(step).__name__}")
+    if not (isinstance(check, bool) or check in ("always", "never") or _is_count(check)):
+        raise ValueError(f'check must be True, False, "always", "never" or a count, got {check!r}')
     if backend not in ("python", "inductor"):
         raise ValueError(f'backend must be "python" or "inductor", got {backend!r}')
     return Program(step, backend, check)
+
+
+def _is_count(check: object) -> bool:
+    return isinstance(check, int) and check > 0
 
 
 class Program(Generic[P, T]):

@@ -38,11 +38,11 @@ class NumberBook:
     guards: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = field(default_factory=list)
 
     def guards_once(self) -> list[tuple[Callable[..., Any], tuple[Any, ...], Any]]:
-        """The comparisons, each once. Numbers are told apart by identity, as comparing them notes."""
+        """The comparisons, each once. A comparison of Numbers would add to them."""
         found = {}
         for guard in self.guards:
             inputs = [id(x) if isinstance(x, Number) else repr(x) for x in guard[1]]
-            found[guard[0], *inputs] = guard
+            found[(guard[0], *inputs)] = guard
         return list(found.values())
 
     def find(self, value: float) -> Number | float:

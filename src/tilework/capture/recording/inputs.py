@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from types import BuiltinFunctionType, TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from tilework.capture.program.number import Number, NumberBook, is_float
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import Argument, StatePlace
 from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.tensor_reads import with_numbers
 from tilework.errors import CaptureError
 
 
@@ -23,7 +24,8 @@ class Inputs:
     These are the floats of ``param_groups``, such as learning rates, those of ``get_last_lr()``,
     and others that were seen to vary. The step is recorded in the block, and the Numbers become
     inputs of the program. At the end of the block the floats come back. A float that the step has
-    changed raises CaptureError.
+    changed raises CaptureError. Functions of ``math`` that the step imports by name are replaced,
+    too: those in C would compute with the NaN that a Number is to them.
 
     Args:
         places: The places that the step can reach.
@@ -42,7 +44,7 @@ class Inputs:
         self.book = book
         self.optimizers = places.instances(Optimizer)
         self.schedulers = places.instances(LRScheduler)
-        self._varying = varying
+        self._varying, self._things = varying, places.things
         self.all = [
             Option(Argument(i, False), None, number, f"argument {i}")
             for i, number in arguments.items()
@@ -61,6 +63,9 @@ class Inputs:
             self._replaces(place, f"_last_lr of {type(scheduler).__name__}")
         for place in self._varying or ():
             self._replaces(place, place.text)
+        for place, thing in self._things:
+            if isinstance(thing, BuiltinFunctionType) and thing.__module__ == "math":
+                self._before.append((place, thing, with_numbers(thing)))
         for place, _, stands_for in self._before:
             place.set(stands_for)
         return self

@@ -91,7 +91,7 @@ def _replace() -> None:
         setattr(torch, name, _of_numbers(original))
     for name in _MATH:
         _originals[f"math.{name}"] = original = getattr(math, name)
-        setattr(math, name, _without_numbers(original))
+        setattr(math, name, with_numbers(original))
     for name in (*_READS, *_NUMBERS, "as_subclass"):
         _originals[name] = vars(Tensor).get(name)
         made = _number(name) if name in _NUMBERS else _refused(name)
@@ -125,7 +125,9 @@ def _of_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _without_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``math`` that takes Numbers, too."""
+
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
         listed = [x for arg in args if isinstance(arg, list | tuple) for x in arg]
