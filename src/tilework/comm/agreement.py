@@ -11,25 +11,19 @@ import torch
 
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations.collectives import all_gather_into_tensor
-from tilework.comm.operations.objects import all_gather_pickled, device_of
+from tilework.comm.operations.objects import (
+    Report,
+    all_gather_pickled,
+    device_of,
+    raise_report,
+    report_of,
+)
 from tilework.comm.per_call.call_recorder import unrecorded
 from tilework.comm.world import AnyGroup, NonMember, get_process_group_ranks, member, resolve
-from tilework.errors import DistBackendError, text_of
+from tilework.errors import DistBackendError
 
 T = TypeVar("T")
 Facts = Mapping[str, Any]
-
-#: Error classes that every rank raises unchanged; other errors become a RuntimeError on other
-#: ranks.
-_KINDS = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @unrecorded
@@ -60,20 +54,19 @@ def agree(make: Callable[[], T], group: AnyGroup = None) -> list[T]:
         return []
     own_error: BaseException | None = None
     try:
-        report: tuple[Any, str, str] = (make(), "", "")
+        report: tuple[Any, Report | None] = (make(), None)
         data = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         own_error = error
-        report = (None, _kind(error).__name__, text_of(error))
+        report = (None, report_of(error))
         data = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
     reports = [report] * pg.size() if pg.size() == 1 else _gather(report, data, pg)
     if own_error is not None:
         raise own_error
-    for rank, (_, name, message) in zip(pg.global_ranks, reports, strict=True):
-        if name:
-            kind = next(kind for kind in _KINDS if kind.__name__ == name)
-            raise kind(f"rank {rank}: {message}")
-    return [value for value, _, _ in reports]
+    for rank, (_, failure) in zip(pg.global_ranks, reports, strict=True):
+        if failure is not None:
+            raise_report(rank, failure)
+    return [value for value, _ in reports]
 
 
 @unrecorded
@@ -188,9 +181,3 @@ def _gather(report: Any, data: bytes, pg: ProcessGroup) -> list[Any]:
     if digests.count(digest) == len(digests):
         return [report] * len(digests)  # the usual case
     return all_gather_pickled(data, sizes, pg, weights_only=True)
-
-
-def _kind(error: BaseException) -> type[Exception]:
-    # The most derived first: NotImplementedError is a RuntimeError.
-    kinds = [kind for kind in _KINDS if isinstance(error, kind)]
-    return min(kinds, key=lambda kind: -len(kind.__mro__), default=RuntimeError)

@@ -6,15 +6,17 @@ secret, as under ``tilework run``). With ``weights_only=True`` they accept data 
 only plain data and tensors. See docs/decisions/0004-pickle.md.
 
 The functions are collective like those of :mod:`.collectives`; all block. Objects must be
-picklable; ranks receive copies.
+picklable; ranks receive copies. If a rank cannot pickle the objects that it sends, or gives a list
+of another length than the group needs, all ranks that take part raise, and the group goes on.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations import collectives, p2p
 from tilework.comm.per_call import checks
 from tilework.comm.world import AnyGroup, current_world, member
-from tilework.errors import DistBackendError
+from tilework.errors import DistBackendError, text_of
 
 #: The types that the restricted loader builds, besides numbers, strings, bytes and containers.
 _PLAIN = {
@@ -45,6 +47,36 @@ _PLAIN = {
     ("torch._utils", "_rebuild_parameter"),
 }
 
+#: The name of an error's class, and the error's text.
+Report = tuple[str, str]
+
+#: Error classes that every rank raises unchanged; other errors become a RuntimeError on other
+#: ranks.
+_KINDS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.PicklingError,
+)
+
+
+def report_of(error: BaseException) -> Report:
+    """A report of ``error`` for other ranks, as plain data."""
+    # The most derived first: NotImplementedError is a RuntimeError.
+    kinds = [kind for kind in _KINDS if isinstance(error, kind)]
+    kind = min(kinds, key=lambda kind: -len(kind.__mro__), default=RuntimeError)
+    return kind.__name__, text_of(error)
+
+
+def raise_report(rank: int, report: Report) -> NoReturn:
+    """Raise an error of the class in ``report``, which names ``rank``."""
+    name, text = report
+    raise next(kind for kind in _KINDS if kind.__name__ == name)(f"rank {rank}: {text}")
+
 
 def _load_storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
@@ -63,6 +95,36 @@ class _PlainUnpickler(pickle.Unpickler):
             f"{module}.{name} is refused with weights_only=True, which accepts plain data and "
             f"tensors; send those, or trust the senders and leave weights_only out"
         )
+
+
+@dataclass
+class _Parcel:
+    """The objects that this rank sends, pickled; or the error that prevented it."""
+
+    #: A pickle for each object; after an error the pickle of the report alone.
+    parts: list[Tensor]
+    #: The number of bytes of each object; after an error minus that of the report.
+    sizes: list[int]
+    error: Exception | None = None
+
+
+def _pack(count: int, make: Callable[[], Sequence[Any]]) -> _Parcel:
+    """The ``count`` objects that ``make`` checks and returns, or a report of the failure.
+
+    Local. Nothing is raised, since other ranks are about to communicate.
+    """
+    try:
+        parts = [_dump(obj) for obj in make()]
+    except Exception as error:
+        report = _dump(report_of(error))
+        return _Parcel([report], [-report.numel()] * count, error)
+    return _Parcel(parts, [part.numel() for part in parts])
+
+
+def _raise_failed(own: _Parcel | None, rank: int, report: Tensor | memoryview) -> NoReturn:
+    if own is not None and own.error is not None:
+        raise own.error
+    raise_report(rank, _load(report, weights_only=True))
 
 
 def _dump(obj: Any) -> Tensor:
@@ -120,11 +182,34 @@ def device_of(pg: ProcessGroup) -> torch.device:
     return torch.device("cpu" if "cpu" in devices else next(iter(devices)))
 
 
-def _all_sizes(pg: ProcessGroup, size: int) -> list[int]:
-    own_size = torch.tensor([size], dtype=torch.int64, device=device_of(pg))
+def _sizes_of_all(pg: ProcessGroup, own: _Parcel) -> list[int]:
+    """The number of bytes of each rank's object. Collective; if a rank failed, all ranks raise."""
+    own_size = torch.tensor(own.sizes, dtype=torch.int64, device=device_of(pg))
     sizes = torch.empty(pg.size(), dtype=torch.int64, device=own_size.device)
     collectives.all_gather_into_tensor(sizes, own_size, group=pg)
-    return [int(size) for size in sizes.tolist()]
+    known = [int(size) for size in sizes.tolist()]
+    if min(known) < 0:
+        parts = _all_parts(pg, own.parts[0], [abs(size) for size in known])
+        first = next(r for r, size in enumerate(known) if size < 0)
+        _raise_failed(own, pg.global_ranks[first], parts[first])
+    return known
+
+
+def _sizes_of_root(pg: ProcessGroup, own: _Parcel | None, count: int, root: int) -> list[int]:
+    """The numbers of bytes of the ``count`` objects that group rank ``root`` sends.
+
+    ``own`` is None except on the root. Collective; if the root failed, all ranks raise.
+    """
+    sizes = torch.zeros(count, dtype=torch.int64, device=device_of(pg))
+    if own is not None:
+        sizes.copy_(torch.tensor(own.sizes, dtype=torch.int64))
+    collectives.broadcast(sizes, group=pg, group_src=root)
+    known = [int(size) for size in sizes.tolist()]
+    if known and known[0] < 0:
+        report = _room(pg, -known[0]) if own is None else own.parts[0].to(sizes.device)
+        collectives.broadcast(report, group=pg, group_src=root)
+        _raise_failed(own, pg.global_ranks[root], report)
+    return known
 
 
 def _room(pg: ProcessGroup, size: int) -> Tensor:
@@ -166,9 +251,9 @@ def all_gather_object(
     pg = _ready(group, "all_gather_object", weights_only)
     if pg is None:
         return
-    _check_length(object_list, "object_list", pg.size())
-    data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-    object_list[:] = all_gather_pickled(data, _all_sizes(pg, len(data)), pg, weights_only)
+    own = _pack(1, lambda: _checked(object_list, "object_list", pg.size()) and [obj])
+    received = _all_parts(pg, own.parts[0], _sizes_of_all(pg, own))
+    object_list[:] = [_load(part, weights_only) for part in received]
 
 
 def all_gather_pickled(
@@ -231,13 +316,17 @@ def gather_object(
         return
     root = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
     is_root = pg.rank() == root
-    if is_root:
-        _check_length(object_gather_list, "object_gather_list", pg.size())
-    elif object_gather_list:
-        raise ValueError("object_gather_list must not be given except on dst: pass None")
-    data = _dump(obj)
-    sizes = _all_sizes(pg, data.numel())
-    data, rooms = _padded(pg, data, sizes)
+
+    def checked() -> list[Any]:
+        if is_root:
+            _checked(object_gather_list, "object_gather_list", pg.size())
+        elif object_gather_list:
+            raise ValueError("object_gather_list must not be given except on dst: pass None")
+        return [obj]
+
+    own = _pack(1, checked)
+    sizes = _sizes_of_all(pg, own)
+    data, rooms = _padded(pg, own.parts[0], sizes)
     received = [_room(pg, size) for size in rooms] if is_root else None
     collectives.gather(data, received, group=pg, group_dst=root)
     if received is not None and object_gather_list is not None:
@@ -275,16 +364,13 @@ def broadcast_object_list(
     if pg is None:
         return
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
-    is_root = pg.rank() == root
-    parts = [_dump(obj) for obj in object_list] if is_root else []
-    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=device_of(pg))
-    if is_root:
-        sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
-    collectives.broadcast(sizes, group=pg, group_src=root)
-    data = torch.cat(parts).to(device_of(pg)) if parts else _room(pg, int(sizes.sum()))
+    count = len(object_list)
+    own = _pack(count, lambda: object_list) if pg.rank() == root else None
+    sizes = _sizes_of_root(pg, own, count, root)
+    data = torch.cat(own.parts).to(device_of(pg)) if own and count else _room(pg, sum(sizes))
     collectives.broadcast(data, group=pg, group_src=root)
-    if not is_root:
-        object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
+    if own is None:
+        object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes)]
 
 
 def scatter_object_list(
@@ -322,14 +408,12 @@ def scatter_object_list(
             f"{scatter_object_output_list!r}"
         )
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
-    parts: list[Tensor] = []
-    sizes = torch.zeros(pg.size(), dtype=torch.int64, device=device_of(pg))
+    own = None
     if pg.rank() == root:
-        _check_length(scatter_object_input_list, "scatter_object_input_list", pg.size())
-        parts = [_dump(obj) for obj in scatter_object_input_list or ()]
-        sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
-    collectives.broadcast(sizes, group=pg, group_src=root)
-    rooms = [int(size) for size in sizes.tolist()]
+        given, name = scatter_object_input_list, "scatter_object_input_list"
+        own = _pack(pg.size(), lambda: _checked(given, name, pg.size()))
+    rooms = _sizes_of_root(pg, own, pg.size(), root)
+    parts = own.parts if own else []
     own_bytes = rooms[pg.rank()]
     if not pg.uneven_sizes:
         parts = [_padded(pg, part, rooms)[0] for part in parts]
@@ -350,7 +434,7 @@ def send_object_list(
 ) -> None:
     """Send the objects to rank ``dst``, which receives into a list of the same length.
 
-    Not collective.
+    Not collective. If an object cannot be pickled, the receiver raises, too.
 
     Args:
         dst: The receiver's global rank (0 if neither ``dst`` nor ``group_dst`` is given).
@@ -374,11 +458,13 @@ def send_object_list(
     if pg is None:
         return
     peer = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
-    parts = [_dump(obj) for obj in object_list]
-    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=device_of(pg))
+    own = _pack(len(object_list), lambda: object_list)
+    sizes = torch.tensor(own.sizes, dtype=torch.int64, device=device_of(pg))
     p2p.send(sizes, group=pg, group_dst=peer)
-    data = torch.cat(parts).to(device_of(pg)) if parts else _room(pg, 0)
+    data = torch.cat(own.parts).to(device_of(pg)) if own.parts else _room(pg, 0)
     p2p.send(data, group=pg, group_dst=peer)
+    if own.error is not None:
+        raise own.error
 
 
 def recv_object_list(  # noqa: PLR0913
@@ -407,13 +493,19 @@ def recv_object_list(  # noqa: PLR0913
         return -1
     sizes = torch.zeros(len(object_list), dtype=torch.int64, device=device_of(pg))
     source = p2p.recv(sizes, src, pg, group_src=group_src)
-    data = _room(pg, int(sizes.sum()))
+    known = [int(size) for size in sizes.tolist()]
+    failed = bool(known) and known[0] < 0
+    data = _room(pg, -known[0] if failed else sum(known))
     p2p.recv(data, source, pg)
-    object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
+    if failed:
+        _raise_failed(None, source, data)
+    object_list[:] = [_load(part, weights_only) for part in torch.split(data, known)]
     return source
 
 
-def _check_length(objects: list[Any] | None, name: str, size: int) -> None:
-    if not isinstance(objects, list) or len(objects) != size:
-        got = type(objects).__name__ if not isinstance(objects, list) else f"{len(objects)}"
-        raise ValueError(f"{name} must be a list of {size} objects, one per rank; got {got}")
+def _checked(objects: list[Any] | None, name: str, size: int) -> list[Any]:
+    """``objects``; raises unless they are a list of ``size`` objects."""
+    if isinstance(objects, list) and len(objects) == size:
+        return objects
+    got = len(objects) if isinstance(objects, list) else type(objects).__name__
+    raise ValueError(f"{name} must be a list of {size} objects, one per rank; got {got}")
