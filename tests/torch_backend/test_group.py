@@ -60,6 +60,57 @@ def reductions(rank: Rank) -> None:
         assert last.item() == (3.0 if rank.number == 2 else 1.0)
 
 
+def means_of_integers(rank: Rank) -> None:
+    """The sum divided, without the fraction, as NCCL's."""
+    mean = dist.ReduceOp.AVG
+    with rank.joined():
+        x = torch.tensor([rank.number, -3, -rank.number])
+        work = dist.all_reduce(x, op=mean, async_op=True)
+        assert work is not None
+        assert work.get_future().wait()[0].tolist() == [1, -3, -1]
+        assert work.wait()
+        dist.all_reduce(x[1:], op=mean)
+        last = torch.tensor([4 + rank.number, 1], dtype=torch.uint8)
+        dist.reduce(last, 1, op=mean)
+        assert last.tolist() == [5 + (rank.number == 2) - (rank.number == 0), 1]
+        part = torch.zeros(1, dtype=torch.int32)
+        dist.reduce_scatter_tensor(part, torch.arange(3, dtype=torch.int32), op=mean)
+        assert x.tolist() + part.tolist() == [1, -3, -1, rank.number]
+        with pytest.raises(tilework.errors.CollectiveMismatchError, match="SUM for AVG"):
+            dist.all_reduce(x, op=mean if rank.number else dist.ReduceOp.SUM)
+
+
+def shapes_of_messages(rank: Rank) -> None:
+    with rank.joined():
+        sent = (torch.tensor(7.0), torch.arange(6.0), torch.arange(6.0).view(3, 2).t())
+        received = (torch.zeros(1), torch.zeros(2, 3).t(), torch.zeros(6))
+        for x, y in zip(sent, received, strict=True):
+            if rank.number == 0:
+                dist.send(x, 1)
+            elif rank.number == 1:
+                dist.irecv(y, 0).wait()
+                assert y.flatten().tolist() == x.flatten().tolist()
+        if rank.number == 0:
+            dist.isend(torch.zeros(6), 1)
+        if rank.number == 1:
+            with pytest.raises(tilework.errors.CollectiveMismatchError):
+                dist.recv(torch.zeros(5), 0)
+
+
+def writes_that_backward_sees(rank: Rank) -> None:
+    with rank.joined():
+        w = torch.ones(2, requires_grad=True)
+        loss = (w * 3).sum()
+        dist.all_reduce(loss)  # for a log: nothing needs the old value
+        torch.autograd.backward(loss)
+        assert w.grad is not None
+        assert w.grad.tolist() == [3.0, 3.0]
+        y = torch.relu(w)
+        dist.all_reduce(y)
+        with pytest.raises(RuntimeError, match=r"all_reduce at .* overwrote the result of Relu"):
+            torch.autograd.backward(y.sum())
+
+
 def moves(rank: Rank) -> None:
     me = float(rank.number)
     with rank.joined():
@@ -304,6 +355,9 @@ def beside_another(rank: Rank) -> None:
 
 PROGRAMS = (
     reductions,
+    means_of_integers,
+    shapes_of_messages,
+    writes_that_backward_sees,
     moves,
     messages,
     groups,

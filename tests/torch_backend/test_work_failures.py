@@ -76,7 +76,7 @@ def errors(rank: Rank) -> None:
     pair = dist.new_group([0, 1])
     x = torch.ones(3)
     with pytest.raises(ValueError, match="AVG"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.AVG)
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG)
     with pytest.raises(ValueError, match="2 times the elements"):
         dist.all_gather_into_tensor(torch.empty(3), x)
     with pytest.raises(ValueError, match="sparse"):

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,8 @@ from tilework.comm.making.group_plan import GroupPlan
 from tilework.comm.operations import collectives, p2p
 from tilework.comm.operations.compiler_disable import leave_function
 from tilework.comm.operations.sparse import all_reduce_sparse
+from tilework.comm.per_call.provenance_digest import carrying
+from tilework.comm.reduce_op import ReduceOp
 from tilework.comm.world import GroupRecord, World
 from tilework.errors import CollectiveTimeoutError
 from tilework.store import PrefixStore
@@ -33,6 +36,7 @@ from tilework.store.torch_bridge import TorchStoreAdapter
 from tilework.torch_backend.devices import OtherDevices
 from tilework.torch_backend.options import is_async, reduction, root, time_limit
 from tilework.torch_backend.work import AnyWork, DoneWork, RunningWork
+from tilework.torch_backend.writes import name_writer
 
 BACKEND_NAME = "tilework"
 
@@ -48,6 +52,10 @@ _FORMER_NAMES = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
+#: What a mean of integers carries in place of a provenance digest.
+_MEAN = 0x6D65616E
+#: The integers that torch divides.
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _LOSES_WORKS = TorchVersion(torch.__version__) < "2.7"
 #: So many that are done stay at most, until C++ has asked for their future or waited.
 _KEPT_WORKS = 64
@@ -138,14 +146,55 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return self._world.record(self._group)
 
     def _run(
-        self, outputs: Sequence[Tensor], call: Callable[..., Work | None], *args: Any, **kwargs: Any
+        self,
+        outputs: Sequence[Tensor],
+        call: Callable[..., Work | None],
+        *args: Any,
+        finish: Callable[[], None] | None = None,
+        **kwargs: Any,
     ) -> AnyWork:
-        """Run ``call`` on tilework's group, and return a Work; the call fills ``outputs``."""
+        """Run ``call`` on tilework's group, and return a Work; the call fills ``outputs``.
+
+        ``finish`` runs once the call has filled them, before any wait returns.
+        """
+        for output in outputs:
+            if output.grad_fn is not None:
+                name_writer(output, call.__name__)
         work = call(*args, group=self._group, **kwargs)
-        ours = DoneWork(outputs) if work is None else RunningWork(work, self._group)
+        if work is None and finish is not None:
+            finish()
+        ours = DoneWork(outputs) if work is None else RunningWork(work, self._group, finish)
         if self._block is not None:
             self._block.append(ours)
         return ours
+
+    def _reduce(
+        self,
+        outputs: Sequence[Tensor],
+        call: Callable[..., Work | None],
+        *args: Any,
+        opts: Any,
+        **kwargs: Any,
+    ) -> AnyWork:
+        """Run a reduction, which fills ``outputs`` on this rank.
+
+        A mean of integers is the sum divided, without the fraction: such is NCCL's, which programs
+        expect of every backend but Gloo.
+        """
+        op, later = reduction(opts), is_async(opts)
+        first = _first_tensor(args)
+        if op is not ReduceOp.AVG or first is None or first.dtype not in _INTEGERS:
+            return self._run(outputs, call, *args, op=op, async_op=later, **kwargs)
+
+        def divide() -> None:
+            for output in outputs:
+                output.detach().div_(self._group.size(), rounding_mode="trunc")
+
+        # Otherwise a rank's mean would meet another rank's sum.
+        with carrying(_MEAN, ReduceOp.AVG):
+            return self._run(
+                outputs, call, *args, finish=divide, op=ReduceOp.SUM, async_op=later, **kwargs
+            )
 
     def _together(self, works: Sequence[Any]) -> AnyWork:
         """A Work that is done when all of ``works`` are done."""
@@ -166,28 +215,20 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     @_on_cpu
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
         (tensor,) = tensors
-        op, later = reduction(opts), is_async(opts)
         if tensor.layout is not torch.strided:
-            all_reduce_sparse(tensor, op, self._group)
+            all_reduce_sparse(tensor, reduction(opts), self._group)
             return DoneWork(tensors)
-        return self._run(tensors, collectives.all_reduce, tensor, op, async_op=later)
+        return self._reduce(tensors, collectives.all_reduce, tensor, opts=opts)
 
     @_on_cpu
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
-        op, later = reduction(opts), is_async(opts)
-        return self._run(tensors, collectives.all_reduce_coalesced, tensors, op, async_op=later)
+        return self._reduce(tensors, collectives.all_reduce_coalesced, tensors, opts=opts)
 
     @_on_cpu
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
-        (tensor,) = tensors
-        return self._run(
-            tensors,
-            collectives.reduce,
-            tensor,
-            op=reduction(opts),
-            dst=self._global(root(opts)),
-            async_op=is_async(opts),
-        )
+        outputs = tensors if root(opts) == self._group.rank() else []
+        dst = self._global(root(opts))
+        return self._reduce(outputs, collectives.reduce, tensors[0], opts=opts, dst=dst)
 
     @_on_cpu
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> AnyWork:
@@ -261,15 +302,11 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None
     ) -> AnyWork:
         (output,), (sources,) = outputs, input_lists
-        op, later = reduction(opts), is_async(opts)
-        return self._run(outputs, collectives.reduce_scatter, output, sources, op, async_op=later)
+        return self._reduce(outputs, collectives.reduce_scatter, output, sources, opts=opts)
 
     @_on_cpu
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> AnyWork:
-        op, later = reduction(opts), is_async(opts)
-        return self._run(
-            [output], collectives.reduce_scatter_tensor, output, source, op, async_op=later
-        )
+        return self._reduce([output], collectives.reduce_scatter_tensor, output, source, opts=opts)
 
     @_on_cpu
     def reduce_scatter_single_coalesced(
@@ -302,17 +339,27 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
             async_op=is_async(opts),
         )
 
+    # torch's own programs send [] into [1]: messages have a dtype and a number of elements.
+
     @_on_cpu
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> AnyWork:
-        return self._run([], p2p.isend, tensors[0], dst=self._global(dst), tag=tag)
+        return self._run([], p2p.isend, tensors[0].reshape(-1), dst=self._global(dst), tag=tag)
 
     @_on_cpu
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> AnyWork:
-        return self._run(tensors, p2p.irecv, tensors[0], src=self._global(src), tag=tag)
+        return self._receive(tensors, src=self._global(src), tag=tag)
 
     @_on_cpu
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> AnyWork:
-        return self._run(tensors, p2p.irecv, tensors[0], tag=tag)
+        return self._receive(tensors, tag=tag)
+
+    def _receive(self, tensors: list[Tensor], **source: Any) -> AnyWork:
+        tensor = tensors[0].detach()
+        if tensor.is_contiguous():
+            return self._run(tensors, p2p.irecv, tensor.view(-1), **source)
+        memory = tensor.new_empty(tensor.numel())
+        finish = partial(_fill, tensor, memory)
+        return self._run(tensors, p2p.irecv, memory, finish=finish, **source)
 
     @_on_cpu
     def barrier(self, opts: Any = None) -> AnyWork:
@@ -422,6 +469,10 @@ class TorchProcessGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         """Leave the group. Does not wait for other ranks."""
         self._leave()
         self._devices.shutdown()
+
+
+def _fill(tensor: Tensor, memory: Tensor) -> None:
+    tensor.copy_(memory.view(tensor.shape))
 
 
 for _new, _former in _FORMER_NAMES.items():

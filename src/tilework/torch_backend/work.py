@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -50,23 +51,42 @@ class DoneWork(_c10d.Work):  # type: ignore[misc]
 
 
 class RunningWork(_c10d.Work):  # type: ignore[misc]
-    """An operation that may still run. If it fails, :meth:`wait` raises tilework's own error."""
+    """An operation that may still run. If it fails, :meth:`wait` raises tilework's own error.
 
-    def __init__(self, work: Work, group: ProcessGroup) -> None:
+    Args:
+        work: The operation.
+        group: The group that runs it.
+        finish: The rest of the operation on this rank, for the first who waits.
+    """
+
+    def __init__(
+        self, work: Work, group: ProcessGroup, finish: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._work = work
         self._group = group
+        self._finish = finish
+        self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return self._work.wait(timeout or None)  # C++ writes "none" as zero
+        done = self._work.wait(timeout or None)  # C++ writes "none" as zero
+        self._end()
+        return done
+
+    def _end(self) -> None:
+        if self._finish is not None:
+            with self._lock:
+                finish, self._finish = self._finish, None
+                if finish is not None:
+                    finish()
 
     def synchronize(self) -> None:
         """Wait until the operation is done: a CPU has no stream to order after it."""
-        self._work.wait()
+        self.wait()
 
     def block_current_stream(self) -> None:
         """Wait, as :meth:`synchronize` does."""
-        self._work.wait()
+        self.wait()
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -94,7 +114,12 @@ class RunningWork(_c10d.Work):  # type: ignore[misc]
         with the error's name and text. Therefore the future here is that of a callback that raises
         the error.
         """
-        return self._work.get_future().then(torch.futures.Future.value)
+        return self._work.get_future().then(self._value)
+
+    def _value(self, done: _Future) -> list[Tensor]:
+        value = done.value()
+        self._end()
+        return value
 
 
 AnyWork = DoneWork | RunningWork
