@@ -392,7 +392,7 @@ DIFFERENCES: Final[Sequence[TorchDifferences]] = (
     TorchDifferences(
         "tilework.dtensor",
         ("CommDebugMode.*",),
-        "counts and a table are of `explain()`; modules and operators are in its events",
+        "it counts collectives; modules and operators are in the events of `explain()`",
     ),
     TorchDifferences(
         "tilework.parallel",

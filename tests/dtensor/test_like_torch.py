@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from torch import nn
 
+import tilework.distributed as dist
 from tilework.dtensor import (
     CommDebugMode,
     DTensor,
@@ -22,7 +25,9 @@ from tilework.dtensor import (
     visualize_sharding,
 )
 from tilework.layout import Box, Placement
+from tilework.parallel import fully_shard
 from tilework.testing import run_ranks
+from tilework.testing.ranks import Kind
 
 
 def test_collectives_are_counted_by_kind_and_by_torchs_operators(tmp_path: Path) -> None:
@@ -45,6 +50,31 @@ def test_collectives_are_counted_by_kind_and_by_torchs_operators(tmp_path: Path)
         assert mode.get_total_counts() == 0
 
     run_ranks(2, program)
+
+
+def test_all_collectives_of_groups_are_counted() -> None:
+    ops = torch.ops._c10d_functional
+
+    def program(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for layer in (*model, model):
+            fully_shard(layer)
+        with CommDebugMode() as comm:
+            model(torch.ones(1, 2)).sum().backward()
+        counts = {ops.all_gather_into_tensor: 4, ops.reduce_scatter_tensor: 2}
+        assert comm.get_comm_counts() == counts
+        assert comm.get_comm_counts() != {torch.ops.c10d._allgather_base_: 4}
+        with CommDebugMode() as comm:
+            distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=1)
+            dist.all_reduce(torch.ones(1))
+        assert comm.get_comm_counts() == {ops.broadcast: 1, torch.ops.c10d.allreduce_: 1}
+        dist.all_reduce(torch.ones(1))
+        assert comm.get_total_counts() == 2
+
+    for kind in get_args(Kind):
+        run_ranks(2, program, kind=kind)
 
 
 def test_a_picture_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, get_args
 
 from torch import Tensor
 
+from tilework.comm.backends.engine_protocol import Kind
+from tilework.comm.per_call.profiling import listening
 from tilework.dtensor.debug.causes import explain
 from tilework.dtensor.debug.event_log import EventLog
 from tilework.dtensor.show import show
@@ -20,31 +23,53 @@ from tilework.layout.whole_numbers import whole_numbers
 from tilework.mesh import DeviceMesh
 from tilework.mesh.making import mesh_or_current
 
-#: torch's operators and this library's names of the same collectives.
-_COLLECTIVES = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
+#: The collectives of a group by their names without underscores: torch has several of each.
+_KINDS: dict[str, str] = {kind.replace("_", ""): kind for kind in get_args(Kind)}
+#: What torch's names have after that.
+_FORMS = re.compile("(intotensor|tensor|single|base|coalesced)+$")
 _SHAPE = "a shape has a size for each dim, as (4, 3)"
+
+
+def _kind(key: object) -> str:
+    """The collective that ``key`` names: a name, or an operator of torch's (``torch.ops.c10d``, or
+    of the functional collectives).
+    """
+    name = str(getattr(key, "__name__", key)).partition(".")[0]
+    return _KINDS.get(_FORMS.sub("", name.replace("_", "")), name)
 
 
 class CommCounts(Counter[str]):
     """The number of collectives of each name.
 
-    An operator of torch's functional collectives can be the key in place of a name.
+    An operator of torch's collectives can be the key in place of a name, also in a dict that is
+    compared with the counts.
+
+    Example:
+        >>> import torch
+        >>> CommCounts(["all_gather"]) == {torch.ops._c10d_functional.all_gather_into_tensor: 1}
+        True
     """
 
     def __missing__(self, key: object) -> int:
-        name = str(getattr(key, "__name__", key)).partition(".")[0]
-        return self.get(_COLLECTIVES.get(name, name), 0)
+        return self.get(_kind(key), 0)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        counts: Counter[str] = Counter()
+        for key, number in other.items():
+            counts[_kind(key)] += number
+        return Counter(dict(self)) == counts
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 class CommDebugMode:
-    """Count the collectives that DTensors run on this rank inside the ``with`` block.
+    """Count the collectives of groups that this rank runs inside the ``with`` block.
 
-    Local. Collectives that the program calls directly are not counted. :func:`explain` lists the
-    same collectives with their causes.
+    Local. Not counted are those by which ranks only compare or agree. :func:`explain` lists those
+    of DTensors, with the causes.
 
     Example:
         >>> import torch
@@ -61,37 +86,40 @@ class CommDebugMode:
     """
 
     def __init__(self) -> None:
-        #: The collectives themselves, with their causes.
+        #: The collectives of DTensors, with their causes.
         self.log = EventLog()
-        self._open: AbstractContextManager[EventLog] | None = None
+        self._kinds: list[str] = []
+        self._open = ExitStack()
 
     def __enter__(self) -> CommDebugMode:
         """Begin to count, from zero."""
-        self._open = explain()
-        self.log = self._open.__enter__()
+        self._kinds = []
+        self._open = ExitStack()
+        self.log = self._open.enter_context(explain())
+        self._open.enter_context(listening(self._kinds.append))
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Stop counting; the counts stay readable."""
-        opened, self._open = self._open, None
-        if opened is not None:
-            opened.__exit__(*error)
+        self._open.close()
 
     def get_total_counts(self) -> int:
         """The number of collectives."""
-        return len(self.log.events)
+        return len(self._kinds)
 
     def get_comm_counts(self) -> CommCounts:
         """The number of each kind of collective; 0 for a kind that did not run."""
-        return CommCounts(event.collective for event in self.log.events)
+        return CommCounts(self._kinds)
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """A table of the collectives: operator, layouts, bytes, place in the program.
+        """The counts, and a table of DTensors' collectives: operator, layouts, bytes, place in the
+        program.
 
         Args:
             noise_level: Accepted for compatibility with torch, and ignored: there is one table.
         """
-        return str(self.log)
+        counts = ", ".join(f"{kind} {count}" for kind, count in self.get_comm_counts().items())
+        return f"collectives of groups: {counts or 'none'}\nof DTensors: {self.log}"
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3

@@ -327,7 +327,8 @@ class NativeGroup(ProcessGroup):
         return CompletedWork(outputs)
 
     def _event(self, operation: Operation) -> profiling.ProfilerEvent:
-        """The profiler's event of an operation."""
+        """The profiler's event of an operation, of which listeners are told."""
+        profiling.tell_listeners(operation.kind)
         sides = operation.inputs, operation.outputs
         given, taken = ([side] if isinstance(side, Tensor) else list(side) for side in sides)
         return profiling.ProfilerEvent(operation.title or operation.kind, given or taken, self)

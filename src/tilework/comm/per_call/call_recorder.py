@@ -29,6 +29,8 @@ class CallRecorder(Protocol):
 
 class _Recording(threading.local):
     recorder: CallRecorder | None = None
+    #: True within a function that is :func:`unrecorded`.
+    hidden = False
 
 
 _recording = _Recording()
@@ -73,15 +75,20 @@ def unrecorded(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _recording.recorder is None:
-            return function(*args, **kwargs)
-        before = set_recorder(None)
+        before, hidden = set_recorder(None), _recording.hidden
+        _recording.hidden = True
         try:
             return function(*args, **kwargs)
         finally:
+            _recording.hidden = hidden
             set_recorder(before)
 
     return call
+
+
+def is_hidden() -> bool:
+    """True within a function that is :func:`unrecorded`."""
+    return _recording.hidden
 
 
 def refuse_count(name: str) -> None:

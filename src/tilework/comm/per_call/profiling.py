@@ -4,10 +4,13 @@ An operation is an event ``tilework:all_reduce (8 bytes)``. An asynchronous oper
 event at the start, and an event ``tilework:wait all_reduce (8 bytes)`` during a wait. With
 ``record_shapes=True`` the event also has the tensors, and as arguments the bytes, the group and the
 group's size. Without a profiler an operation only reads one flag.
+
+:func:`listening` tells of the same operations without a profiler.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -19,6 +22,8 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from tilework.comm.contract import ProcessGroup
+from tilework.comm.per_call.call_recorder import is_hidden
+from tilework.comm.world import World, current_world
 
 _Fast: Any = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
 
@@ -28,13 +33,62 @@ _FLAG: Final = "_is_profiler_enabled"
 _SETTER: Final = "_set_is_profiler_enabled"
 
 
+#: What :func:`listening` has opened, for all ranks of this process.
+_listeners: list[tuple[World, Callable[[str], None]]] = []
+#: The functions of :func:`follow`.
+_followers: list[Callable[[bool], None]] = []
+
+
 def profiled() -> bool:
-    """True while a profiler of torch's runs in this process."""
-    return bool(getattr(profiler, _FLAG, False))
+    """True while a profiler of torch's runs in this process, or somebody listens."""
+    return bool(_listeners) or bool(getattr(profiler, _FLAG, False))
+
+
+@contextmanager
+def listening(tell: Callable[[str], None]) -> Iterator[None]:
+    """Call ``tell`` with the kind of each collective that this rank starts within the block.
+
+    Collectives by which ranks only compare or agree (:func:`.call_recorder.unrecorded`) are left
+    out.
+
+    Example:
+        >>> import torch, tilework.distributed as dist
+        >>> from tilework.testing import run_ranks
+        >>> def program(rank):
+        ...     kinds = []
+        ...     with listening(kinds.append):
+        ...         dist.all_reduce(torch.ones(2))
+        ...     return kinds
+        >>> run_ranks(2, program)
+        [['all_reduce'], ['all_reduce']]
+    """
+    entry = (current_world(), tell)
+    _change(lambda: _listeners.append(entry))
+    try:
+        yield
+    finally:
+        _change(lambda: _listeners.remove(entry))
+
+
+def _change(listeners: Callable[[], None]) -> None:
+    with _lock:
+        listeners()
+        for follower in _followers:
+            follower(profiled())
+
+
+def tell_listeners(kind: str) -> None:
+    """Tell this rank's listeners of a collective that begins."""
+    if _listeners and not is_hidden():
+        world = current_world()
+        for listener, tell in tuple(_listeners):
+            if listener is world:
+                tell(kind)
 
 
 #: The program's name for operations that start now; "" for none.
 _given_name: ContextVar[str] = ContextVar("tilework_comm_name", default="")
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -62,17 +116,18 @@ def record_comm(name: str) -> Iterator[None]:
 
 
 def follow(tell: Callable[[bool], None]) -> None:
-    """Call ``tell`` with True when a profiler starts, and with False when it stops.
+    """Call ``tell`` with True when a profiler or listener starts, and with False when none is left.
 
     torch has no hook for this, so this wraps torch's function that keeps the flag.
     """
+    _followers.append(tell)
     keep = getattr(profiler, _SETTER, None)
     if keep is None:
         return
 
     def set_flag(enabled: bool) -> None:
         keep(enabled)
-        tell(enabled)
+        tell(profiled())
 
     setattr(profiler, _SETTER, set_flag)
     tell(profiled())

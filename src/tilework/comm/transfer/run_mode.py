@@ -18,6 +18,7 @@ import torch
 from tilework.comm import agreement
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.operations import collectives
+from tilework.comm.per_call.call_recorder import unrecorded
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Plan, Tiling
 
@@ -39,6 +40,7 @@ class RunMode:
     """True if each rank sends the same elements to all other ranks."""
 
 
+@unrecorded
 def agree_on_mode(
     pg: ProcessGroup, plan: Plan, dtype: torch.dtype, device: torch.device, proposed: RunMode
 ) -> RunMode:
