@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import tilework.distributed as dist
 from tests.tables import each
 from tilework.errors import RankFailedError
 from tilework.testing import run_ranks
@@ -91,3 +93,26 @@ def test_a_rank_that_dies_while_it_writes_its_result() -> None:
 
     with pytest.raises(RankFailedError, match="rank 0 was killed by SIGKILL"):
         run_ranks(1, program, kind="processes")
+
+
+def test_modes_of_the_program_do_not_see_the_backend_compute() -> None:
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kw: Any = None
+        ) -> Any:
+            seen.append(str(function))
+            return function(*args, **(kw or {}))
+
+    def program(rank: int) -> None:
+        x, strided, part = torch.ones(2), torch.ones(2, 2).t(), torch.ones(1)
+        with Seen():  # type: ignore[no-untyped-call]
+            dist.all_reduce(strided)
+            dist.reduce_scatter_tensor(part, x)
+            work = dist.all_reduce(x, async_op=True)
+            assert work is not None
+            work.wait()
+            dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+
+    seen: list[str] = []
+    run_ranks(2, program)
+    assert seen == []

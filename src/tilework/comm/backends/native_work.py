@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from tilework.comm.backends.engine_protocol import Completion, Engine, FaultArgs
 from tilework.comm.backends.shm.memory_hold import HeldMemory, fits_storage
+from tilework.comm.backends.tensor_memory import unseen
 from tilework.comm.contract import MessageWait, Work, seconds_of
 from tilework.comm.flight.ring import Ring, Slot
 from tilework.comm.per_call import profiling
@@ -65,6 +66,7 @@ class Effects:
     #: Stand-ins for non-contiguous outputs: (the user's tensor, a contiguous stand-in).
     copy_back: list[tuple[Tensor, Tensor]]
 
+    @unseen
     def settle(self) -> None:
         """Copy the stand-ins to the user's tensors, and raise the versions of the tensors that were
         written.
@@ -77,6 +79,7 @@ class Effects:
         mark_written(self.written)
 
 
+@unseen
 def mark_written(tensors: Sequence[Tensor]) -> None:
     """Raise tensors' versions, so that backward refuses an overwritten saved tensor."""
     written = [tensor for tensor in tensors if not tensor.is_inference()]

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 from tilework.comm.backends.completion import PythonCompletion
 from tilework.comm.backends.engine_protocol import Abort, Fault, FaultArgs, Operation
+from tilework.comm.backends.tensor_memory import unseen
 
 #: Seconds that ``close`` waits for the operation in flight to end.
 _CLOSE_SECONDS = 5.0
@@ -81,7 +82,7 @@ class PythonEngine(ABC):
             self.check_open()
         self._note_wait(number, operation.title or operation.kind)
         try:
-            self.perform(operation)
+            unseen(self.perform)(operation)
         except Fault as fault:
             self._failed = fault.args
             raise

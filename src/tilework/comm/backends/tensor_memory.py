@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from itertools import pairwise
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import MANY_INPUTS, MANY_OUTPUTS, Operation, Parts
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: The first address, and the end address (exclusive).
 Span = tuple[int, int]
@@ -19,6 +25,22 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def unseen(function: Callable[P, T]) -> Callable[P, T]:
+    """Wrap ``function``, with which a backend computes: the program's modes, which see operators
+    (``FlopCounterMode``, selective checkpointing), do not see those of the function.
+
+    Backends compute different things for one call: the last rank to come may compute for all.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@unseen
 def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
     """The values of ``tensor`` in contiguous memory, with conjugation and negation resolved;
     complex numbers as pairs of reals if ``as_real``.
@@ -29,6 +51,7 @@ def plain(tensor: Tensor, as_real: bool = True) -> Tensor:
     return tensor.contiguous()
 
 
+@unseen
 def stand_in(tensor: Tensor, operation: Operation, as_real: bool = True) -> Tensor:
     """A contiguous tensor for ``operation`` to write the new values of ``tensor`` to: ``tensor``
     itself if possible, else new memory that is copied back after the operation.
@@ -65,6 +88,7 @@ def _overlaps(tensor: Tensor) -> bool:
     return len(set(addresses.flatten().tolist())) < tensor.numel()
 
 
+@unseen
 def rows(tensor: Tensor, splits: list[int]) -> Parts:
     """``tensor`` split into ``splits[r]`` rows for each rank r; without splits ``tensor`` itself,
     which stands for equal parts.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tilework.comm.backends.engine_protocol import Operation, Parts
-from tilework.comm.backends.tensor_memory import as_bytes
+from tilework.comm.backends.tensor_memory import as_bytes, unseen
 
 try:
     from tilework import _core
@@ -104,6 +104,7 @@ def fits_storage(tensor: Tensor) -> bool:
     return end * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
+@unseen
 def at_held_address(tensor: Tensor) -> Tensor:
     """A tensor that stays at the present memory of ``tensor``, which must be contiguous; both share
     values.

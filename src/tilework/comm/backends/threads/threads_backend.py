@@ -37,6 +37,7 @@ from tilework.comm.backends.message_matcher import (
 from tilework.comm.backends.native import NativeGroup
 from tilework.comm.backends.operation_header import Header, disagreement, header_of
 from tilework.comm.backends.python_engine import PythonEngine
+from tilework.comm.backends.tensor_memory import unseen
 from tilework.comm.backends.threads.threads_collectives import (
     READ_BY_ALL,
     Share,
@@ -334,6 +335,7 @@ class ThreadsEngine(PythonEngine):
 
     # -- point to point ------------------------------------------------------------------
 
+    @unseen
     def isend(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, label: int = 0
     ) -> PythonCompletion:
@@ -348,6 +350,7 @@ class ThreadsEngine(PythonEngine):
         completion.complete()
         return completion
 
+    @unseen
     def irecv(
         self, tensor: Tensor, src: int, tag: int, timeout: float, label: int = 0
     ) -> PythonCompletion:
