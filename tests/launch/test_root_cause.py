@@ -141,6 +141,22 @@ def test_headlines() -> None:
     assert headline(failure(2, 0.0, KeyError("k"))) == f"rank 2 failed at {HERE}: KeyError: 'k'"
 
 
+@given(st.text("ab :;,.", max_size=300).map(str.strip))
+def test_a_headline_is_short_and_nothing_is_told_twice(message: str) -> None:
+    failed = failure(2, 0.0, ValueError(f"<{message}>\nmore"))
+    head, *trace = failure_text(failed).splitlines()
+    assert len(head) <= 120
+    assert trace[-1] == "  more"
+    told = head.removeprefix(f"rank 2 failed at {HERE}: ").removeprefix("ValueError: ")
+    rest = trace[-2].partition("ValueError: … ")[2]
+    assert f"{told.removesuffix('…')}{rest}".split() == f"<{message}>".split()
+
+
+def test_a_long_path_is_left_to_the_traceback() -> None:
+    report = FailureReport(0.0, (), "ValueError: x", "", 1, f"/{'folder/' * 9}train.py:7")
+    assert headline(RankFailure(1, 0.0, 1, report)) == "rank 1 failed at train.py:7: ValueError: x"
+
+
 def test_exit_status_is_as_a_shell_shows_it() -> None:
     assert RankFailure(0, 0.0, -signal.SIGSEGV).exit_status == 139
     assert RankFailure(0, 0.0, 7).exit_status == 7

@@ -91,8 +91,7 @@ def init_process_group(
     world = current_world()
     if world.default_group is not None:
         raise ValueError(
-            "trying to initialize the default process group twice: call "
-            "destroy_process_group() first"
+            "trying to initialize the default process group twice: destroy_process_group() first"
         )
     limit = _timeout_setting(timeout)
     choice = os.environ.get("TILEWORK_BACKEND") if backend is None else backend

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 from collections.abc import Sequence
 from typing import Final
@@ -11,6 +13,16 @@ from tilework.launch.root_cause import RankFailure
 from tilework.launch.traceback_folding import folded
 
 _BOLD_RED, _DIM, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
+
+#: Room for a line of a terminal, or of a log's overview.
+MAX_HEADLINE_CHARS: Final = 120
+_MAX_SITE_CHARS: Final = 40
+_CUT: Final = " …"
+#: The end of a clause.
+_CLAUSE: Final = re.compile(r"([;:.)]|,(?= [a-z]))(?= )")
+
+#: Words of torch's C++ code before those for a person.
+_TORCHS_CHECK: Final = re.compile(r"^\[enforce fail at [^]]*\] [^.]*\. ")
 
 #: The usual reason for a signal.
 _HINTS: Final = {
@@ -24,19 +36,48 @@ _HINTS: Final = {
 
 
 def headline(failure: RankFailure) -> str:
-    """A line that says which rank failed, where and how.
+    """A line that says which rank failed, where and how; long messages are cut after a clause.
 
     Example:
         >>> headline(RankFailure(rank=1, time=0.0, code=3))
         'rank 1 failed: exit code 3'
     """
+    return _headline_and_rest(failure)[0]
+
+
+def _headline_and_rest(failure: RankFailure) -> tuple[str, str | None]:
+    """The headline, and the rest of the error's first line; None: the headline has the whole.
+
+    The class is left out of a headline that has no room for it.
+    """
     if failure.lost_node:
-        return f"{failure.lost_node} failed: {_how(failure)}"
+        return f"{failure.lost_node} failed: {_how(failure)}", None
     report = failure.report
-    where = f" at {report.site}" if report is not None and report.site else ""
+    where = f" at {_short(report.site)}" if report is not None and report.site else ""
     where += f" on {failure.node}" if failure.node else ""
     there = failure.node and report is not None and report.summary
-    return f"rank {failure.rank} failed{where}: {_how(failure)}{'; see there' if there else ''}"
+    start, end = f"rank {failure.rank} failed{where}: ", "; see there" if there else ""
+    how, room = _how(failure), MAX_HEADLINE_CHARS - len(start) - len(end)
+    if len(how) <= room or report is None or not report.summary:
+        return f"{start}{how}{end}", None
+    text = _TORCHS_CHECK.sub("", report.summary.partition(": ")[2]) + _unusual_ending(failure)
+    told = text if len(text) <= room else _beginning(text, room - len(_CUT))
+    cut = _CUT if told != text else ""
+    return f"{start}{told}{cut}{end}", text[len(told) :].strip()
+
+
+def _short(site: str) -> str:
+    """The file alone if the path is long: the traceback has the path."""
+    return site if len(site) <= _MAX_SITE_CHARS else os.path.basename(site)
+
+
+def _beginning(text: str, room: int) -> str:
+    """As many clauses of ``text`` as there is room for, or words if that is too little."""
+    clauses = [found.end(1) for found in _CLAUSE.finditer(text) if found.end(1) <= room]
+    end = clauses[-1] if clauses else 0
+    if end < room * 3 // 4:
+        end = max(end, text.rfind(" ", 0, room + 1))
+    return text[: end if end > 0 else max(room, 0)]
 
 
 def cause(failure: RankFailure) -> str:
@@ -51,12 +92,26 @@ def cause(failure: RankFailure) -> str:
 
 def failure_text(failure: RankFailure, colour: bool = False) -> str:
     """The headline, the traceback below it and any advice, each line ended."""
-    head = headline(failure)
+    head, rest = _headline_and_rest(failure)
     if colour:
         head = f"{_BOLD_RED}{head}{_RESET}"
-    hint = failure.report.hint if failure.report is not None else ""
-    advice = f"hint: {hint}\n" if hint else ""
-    return f"{head}\n{_indented(folded(failure.traceback))}{advice}"
+    report = failure.report
+    trace = folded(failure.traceback)
+    if report is not None and report.summary:
+        trace = _without_told(trace, report.summary, rest)
+    advice = f"hint: {report.hint}\n" if report is not None and report.hint else ""
+    return f"{head}\n{_indented(trace)}{advice}"
+
+
+def _without_told(trace: str, summary: str, rest: str | None) -> str:
+    """The traceback, without what the headline has of the error's first line."""
+    name = summary.partition(":")[0]
+    lines = trace.split("\n")
+    for i in reversed(range(len(lines))):
+        if re.fullmatch(rf"[\w.<>]*{re.escape(summary)}", lines[i]):
+            lines[i : i + 1] = [] if rest is None else [f"{name}: … {rest}" if rest else name]
+            break
+    return "\n".join(lines)
 
 
 def other_failures_text(

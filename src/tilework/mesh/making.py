@@ -55,8 +55,8 @@ def init_device_mesh(
         init_process_group()
     if spec.size != get_world_size():
         raise RuntimeError(
-            f"Mesh should have as many ranks as the default process group: shape "
-            f"{tuple(mesh_shape)} needs {spec.size}, but there {ranks_there(spec.size)}"
+            f"a mesh of shape {tuple(mesh_shape)} needs {spec.size} ranks, and there "
+            f"{ranks_there(spec.size)}"
         )
     return DeviceMesh(device_type, spec, backend_override=backend_override)
 

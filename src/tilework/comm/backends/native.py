@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from torch import Tensor
@@ -59,8 +59,14 @@ _DEFAULTS = Options()
 _DONE = CompletedWork()
 #: Seconds that a failing rank waits for the other ranks' reports.
 _REPORT_SECONDS = 0.3
+#: A call as ranks report it: number, operation, purpose, place.
+_CALL = re.compile(r"(#\d+ )?(.*?)( for .*?)?( at \S+:\d+ in .*)?")
 #: The most different calls in the first line of a mismatch.
 _MAX_CALLS_IN_LINE = 3
+_ADVICE_ON_LEAVING = (
+    "All ranks of a group have to make the same calls: look for a branch (rank == 0) around this "
+    "call, or a loop that ends earlier on the other rank."
+)
 _ERROR_OF: dict[str, type[DistBackendError]] = {
     "mismatch": CollectiveMismatchError,
     "peer_lost": PeerLostError,
@@ -370,16 +376,19 @@ class NativeGroup(ProcessGroup):
                     "this process was forked from the rank, and no group outlives a fork: "
                     "communicate in the rank's own process, or start others (spawn)"
                 )
-            return DistBackendError(f"{place}: {here}: {why}")
+            return DistBackendError(f"{why}: {here} ({place})")
         try:
             if kind == "aborted":
                 return self._aborted_error(place, here, detail)
             self.engine.report_failure(f"#{number} {here}")
-            text = f"{place}: {self._failure_text(kind, ranks, here, detail)}"
+            if kind == "mismatch":
+                text = self._mismatch_text(place, detail)
+            else:
+                text = self._failure_text(kind, ranks, f"{here} ({place})", detail)
             self.engine.abort(kind, _with_ranks(ranks, text))
         except self.engine.fault_type:
             # This rank closed the group: other ranks can no longer be asked or informed.
-            text = f"{place}: {here}: {detail}"
+            text = f"{detail}: {here} ({place})"
         return _ERROR_OF.get(kind, DistBackendError)(text, ranks=ranks)
 
     def note_failure(self, slot: Slot, error: DistBackendError) -> None:
@@ -397,54 +406,53 @@ class NativeGroup(ProcessGroup):
         self.abort(f"{type(error).__name__} in {title}")
 
     def _failure_text(self, kind: str, ranks: list[int], here: str, detail: str) -> str:
-        whom = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
-        if kind == "mismatch":
-            return self._mismatch_text(detail)
+        whom = named(ranks) if ranks else "a rank"
         has_died = kind == "peer_lost" and "left the group" not in detail
-        advice = provenance_digest.advice(here, has_died)
+        advice = provenance_digest.advice(here, has_died).replace(" ", "\n", 1)
         if kind == "peer_lost":
-            return f"{here}: lost {whom}: {detail or 'its process ended'}.{advice}"
+            why = detail.removeprefix(f"{whom} ") or "its process ended"
+            if not (advice or has_died):
+                advice = f"\n{_ADVICE_ON_LEAVING}"
+            return f"lost {whom} ({why}): {here}.{advice}"
         last = self.engine.last_entered()
-        missing = "; ".join(
-            f"rank {rank} was last in {last[self.global_ranks.index(rank)]}" for rank in ranks
+        entered = "; ".join(
+            f"rank {rank} was last in: {last[self.global_ranks.index(rank)]}" for rank in ranks
         )
-        who = (
-            f"Still missing: {whom} ({missing})"
-            if ranks
-            else "No rank is missing: perhaps ranks call different operations, or with tensors of "
+        who = entered or (
+            "No rank is missing: perhaps ranks call different operations, or with tensors of "
             "different sizes"
         )
-        return f"{here}: {_waited(detail)}: {detail}. {who}.{advice}"
+        return f"{detail}: {_waited(detail)}: {here}.\n{who}.{advice}"
 
-    def _mismatch_text(self, detail: str) -> str:
-        """The error text for a mismatch: the different calls, each with the ranks that made it.
-        Asks the other ranks for their calls.
+    def _mismatch_text(self, place: str, detail: str) -> str:
+        """The error text for a mismatch: the different calls, then where each of them was made, and
+        by which ranks. Asks the other ranks for their calls.
         """
         reports = self.engine.failure_reports(_REPORT_SECONDS)
         last = self.engine.last_entered()
         ranks: dict[str, list[int]] = {}
         for rank, report, entered in zip(self.global_ranks, reports, last, strict=True):
             ranks.setdefault(report or entered or "nothing yet", []).append(rank)
-        calls = [f"{named(who)} called {call}" for call, who in ranks.items()]
-        first = "; ".join(calls[:_MAX_CALLS_IN_LINE])
-        rest = "".join(f"\n  {call}" for call in calls[_MAX_CALLS_IN_LINE:])
-        if detail and (len(calls) == 1 or " called " not in detail):
-            first += f" ({detail})"  # a difference that the calls alone do not show
+        first, places, differ = _calls_text({call: named(who) for call, who in ranks.items()})
+        if detail and not differ:
+            first = f"{detail}: {first}"
+        elif detail and " called " not in detail:
+            place = f"{place}; {detail}"
         return (
-            f"ranks called different things: {first}{';' if rest else ''}{rest}\n"
+            f"{first}\nranks called different things ({place}){places}.\n"
             f"Make every rank of the group call the same operations in the same order, "
-            f"with matching arguments.{provenance_digest.advice(' '.join(calls))}"
+            f"with matching arguments.{provenance_digest.advice(' '.join(ranks))}"
         )
 
     def _aborted_error(self, place: str, here: str, detail: str) -> DistBackendError:
         aborted = self.engine.aborted()
         if aborted is None:
-            return DistBackendError(f"{place}: {here}: the group was aborted: {detail}")
+            return DistBackendError(f"the group was aborted: {detail}: {here} ({place})")
         by, kind, text = aborted
         error = _ERROR_OF.get(kind, DistBackendError)
         ranks, text = _without_ranks(text)
         whom = f"rank {self.global_ranks[by]}" if 0 <= by < self._size else "one of its ranks"
-        return error(f"{place}: {here}: the group was aborted by {whom}: {text}", ranks=ranks)
+        return error(f"the group was aborted by {whom}: {here} ({place}): {text}", ranks=ranks)
 
     # -- its life ------------------------------------------------------------------------
 
@@ -517,6 +525,37 @@ class NativeGroup(ProcessGroup):
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _calls_text(calls: Mapping[str, str]) -> tuple[str, str, bool]:
+    """The operations that ranks called; their numbers, purposes and places; True if the first text
+    shows a difference.
+
+    Args:
+        calls: Each different call, as ranks report it, and who made it.
+    """
+    parts = {
+        who: found.groups("") if (found := _CALL.fullmatch(call)) else ("", call, "", "")
+        for call, who in calls.items()
+    }
+    alike = len({operation for _, operation, _, _ in parts.values()}) == 1
+    briefly = {
+        who: f"{operation}{purpose if alike else ''}"
+        for who, (_, operation, purpose, _) in parts.items()
+    }
+    texts = [f"{who} {call}" for who, call in briefly.items()]
+    more = ["…"] if len(texts) > _MAX_CALLS_IN_LINE else []
+    first = ", ".join([*texts[:_MAX_CALLS_IN_LINE], *more])
+    who = next(iter(parts))
+    first = f"{who} called{first.removeprefix(who)}"
+    places = {
+        who: f"{number.strip()}{'' if alike else purpose}{place}"
+        for who, (number, _, purpose, place) in parts.items()
+    }
+    where = ":" + "".join(f"\n  {who}: {place}" for who, place in places.items())
+    if len({*places.values()}) == 1:
+        where = parts[who][3]
+    return first, where, len({*briefly.values()}) > 1
 
 
 def _waited(detail: str) -> str:

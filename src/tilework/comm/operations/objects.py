@@ -128,7 +128,12 @@ def _raise_failed(own: _Parcel | None, rank: int, report: Tensor | memoryview) -
 
 
 def _dump(obj: Any) -> Tensor:
-    return _as_tensor(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+    try:
+        return _as_tensor(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+    except _KINDS as error:
+        if type(error) not in _KINDS:
+            raise
+        raise type(error)(f"objects must be picklable: {text_of(error)}") from None
 
 
 def _as_tensor(data: bytes) -> Tensor:

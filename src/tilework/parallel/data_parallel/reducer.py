@@ -652,10 +652,14 @@ def _taken(names: dict[int, list[str]]) -> str:
 
 def _missing(names: dict[int, list[str]]) -> str:
     everywhere = len({tuple(those) for those in names.values()}) == 1
-    what = "on no rank" if everywhere else "not on all ranks"
+    where = "any rank" if everywhere else "some ranks"
+    lacking = sorted({name for those in names.values() for name in those})
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
     return (
-        f"the loss does not depend on all parameters: these have a gradient {what}, and the "
-        f"others' averages are not to be used.\nNo gradient:\n{_by_rank(names)}\nUse every output "
-        f"of the module in the loss, or construct it with find_unused_parameters=True; a parameter "
-        f"that is never used can be frozen with requires_grad_(False)."
+        f"the loss does not depend on {lacking[0].partition(' ')[0]}{more}: no gradient on "
+        f"{where}, and the others' averages are not to be used.\n"
+        f"No gradient:\n{_by_rank(names)}\n"
+        f"Use every output of the module in the loss, or construct it with "
+        f"find_unused_parameters=True; a parameter that is never used can be frozen with "
+        f"requires_grad_(False)."
     )
