@@ -19,7 +19,7 @@ from tests.faults.workload import SeenError, join, leave, serve, until_error
 from tests.limits import PROMPTLY
 from tilework.errors import PeerLostError
 
-TOLD = re.compile(r"group 'default'.*#\d+.*(\[[\d, ]*\]|barrier)", re.DOTALL)
+TOLD = re.compile(r"(\[[\d, ]*\]|barrier).*group 'default'.*#\d+", re.DOTALL)
 
 
 def assert_told(heard: SeenError, victim: int, died: float) -> None:
