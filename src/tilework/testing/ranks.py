@@ -30,7 +30,7 @@ from tilework.comm.per_call.stacks import stacks_of_threads
 from tilework.comm.world import World, own_world
 from tilework.errors import RankFailedError, text_of
 from tilework.store import HashStore, Store, StoreServer, UnixStore
-from tilework.testing.forward_levels import level_in_turns
+from tilework.testing.forward_levels import take_turns
 from tilework.testing.generators import give_generator, own_generators
 
 _Result = TypeVar("_Result")
@@ -177,7 +177,8 @@ def _in_threads(program: _Program) -> list[_Outcome]:
     ]
     for world in worlds:
         give_generator(world)
-    with own_generators(), level_in_turns():
+    take_turns()
+    with own_generators():
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + program.timeout.total_seconds() + 1.0

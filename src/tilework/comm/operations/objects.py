@@ -15,7 +15,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -49,6 +48,10 @@ _PLAIN = {
 
 #: The name of an error's class, and the error's text.
 Report = tuple[str, str]
+#: Pickles of objects or reports of an error, and the error.
+_Pickles = tuple[list[Tensor], Exception | None]
+#: What a report begins with, and no pickle does.
+_FAILED = b"failed"
 
 #: Error classes that every rank raises unchanged; other errors become a RuntimeError on other
 #: ranks.
@@ -97,43 +100,32 @@ class _PlainUnpickler(pickle.Unpickler):
         )
 
 
-@dataclass
-class _Parcel:
-    """The objects that this rank sends, pickled; or the error that prevented it."""
+def _dump(pg: ProcessGroup, count: int, make: Callable[[], Sequence[Any]]) -> _Pickles:
+    """The pickles of the ``count`` objects that ``make`` checks and returns. Local.
 
-    #: A pickle for each object; after an error the pickle of the report alone.
-    parts: list[Tensor]
-    #: The number of bytes of each object; after an error minus that of the report.
-    sizes: list[int]
-    error: Exception | None = None
-
-
-def _pack(count: int, make: Callable[[], Sequence[Any]]) -> _Parcel:
-    """The ``count`` objects that ``make`` checks and returns, or a report of the failure.
-
-    Local. Nothing is raised, since other ranks are about to communicate.
+    An error is not raised but returned, since other ranks are about to communicate. A report of it
+    then stands in place of each pickle, and raises where it is loaded.
     """
     try:
-        parts = [_dump(obj) for obj in make()]
+        return [_as_tensor(_pickle(obj)) for obj in make()], None
     except Exception as error:
-        report = _dump(report_of(error))
-        return _Parcel([report], [-report.numel()] * count, error)
-    return _Parcel(parts, [part.numel() for part in parts])
+        report = (pg.global_ranks[pg.rank()], report_of(error))
+        return [_as_tensor(_FAILED + pickle.dumps(report))] * count, error
 
 
-def _raise_failed(own: _Parcel | None, rank: int, report: Tensor | memoryview) -> NoReturn:
-    if own is not None and own.error is not None:
-        raise own.error
-    raise_report(rank, _load(report, weights_only=True))
-
-
-def _dump(obj: Any) -> Tensor:
+def _pickle(obj: Any) -> bytes:
     try:
-        return _as_tensor(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL))
+        return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
     except _KINDS as error:
         if type(error) not in _KINDS:
             raise
-        raise type(error)(f"objects must be picklable: {text_of(error)}") from None
+        told = type(error)(f"objects must be picklable: {text_of(error)}")
+        raise told.with_traceback(error.__traceback__) from None
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _as_tensor(data: bytes) -> Tensor:
@@ -147,6 +139,8 @@ def _bytes_of(data: Tensor) -> memoryview:
 
 def _load(data: Tensor | memoryview, weights_only: bool) -> Any:
     raw = data if isinstance(data, memoryview) else _bytes_of(data)
+    if raw[: len(_FAILED)] == _FAILED:
+        raise_report(*_PlainUnpickler(io.BytesIO(raw[len(_FAILED) :])).load())
     return _PlainUnpickler(io.BytesIO(raw)).load() if weights_only else pickle.loads(raw)
 
 
@@ -187,34 +181,11 @@ def device_of(pg: ProcessGroup) -> torch.device:
     return torch.device("cpu" if "cpu" in devices else next(iter(devices)))
 
 
-def _sizes_of_all(pg: ProcessGroup, own: _Parcel) -> list[int]:
-    """The number of bytes of each rank's object. Collective; if a rank failed, all ranks raise."""
-    own_size = torch.tensor(own.sizes, dtype=torch.int64, device=device_of(pg))
+def _all_sizes(pg: ProcessGroup, size: int) -> list[int]:
+    own_size = torch.tensor([size], dtype=torch.int64, device=device_of(pg))
     sizes = torch.empty(pg.size(), dtype=torch.int64, device=own_size.device)
     collectives.all_gather_into_tensor(sizes, own_size, group=pg)
-    known = [int(size) for size in sizes.tolist()]
-    if min(known) < 0:
-        parts = _all_parts(pg, own.parts[0], [abs(size) for size in known])
-        first = next(r for r, size in enumerate(known) if size < 0)
-        _raise_failed(own, pg.global_ranks[first], parts[first])
-    return known
-
-
-def _sizes_of_root(pg: ProcessGroup, own: _Parcel | None, count: int, root: int) -> list[int]:
-    """The numbers of bytes of the ``count`` objects that group rank ``root`` sends.
-
-    ``own`` is None except on the root. Collective; if the root failed, all ranks raise.
-    """
-    sizes = torch.zeros(count, dtype=torch.int64, device=device_of(pg))
-    if own is not None:
-        sizes.copy_(torch.tensor(own.sizes, dtype=torch.int64))
-    collectives.broadcast(sizes, group=pg, group_src=root)
-    known = [int(size) for size in sizes.tolist()]
-    if known and known[0] < 0:
-        report = _room(pg, -known[0]) if own is None else own.parts[0].to(sizes.device)
-        collectives.broadcast(report, group=pg, group_src=root)
-        _raise_failed(own, pg.global_ranks[root], report)
-    return known
+    return [int(size) for size in sizes.tolist()]
 
 
 def _room(pg: ProcessGroup, size: int) -> Tensor:
@@ -256,8 +227,10 @@ def all_gather_object(
     pg = _ready(group, "all_gather_object", weights_only)
     if pg is None:
         return
-    own = _pack(1, lambda: _checked(object_list, "object_list", pg.size()) and [obj])
-    received = _all_parts(pg, own.parts[0], _sizes_of_all(pg, own))
+    size = pg.size()
+    (data,), error = _dump(pg, 1, lambda: _checked(object_list, "object_list", size) and [obj])
+    received = _all_parts(pg, data, _all_sizes(pg, data.numel()))
+    _raise(error)
     object_list[:] = [_load(part, weights_only) for part in received]
 
 
@@ -329,9 +302,14 @@ def gather_object(
             raise ValueError("object_gather_list must not be given except on dst: pass None")
         return [obj]
 
-    own = _pack(1, checked)
-    sizes = _sizes_of_all(pg, own)
-    data, rooms = _padded(pg, own.parts[0], sizes)
+    (data,), error = _dump(pg, 1, checked)
+    # Minus the size of a report, which all ranks have to get.
+    sizes = _all_sizes(pg, data.numel() if error is None else -data.numel())
+    if min(sizes) < 0:
+        parts = _all_parts(pg, data, [abs(size) for size in sizes])
+        _raise(error)
+        _load(parts[next(r for r, size in enumerate(sizes) if size < 0)], True)
+    data, rooms = _padded(pg, data, sizes)
     received = [_room(pg, size) for size in rooms] if is_root else None
     collectives.gather(data, received, group=pg, group_dst=root)
     if received is not None and object_gather_list is not None:
@@ -369,13 +347,17 @@ def broadcast_object_list(
     if pg is None:
         return
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
-    count = len(object_list)
-    own = _pack(count, lambda: object_list) if pg.rank() == root else None
-    sizes = _sizes_of_root(pg, own, count, root)
-    data = torch.cat(own.parts).to(device_of(pg)) if own and count else _room(pg, sum(sizes))
+    is_root = pg.rank() == root
+    parts, error = _dump(pg, len(object_list), lambda: object_list) if is_root else ([], None)
+    sizes = torch.zeros(len(object_list), dtype=torch.int64, device=device_of(pg))
+    if is_root:
+        sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
+    collectives.broadcast(sizes, group=pg, group_src=root)
+    data = torch.cat(parts).to(device_of(pg)) if parts else _room(pg, int(sizes.sum()))
     collectives.broadcast(data, group=pg, group_src=root)
-    if own is None:
-        object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes)]
+    _raise(error)
+    if not is_root:
+        object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
 
 
 def scatter_object_list(
@@ -413,12 +395,15 @@ def scatter_object_list(
             f"{scatter_object_output_list!r}"
         )
     root = checks.group_root(pg, src, group_src, "src", default=pg.global_ranks[0])
-    own = None
+    parts: list[Tensor] = []
+    error = None
+    sizes = torch.zeros(pg.size(), dtype=torch.int64, device=device_of(pg))
     if pg.rank() == root:
         given, name = scatter_object_input_list, "scatter_object_input_list"
-        own = _pack(pg.size(), lambda: _checked(given, name, pg.size()))
-    rooms = _sizes_of_root(pg, own, pg.size(), root)
-    parts = own.parts if own else []
+        parts, error = _dump(pg, pg.size(), lambda: _checked(given, name, pg.size()))
+        sizes.copy_(torch.tensor([part.numel() for part in parts], dtype=torch.int64))
+    collectives.broadcast(sizes, group=pg, group_src=root)
+    rooms = [int(size) for size in sizes.tolist()]
     own_bytes = rooms[pg.rank()]
     if not pg.uneven_sizes:
         parts = [_padded(pg, part, rooms)[0] for part in parts]
@@ -426,6 +411,7 @@ def scatter_object_list(
     data = _room(pg, rooms[pg.rank()])
     sources = [part.to(data.device) for part in parts] or None
     collectives.scatter(data, sources, group=pg, group_src=root)
+    _raise(error)
     scatter_object_output_list[0] = _load(data[:own_bytes], weights_only)
 
 
@@ -463,13 +449,12 @@ def send_object_list(
     if pg is None:
         return
     peer = checks.group_root(pg, dst, group_dst, "dst", default=pg.global_ranks[0])
-    own = _pack(len(object_list), lambda: object_list)
-    sizes = torch.tensor(own.sizes, dtype=torch.int64, device=device_of(pg))
+    parts, error = _dump(pg, len(object_list), lambda: object_list)
+    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=device_of(pg))
     p2p.send(sizes, group=pg, group_dst=peer)
-    data = torch.cat(own.parts).to(device_of(pg)) if own.parts else _room(pg, 0)
+    data = torch.cat(parts).to(device_of(pg)) if parts else _room(pg, 0)
     p2p.send(data, group=pg, group_dst=peer)
-    if own.error is not None:
-        raise own.error
+    _raise(error)
 
 
 def recv_object_list(  # noqa: PLR0913
@@ -498,13 +483,9 @@ def recv_object_list(  # noqa: PLR0913
         return -1
     sizes = torch.zeros(len(object_list), dtype=torch.int64, device=device_of(pg))
     source = p2p.recv(sizes, src, pg, group_src=group_src)
-    known = [int(size) for size in sizes.tolist()]
-    failed = bool(known) and known[0] < 0
-    data = _room(pg, -known[0] if failed else sum(known))
+    data = _room(pg, int(sizes.sum()))
     p2p.recv(data, source, pg)
-    if failed:
-        _raise_failed(None, source, data)
-    object_list[:] = [_load(part, weights_only) for part in torch.split(data, known)]
+    object_list[:] = [_load(part, weights_only) for part in torch.split(data, sizes.tolist())]
     return source
 
 
