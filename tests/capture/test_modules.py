@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.capture.test_inductor import LIMIT, need_compiler
+from tests.capture.program.test_inductor import LIMIT, need_compiler
 from tests.capture.twins import nearly, same_bits
 from tilework.capture import modules
 from tilework.comm.world import current_world

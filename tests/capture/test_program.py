@@ -8,7 +8,6 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable
-from math import exp
 from typing import Any
 
 import numpy as np
@@ -614,27 +613,9 @@ class Counter:
         return x
 
 
-def branch(x: Tensor) -> Tensor:
-    return x if x.sum().item() > 0 else -x
-
-
-def loop(x: Tensor) -> Tensor:
-    while x.sum() > 1:
-        x = x / 2
-    return x
-
-
 def prints(x: Tensor) -> Tensor:
     print(f"{x.sum().item():.2f}")
     return x
-
-
-def exponential(x: Tensor) -> Tensor:
-    return x * exp(x.sum().item())
-
-
-def finite(x: Tensor) -> Tensor:
-    return x if math.isfinite(x.sum().item()) else -x
 
 
 @pytest.mark.parametrize(
@@ -664,52 +645,6 @@ def test_what_a_program_cannot_do_again_raises_and_names_the_line(
     step: Callable[..., Any], message: str
 ) -> None:
     refused(step, message, torch.tensor([1.0, 2.0, 0.5]))
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        branch,
-        loop,
-        finite,
-        exponential,
-        lambda x: x[x > 0].sum(),
-        lambda x: x[x.argmax().item()],
-        lambda x: x if x.sum().item().is_integer() else -x,
-        lambda x: x * math.sqrt(abs(x.sum().item())) + round(x.sum().item(), 1),
-        lambda x: x * int(x.sum().item()) + x.sum().item() // 2,
-    ],
-)
-def test_a_value_that_takes_another_branch_takes_another_record(step: Any) -> None:
-    values = [[1.0, 2.0, 0.5], [1.0, 2.0, 0.5], [-1.0, 2.0, -3.5], [1.0, 9.5, 1.0]] * 3
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_twins(lambda: (step, dict), [(torch.tensor(x),) for x in values])
-
-
-def test_a_branch_of_a_step_that_has_written_undoes_the_call() -> None:
-    def make() -> Any:
-        model, total = nn.Linear(4, 4), torch.zeros(1)
-        optimizer = torch.optim.AdamW(model.parameters())
-
-        def step(x: Tensor) -> Tensor:
-            noisy = total.add_(x.sum()) + torch.rand(1)
-            loss: Tensor = model(x).square().mean() * noisy
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            if not math.isfinite(loss.item()):  # a step that is left out
-                return loss.detach()
-            optimizer.step()
-            return loss.detach()
-
-        return step, lambda: {**tensors_of(model, optimizer)(), "total": total}
-
-    batches = [(torch.randn(2, 4),) for _ in range(10)]
-    batches[4] = batches[7] = (torch.full((2, 4), math.inf),)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = run_twins(make, batches)
-    assert len(program.records) == 2
 
 
 @pytest.mark.parametrize("every", [1, 1000])

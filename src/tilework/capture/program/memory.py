@@ -1,4 +1,4 @@
-"""Which inputs of a program share memory: a condition of programs that rely on it."""
+"""Inputs of a program that share memory: a condition of programs that rely on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nbytes_spanned(tensor: Tensor) -> int:
 
 
 class SharedMemory:
-    """Which of a program's inputs overlap in memory. Layouts stay, addresses may change.
+    """The inputs of a program that overlap in memory. Layouts stay, addresses may change.
 
     Args:
         inputs: The inputs of the recorded call.

@@ -250,7 +250,7 @@ class StepRecord:
         if bits or any(memories[i] in written or memories[j] in written for i, j in shared.pairs):
             warnings.warn(
                 f"{self.name} runs as Python, not by Inductor: it writes to memory that several of "
-                f"its inputs share, or takes a view with a conjugate or negative bit",
+                f"the inputs share, or takes a view with a conjugate or negative bit",
                 stacklevel=2,
             )
             return

@@ -1,8 +1,8 @@
-"""What records of a step at several sizes share: all but their constants.
+"""Parts that records of a step at several sizes share: all but the constants.
 
 Two records with equal skeletons run by one program, in which the constants that differ are
 parameters (:class:`~tilework.capture.program.graph.Hole`).
-Each record has its own constants, those of a genuine call: no constant
+Each record has constants of a genuine call: no constant
 is computed from a size.
 """
 
@@ -46,7 +46,7 @@ class Skeleton:
 
 
 def take_apart(graph: Graph, options: Sequence[Option]) -> Skeleton:
-    """The skeleton of a program, with its constants."""
+    """The skeleton of a program, with the constants."""
     walk = _Walk(options)
     walk.graph(graph)
     return Skeleton(walk.tokens, walk.constants)

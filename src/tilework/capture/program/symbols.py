@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import SymInt, Tensor
 
 from tilework.capture.program.graph import Hole
@@ -51,8 +52,6 @@ class Symbols:
             like: A tensor of the program in the example.
             shape: The shape in the program. If it has holes, the fake tensor is contiguous.
         """
-        import torch
-
         extents = [self.at(x.number) if isinstance(x, Hole) else x for x in shape]
         if not any(isinstance(each, Hole) for each in shape):
             return self._mode.from_tensor(like, static_shapes=True)

@@ -32,7 +32,7 @@ class StepCall(NamedTuple):
         return self.step(*self.args, **self.kwargs)
 
 
-class Opened(NamedTuple):
+class OpenedArgument(NamedTuple):
     """An object among the leaves whose parts are leaves themselves.
 
     Attributes:
@@ -53,7 +53,7 @@ class Structure(NamedTuple):
     """
 
     spec: Any
-    opened: tuple[Opened | None, ...]
+    opened: tuple[OpenedArgument | None, ...]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
@@ -64,7 +64,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     """
     found, spec = tree_flatten(tree)
     leaves: list[Any] = []
-    opened: list[Opened | None] = []
+    opened: list[OpenedArgument | None] = []
     for leaf in found:
         parts = _parts_of(leaf)
         if parts is None:
@@ -73,7 +73,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         else:
             inner, structure = flatten(parts)
             leaves += inner
-            opened.append(Opened(type(leaf), structure))
+            opened.append(OpenedArgument(type(leaf), structure))
     return leaves, Structure(_hashable(spec), tuple(opened) if any(opened) else ())
 
 

@@ -1,4 +1,4 @@
-"""The effects of a recorded step on state, and the conditions that follow from its state."""
+"""The effects of a recorded step on state, and the conditions that follow from the state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def leaf_of(leaf: Any, recorder: StepRecorder) -> Any:
             return value
         if vars(leaf) or "__torch_dispatch__" in vars(kind):
             raise CaptureError(
-                f"the step makes a {kind.__name__} with attributes of its own: a program makes "
+                f"the step makes a {kind.__name__} with further attributes: a program makes "
                 f"tensors alone. Return the tensor, as x.as_subclass(torch.Tensor)"
             )
         return "as", value, kind

@@ -72,7 +72,7 @@ class _PlacesOfCall(StatePlaces):
 
 
 class Recording(NamedTuple):
-    """How a call is recorded.
+    """Options of a recording.
 
     Attributes:
         check: True to run a new program once on copies of the inputs, and compare bit by bit.
