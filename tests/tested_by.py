@@ -78,7 +78,7 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
         "comm/backends/hybrid/test_hybrid_backend.py",
     ),
     "comm/per_call/call_recorder.py": (
-        "capture/test_group_calls.py",
+        "capture/recording/test_group_calls.py",
         "dtensor/test_like_torch.py",
     ),
     "comm/backends/threads/threads_collectives.py": (
