@@ -1,11 +1,15 @@
-"""Sharded parameters of one dtype in one buffer, with the collectives to gather and reduce them.
+"""Sharded parameters of one dtype, with the collectives to gather and reduce them.
 
-A rank's shards lie one after the other in the *flat buffer*. Gathering makes full tensors in one
-block of memory. A large parameter that is split in equally many rows on each rank is gathered by a
-separate collective, straight to where modules read. The other parameters share a collective: each
-rank sends the shards as a *row*, padded to the largest rank's, and the full tensors are copied out
-of all rows. Reductions take the same two ways back, straight from the memory where backward wrote
-large gradients.
+Gathering makes full tensors in one block of memory. A large parameter that is split in equally many
+rows on each rank is gathered by a separate collective, straight from the shards to where modules
+read. Small parameters share a collective: each rank sends the shards as a *row*, padded to the
+largest rank's, and the full tensors are copied out of all rows. Other large parameters have a row
+each. Reductions take the same ways back, straight from the memory where backward wrote large
+gradients.
+
+Small shards get their memory as a row, which is then sent as it is. The program may keep aliases of
+parameters, or give them other memory. Therefore shards never move: those that do not lie as a row
+are copied together before they are sent.
 """
 
 from __future__ import annotations
@@ -56,6 +60,22 @@ class Row:
     def numel(self) -> int:
         return self.offsets[-1]
 
+    def around(self, shards: Sequence[Tensor]) -> Tensor | None:
+        """The memory around a rank's shards; None if they do not lie there as a row.
+
+        Args:
+            shards: By parameter, the shard.
+        """
+        first, begin = shards[0], shards[0].storage_offset()
+        storage = first.untyped_storage()
+        is_row = begin + self.numel <= storage.nbytes() // first.itemsize and all(
+            shard.is_contiguous()
+            and shard.untyped_storage()._cdata == storage._cdata
+            and shard.storage_offset() == begin + offset
+            for shard, offset in zip(shards, self.offsets, strict=False)
+        )
+        return first.as_strided((self.numel,), (1,), begin).data if is_row else None
+
     def split(self, rows: Tensor) -> Sequence[Tensor]:
         """By parameter, the columns of all ranks' rows that hold the parameter's shards."""
         return rows.split_with_sizes([param.padded for param in self.params], 1)
@@ -95,50 +115,67 @@ class Gathering:
 
 
 class Flat:
-    """The flat buffer of parameters of one dtype and device on this rank.
+    """The shards of parameters of one dtype and device on this rank.
 
     Args:
         params: The parameters, whose ``sharded`` may still be full tensors.
+        kept: By parameter, the shard, where the memory stays; None: it gets new memory.
         shard_group: The ranks that the parameters are sharded over.
         replicate_group: The ranks with the same shards; None: there are none.
         policy: The dtypes of gathered parameters and of reductions.
-        device: The device of the shards.
+
+    Attributes:
+        shards: By parameter, this rank's shard, with a separate count of writes.
     """
 
     def __init__(
         self,
         params: Sequence[ShardedParam],
+        kept: Sequence[Tensor | None],
         shard_group: ProcessGroup,
         replicate_group: ProcessGroup | None,
         policy: MixedPrecisionPolicy,
-        device: torch.device,
     ) -> None:
         self.params = list(params)
-        self.dtype = self.params[0].sharded.dtype
+        self.dtype: torch.dtype = self.params[0].sharded.dtype
+        self.device: torch.device = self.params[0].sharded.device
         self.shard_group, self.replicate_group = shard_group, replicate_group
         self.rank, self.ranks = shard_group.rank(), shard_group.size()
         is_cast = policy.param_dtype is not None and self.dtype.is_floating_point
         #: The dtype of gathered parameters.
         self.compute_dtype: torch.dtype = policy.param_dtype if is_cast else self.dtype  # type: ignore[assignment]
         self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
-        direct = [param for param in self.params if self._is_direct(param)]
-        self._row = Row.of([param for param in self.params if param not in direct])
-        self._in_order = Row.of([*direct, *self._row.params])
-        self.flat = _zeros(self._in_order.numel, self.dtype, device, shard_group)
+        self.shards = self._placed(kept)
+        shard_of = dict(zip(map(id, self.params), self.shards, strict=True))
+        #: The rows of gathers, each with the shards, and the memory if they lie there as a row.
+        self._rows: list[tuple[Row, list[Tensor], Tensor | None]] = []
+        for row in self._rows_of([param for param in self.params if not self._is_direct(param)]):
+            shards = [shard_of[id(param)] for param in row.params]
+            self._rows.append((row, shards, row.around(shards)))
         #: False where the gathering thread would only take the core from the computing thread.
-        self._overlaps = device.type != "cpu" or has_spare_core(self.ranks)
+        self._overlaps = self.device.type != "cpu" or has_spare_core(self.ranks)
+
+    def _is_large(self, param: ShardedParam) -> bool:
+        return param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
 
     def _is_direct(self, param: ShardedParam) -> bool:
-        return param.is_even and param.padded * self.compute_dtype.itemsize >= DIRECT_BYTES
+        return param.is_even and self._is_large(param)
 
-    def shards(self) -> list[Tensor]:
-        """By parameter, this rank's shard in the flat buffer, with a separate count of writes."""
-        order = self._in_order
-        views = {
-            id(param): param.in_row(self.flat, offset, self.rank).data
-            for param, offset in zip(order.params, order.offsets, strict=False)
-        }
-        return [views[id(param)] for param in self.params]
+    def _rows_of(self, params: Sequence[ShardedParam]) -> list[Row]:
+        """A row for each large parameter, and a row for all others, if there are any."""
+        large = [Row.of([param]) for param in params if self._is_large(param)]
+        small = Row.of([param for param in params if not self._is_large(param)])
+        return [*large, small] if small.params else large
+
+    def _placed(self, kept: Sequence[Tensor | None]) -> list[Tensor]:
+        """By parameter, the shard that is kept, or a shard in new memory."""
+        pairs = list(zip(self.params, kept, strict=True))
+        made = {}
+        for row in self._rows_of([param for param, shard in pairs if shard is None]):
+            memory = _zeros(row.numel, self.dtype, self.device, self.shard_group)
+            for param, offset in zip(row.params, row.offsets, strict=False):
+                made[id(param)] = param.in_row(memory, offset, self.rank)
+        return [(made[id(param)] if shard is None else shard).data for param, shard in pairs]
 
     def check_dtype(self) -> None:
         """Raise if a parameter's dtype has changed: backward has no gradient for the new dtype."""
@@ -159,29 +196,35 @@ class Flat:
             async_op: Return at once if another core can gather; ``finish`` of the result waits.
         """
         async_op = async_op and self._overlaps
-        mine = self.flat.to(self.compute_dtype)
-        gathering = self._empty(mine)
+        gathering = self._empty()
         full_of = dict(zip(map(id, self.params), gathering.fulls, strict=True))
-        order, offset = self._in_order, 0
-        for param, offset in zip(order.params, order.offsets, strict=False):
-            if not self._is_direct(param):
-                break
-            full, shard = full_of[id(param)], mine[offset : offset + param.padded]
-            self._start(gathering, full.view(-1), shard, async_op)
-            offset += param.padded
-        if self._row.numel:
-            rows = mine.new_empty(self.ranks, self._row.numel)
-            self._start(gathering, rows.view(-1), mine[order.numel - self._row.numel :], async_op)
-            for param, shards in zip(self._row.params, self._row.split(rows), strict=True):
+        for param, shard in zip(self.params, self.shards, strict=True):
+            if self._is_direct(param):
+                mine = shard.to(self.compute_dtype).contiguous()
+                self._start(gathering, full_of[id(param)].view(-1), mine.view(-1), async_op)
+        for row, parts, in_place in self._rows:
+            mine = self._packed(row, parts) if in_place is None else in_place
+            mine = mine.to(self.compute_dtype)
+            rows = mine.new_empty(self.ranks, row.numel)
+            self._start(gathering, rows.view(-1), mine, async_op)
+            for param, shards in zip(row.params, row.split(rows), strict=True):
                 pairs = param.shards_and_parts(shards, full_of[id(param)])
                 gathering.pairs += [(part, shard) for shard, part in pairs]
         return gathering
 
-    def _empty(self, like: Tensor) -> Gathering:
+    def _packed(self, row: Row, shards: Sequence[Tensor]) -> Tensor:
+        """A row of copies of shards that do not lie as a row."""
+        packed = torch.zeros(row.numel, dtype=self.dtype, device=self.device)
+        places = zip(row.params, row.offsets, strict=False)
+        parts = [param.in_row(packed, offset, self.rank) for param, offset in places]
+        torch._foreach_copy_(parts, list(shards))
+        return packed
+
+    def _empty(self) -> Gathering:
         """Memory for all full parameters: contiguous tensors one after the other."""
         sizes = [param.numel for param in self.params]
         offsets = [0, *accumulate(sizes)]
-        block = empty_tensor((offsets[-1],), self.compute_dtype, like.device)
+        block = empty_tensor((offsets[-1],), self.compute_dtype, self.device)
         parts = block.split_with_sizes(sizes)
         fulls = [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
         return Gathering(block, fulls, self.params, offsets[:-1])
@@ -223,7 +266,9 @@ class Flat:
         # Each row ends with a mark for each parameter: above zero where a rank has a gradient.
         row = Row.of([param for param, _ in together])
         marks = [float(grad is not None) for grad in grads]
-        rows = self.flat.new_zeros(self.ranks, row.numel + len(marks), dtype=self.reduce_dtype)
+        rows = torch.zeros(
+            self.ranks, row.numel + len(marks), dtype=self.reduce_dtype, device=self.device
+        )
         pairs = []
         for (param, grad), shards in zip(together, row.split(rows[:, : row.numel]), strict=True):
             if grad is not None:
@@ -242,7 +287,7 @@ class Flat:
 
     def _reduce_alone(self, param: ShardedParam, grad: Tensor | None, how: Reduction) -> Tensor:
         if grad is None:
-            grad = self.flat.new_zeros(param.shape, dtype=self.reduce_dtype)
+            grad = torch.zeros(param.shape, dtype=self.reduce_dtype, device=self.device)
         contribution = grad.to(self.reduce_dtype).contiguous()
         return self._reduce(contribution.view(-1), param.padded, how).view(param.shard_shapes[0])
 

@@ -1,4 +1,4 @@
-"""Taking the parameters of modules into flat buffers, and noticing when they change."""
+"""Taking the parameters of modules over into shards, and noticing when they change."""
 
 from __future__ import annotations
 
@@ -148,10 +148,10 @@ class _Taken:
 def take_over(
     tables: ModuleTables, before: Sequence[ShardedParam], owner: OwningUnit
 ) -> tuple[list[ShardedParam], list[Flat]]:
-    """The modules' current parameters, in flat buffers. Collective if any are new.
+    """The modules' current parameters, sharded. Collective if any are new.
 
-    Full parameters become sharded. The values of parameters that are sharded already go into the
-    new buffers, whatever memory, dtype or layout they were given.
+    Full parameters become sharded. Parameters that are sharded already are taken in whatever
+    memory, dtype or layout they were given, and stay in that memory: aliases stay aliases.
 
     Args:
         tables: The modules.
@@ -177,7 +177,7 @@ def take_over(
     for each in taken:
         value = each.param.sharded if each.full is None else each.full
         kinds.setdefault((value.dtype, value.device), []).append(each)
-    flats = [_fill(owner, alike, device, keeps_objects) for (_, device), alike in kinds.items()]
+    flats = [_fill(owner, alike, keeps_objects) for alike in kinds.values()]
     _mark_gone(at)
     return [each.param for each in taken], flats
 
@@ -249,23 +249,20 @@ def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
             )
 
 
-def _fill(
-    owner: OwningUnit, taken: Sequence[_Taken], device: torch.device, keeps_objects: bool
-) -> Flat:
-    """Make the flat buffer of parameters of one dtype and device, and put this rank's shards in.
+def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Flat:
+    """Put this rank's shards of parameters of one dtype and device where they are gathered from.
 
-    The modules' parameters then lie in the buffer. Sharded parameters replace full parameters.
+    Sharded parameters replace full parameters.
     """
     params = [each.param for each in taken]
-    flat = Flat(params, owner.shard_group, owner.replicate_group, owner.policy, device)
+    kept = [None if each.full is not None else each.shard() for each in taken]
+    flat = Flat(params, kept, owner.shard_group, owner.replicate_group, owner.policy)
     with torch.no_grad():
-        for each, local in zip(taken, flat.shards(), strict=True):
-            if not local.is_meta:
-                local.copy_(each.shard())
-            if each.full is None:
-                each.param.local.data = local
-            else:
-                _replace(each, local, owner, keeps_objects)
+        for each, shard in zip(taken, flat.shards, strict=True):
+            if each.full is not None:
+                if not shard.is_meta:
+                    shard.copy_(each.shard())
+                _replace(each, shard.data, owner, keeps_objects)
     for param in params:
         _owners[param.sharded] = weakref.ref(owner)
     return flat

@@ -3,9 +3,9 @@
 The modules' ``_parameters`` are the one truth, and always hold the sharded DTensors. While a unit
 is *gathered* the full tensors stand in the modules' ``__dict__``, where attribute access finds them
 first. Therefore ``module.weight`` is the full tensor in forward, while ``parameters()``, state
-dicts and optimizers never see it. Flat buffers and full tensors are derived from the parameters
-that the modules hold. These are compared before each use: parameters that were assigned, cast, tied
-or swapped are then taken over.
+dicts and optimizers never see it. Full tensors are derived from the parameters that the modules
+hold. These are compared before each use: parameters that were assigned, cast, tied or swapped are
+then taken over.
 
 =========== ============================== ==========================================
 phase       full tensors                   left by
@@ -110,7 +110,7 @@ class Use:
         return self.gathered
 
     def block(self, which: int) -> Tensor:
-        """The memory of the full tensors of flat buffer number ``which``, in backward.
+        """The memory of the full tensors of ``flats[which]``, in backward.
 
         Collective if they are not in memory.
         """
@@ -253,8 +253,8 @@ class Unit:
     # -- the modules' parameters ---------------------------------------------------------------
 
     def look(self) -> None:
-        """Put the modules' current parameters into flat buffers, if any has changed since the last
-        look. Local unless some are new.
+        """Take over the modules' current parameters, if any has changed since the last look. Local
+        unless some are new.
 
         Raises:
             ValueError: A module holds something that cannot be sharded; the error names it.
@@ -304,7 +304,7 @@ class Unit:
         return self._gathered
 
     def _new_gathered(self, flats: list[Flat], async_op: bool = False) -> GatheredParameters:
-        if any(flat.flat.is_meta for flat in flats):
+        if any(flat.device.type == "meta" for flat in flats):
             raise RuntimeError(
                 f"parameter {self.params[0].name} of {self.owner.name} is on the meta device: call "
                 f"to_empty(device=...) and initialise it, or load a state dict with assign=True"
@@ -370,7 +370,7 @@ class Unit:
         self._show_recurrent()
 
     def _writes(self) -> list[int]:
-        """For each flat buffer, the number of writes to the full parameters that torch counts."""
+        """For each of the flats, the number of writes to the full parameters that torch counts."""
         return [] if self._gathered is None else [p.block._version for p in self._gathered.parts]
 
     def _uninstall(self) -> None:
@@ -464,7 +464,7 @@ class Unit:
             )
             for param, full in gathered.fulls
         )
-        flag = torch.tensor([float(changed)], device=self.flats[0].flat.device)
+        flag = torch.tensor([float(changed)], device=self.flats[0].device)
         all_reduce(flag, ReduceOp.MAX, self.owner.shard_group)
         if flag.item():
             self.reshard()

@@ -1,0 +1,75 @@
+"""Parameters that change between passes: the others stay where they are, and so do aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.fully_sharded.test_fully_shard_lives import full, layers
+from tests.rounding import assert_close
+from tilework.parallel import fully_shard
+from tilework.testing import run_ranks
+
+X = torch.ones(2, 4)
+
+
+def replace_head(model: Any) -> None:
+    model[4] = nn.Linear(6, 3)
+
+
+def cast_head(model: Any) -> None:
+    model[3].register_forward_hook(lambda *args: args[2].double())
+    model[4].double()
+
+
+def give_other_memory(model: Any) -> None:
+    model[4].weight.data = model[4].weight.detach().clone()
+
+
+def drop_bias(model: Any) -> None:
+    model[2].bias = None
+
+
+def tie(model: Any) -> None:
+    model[4] = nn.Linear(6, 6)
+    model[4].weight = model[2].weight
+
+
+@pytest.mark.parametrize("change", [replace_head, cast_head, give_other_memory, drop_bias, tie])
+@pytest.mark.parametrize("ranks", [2, 7])
+def test_aliases_stay_the_parameter_when_another_changes(
+    change: Callable[[Any], None], ranks: int
+) -> None:
+    def program(shard: Callable[[Any], Any]) -> list[Any]:
+        model = shard(layers())
+        alias, view = model[0].weight.data, model.state_dict()["0.bias"][1:4]
+        model(X)
+        change(model)
+        model(X).sum().backward()
+        with torch.no_grad():
+            alias.sub_(model[0].weight.grad)
+            view.zero_()
+        return [full(t).clone() for t in (alias, model[0].weight, model[0].bias, model(X))]
+
+    wanted = program(lambda model: model)
+    for got in run_ranks(ranks, lambda rank: program(fully_shard)):
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert_close(mine, theirs)
+
+
+def test_other_memory_is_shared_with_what_it_was_given() -> None:
+    def program(shard: Callable[[Any], Any]) -> Any:
+        model = shard(layers())
+        given = model[0].weight.data = model[0].weight.detach().clone()
+        model(X)
+        replace_head(model)
+        model(X)
+        given.zero_()
+        return full(model[0].weight).abs().sum().item()
+
+    assert program(lambda model: model) == 0
+    assert run_ranks(2, lambda rank: program(fully_shard)) == [0, 0]
