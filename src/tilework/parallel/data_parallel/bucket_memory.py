@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilework.comm.contract import ProcessGroup
 from tilework.parallel.data_parallel.buckets import element_count
-from tilework.parallel.data_parallel.leaves import grad_view
+from tilework.parallel.data_parallel.leaves import grad_dtype_of, grad_view
 
 #: Gradients from this size on are moved singly; a smaller copy costs less than the call.
 MOVED_BYTES = 16 << 10
@@ -53,7 +53,7 @@ class BucketMemory:
         self._offsets = [0, *accumulate(self._sizes)]
         self.nbytes = self._offsets[-1] * dtype.itemsize
         on_cpu = tensors[0].device.type == "cpu"
-        as_they_are = all(tensor.dtype == dtype for tensor in tensors)
+        as_they_are = all(grad_dtype_of(tensor) == dtype for tensor in tensors)
         #: Gradients that stay in the bucket after the pass.
         self._stays = as_they_are and keeps_views
         #: By place, True for gradients that are moved one by one.
@@ -206,7 +206,7 @@ class BucketMemory:
                 continue
             if stays:
                 if grad is not view:  # a tensor may have been cast since forward
-                    self.tensors[place].grad = view.to(self.tensors[place].dtype)
+                    self.tensors[place].grad = view.to(grad_dtype_of(self.tensors[place]))
             elif grad is None or grad.layout is not _STRIDED:
                 self.tensors[place].grad = self._new_grad(place)
             elif not (moves[place] and self._is_inside(place, grad)):
@@ -218,4 +218,4 @@ class BucketMemory:
     def _new_grad(self, place: int) -> Tensor:
         if self.moves[place]:
             return self._part(place)
-        return self.views[place].to(self.tensors[place].dtype, copy=True)
+        return self.views[place].to(grad_dtype_of(self.tensors[place]), copy=True)

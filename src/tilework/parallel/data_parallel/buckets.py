@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilework.parallel.data_parallel.leaves import grad_dtype_of
+
 #: The limit of the first bucket: small, so that the reduction starts early in backward.
 FIRST_BUCKET_BYTES = 1 << 20
 #: The limit of all other buckets where the user sets none.
@@ -78,9 +80,10 @@ def plan_buckets(
         if sparse and sparse[place]:
             closed.append(([names[place]], 0))
             continue
-        bucket = opened.setdefault((tensor.dtype, tensor.device), _Open())
+        dtype = grad_dtype_of(tensor)
+        bucket = opened.setdefault((dtype, tensor.device), _Open())
         bucket.indices.append(names[place])
-        bucket.size_bytes += tensor.numel() * tensor.element_size()
+        bucket.size_bytes += tensor.numel() * dtype.itemsize
         if bucket.size_bytes >= size_limits[bucket.limit]:
             closed.append((bucket.indices, size_limits[bucket.limit]))
             bucket.indices, bucket.size_bytes = [], 0

@@ -59,6 +59,22 @@ class GradLeaf:
         return f"{self.name} ({self.module}, {list(self.tensor.shape)})"
 
 
+def grad_dtype_of(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor's gradient: the tensor's, or what the program gave ``grad_dtype``.
+
+    Raises:
+        ValueError: Gradients may have any dtype.
+    """
+    # Only leaves have the attribute; releases of torch before 2.9 lack it.
+    known = getattr(tensor, "grad_dtype", tensor.dtype) if tensor.is_leaf else tensor.dtype
+    if known is None:
+        raise ValueError(
+            f"a parameter of shape {list(tensor.shape)} has grad_dtype None, for gradients of any "
+            f"dtype, but ranks average gradients of one dtype: set parameter.grad_dtype to it"
+        )
+    return known
+
+
 def local_tensors(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold this rank's part; of a plain tensor, the tensor itself."""
     return list(tensor.local_tiles()) if isinstance(tensor, TiledTensor) else [tensor]

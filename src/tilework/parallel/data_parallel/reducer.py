@@ -36,7 +36,7 @@ from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
 from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
-from tilework.parallel.data_parallel.leaves import GradLeaf
+from tilework.parallel.data_parallel.leaves import GradLeaf, grad_dtype_of
 from tilework.parallel.data_parallel.outputs import accumulators
 from tilework.parallel.data_parallel.replicas import HOOKS_COME_FIRST, Replica
 from tilework.parallel.data_parallel.report import (
@@ -166,7 +166,8 @@ class Reducer:
         for index, is_waiting in zip(frozen, waits.tolist(), strict=True):
             tensor = self.leaves[index].tensor
             if is_waiting:
-                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                dtype = grad_dtype_of(tensor)
+                grad = torch.zeros_like(tensor, dtype=dtype) if tensor.grad is None else tensor.grad
                 all_reduce(grad, ReduceOp.AVG, self.group)
                 tensor.grad = grad
 
@@ -176,7 +177,7 @@ class Reducer:
         self._likely_node = None
 
     def is_current(self) -> bool:
-        """False if a leaf was replaced, as ``swap_tensors`` does. Local."""
+        """False if a leaf was replaced, as ``swap_tensors`` does, or has another ``grad_dtype``."""
         return list(map(_identity, self._tensors)) == self._identities
 
     def _sparse(self) -> list[bool]:
@@ -209,7 +210,7 @@ class Reducer:
         leaves = [self.leaves[member] for member in members]
         if leaves[0].sparse or leaves[0].tensor.is_meta:
             return None
-        dtype = self.options.reduce_dtype or leaves[0].tensor.dtype
+        dtype = self.options.reduce_dtype or grad_dtype_of(leaves[0].tensor)
         tensors = [leaf.tensor for leaf in leaves]
         return BucketMemory(tensors, dtype, self.group, self.options.bucket_view)
 
@@ -596,7 +597,7 @@ class Reducer:
 
 
 #: The number of the C++ tensor behind a Python object: gradient hooks belong to that tensor.
-_identity = attrgetter("_cdata")
+_identity = attrgetter("_cdata", *["grad_dtype"] * hasattr(Tensor, "grad_dtype"))
 _hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 

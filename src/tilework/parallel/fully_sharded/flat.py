@@ -144,7 +144,7 @@ class Flat:
         is_cast = policy.param_dtype is not None and self.dtype.is_floating_point
         #: The dtype of gathered parameters.
         self.compute_dtype: torch.dtype = policy.param_dtype if is_cast else self.dtype  # type: ignore[assignment]
-        self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
+        self._reduce_dtype = policy.reduce_dtype
         self.shards = self._placed(kept)
         shard_of = dict(zip(map(id, self.params), self.shards, strict=True))
         #: The rows of gathers, each with the shards, and the memory if they lie there as a row.
@@ -236,6 +236,10 @@ class Flat:
 
     # -- reducing ----------------------------------------------------------------------------
 
+    def reduce_dtype(self, param: ShardedParam) -> torch.dtype:
+        """The dtype in which gradients of a parameter are reduced."""
+        return self._reduce_dtype or param.grad_dtype or self.compute_dtype
+
     @torch.no_grad()
     def reduce(
         self, params: Sequence[ShardedParam], grads: Sequence[Tensor | None], how: Reduction
@@ -245,13 +249,14 @@ class Flat:
         A gradient that only some ranks have counts as zero on the others.
 
         Args:
-            params: Parameters of this buffer, the same on all ranks.
+            params: Parameters of this buffer, the same on all ranks, with one ``reduce_dtype``.
             grads: By parameter, this rank's gradient of the full tensor; None: there is none.
             how: How to average.
 
         Returns:
-            By parameter, the shard in the parameter's dtype; None: no rank has a gradient.
+            By parameter, the shard in the gradient's dtype; None: no rank has a gradient.
         """
+        dtype = self.reduce_dtype(params[0])
         direct = [
             (param, grad)
             for param, grad in zip(params, grads, strict=True)
@@ -266,9 +271,7 @@ class Flat:
         # Each row ends with a mark for each parameter: above zero where a rank has a gradient.
         row = Row.of([param for param, _ in together])
         marks = [float(grad is not None) for grad in grads]
-        rows = torch.zeros(
-            self.ranks, row.numel + len(marks), dtype=self.reduce_dtype, device=self.device
-        )
+        rows = torch.zeros(self.ranks, row.numel + len(marks), dtype=dtype, device=self.device)
         pairs = []
         for (param, grad), shards in zip(together, row.split(rows[:, : row.numel]), strict=True):
             if grad is not None:
@@ -281,14 +284,14 @@ class Flat:
             results[id(param)] = param.in_row(reduced, offset, self.rank)
         used = [True] * len(params) if all(marks) else (reduced[row.numel :] > 0).tolist()
         return [
-            results[id(param)].to(self.dtype) if has_grad else None
+            results[id(param)].to(param.grad_dtype or self.dtype) if has_grad else None
             for param, has_grad in zip(params, used, strict=True)
         ]
 
     def _reduce_alone(self, param: ShardedParam, grad: Tensor | None, how: Reduction) -> Tensor:
         if grad is None:
-            grad = torch.zeros(param.shape, dtype=self.reduce_dtype, device=self.device)
-        contribution = grad.to(self.reduce_dtype).contiguous()
+            grad = torch.zeros(param.shape, dtype=self.compute_dtype, device=self.device)
+        contribution = grad.to(self.reduce_dtype(param)).contiguous()
         return self._reduce(contribution.view(-1), param.padded, how).view(param.shard_shapes[0])
 
     def _reduce(

@@ -48,7 +48,11 @@ class GatherParameters(torch.autograd.Function):
         """The tensors ``fulls``, already gathered."""
         ctx.ends, ctx.params = ends, params
         ctx.set_materialize_grads(False)
-        return tuple(full.detach() for full in fulls)
+        results = tuple(full.detach() for full in fulls)
+        for param, result in zip(params, results, strict=True):
+            if param.grad_dtype is not None:
+                result.grad_dtype = param.grad_dtype
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from tilework.dtensor.spec import DTensorSpec, spec_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.layout import Placement, chunk_sizes, offsets_of
 from tilework.mesh import DeviceMesh
+from tilework.parallel.data_parallel.leaves import grad_dtype_of
 
 #: The modules and attributes that hold a parameter: several where weights are tied.
 Places = list[tuple[nn.Module, str]]
@@ -60,6 +61,12 @@ class ShardedParam:
         """This rank's shard: a leaf of the graph."""
         local: Tensor = self.sharded._local_tensor
         return local
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that the program gave the gradient; None: that of the parameter."""
+        dtype = grad_dtype_of(self.local)
+        return None if dtype == self.local.dtype else dtype
 
     def of_full(self, full: Tensor, rank: int) -> Tensor:
         """The part of the full tensor that is the shard of ``rank``, as a view."""

@@ -26,6 +26,7 @@ from tilework.dtensor.tensor import wrap
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
+from tilework.parallel.data_parallel.leaves import grad_dtype_of
 from tilework.parallel.data_parallel.structure import Members
 from tilework.parallel.fully_sharded.flat import Flat
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
@@ -280,6 +281,9 @@ def _replace(taken: _Taken, local: Tensor, owner: OwningUnit, keeps_object: bool
     """
     param, full = taken.param, taken.full
     param.sharded = nn.Parameter(wrap(local, param.spec), requires_grad=full.requires_grad)
+    dtype = grad_dtype_of(full)
+    if dtype != full.dtype:
+        param.sharded.grad_dtype = dtype
     vars(param.sharded).update({k: v for k, v in vars(full).items() if not k.startswith("_")})
     if keeps_object:
         try:

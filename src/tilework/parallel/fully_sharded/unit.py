@@ -667,8 +667,11 @@ class Unit:
         grad_of = dict(zip(map(id, params), grads, strict=True))
         shards: dict[int, Tensor | None] = {}
         for flat in flats:
-            mine = [param for param in flat.params if id(param) in grad_of]
-            if mine:
+            kinds: dict[torch.dtype, list[ShardedParam]] = {}
+            for param in flat.params:
+                if id(param) in grad_of:
+                    kinds.setdefault(flat.reduce_dtype(param), []).append(param)
+            for mine in kinds.values():
                 reduced = self._reduce_together(flat, mine, [grad_of[id(p)] for p in mine])
                 shards.update(zip(map(id, mine), reduced, strict=True))
         return [shards[id(param)] for param in params]
@@ -695,7 +698,9 @@ class Unit:
         """
         results = []
         for param, shard in zip(params, shards, strict=True):
-            value = torch.zeros_like(param.local) if shard is None else shard
+            value = shard
+            if value is None:
+                value = torch.zeros_like(param.local, dtype=param.grad_dtype)
             whole = wrap(value.detach(), param.spec).full_tensor()
             if param.tensor_parallel is not None:
                 whole = whole[param.tensor_parallel.local_box.slices]
