@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from tilework.comm.per_call.provenance_digest import more_advice
 from tilework.comm.world import current_world
@@ -31,7 +32,7 @@ class FSDPModule:
 
         ``nn.Sequential`` makes slices by calling the class of the container, which may be this.
         """
-        plain: Any = cls.__mro__[2]
+        plain: Any = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         module = plain.__new__(plain, *args, **kwargs)
         plain.__init__(module, *args, **kwargs)
         return module
@@ -274,15 +275,30 @@ def install(module: nn.Module, unit: Unit) -> None:
         module: A module that was given to fully_shard; changed in place.
         unit: The parameters of that call of fully_shard.
     """
-    kind = type(module)
-    if kind not in _classes:
-        _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
     each: Any = module
-    each.__class__ = _classes[kind]
+    each.__class__ = _class_for(module)
     object.__setattr__(module, "_fsdp_state", unit)
     _units.add(unit)
     # Newly assigned parameters are sharded before an optimizer can get them.
     each.register_load_state_dict_post_hook(lambda loaded, _: loaded._fsdp_state.look())
+
+
+def _class_for(module: Any) -> type[nn.Module]:
+    """The class of a module, with FSDPModule. Parametrizations stay in the most derived class.
+
+    torch puts their properties into a class for that module alone, and takes them out of there.
+    """
+    kind = type(module)
+    if is_parametrized(module) and all(name in vars(kind) for name in module.parametrizations):
+        properties = {name: vars(kind)[name] for name in module.parametrizations}
+        return type(f"FSDP{kind.__name__}", (_class_of(kind.__bases__[0]),), properties)
+    return _class_of(kind)
+
+
+def _class_of(kind: Any) -> type[nn.Module]:
+    if kind not in _classes:
+        _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    return _classes[kind]
 
 
 def units_of(module: Any, recurse: bool) -> list[Unit]:
