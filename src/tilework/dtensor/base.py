@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from tilework.dtensor.spec import DTensorSpec, Ints
 from tilework.layout import Box, Placement, Tiling
@@ -26,6 +27,18 @@ DTensorT = TypeVar("DTensorT", bound="DTensorBase")
 
 _make = Tensor._make_wrapper_subclass
 _grad_enabled = torch.is_grad_enabled
+
+
+#: The descriptor of the dict that an instance has.
+_fields: Any = Tensor.__dict__["__dict__"]
+
+
+def _refuse_swapped(grads: Any) -> None:
+    raise RuntimeError(
+        "backward reached a DTensor that torch.utils.swap_tensors has swapped since forward, as "
+        "loading and casting do with set_swap_module_params_on_conversion(True): call backward "
+        "before that"
+    )
 
 
 class DTensorBase(TiledTensor):
@@ -59,6 +72,29 @@ class DTensorBase(TiledTensor):
     _made_without_grad: bool | Ungraded = False
     #: Places in the graph other than the local tensor's, if there are any.
     _places: Places | None = None
+
+    @property
+    def __dict__(self) -> dict[str, Any]:
+        fields: dict[str, Any] = _fields.__get__(self)
+        return fields
+
+    @__dict__.setter
+    def __dict__(self, fields: dict[str, Any]) -> None:
+        """Take the fields of another tensor, as ``torch.utils.swap_tensors`` does. Local.
+
+        A view of this tensor becomes the owner of the memory. A graph to this tensor's former local
+        tensor raises in backward, as it does for plain tensors.
+        """
+        before = _fields.__get__(self)
+        viewed = fields.get("_viewed")
+        while viewed is not None and viewed[0] is not self:
+            viewed = viewed[0]._viewed
+        if viewed is not None:
+            fields.update(_viewed=None, _view_of=None, _memory=before.get("_memory"))
+        local = before.get("_local_tensor")
+        if local is not None and local.is_leaf and local.requires_grad:
+            get_gradient_edge(local).node.register_prehook(_refuse_swapped)
+        _fields.__set__(self, fields)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 from tests.parallel.fully_sharded.test_fully_shard_lives import full, layers
 from tests.rounding import assert_close
@@ -73,3 +75,19 @@ def test_other_memory_is_shared_with_what_it_was_given() -> None:
 
     assert program(lambda model: model) == 0
     assert run_ranks(2, lambda rank: program(fully_shard)) == [0, 0]
+
+
+def test_parametrizations_of_a_sharded_module_are_removed() -> None:
+    def program(shard: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        layer = shard(weight_norm(nn.Linear(4, 4)))
+        layer(X).sum().backward()
+        remove_parametrizations(layer, "weight")
+        assert type(layer) is type(shard(nn.Linear(4, 4)))
+        optimizer = torch.optim.SGD(layer.parameters())
+        layer(X).square().sum().backward()
+        optimizer.step()
+        return layer(X).detach(), full(layer.weight)
+
+    for got in run_ranks(2, lambda rank: program(fully_shard)):
+        assert_close(got, program(lambda model: model))

@@ -93,14 +93,15 @@ class AverageToShards(torch.autograd.Function):
 class Saved:
     """A full tensor, or a view of one, that an operator has saved for backward."""
 
-    __slots__ = ("offset", "param", "shape", "stride", "use", "version", "which")
+    __slots__ = ("local", "name", "offset", "shape", "stride", "use", "version", "which")
 
     def __init__(self, use: Any, which: int, tensor: Tensor, gathering: Gathering) -> None:
         self.use, self.which = use, which
         self.shape, self.stride = tensor.shape, tensor.stride()
         self.offset = (tensor.data_ptr() - gathering.begin) // tensor.itemsize
-        self.param: ShardedParam = gathering.param_at(self.offset)
-        self.version = self.param.local._version
+        param: ShardedParam = gathering.param_at(self.offset)
+        self.name, self.local = param.name, param.local  # the parameter may be swapped since
+        self.version = self.local._version
 
     def tensor(self) -> Tensor:
         """The tensor. Collective if the full parameters are not in memory.
@@ -108,9 +109,9 @@ class Saved:
         Raises:
             RuntimeError: The parameter was written to since forward.
         """
-        if self.param.local._version != self.version:
+        if self.local._version != self.version:
             raise RuntimeError(
-                f"parameter {self.param.name} was written to in place after the forward pass whose "
+                f"parameter {self.name} was written to in place after the forward pass whose "
                 f"backward needs the value, for example by an optimizer step: call backward before"
             )
         block: Tensor = self.use.block(self.which)

@@ -58,7 +58,16 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's shard: a leaf of the graph."""
+        """This rank's shard: a leaf of the graph.
+
+        Raises:
+            RuntimeError: The parameter was swapped with a full one, and is not taken over yet.
+        """
+        if type(self.sharded) is not DTensor:
+            raise RuntimeError(
+                f"parameter {self.name} was swapped with a {type(self.sharded).__name__} after the "
+                f"forward pass whose backward needs it: call backward before that"
+            )
         local: Tensor = self.sharded._local_tensor
         return local
 

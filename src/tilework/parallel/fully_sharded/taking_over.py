@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -54,6 +54,8 @@ class OwningUnit:
     mesh: DeviceMesh
     policy: MixedPrecisionPolicy
     placement: Callable[[nn.Parameter], Shard | None] | None
+    #: The unit's sharded parameters, by id.
+    held: dict[int, Any] = field(init=False, default_factory=dict)
 
     @cached_property
     def shard_group(self) -> ProcessGroup:
@@ -66,8 +68,19 @@ class OwningUnit:
         return self.mesh.get_all_groups()[0] if self.mesh.ndim == 2 else None
 
 
-#: The owner of a parameter, sharded or full.
-_owners: Any = WeakTensorKeyDictionary()
+#: The last owner of a sharded parameter, by the parameter's id. Parameters that can be swapped have
+#: no weak references.
+_owners: weakref.WeakValueDictionary[int, OwningUnit] = weakref.WeakValueDictionary()
+#: The owner of a full parameter that a sharded one has replaced.
+_owners_of_full: Any = WeakTensorKeyDictionary()
+
+
+def _owner_of(parameter: Any) -> OwningUnit | None:
+    owner = _owners.get(id(parameter))
+    if owner is not None and owner.held.get(id(parameter)) is parameter:
+        return owner
+    known = _owners_of_full.get(parameter)
+    return None if known is None else known()
 
 
 class ModuleTables:
@@ -180,6 +193,9 @@ def take_over(
         kinds.setdefault((value.dtype, value.device), []).append(each)
     flats = [_fill(owner, alike, keeps_objects) for alike in kinds.values()]
     _mark_gone(at)
+    owner.held.clear()
+    owner.held.update((id(each.param.sharded), each.param.sharded) for each in taken)
+    _owners.update((key, owner) for key in owner.held)
     return [each.param for each in taken], flats
 
 
@@ -199,8 +215,7 @@ def _check(name: str, parameter: Any, owner: OwningUnit) -> None:
                 f"to a plain one, or pass it in ignored_params; or use torch's fully_shard with "
                 f"torch.distributed.init_process_group('tilework')"
             )
-    known = _owners.get(parameter)
-    other = None if known is None else known()
+    other = _owner_of(parameter)
     if other is not None and other is not owner:
         raise ValueError(
             f"parameter {name} of {owner.name} belongs to {other.name}, which was given to "
@@ -264,8 +279,6 @@ def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Fl
                 if not shard.is_meta:
                     shard.copy_(each.shard())
                 _replace(each, shard.data, owner, keeps_objects)
-    for param in params:
-        _owners[param.sharded] = weakref.ref(owner)
     return flat
 
 
@@ -297,7 +310,7 @@ def _replace(taken: _Taken, local: Tensor, owner: OwningUnit, keeps_object: bool
         module._parameters[name] = param.sharded
     module, name = param.places[0]
     mark_replaced(full, module, name, name=param.name, by="fully_shard")
-    _owners[full] = weakref.ref(owner)
+    _owners_of_full[full] = weakref.ref(owner)
 
 
 def _mark_gone(at: Mapping[tuple[nn.Module, str], ShardedParam]) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from tilework.comm.operations.collectives import all_reduce
 from tilework.comm.per_call.provenance_digest import OF_A_UNIT, carrying
 from tilework.comm.reduce_op import ReduceOp
+from tilework.dtensor import DTensor
 from tilework.dtensor.provenance.call_counts import call_counts_of
 from tilework.dtensor.provenance.digests import digest_of, stable_digest
 from tilework.dtensor.provenance.meaning import carried
@@ -271,9 +272,14 @@ class Unit:
         self._text = f"{self.owner.name} ({names[0]}{more})" if names else self.owner.name
         self._shown = self._shown_now()
 
-    def _shown_now(self) -> tuple[list[int], list[torch.dtype], list[DTensorSpec]]:
-        """The addresses, dtypes and layouts of the shards now, by which changes are noticed."""
+    def _shown_now(self) -> tuple[list[int], list[torch.dtype], list[DTensorSpec]] | None:
+        """The addresses, dtypes and layouts of the shards now, by which changes are noticed.
+
+        None if a parameter is none of ours, as it was swapped with a full one.
+        """
         sharded = [param.sharded for param in self.params]
+        if set(map(type, sharded)) - {DTensor}:
+            return None
         locals_ = list(map(_local_of, sharded))
         return (
             list(map(_address_of, locals_)),
