@@ -25,6 +25,7 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup, Work
@@ -314,7 +315,7 @@ class Reducer:
             return True
         # A cast gives a tensor another node, and this graph may lack the last pass's node.
         for leaf in self._tensors:
-            if leaf.requires_grad and _will_run(node := _accumulator(leaf)):
+            if leaf.requires_grad and _will_run(node := get_gradient_edge(leaf).node):
                 self._likely_node = node
                 return True
         # A graph from before a cast has the nodes from before the cast, and a reentrant checkpoint
@@ -604,13 +605,6 @@ _hooks_of = attrgetter("_post_accumulate_grad_hooks")
 def _remove_all(removers: list[Any]) -> None:
     while removers:
         removers.pop().remove()
-
-
-def _accumulator(leaf: Tensor) -> Any:
-    """The autograd node that accumulates the gradient of a leaf (``AccumulateGrad``)."""
-    with torch.enable_grad():
-        root: Any = leaf.view_as(leaf).grad_fn
-    return root.next_functions[0][0]
 
 
 def _will_run(node: Any) -> bool:

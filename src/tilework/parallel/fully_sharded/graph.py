@@ -12,11 +12,12 @@ gathers again when backward asks for it, whichever way backward got there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 if TYPE_CHECKING:
     from tilework.parallel.fully_sharded.flat import Gathering
@@ -90,6 +91,27 @@ class AverageToShards(torch.autograd.Function):
         return None, None, *ctx.ends[1](ctx.params, grads)
 
 
+def outside_transforms() -> AbstractContextManager[Any]:
+    """A context that is outside of torch.func's transforms, such as jvp, around a forward pass.
+
+    They wrap all results of operators, and gathering is no part of what they transform.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return temporarily_clear_interpreter_stack()
+    return nullcontext()
+
+
+def can_save() -> bool:
+    """False if full tensors that operators save stay in memory until backward.
+
+    That is in releases of torch before 2.8, and within torch.func.grad and vjp.
+    """
+    return (
+        _hooks_around is not None
+        and _autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    )
+
+
 class Saved:
     """A full tensor, or a view of one, that an operator has saved for backward."""
 
@@ -133,8 +155,6 @@ class _Kept:
 
 #: Reads the surrounding hooks for saved tensors. Releases of torch before 2.8 lack it.
 _hooks_around: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
-#: False: full tensors that operators save stay in memory until backward.
-CAN_FREE = _hooks_around is not None
 _OWN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -154,7 +174,8 @@ def saving(use: Any, gatherings: Sequence[Gathering]) -> Iterator[None]:
     spans = list(gatherings)
 
     def pack(tensor: Tensor) -> Any:
-        if type(tensor) in _OWN_TYPES and tensor.layout is torch.strided:
+        is_own = type(tensor) in _OWN_TYPES and tensor.layout is torch.strided
+        if is_own and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             address = tensor.data_ptr()
             for which, part in enumerate(spans):
                 if part.begin <= address < part.end and tensor.dtype == part.block.dtype:

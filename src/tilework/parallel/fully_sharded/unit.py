@@ -45,7 +45,12 @@ from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.mixed_precision import cast_floats
 from tilework.parallel.data_parallel.outputs import tensors_of
 from tilework.parallel.fully_sharded.flat import Flat, Gathering
-from tilework.parallel.fully_sharded.graph import CAN_FREE, GatherParameters, saving
+from tilework.parallel.fully_sharded.graph import (
+    GatherParameters,
+    can_save,
+    outside_transforms,
+    saving,
+)
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 from tilework.parallel.fully_sharded.taking_over import ModuleTables, OwningUnit, take_over
@@ -107,7 +112,8 @@ class Use:
     def full(self) -> GatheredParameters:
         """The full parameters in backward. Collective if they are not in memory."""
         if self.gathered is None:
-            self.gathered = self.unit.gather_for(self)
+            with outside_transforms():
+                self.gathered = self.unit.gather_for(self)
         return self.gathered
 
     def block(self, which: int) -> Tensor:
@@ -398,7 +404,8 @@ class Unit:
     def run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module's forward pass with full parameters. Collective."""
         with ExitStack() as around:
-            use = None if self._depth else self._enter(around)
+            with outside_transforms():
+                use = None if self._depth else self._enter(around)
             self._depth += 1
             around.callback(self._leave)
             dtype = self.owner.policy.param_dtype
@@ -440,7 +447,7 @@ class Unit:
         self._show_first_layers(run, around, again)
         _running.stack.append(self)
         around.callback(_running.stack.pop)
-        if torch.is_grad_enabled() and CAN_FREE and gathered.parts:
+        if torch.is_grad_enabled() and gathered.parts and can_save():
             around.enter_context(saving(use, gathered.parts))
         frees = self.reshard_after_forward
         if (not outermost if frees is None else frees) or again:
@@ -551,10 +558,15 @@ class Unit:
         within the module find full parameters.
         """
         of = weakref.ref(use)
+
+        def begin(_: Any) -> None:
+            with outside_transforms():
+                self._begin_backward(of())
+
         for tensor in tensors_of(output):
             local: Any = getattr(tensor, "_local_tensor", tensor)
             if local.grad_fn is not None:
-                local.grad_fn.register_prehook(lambda _: self._begin_backward(of()))
+                local.grad_fn.register_prehook(begin)
 
     def _join_backward(self) -> None:
         """Let the backward pass that runs free this unit's parameters at the end.
