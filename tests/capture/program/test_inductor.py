@@ -13,13 +13,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tilework.distributed as dist
 from tests.capture.twins import advance, nearly, run_twins, tensors_of
 from tilework import _core
 from tilework.capture import capture
 from tilework.capture.modules import compiled_function
 from tilework.capture.program import inductor
 from tilework.dtensor import Shard, distribute_module, distribute_tensor, init_device_mesh
-from tilework.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from tilework.parallel import (
+    ColwiseParallel,
+    DistributedDataParallel,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+)
 from tilework.testing import run_ranks
 
 #: Compilers are slow where others are at work, too.
@@ -172,3 +179,110 @@ def test_a_truncated_library_in_the_cache_is_made_again(
     for _ in range(3):
         assert program(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
     assert not library.exists()
+
+
+def reduced(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=0.02)
+
+
+def reduced_in_parallel(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    planned = parallelize_module(
+        model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    return DistributedDataParallel(planned, device_mesh=mesh["dp"], bucket_cap_mb=0.02)
+
+
+@pytest.mark.parametrize(("ranks", "width", "wrap"), [
+    (2, 8, reduced), (2, 64, reduced), (4, 64, reduced_in_parallel),
+])  # fmt: skip
+def test_gradients_in_memory_of_the_group(ranks: int, width: int, wrap: Any) -> None:
+    def program(rank: int) -> None:
+        warnings.simplefilter("error")  # and nothing runs as Python
+
+        def make() -> Any:
+            model = wrap(nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 8)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+            def step(x: Tensor) -> Any:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            return step, tensors_of(model, optimizer)
+
+        torch.manual_seed(2 * rank // ranks)
+        batches = [(torch.randn(6, 8),) for _ in range(6)]
+        program = run_twins(make, batches, same=nearly, backend="inductor")
+        assert program.records[0].is_compiled
+
+    run_ranks(ranks, program, timeout=LIMIT)
+
+
+def test_views_that_change_their_shape_in_memory_that_inputs_share() -> None:
+    def make() -> Any:
+        memory = torch.zeros(24)
+        first, second = memory[:16].view(2, 8), memory[8:]
+
+        def step(x: Tensor) -> Any:
+            first.add_(x)
+            view = second.view(2, 8)
+            view.t_()
+            before = (view * 2).sum(1)
+            second.mul_(0.5)
+            return before, (view + 1) @ x, first.sum(1, keepdim=True) * first
+
+        return step, lambda: {"memory": memory}
+
+    batches = [(torch.randn(2, 8),) for _ in range(4)]
+    program = run_twins(make, batches, same=nearly, backend="inductor")
+    assert program.records[0].is_compiled
+
+
+def test_an_overflow_undoes_what_ran_before_the_branch() -> None:
+    def make() -> Any:
+        layer, before, after = nn.Linear(6, 2), torch.zeros(300), torch.zeros(300)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def step(x: Tensor) -> Any:
+            optimizer.zero_grad()
+            before.add_(1)
+            scaler.scale(layer(x).square().mean()).backward()
+            scaler.step(optimizer)
+            after.add_(x.sum())
+            scaler.update()
+
+        return step, lambda: {"weight": layer.weight, "before": before, "after": after}
+
+    batches = [(torch.randn(4, 6) * (1e38 if i == 4 else 1),) for i in range(7)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # recorded again
+        run_twins(make, batches, same=nearly, backend="inductor")
+
+
+def test_messages_between_ranks_in_a_compiled_program() -> None:
+    def program(rank: int) -> None:
+        def make() -> Any:
+            layer = nn.Linear(8, 8)
+
+            @torch.no_grad()
+            def step(x: Tensor) -> Any:
+                hidden, received = layer(x).relu() + 1, torch.empty_like(x)
+                sent = dist.isend(hidden, 1 - rank)
+                dist.recv(received, 1 - rank)
+                result = (received * 2 + hidden).sum(0)
+                assert sent is not None
+                sent.wait()
+                return result, received
+
+            return step, tensors_of(layer)
+
+        torch.manual_seed(rank)
+        batches = [(torch.randn(6, 8),) for _ in range(4)]
+        captured = run_twins(make, batches, same=nearly, backend="inductor")
+        assert captured.records[0].is_compiled
+
+    run_ranks(2, program, timeout=LIMIT)

@@ -98,7 +98,7 @@ class ProgramCode:
             self.python = self._written()
 
     def compiled(
-        self, inputs: Sequence[Tensor], values: Sequence[Any]
+        self, inputs: Sequence[Tensor], values: Sequence[Any], shared: Sequence[int]
     ) -> Callable[..., Any] | None:
         """The program by Inductor, for inputs like these. Local; takes seconds to minutes.
 
@@ -107,13 +107,14 @@ class ProgramCode:
         Args:
             inputs: Inputs of a call.
             values: The constants at the positions in ``holes``.
+            shared: The positions of inputs that share memory to which the program writes.
         """
         if not self._compiles:
             return None
         try:
-            if self._compiled is None:
+            if self._compiled is None or self._compiled.shared != shared:
                 numbers = [option.number for option in self.options]
-                self._compiled = Compiled(self.graph, numbers, self.groups)
+                self._compiled = Compiled(self.graph, numbers, self.groups, shared)
             return self._compiled.function_for(inputs, values)
         except Exception as error:  # the compiler's own are of many classes
             if not self.holes:

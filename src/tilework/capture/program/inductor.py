@@ -4,6 +4,9 @@ The instructions become an FX graph. Everything other than plain operators (coll
 draws, calls of the core) becomes calls of one custom operator, which runs the instruction
 unchanged. Each such call writes to a token, so that no compiler changes the order. Numbers become
 tensors without dims.
+
+Inductor lays out tensors as it likes. Memory whose layout or address matters is *pinned*: tensors
+in it stay Python objects, which only unchanged instructions touch. Other operators read copies.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tilework.capture.program.expected import Expected
 from tilework.capture.program.graph import ALIAS, ITEM, Graph, Hole, Instruction, Value
 from tilework.capture.program.group_call import GroupCall
 from tilework.capture.program.number import Number
@@ -70,7 +75,7 @@ class _Call:
     """An instruction that a compiled program calls unchanged, by the custom operator.
 
     Args:
-        each: The instruction.
+        each: The instruction. Values that are not passed are objects of the program.
         written: The values that the instruction writes to, in the order in which they are passed.
         read: The values that the instruction only reads.
         numbers: Numbers among the arguments, passed as tensors after the values in ``read``.
@@ -88,39 +93,31 @@ class _Call:
         program: Compiled,
         digest: Callable[[], int] | None,
     ) -> None:
-        self.function: Any = each.function
-        if isinstance(self.function, Hole):
-            raise CaptureError(f"sizes decide on {each.name} at {each.site}")
-        if isinstance(self.function, GroupCall):  # memory of a pending operation could be reused
-            if self.function.is_point_to_point:
-                raise CaptureError(
-                    f"{self.function.method} at {each.site} can't be part of a compiled program, "
-                    f'which waits for each operation: use backend="python", or a collective'
-                )
-            opts = self.function.opts
-            opts = Options(opts.reduceOp, opts.rootRank, opts.timeout)
-            self.function = GroupCall(
-                self.function.group, self.function.method, opts, self.function.others
-            )
+        self.function: Any = _waiting(each.function)
         self.args, self.kwargs, self.outputs = each.args, each.kwargs, each.outputs
         self.written = [value.number for value in written]
         self.read = [value.number for value in read]
         self.numbers, self.program, self.digest = list(numbers), program, digest
+        #: The numbers of the objects that the instruction takes, and of those that end with it.
+        self.taken: set[int] = set()
+        self.last: list[int] = []
         self._run = self._lambda()
 
     def __call__(self, written: Sequence[Tensor], read: Sequence[Tensor]) -> None:
         if self.digest is not None:
             provenance_digest.set_digest(self.digest())
-        result = self._run(written, read, self.program.objects, self.program.values)
-        if result is None:
-            return
-        for value, leaf in zip(self.outputs, tree_leaves(result), strict=False):
+        objects = self.program.objects
+        result = self._run(written, read, objects, self.program.values)
+        leaves = () if result is None else tree_leaves(result)
+        for value, leaf in zip(self.outputs, leaves, strict=False):
             if value is None:
                 continue
-            if value.memory is None:
-                self.program.objects[value.number] = leaf
-            else:
+            if value.number in self.written:
                 written[self.written.index(value.number)].copy_(leaf)
+            else:
+                objects[value.number] = leaf
+        for number in self.last:
+            objects.pop(number, None)
 
     def _lambda(self) -> Callable[..., Any]:
         """A function that calls the instruction's function with the arguments in place."""
@@ -133,6 +130,7 @@ class _Call:
                     return f"w[{self.written.index(thing.number)}]"
                 if thing.number in self.read:
                     return f"r[{self.read.index(thing.number)}]"
+                self.taken.add(thing.number)
                 return f"o[{thing.number}]"
             if isinstance(thing, Number):
                 return f"r[{len(self.read) + numbers.index(id(thing))}].item()"
@@ -147,8 +145,19 @@ class _Call:
 
         args = [text(arg) for arg in self.args]
         args += [f"{key}={text(value)}" for key, value in self.kwargs.items()]
-        run: Callable[..., Any] = eval(f"lambda w, r, o, k: function({', '.join(args)})", scope)
+        name = "function"
+        if isinstance(self.function, Hole):
+            scope["waiting"], name = _waiting, f"waiting(k[{self.function.number}])"
+        run: Callable[..., Any] = eval(f"lambda w, r, o, k: {name}({', '.join(args)})", scope)
         return run
+
+
+def _waiting(function: Any) -> Any:
+    """A function that waits for a collective, since the memory in a program could be reused."""
+    if not isinstance(function, GroupCall) or function.is_point_to_point:
+        return function
+    opts = Options(function.opts.reduceOp, function.opts.rootRank, function.opts.timeout)
+    return GroupCall(function.group, function.method, opts, function.others)
 
 
 class Compiled:
@@ -158,9 +167,17 @@ class Compiled:
         graph: The program.
         options: The numbers for options of optimizers, which each call passes.
         groups: The groups of the program's collectives.
+        shared: The positions of inputs that share memory to which the program writes.
     """
 
-    def __init__(self, graph: Graph, options: Sequence[Number], groups: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        options: Sequence[Number],
+        groups: Sequence[Any],
+        shared: Sequence[int] = (),
+    ) -> None:
+        self.shared = shared
         self._digests: list[int] = [0] * len(groups)
         self._groups = list(groups)
         self.objects: dict[int, Any] = {}
@@ -171,15 +188,25 @@ class Compiled:
         self._known: tuple[Any, ...] = ()
         self._token = torch.zeros(1)
         self._count = len(graph.inputs)
-        self._numbers = sum(isinstance(leaf, Number) for leaf in graph.result)
         self._shapes = [each.value.shape for each in graph.inputs]
         #: Inputs whose shapes have holes: compiled programs take them contiguous. Where the program
         #: writes to such an input, a copy would not do.
         self._sized = [i for i, shape in enumerate(self._shapes) if has_hole(shape)]
         written = {id(memory) for each in graph.instructions for memory in each.writes}
+        written -= (pinned := _pinned(graph, shared))
         self._written = [i for i in self._sized if id(graph.inputs[i].value.memory) in written]
-        writer = _Writer(graph, options, self)
+        writer = _Writer(graph, options, self, pinned)
         self._module, self._holes = writer.module(), writer.holes
+        #: The positions and numbers of pinned inputs.
+        self._pinned = [
+            (i, x.value.number) for i, x in enumerate(graph.inputs) if x.value in writer
+        ]
+        #: For each value that outlives a call, the number of the object; None: a tensor.
+        self._kept = [value.number if value in writer else None for value in writer.kept]
+        kept = set(self._kept)
+        for call in reversed(self._calls):
+            call.last = list(call.taken - kept)
+            kept |= call.taken
         #: The compiled programs, each with the symbols for holes, and what holds for them.
         self._variants: list[tuple[Symbols, Callable[..., Any]]] = []
 
@@ -243,14 +270,16 @@ class Compiled:
                 tensor.fill_(value)
             self._known = known
         self.values = values
+        objects = self.objects
+        for i, number in self._pinned:
+            objects[number] = args[i]
         self._digests[:] = args[count + len(options) :]
         try:
-            result = list(function(*inputs, *sizes, *options, self._token))
-            first = len(result) - self._numbers
-            return [*result[:first], *[number.item() for number in result[first:]]]
+            made = iter(function(*inputs, *sizes, *options, self._token))
+            result = [next(made) if i is None else objects[i] for i in self._kept]
+            return [*result, *[number.item() for number in made]]
         finally:
-            if self.objects:
-                self.objects.clear()
+            objects.clear()
 
 
 def _compile(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -271,17 +300,43 @@ def _compile(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]
                 Path(broken[1]).unlink()
 
 
-class _Writer:
-    """Writes a program's instructions as an FX graph."""
+def _pinned(graph: Graph, shared: Sequence[int]) -> set[int]:
+    """The ids of memory whose layout or address matters to a program.
 
-    def __init__(self, graph: Graph, options: Sequence[Number], compiled: Compiled) -> None:
-        self.graph, self.compiled = graph, compiled
+    Some tensor is known only by the memory, several inputs share it, or messages are in it, which
+    are pending while other instructions run.
+    """
+    memories = [graph.inputs[i].value.memory for i in shared]
+    for each in graph.instructions:
+        target = each.target
+        if each.name == ALIAS or (isinstance(target, GroupCall) and target.is_point_to_point):
+            memories += [value.memory for value in each.inputs()]
+    return set(map(id, memories))
+
+
+class _Writer:
+    """Writes a program's instructions as an FX graph.
+
+    Args:
+        graph: The program.
+        options: The numbers for options of optimizers, which each call passes.
+        compiled: The compiled program that is made.
+        pinned: The ids of pinned memory.
+    """
+
+    def __init__(
+        self, graph: Graph, options: Sequence[Number], compiled: Compiled, pinned: set[int]
+    ) -> None:
+        self.graph, self.compiled, self._pinned = graph, compiled, pinned
+        #: By id of pinned memory, and by number of a value: a copy as the value is now.
+        self._copies: dict[int, dict[int, Node]] = {}
+        #: The numbers of operations that send or receive messages.
+        self._messages: set[int] = set()
         self.fx = FxGraph()
         self.nodes: dict[int, Node] = {}
         self._numbers: dict[int, Any] = {}
         self._constants: dict[str, Tensor] = {}
         self._counts: dict[Any, int] = {}
-        self._inputs = {each.value.number for each in graph.inputs}
         for each in graph.inputs:
             self.nodes[each.value.number] = self.fx.placeholder(f"t{each.value.number}")
         #: The numbers of the holes that are parameters of the compiled program.
@@ -290,13 +345,21 @@ class _Writer:
         for i, option in enumerate(options):
             self._numbers[id(option)] = self.fx.placeholder(f"n{i}")
         self.token = self.fx.placeholder("token")
+        #: The values that outlive a call.
+        self.kept = list({value.number: value for value in graph.kept()}.values())
+
+    def __contains__(self, value: Value) -> bool:
+        """True if a value is in pinned memory."""
+        return id(value.memory) in self._pinned
 
     def module(self) -> GraphModule:
+        for value in [x.value for x in self.graph.inputs if x.value in self]:
+            node = self.nodes[value.number]  # of pinned values the layout, which may change
+            self.nodes[value.number] = self._op(aten.empty_like.default, node)
         for each in self.graph.instructions:
             self._write(each)
-        kept = list({value.number: value for value in self.graph.kept()}.values())
         numbers = [leaf for leaf in self.graph.result if isinstance(leaf, Number)]
-        outputs = [self.nodes[value.number] for value in kept]
+        outputs = [self.nodes[value.number] for value in self.kept if value not in self]
         outputs += [self.number(number) for number in numbers]
         self.fx.output(tuple(outputs))
         self.fx.lint()
@@ -309,29 +372,21 @@ class _Writer:
 
     def _write(self, each: Instruction) -> None:
         function = each.target
-        if each.kind == "wait":
+        made = [out for out in each.outputs if out is not None]
+        touched = {*map(id, each.writes), *[id(out.memory) for out in made]}
+        is_pinned = not touched.isdisjoint(self._pinned)
+        if each.kind == "wait" and each.args[0].number not in self._messages:
             return
-        if function is ITEM:
-            (value,) = each.args
-            out = each.outputs[0]
-            assert out is not None
-            self.nodes[out.number] = self._op(
-                aten._to_copy.default, self.nodes[value.number], dtype=torch.float64
-            )
+        if not is_pinned and each.kind == "call" and _is_empty(function):
+            self.nodes.update({out.number: self._empty(out) for out in made})
             return
-        if getattr(function, "__name__", "") in ("empty", "empty_tensor") and each.kind == "call":
-            out = each.outputs[0]
-            if out is not None:
-                self.nodes[out.number] = self._empty(out)
-            return
-        if each.kind != "operator":
+        if is_pinned or each.kind != "operator":
             self._call(each)
             return
-        if each.name == ALIAS and each.args[0].number not in self._inputs:
-            raise CaptureError(
-                f"Inductor lays out tensors in memory as it likes, and the operator at {each.site} "
-                f"takes a tensor that is known only by its memory: use backend='python'"
-            )
+        if function is ITEM:
+            node = self.node(each.args[0])
+            self._outputs(each, self._op(aten._to_copy.default, node, dtype=torch.float64))
+            return
         if any(isinstance(leaf, Number) for leaf in tree_leaves((each.args, each.kwargs))):
             if not self._with_numbers(each):
                 self._call(each)
@@ -353,9 +408,23 @@ class _Writer:
             if out is not None:
                 self.nodes[out.number] = self._op(operator.getitem, node, i)
 
+    def node(self, value: Value) -> Node:
+        """The node of a value; of a pinned value, that of a copy as it is now."""
+        if value not in self:
+            return self.nodes[value.number]
+        copies = self._copies.setdefault(id(value.memory), {})
+        node = copies.get(value.number)
+        if node is None:
+            node = self._op(aten.empty_like.default, self.nodes[value.number])
+            copies[value.number] = node
+            made, copy_ = replace(value, number=-value.number), aten.copy_.default
+            each = Instruction(copy_, (made, value), {}, [], "leaf", (), "call", "", "copy_")
+            self._emit(_Call(each, [made], [], [], self.compiled, None), [node], [])
+        return node
+
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, Value):
-            return self.nodes[leaf.number]
+            return self.node(leaf)
         if isinstance(leaf, Hole):
             node = self._sizes.get(leaf.number)
             if node is None:
@@ -374,37 +443,50 @@ class _Writer:
     def _call(self, each: Instruction) -> None:
         """Write a call of the custom operator, which runs the instruction unchanged."""
         memories = set(map(id, each.writes))
-        values = {value.number: value for value in each.inputs() if value.memory is not None}
+        tensors = [x for x in each.inputs() if x.memory is not None and x not in self]
+        values = list({value.number: value for value in tensors}.values())
         numbers = [x for x in tree_leaves((each.args, each.kwargs)) if isinstance(x, Number)]
-        written = [value for value in values.values() if id(value.memory) in memories]
-        read = [value for value in values.values() if id(value.memory) not in memories]
+        written = [value for value in values if id(value.memory) in memories]
+        read = [value for value in values if id(value.memory) not in memories]
+        if isinstance(each.target, Expected):
+            written += self._written_after(each)
         for out in each.outputs:
             if out is not None and out.memory is not None:
                 self.nodes[out.number] = self._empty(out)
-                written.append(out)
+                written += [] if out in self else [out]
         digest = None
         if isinstance(each.target, GroupCall):
             group = each.target.group
             self._counts[group] = self._counts.get(group, -1) + 1
             digest = self.compiled.digest_of(group, self._counts[group])
+            if each.target.is_point_to_point:
+                self._messages |= {out.number for out in each.outputs if out is not None}
         call = _Call(each, written, read, numbers, self.compiled, digest)
-        self._op(
-            torch.ops.tilework_capture.call.default,
-            [self.nodes[value.number] for value in written],
-            [
-                *[self.nodes[value.number] for value in read],
-                *[self.number(number) for number in numbers],
-            ],
-            self.token,
-            self.compiled.add_call(call),
-        )
+        given = [*[self.nodes[x.number] for x in read], *[self.number(x) for x in numbers]]
+        self._emit(call, [self.nodes[value.number] for value in written], given)
+        for memory in each.writes:
+            self._copies.pop(id(memory), None)
+        if torch.Tag.inplace_view in getattr(each.target, "tags", ()):
+            args = map(self._argument, each.args[1:])
+            self._op(each.target, self.nodes[each.args[0].number], *args)
+
+    def _emit(self, call: _Call, written: list[Node], read: list[Node]) -> None:
+        number = self.compiled.add_call(call)
+        self._op(torch.ops.tilework_capture.call.default, written, read, self.token, number)
+
+    def _written_after(self, each: Instruction) -> list[Value]:
+        """The inputs to which later instructions write: no compiler moves the writes up."""
+        later = self.graph.instructions[self.graph.instructions.index(each) + 1 :]
+        memories = {id(memory) for x in later for memory in x.writes} - self._pinned
+        values = [x.value for x in self.graph.inputs]
+        return [value for value in values if id(value.memory) in memories]
 
     # -- numbers -----------------------------------------------------------------------------
 
     def number(self, number: Any) -> Any:
         """The node that has a program's number as a tensor without dims; others unchanged."""
         if isinstance(number, Value):
-            return self.nodes[number.number]
+            return self.node(number)
         if isinstance(number, Hole):
             size = self._argument(number)
             return self._op(aten.scalar_tensor.default, size, dtype=torch.float64)
@@ -442,7 +524,7 @@ class _Writer:
 
     def _put(self, out: Value | None, target: Any, node: Node, in_place: bool) -> None:
         if in_place:
-            self._op(aten.copy_.default, self.nodes[target.number], node)
+            self._op(aten.copy_.default, self.node(target), node)
         elif out is not None:  # a float64 tensor promotes tensors that a Python float does not
             self.nodes[out.number] = self._op(aten._to_copy.default, node, dtype=out.dtype)
 
@@ -477,6 +559,10 @@ def _sizes_in(graph: Graph) -> list[int]:
         look([*each.args, *each.kwargs.values(), *each.outputs])
     look(graph.result)
     return sorted(found)
+
+
+def _is_empty(function: Any) -> bool:
+    return getattr(function, "__name__", "") in ("empty", "empty_tensor")
 
 
 def _is_hole(thing: Any) -> bool:

@@ -237,24 +237,27 @@ class StepRecord:
     def compile(self, inputs: Sequence[Tensor]) -> None:
         """Compile the program by Inductor for later calls. Local; takes seconds to minutes.
 
-        A program that writes to memory which several inputs share runs as Python.
+        A program that takes a view with a conjugate or negative bit runs as Python.
 
         Args:
             inputs: Inputs of a call.
         """
         self.was_compiled = True
-        shared = self._watch_memory(inputs)
-        memories = [each.value.memory for each in self.graph.inputs]
-        written = {memories[i] for i in self.written}
-        bits = any(each.is_conj() or each.is_neg() for each in inputs)
-        if bits or any(memories[i] in written or memories[j] in written for i, j in shared.pairs):
+        pairs = self._watch_memory(inputs).pairs
+        if any(each.is_conj() or each.is_neg() for each in inputs):
             warnings.warn(
-                f"{self.name} runs as Python, not by Inductor: it writes to memory that several of "
-                f"the inputs share, or takes a view with a conjugate or negative bit",
+                f"{self.name} runs as Python, not by Inductor: it takes a view with a conjugate or "
+                f"negative bit",
                 stacklevel=2,
             )
             return
-        self._compiled, self._guard = self.code.compiled(inputs, self._values()), torch.no_grad
+        memories = [each.value.memory for each in self.graph.inputs]
+        written = {memories[i] for i in self.written}
+        shared = {
+            i for pair in pairs if not written.isdisjoint(memories[i] for i in pair) for i in pair
+        }
+        self._compiled = self.code.compiled(inputs, self._values(), sorted(shared))
+        self._guard = torch.no_grad
 
     @property
     def is_compiled(self) -> bool:
