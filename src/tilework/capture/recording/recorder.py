@@ -113,12 +113,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if set_recorder(None) is None:  # a part of the step outside of the program
-            return func(*args, **kwargs)
-        try:
-            return self._run(func, args, kwargs)
-        finally:
-            set_recorder(self)
+        # Below autograd, classes of tensors have no part in an operator without a recorder either.
+        with torch._C.DisableTorchFunctionSubclass():
+            if set_recorder(None) is None:  # a part of the step outside of the program
+                return func(*args, **kwargs)
+            try:
+                return self._run(func, args, kwargs)
+            finally:
+                set_recorder(self)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node = torch._C._current_autograd_node()
