@@ -16,10 +16,10 @@ import operator
 import re
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,25 @@ aten = torch.ops.aten
 #: Held while a rank compiles: torch's compiler is not thread-safe.
 _compiling = threading.Lock()
 
+# Torch's cache keeps code that calls the operator: if the arguments get another meaning, the
+# operator needs another name.
 _library = torch.library.Library("tilework_capture", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "call(Tensor(a!)[] written, Tensor[] read, Tensor(b!) token, int number) -> ()"
 )
-_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
-_next_number = 0
+
+
+class _Running(threading.local):
+    """The calls of the program that this thread runs."""
+
+    calls: Sequence[_Call] = ()
+
+
+_running = _Running()
 
 
 def _run_call(written: list[Tensor], read: list[Tensor], token: Tensor, number: int) -> None:
-    _calls[number](written, read)
+    _running.calls[number](written, read)
 
 
 _library.impl("call", _run_call, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -64,7 +73,7 @@ class _Direct(torch._ops.OpOverload):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and args[2].__class__ is Tensor:
-            return _calls[args[3]](args[0], args[1])
+            return _running.calls[args[3]](args[0], args[1])
         return super().__call__(*args, **kwargs)
 
 
@@ -212,13 +221,8 @@ class Compiled:
 
     def add_call(self, call: _Call) -> int:
         """Keep a call, and return the number by which the custom operator finds it."""
-        global _next_number
-        with _compiling:
-            _next_number += 1
-            number = _next_number
         self._calls.append(call)
-        _calls[number] = call
-        return number
+        return len(self._calls) - 1
 
     def digest_of(self, group: Any, number: int) -> Callable[[], int]:
         """A function that gives the digest of a group's ``number``-th collective in a call."""
@@ -245,13 +249,12 @@ class Compiled:
         function = next((made for held, made in self._variants if held.hold(values)), None)
         if function is None:
             symbols = Symbols(values)
-            plain = [each.detach() for each in inputs]
-            examples: list[Any] = [*plain, *self._options, self._token]
-            if values:
-                examples = list(map(symbols.tensor, plain, self._shapes))
-                examples += [symbols.at(number) for number in self._holes]
-                examples += map(symbols.tensor, (*self._options, self._token))
-            function = _compile(self._module, examples)
+            plain = [each.detach().as_subclass(Tensor) for each in inputs]
+            examples: list[Any] = list(map(symbols.tensor, plain, self._shapes))
+            examples += [symbols.at(number) for number in self._holes]
+            examples += map(symbols.tensor, (*self._options, self._token))
+            with symbols.tracing():
+                function = _compile(self._module, examples, _sharing(plain))
             self._variants.append((symbols, function))
         sizes = [values[number] for number in self._holes]
         return partial(self._run, function, values, sizes)
@@ -274,21 +277,34 @@ class Compiled:
         for i, number in self._pinned:
             objects[number] = args[i]
         self._digests[:] = args[count + len(options) :]
+        before, _running.calls = _running.calls, self._calls
         try:
             made = iter(function(*inputs, *sizes, *options, self._token))
             result = [next(made) if i is None else objects[i] for i in self._kept]
             return [*result, *[number.item() for number in made]]
         finally:
+            _running.calls = before
             objects.clear()
 
 
-def _compile(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+def _sharing(inputs: Sequence[Tensor]) -> str:
+    """Which inputs share a storage, as a part of the key in torch's cache, which has it not."""
+    first: dict[int, int] = {}
+    storages = [each.untyped_storage()._cdata for each in inputs]
+    found = [first.setdefault(storage, i) for i, storage in enumerate(storages)]
+    return str([(i, other) for i, other in enumerate(found) if other != i])
+
+
+def _compile(module: GraphModule, examples: Sequence[Any], tag: str) -> Callable[..., Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts functions there
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-    with _compiling, torch.no_grad(), config.patch(fallback_random=True):
+        cache_config: Any = import_module("torch.compiler.config")
+
+    draws, key = config.patch(fallback_random=True), cache_config.patch(cache_key_tag=tag)
+    with _compiling, torch.no_grad(), draws, key:
         while True:
             try:
                 return compile_fx(copy.deepcopy(module), list(examples))  # type: ignore[return-value]

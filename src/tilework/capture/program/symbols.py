@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +58,14 @@ class Symbols:
             return self._mode.from_tensor(like, static_shapes=True)
         with self._mode:
             return torch.empty(extents, dtype=like.dtype, device=like.device)
+
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Within the block, torch's compiler may take a program of one size from the cache."""
+        import torch._guards
+
+        if self._values:  # a program from the cache would not tell all that it assumes
+            return nullcontext()
+        return torch._guards.tracing(torch._guards.TracingContext(self._mode))
 
     def hold(self, values: Sequence[Any]) -> bool:
         """True if all that the compiler has assumed of the constants is true of ``values``."""
