@@ -77,6 +77,31 @@ def test_other_memory_is_shared_with_what_it_was_given() -> None:
     assert run_ranks(2, lambda rank: program(fully_shard)) == [0, 0]
 
 
+def test_weights_that_are_untied_are_both_gathered() -> None:
+    def program(rank: int) -> Any:
+        model = layers()
+        model[4] = nn.Linear(6, 6)
+        model[4].weight = model[2].weight
+        fully_shard(model)
+        model[4].weight = nn.Parameter(model[2].weight.detach().clone())
+        seen: list[Any] = []
+        model[3].register_forward_hook(lambda *_: seen.extend([model[2].weight, model[4].weight]))
+        model(X)
+        return [type(weight) for weight in seen]
+
+    assert run_ranks(2, program) == [[torch.Tensor] * 2] * 2
+
+
+def test_ranks_with_empty_shards_notice_other_data() -> None:
+    def program(rank: int) -> Any:
+        model = fully_shard(nn.Linear(4, 1, bias=False), reshard_after_forward=False)
+        model(X)
+        model.weight.data = torch.ones_like(model.weight)
+        return model(X)[0, 0].item()
+
+    assert run_ranks(2, program) == [4, 4]
+
+
 def test_parametrizations_of_a_sharded_module_are_removed() -> None:
     def program(shard: Callable[[Any], Any]) -> Any:
         torch.manual_seed(0)

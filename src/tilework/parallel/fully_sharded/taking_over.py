@@ -232,8 +232,11 @@ def _describe(
     if isinstance(parameter, DTensor):
         param, spec = None, parameter._spec
         if old is not None and (spec.mesh, spec.shape) == (old.spec.mesh, old.spec.shape):
-            old.name, old.places = name, places
-            param = old if old.sharded is parameter else replace(old, sharded=parameter)
+            if old.sharded is parameter:
+                old.name, old.places = name, places
+                param = old
+            else:
+                param = replace(old, name=name, places=places, sharded=parameter)
         elif spec.mesh == owner.mesh:  # computed by a parametrization from sharded parameters
             param = sharded_param(name, places, parameter, owner.mesh, dim, on_mesh=True)
         if param is not None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -266,7 +266,7 @@ class Unit:
         Raises:
             ValueError: A module holds something that cannot be sharded; the error names it.
         """
-        if self.tables.is_current() and self._shown_now() == self._shown:
+        if self.tables.is_current() and self._is_shown():
             return
         self.reshard()
         with torch.inference_mode(False):
@@ -292,6 +292,14 @@ class Unit:
             list(map(_dtype_of, locals_)),
             list(map(_spec_of, sharded)),
         )
+
+    def _is_shown(self) -> bool:
+        """True unless a shard has changed since the last look. All ranks agree.
+
+        Empty shards have no address, but a parameter that is given other data gets a layout object.
+        """
+        now, before = self._shown_now(), self._shown
+        return now is not None and now == before and all(map(is_, now[2], before[2]))
 
     def _version(self) -> int:
         """The number of writes to the shards that torch counts."""
