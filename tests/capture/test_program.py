@@ -758,3 +758,20 @@ def test_an_index_out_of_range_raises_in_a_later_call() -> None:
             captured(torch.tensor([0, 4]))
 
     run_ranks(1, program)
+
+
+class _Marked(Tensor):
+    """Torch gives results of operators on it this class, but not in a backward pass."""
+
+
+def test_a_recording_leaves_classes_of_gradients_as_they_are() -> None:
+    w, x = nn.Parameter(torch.ones(2)), torch.ones(2).as_subclass(_Marked)
+
+    def step() -> Tensor:
+        w.grad = None
+        (w * x).as_subclass(Tensor).sum().backward()
+        return w.grad
+
+    program = capture(step)
+    for _ in range(3):
+        assert type(program()) is type(w.grad) is Tensor
