@@ -6,8 +6,10 @@ record's conditions: some 40 ns each. A loop over descriptions takes four times 
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -98,9 +100,15 @@ class _Source:
     def function(self, name: str, parameter: str) -> Callable[..., Any]:
         """Compile the lines into a function of this name and these parameters."""
         text = f"def {name}({parameter}):\n" + "\n".join(f"    {line}" for line in self.lines)
-        exec(compile(text, f"<{name} of a program>", "exec"), self.scope)
+        exec(_compiled(text, f"<{name} of a program>"), self.scope)
         function: Callable[..., Any] = self.scope[name]
         return function
+
+
+@lru_cache(64)
+def _compiled(text: str, file: str) -> types.CodeType:
+    """The code of a text; records of one program mostly have one."""
+    return compile(text, file, "exec")
 
 
 def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Tensor] | None]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, is_dtensor
+from tilework.capture.program.trees import leaves_of
 
 #: Makes a number from an element; recording replaces the method itself.
 ITEM: Callable[[Tensor], Any] = Tensor.item
@@ -111,7 +111,7 @@ class Instruction:
 
 def values_in(tree: Any) -> Iterator[Value]:
     """The values in a tree, and those that numbers in the tree are computed from."""
-    for leaf in tree_leaves(tree):
+    for leaf in leaves_of(tree):
         if isinstance(leaf, Value):
             yield leaf
         elif isinstance(leaf, Number):

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilework.capture.program.expected import Expected
@@ -34,6 +34,7 @@ from tilework.capture.program.number import Number, NumberBook, NumberError, is_
 from tilework.capture.program.number import value_of as plain
 from tilework.capture.program.place import memory_layout_of
 from tilework.capture.program.record import storage_bytes_of
+from tilework.capture.program.trees import leaves_of, mapped
 from tilework.capture.recording.group_calls import RecordedGroups
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled, watched_reads
@@ -132,15 +133,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._constant(func, args[0])
         if func in _LENGTHS:
             self._read_lengths(args[_LENGTHS[func]])
-        args, kwargs = tree_map(self._with_numbers, (args, kwargs))
-        inputs = tree_map(self._input, (args, kwargs))
-        plain_args, plain_kwargs = tree_map(plain, (args, kwargs))
-        written = [
-            arg
-            for parameter, arg in _arguments(func._schema, args, kwargs)
-            if parameter.alias_info is not None and parameter.alias_info.is_write
-        ]
-        written += [args[place] for place in _UNDECLARED.get(func, ()) if args[place] is not None]
+        args, kwargs = mapped(self._with_numbers, (args, kwargs))
+        inputs = mapped(self._input, (args, kwargs))
+        plain_args, plain_kwargs = mapped(plain, (args, kwargs))
+        written = _written(func, args, kwargs)
         self._keep(written)
         result = func(*plain_args, **plain_kwargs)
         draws = _DRAWS in func.tags
@@ -151,7 +147,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, inputs, result, _About(written, "draw" if draws else "operator", str(func))
         )
         if any(tag in func.tags for tag in _DATA_DEPENDENT):  # Python sees the shape of the result
-            for leaf in tree_leaves(result):
+            for leaf in leaves_of(result):
                 if _is_tensor(leaf):
                     self.expect(_shape_of, (self.value_of(leaf),), tuple(leaf.shape))
         return result
@@ -188,7 +184,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value = func(*args)
         if isinstance(value, float):
             return self._number_of(args[0])
-        inputs = tree_map(self._input, args)
+        inputs = mapped(self._input, args)
         self.expect(func, inputs, value)
         return value
 
@@ -345,7 +341,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, written: Sequence[Any]) -> None:
         """Copy the memory of inputs that are about to be written for the first time."""
-        for tensor in tree_leaves(list(written)):
+        for tensor in leaves_of(list(written)):
             if not _is_tensor(tensor):
                 continue
             memory = self._memory_of(tensor)
@@ -363,11 +359,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         about: _About,
     ) -> None:
         written, kind, name, nbytes = about
-        leaves = tree_leaves(result)
+        leaves = leaves_of(result)
         memories = [
-            self._memory_of(tensor) for tensor in tree_leaves(list(written)) if _is_tensor(tensor)
+            self._memory_of(tensor) for tensor in leaves_of(list(written)) if _is_tensor(tensor)
         ]
-        given = {id(leaf) for leaf in tree_leaves(list(written))}
+        given = {id(leaf) for leaf in leaves_of(list(written))}
         outputs: list[Value | None] = []
         for leaf in leaves:
             if _is_tensor(leaf):
@@ -406,7 +402,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = self._memories.get(storage)
         if memory is None:
             return
-        for leaf in tree_leaves(inputs):
+        for leaf in leaves_of(inputs):
             if isinstance(leaf, Value) and leaf.memory is memory:
                 return
         del self._memories[storage]
@@ -417,9 +413,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run a call and record it as one instruction, which may write to all tensor arguments."""
         set_recorder(None)
         try:
-            inputs = tree_map(self._input, (tuple(args), dict(kwargs)))
-            plain_args, plain_kwargs = tree_map(plain, (tuple(args), dict(kwargs)))
-            written = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+            inputs = mapped(self._input, (tuple(args), dict(kwargs)))
+            plain_args, plain_kwargs = mapped(plain, (tuple(args), dict(kwargs)))
+            written = [leaf for leaf in leaves_of((args, kwargs)) if _is_tensor(leaf)]
             self._keep(written)
             result = function(*plain_args, **plain_kwargs)
             self._note(
@@ -430,7 +426,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _keep_of_group_call(self, tensors: tuple[Any, ...], written: Sequence[Any]) -> None:
-        tree_map(self._input, tensors)
+        mapped(self._input, tensors)
         self._keep(written)
 
     def _note_group_call(
@@ -438,8 +434,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Callable[[], None]:
         set_recorder(None)
         try:
-            inputs = tree_map(self._input, tensors)
-            sent = [leaf for leaf in tree_leaves(tensors) if _is_tensor(leaf)]
+            inputs = mapped(self._input, tensors)
+            sent = [leaf for leaf in leaves_of(tensors) if _is_tensor(leaf)]
             work = object() if call.is_async else None
             nbytes = max((tensor.nbytes for tensor in sent), default=0)
             about = _About(written, "collective", call.text(), nbytes)
@@ -503,14 +499,26 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def _arguments(
-    schema: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Iterator[tuple[Any, Any]]:
-    for position, parameter in enumerate(schema.arguments):
-        if position < len(args) and not parameter.kwarg_only:
-            yield parameter, args[position]
-        elif parameter.name in kwargs:
-            yield parameter, kwargs[parameter.name]
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments to which an operator writes: tensors, and lists of them."""
+    found = []
+    for position, name in _written_places(func):
+        if position is not None and position < len(args):
+            found.append(args[position])
+        elif name in kwargs:
+            found.append(kwargs[name])
+    return [each for each in found if each is not None]
+
+
+@cache
+def _written_places(func: Any) -> list[tuple[int | None, str]]:
+    """The positions (None: by keyword alone) and names of arguments to which an operator writes."""
+    return [
+        (None if each.kwarg_only else position, each.name)
+        for position, each in enumerate(func._schema.arguments)
+        if (each.alias_info is not None and each.alias_info.is_write)
+        or position in _UNDECLARED.get(func, ())
+    ]
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Final
 
@@ -51,6 +52,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+@lru_cache(4096)
 def format_site(site: Site | None) -> str:
     """``file:line in function``; "" for None."""
     if site is None:
