@@ -579,12 +579,26 @@ def _look_up_sparsely(model: nn.Linear, x: Tensor) -> None:
     F.embedding(torch.tensor([1]), model.weight, sparse=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize(("step", "records"), [(_count_as_an_optimizer, 7), (_switch_the_mode, 2)])
+def test_a_program_sets_the_counts_and_flags_that_the_step_sets(
+    step: Callable[..., Any], records: int
+) -> None:
+    models = [nn.Linear(3, 3).requires_grad_(False) for _ in range(2)]
+    program = capture(lambda x: step(models[1], x), check="always")
+    for call in range(8):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program(torch.ones(3))
+        step(models[0], torch.ones(3))
+        states = [(x.training, getattr(getattr(x, "optimizer", None), "steps", 0)) for x in models]
+        assert states[0] == states[1], call
+    assert len(program._all()) == records
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [
         (_count_in_an_optimizer, "step of a parameter's state"),
-        (_count_as_an_optimizer, "changes model.optimizer.steps in Python, from 1 to 2"),
-        (_switch_the_mode, "changes model.training in Python"),
         (_switch_functions, "the step replaces model.act, a builtin_function_or_method"),
         (_switch_tuples, r"changes model.sizes\[1\] in Python, from 1 to another object"),
         (_replace_a_tuple, r"makes a tuple with the tensor model.state\[0\]"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -79,11 +79,16 @@ def identity_of(place: StatePlace) -> tuple[int, str, Any]:
     return id(place.owner), place.how, key
 
 
-def constants_of(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:
+def constants_of(
+    before: StatePlaces, after: StatePlaces, graph: Graph
+) -> list[tuple[StatePlace, Any]]:
     """The numbers, texts and flags at places, with the values that later calls must find there.
 
+    Where the step has changed an integer, text or flag, the program does so, too: a later call that
+    finds the value of before the recorded call leaves the value of after it.
+
     Raises:
-        CaptureError: The step has changed a number, text or flag of the user's program.
+        CaptureError: The step has changed a float, or the length or content of a container.
     """
     now = {identity_of(place): value for place, value in after.constants}
     kept = []
@@ -97,25 +102,39 @@ def constants_of(before: StatePlaces, after: StatePlaces) -> list[tuple[StatePla
         if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
             kept.append((place, value))
             continue
-        to = "another object" if is_now is identity_of else repr(is_now)
-        if place.how == "length":
-            raise CaptureError(
-                f"the step changes {place.text} from {value} to {to}: a program would not do "
-                f"this again. Return what is appended, and do it after the call"
-            )
         owner = type(place.owner) if place.how == "attribute" else None
         if isinstance(place.owner, dict) and not place.text.isidentifier():
             owner = before.kind_of(place)
         if owner is not None and owner.__module__.startswith("tilework."):
             continue  # a count that the library keeps
-        is_checksum = place.how == "content" and isinstance(value, int)
-        values = "" if is_checksum else f", from {value!r} to {to}"
-        raise CaptureError(
-            f"the step changes {place.text} in Python{values}: a program "
-            f"would not do this again, since its Python does not run. Do it outside of the step, "
-            f"or keep the number in a tensor"
-        )
+        is_set_by = place.how in ("item", "attribute", "cell")
+        if is_set_by and isinstance(is_now, int | str | None):
+            graph.places.append((place, is_now))
+            kept.append((place, value))
+            continue
+        _refuse_changed(place, value, is_now)
     return kept
+
+
+def _refuse_changed(place: StatePlace, value: Any, now: Any) -> NoReturn:
+    """Refuse a change in Python that a program would not do again.
+
+    Raises:
+        CaptureError: Always.
+    """
+    to = "another object" if now is identity_of else repr(now)
+    if place.how == "length":
+        raise CaptureError(
+            f"the step changes {place.text} from {value} to {to}: a program would not do "
+            f"this again. Return what is appended, and do it after the call"
+        )
+    is_checksum = place.how == "content" and isinstance(value, int)
+    values = "" if is_checksum else f", from {value!r} to {to}"
+    raise CaptureError(
+        f"the step changes {place.text} in Python{values}: a program "
+        f"would not do this again, since its Python does not run. Do it outside of the step, "
+        f"or keep the number in a tensor"
+    )
 
 
 def absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]]:
@@ -123,7 +142,7 @@ def absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]
 
     A step would do something else if a gradient, or an item that it makes, were there already.
     """
-    then = {identity_of(place) for place, _ in before.slots}
+    then = {identity_of(place) for place, _ in (*before.slots, *before.constants)}
     yield from ((place, None) for place, tensor in before.slots if tensor is None)
     for place, _ in graph.places:
         if isinstance(place.owner, dict) and identity_of(place) not in then:

@@ -191,7 +191,7 @@ class _Comparison:
         for leaf in tree_leaves(result):
             yield "result", _as_tensor(leaf)
         for place, _ in graph.places:
-            yield place.text, place.get()
+            yield place.text, _as_tensor(place.get())
         for i in self.record.written:
             yield _text_of(graph.inputs[i]), self.inputs[i]
 
@@ -200,7 +200,7 @@ class _Comparison:
         for leaf in graph.result:
             yield "result", _as_tensor(self.record.built(leaf, kept))
         for place, leaf in graph.places:
-            yield place.text, self.record.built(leaf, kept)
+            yield place.text, _as_tensor(self.record.built(leaf, kept))
         for i in self.record.written:
             yield _text_of(graph.inputs[i]), inputs[i]
 

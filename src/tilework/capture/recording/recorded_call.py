@@ -110,8 +110,7 @@ def record_call(
         states, which later calls will not make.
     """
     given, book = call.leaves, NumberBook()
-    call, structure, arguments = _copied(call, how, book)
-    before = _PlacesOfCall(call.step, call.leaves)
+    call, structure, arguments, before = _copied(call, how, book)
     recorder = StepRecorder(before, book)
     unseen = Unseen(before, given)
     generators = [(x, x.get_state()) for x in [*generators_of_rank(), *before.generators()]]
@@ -148,17 +147,22 @@ def record_call(
 
 def _copied(
     call: StepCall, how: Recording, book: NumberBook
-) -> tuple[StepCall, Structure, dict[int, Number]]:
+) -> tuple[StepCall, Structure, dict[int, Number], _PlacesOfCall]:
     """The call with copies of containers among the arguments: a refusal leaves the originals.
 
     Returns:
-        The call, the structure of the arguments, and by position the Numbers among them.
+        The call, the structure of the arguments, by position the Numbers among them, and the places
+        that the call can reach.
     """
     numbers = {i: Number(call.leaves[i], None, (), book) for i in how.numbers}
-    new = {**told_apart(call.leaves, StatePlaces(call.step)), **numbers}
-    args, kwargs = replaced((call.args, call.kwargs), new)
+    places = _PlacesOfCall(call.step, call.leaves)
+    # Where no argument is searched, the places are those of the step alone.
+    duplicates = told_apart(call.leaves, StatePlaces(call.step) if places.arguments else places)
+    args, kwargs = replaced((call.args, call.kwargs), {**duplicates, **numbers})
     leaves, structure = flatten((args, kwargs))
-    return call._replace(leaves=leaves, args=args, kwargs=kwargs), structure, numbers
+    if duplicates:
+        places = _PlacesOfCall(call.step, leaves)
+    return call._replace(leaves=leaves, args=args, kwargs=kwargs), structure, numbers, places
 
 
 def _check(
@@ -203,7 +207,9 @@ def _record_of(
     }
     constants = [
         each
-        for each in chain(constants_of(before, after), inputs.constants, absent(before, graph))
+        for each in chain(
+            constants_of(before, after, graph), inputs.constants, absent(before, graph)
+        )
         if identity_of(each[0]) not in known
     ]
     graph.drop_dead()

@@ -28,7 +28,7 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
     counts = Counter(id(plain(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
     result: dict[int, Any] = {}
     for number, leaf in enumerate(leaves):
-        is_known = isinstance(leaf, Tensor) and places.find(plain(leaf)) is not None
+        is_known = isinstance(leaf, Tensor) and id(plain(leaf)) in places.tensors
         if is_known and leaf.requires_grad:
             raise CaptureError(
                 f"argument {number}, which requires a gradient, is also a tensor to which the step "
