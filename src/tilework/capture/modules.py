@@ -21,7 +21,7 @@ from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.graph import BOUNDARY, Graph, Input, Instruction, Value
 from tilework.capture.program.number import Number
 from tilework.capture.program.place import Argument, is_dtensor, plain
-from tilework.capture.program.record import StepRecord
+from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
 from tilework.capture.recording.arguments import StepCall
@@ -113,8 +113,9 @@ class CompiledFunction:
         leaves, key = key_of_call(args, kwargs)
         for passes in self._passes.get(key, ()):
             inputs = passes.forward.inputs_of(leaves)
-            if inputs is not None:
-                return passes.run(inputs, leaves)
+            result = NOT_CURRENT if inputs is None else passes.run(inputs, leaves)
+            if result is not NOT_CURRENT:
+                return result
         return self._record(key, leaves, args, kwargs)
 
     def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
@@ -297,12 +298,15 @@ class _Passes:
     def run(self, inputs: Sequence[Tensor], leaves: Sequence[Any]) -> Any:
         """Run the forward program with autograd, and return the result.
 
-        The caller has checked the inputs.
+        The caller has checked the inputs. ``NOT_CURRENT`` as for a record.
         """
         if self.backend == "inductor" and not self.forward.was_compiled:
             self.forward.compile(inputs)
         needed = [source(leaves) for source in self._needed]
-        made = _Apply.apply(self, inputs, *needed)  # type: ignore[no-untyped-call]
+        computed = self.run_forward([each.detach() for each in inputs])
+        if computed is None:
+            return NOT_CURRENT
+        made = _Apply.apply(self, *computed, *needed)  # type: ignore[no-untyped-call]
         outs = iter(made)
         built = [next(outs) if _computed(leaf) is not None else leaf for leaf in self._leaves]
         results = [
@@ -311,12 +315,14 @@ class _Passes:
         ]
         return tree_unflatten(results, self._tree)
 
-    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]] | None:
         """Run the forward program; return the results, and the values saved for backward.
 
-        The results are local tensors and numbers.
+        The results are local tensors and numbers. None if the program is not for this call.
         """
-        kept = self.forward.compute(inputs, self.forward.options_now)
+        kept = self.forward.attempt(inputs)
+        if kept is NOT_CURRENT:
+            return None
         for place, leaf in self.forward.graph.places:
             place.set(self.forward.built(leaf, kept))
         results = [found for leaf in self._leaves if (found := _computed(leaf)) is not None]
@@ -343,8 +349,9 @@ class _Apply(torch.autograd.Function):
     """The autograd function that runs the forward and the backward program of a call."""
 
     @staticmethod
-    def forward(ctx: Any, passes: _Passes, inputs: Sequence[Tensor], *needed: Tensor) -> Any:
-        results, saved = passes.run_forward([each.detach() for each in inputs])
+    def forward(
+        ctx: Any, passes: _Passes, results: list[Any], saved: list[Any], *needed: Tensor
+    ) -> Any:
         flags = passes.differentiable()
         others = [x for x, flag in zip(results, flags, strict=True) if not flag]
         ctx.mark_non_differentiable(*[x for x in others if isinstance(x, Tensor)])
@@ -363,7 +370,7 @@ class _Apply(torch.autograd.Function):
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if each is None else each for each in ctx.others]
         wanted = [grad for grad, flag in zip(grads, ctx.flags, strict=True) if flag]
-        return None, None, *ctx.passes.run_backward(saved, wanted)
+        return None, None, None, *ctx.passes.run_backward(saved, wanted)
 
 
 def value_in(leaf: Any) -> Value | None:

@@ -13,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tilework.capture.program.number import NumberError, is_float
+from tilework.capture.program.number import NumberError, WrongNumberError, is_float
 from tilework.capture.program.place import StatePlace, memory_layout_of
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.table import table_of
@@ -215,6 +215,12 @@ class Program(Generic[P, T]):
             how = how._replace(numbers=(), places=(), options=False)
         try:
             record, result = record_call(call, how)
+        except WrongNumberError as error:
+            if self._has_fixed_floats or not (self._numbers or self._places):
+                raise
+            self._has_fixed_floats = True
+            self._numbers, self._places = set(), []
+            return error.result
         except Exception as error:
             is_of_numbers = isinstance(error, NumberError) or not isinstance(error, CaptureError)
             if self._has_fixed_floats or not is_of_numbers:
@@ -320,6 +326,9 @@ def key_of_call(
     else:
         leaves, tree = list(args), None
     parts = list(map(_key_of, leaves))
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(set(tensors)) < len(tensors):  # the same tensor twice
+        parts.append(tuple(map(tensors.index, tensors)))
     for i in numbers:
         if i < len(leaves) and is_float(leaves[i]):
             parts[i] = type(leaves[i])

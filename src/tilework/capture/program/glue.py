@@ -80,22 +80,20 @@ class _Source:
     def target(self, place: StatePlace) -> str:
         """A Python expression that reads a place, or that a value can be assigned to."""
         owner = self.name(place.owner)
-        if place.how == "item":
-            return f"{owner}[{self.key(place)}]"
-        if place.how == "cell":
-            return f"{owner}.cell_contents"
-        if place.how == "grad":
-            local = "._local_tensor" if place.owner.__class__ is DTensor else ""
-            return f"{owner}{local}.grad"
-        if place.how == "address":
-            return f"{owner}._local_tensor.data_ptr()"
-        if place.how == "length":
-            return f"len({owner})"
-        if place.how == "presence":
-            return f"({place.key!r} in {owner})"
-        if place.how == "content":
+        if place.how in ("content", "layout"):
             return f"{self.name(place.get)}()"
-        return f"{owner}.{place.key}"
+        local = "._local_tensor" if place.owner.__class__ is DTensor else ""
+        forms = {
+            "item": lambda: f"{owner}[{self.key(place)}]",
+            "cell": lambda: f"{owner}.cell_contents",
+            "grad": lambda: f"{owner}{local}.grad",
+            "address": lambda: f"{owner}{local}.data_ptr()",
+            "length": lambda: f"len({owner})",
+            "keys": lambda: f"tuple({owner})",
+            "presence": lambda: f"({place.key!r} in {owner})",
+            "attribute": lambda: f"{owner}.{place.key}",
+        }
+        return forms[place.how]()
 
     def function(self, name: str, parameter: str) -> Callable[..., Any]:
         """Compile the lines into a function of this name and these parameters."""
@@ -155,7 +153,7 @@ def _checks_of(source: _Source, name: str, place: StatePlace, value: Any) -> Ite
         yield f"not {source.name(place.owner)}"
     elif value is None or isinstance(value, bool):
         yield f"{source.read(place)} is {source.name(value)}"
-    elif place.how in ("length", "content") or not isinstance(value, int | float):
+    elif place.how in ("length", "content", "layout", "keys") or not isinstance(value, int | float):
         yield f"{source.read(place)} == {source.name(value)}"
     else:  # 2 == 2.0, 1 == True, 0.0 == -0.0
         yield f"({name} := {source.read(place)}) == {source.name(value)}"

@@ -72,6 +72,28 @@ class NumberError(CaptureError):
     """Python does something with a number of a program that the program cannot do again."""
 
 
+class WrongNumberError(NumberError):
+    """A record with numbers in it gives something else than the step, which has run.
+
+    Args:
+        wrong: The value that differs.
+        result: The result of the step.
+    """
+
+    def __init__(self, wrong: str, result: Any) -> None:
+        super().__init__(
+            f"a record gave another {wrong} than the step, since torch's C++ or another library "
+            f"decides by a number that comes from item() or that varies from call to call. The "
+            f"results of this call are the step's. Leave that part out, or use a tensor"
+        )
+        self.result = result
+
+
+def is_installed(file: str) -> bool:
+    """True for code of an installed package, which may read values while a step is recorded."""
+    return in_library[file] or "site-packages" in file
+
+
 def is_float(value: Any) -> bool:
     """True for a float of Python or of numpy."""
     kind = type(value)
@@ -216,6 +238,8 @@ class Number(float):
         return self._compared(operator.ne, 0.0)
 
     def __hash__(self) -> int:
+        if not is_installed(sys._getframe(1).f_code.co_filename):
+            self.refuse("looked up in a dict, set or cache")
         return hash(self.value)
 
     def __float__(self) -> float:
@@ -272,15 +296,17 @@ class Number(float):
     __rdivmod__ = __divmod__
 
     def __repr__(self) -> str:
-        if self.is_option or in_library[sys._getframe(1).f_code.co_filename]:
+        if is_installed(sys._getframe(1).f_code.co_filename):
             return repr(self.value)
+        if self.is_option:
+            return self._decides(repr, self)
         self.refuse("printed")
 
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
         if self.is_option:
-            return format(self.value, spec)
+            return self._decides(format, self, spec)
         self.refuse("printed")
 
     def __reduce__(self) -> NoReturn:

@@ -17,12 +17,14 @@ class Option(NamedTuple):
         part: The position in the tuple or list, such as betas; None: the float is at the place.
         number: The number that stands for the float in the program.
         text: The float in words, such as "lr of group 0 of SGD".
+        is_of_optimizer: True for a float of an optimizer or a scheduler.
     """
 
     place: StatePlace | Argument
     part: int | None
     number: Number
     text: str
+    is_of_optimizer: bool
 
     def get(self, leaves: Sequence[Any]) -> Any:
         """The float that is there now, given the leaves of a call's arguments."""

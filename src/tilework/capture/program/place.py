@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tilework.dtensor.tensor import DTensor
+
+_READ_ONLY = ("content", "layout", "keys", "address")
 
 
 class StatePlace(NamedTuple):
@@ -19,8 +21,9 @@ class StatePlace(NamedTuple):
     Attributes:
         owner: The object that has the part.
         how: The kind of part: "item", "attribute", "cell" (of a closure), "grad" (the local
-            gradient of a tensor), "address" (of a tensor's memory), "length", "presence" (whether a
-            dict has the key), or "content" (of a set, or the checksum of a numpy array).
+            gradient of a tensor), "address" (of a tensor's memory), "layout" (of the tensor at the
+            place ``owner``), "length", "keys" (of a dict, in order), "presence" (whether a dict has
+            the key), or "content" (of a set, or the checksum of a numpy array).
         key: The key of the item, or the name of the attribute.
         text: The place in words, as a program would write it.
     """
@@ -37,24 +40,7 @@ class StatePlace(NamedTuple):
             LookupError: Nothing is there.
         """
         try:
-            if self.how == "item":
-                if isinstance(self.owner, defaultdict) and self.key not in self.owner:
-                    raise LookupError(self.text)  # a look must not make the item
-                return self.owner[self.key]
-            if self.how == "cell":
-                return self.owner.cell_contents
-            if self.how == "grad":
-                return plain(self.owner).grad
-            if self.how == "length":
-                return len(self.owner)
-            if self.how == "presence":
-                return self.key in self.owner
-            if self.how == "address":
-                return plain(self.owner).data_ptr()
-            if self.how == "content":
-                is_set = isinstance(self.owner, set)
-                return frozenset(self.owner) if is_set else zlib.crc32(self.owner.tobytes())
-            return getattr(self.owner, self.key)
+            return _READS[self.how](self)
         except (AttributeError, ValueError, TypeError) as error:
             raise LookupError(str(error)) from None
 
@@ -84,8 +70,35 @@ class StatePlace(NamedTuple):
         elif self.how == "content" and isinstance(self.owner, set):
             self.owner.clear()
             self.owner.update(then)
-        elif self.how != "content" and not isinstance(self.owner, tuple | type):
-            self.set(then)
+        elif self.how not in _READ_ONLY and not isinstance(self.owner, tuple | type):
+            with suppress(LookupError):  # the owner may be shorter by now
+                self.set(then)
+
+
+def _item(place: StatePlace) -> Any:
+    if isinstance(place.owner, defaultdict) and place.key not in place.owner:
+        raise LookupError(place.text)  # a look must not make the item
+    return place.owner[place.key]
+
+
+def _content(place: StatePlace) -> Any:
+    owner = place.owner
+    return frozenset(owner) if isinstance(owner, set) else zlib.crc32(owner.tobytes())
+
+
+#: By kind of place, a function that reads it.
+_READS: dict[str, Callable[[StatePlace], Any]] = {
+    "item": _item,
+    "attribute": lambda place: getattr(place.owner, place.key),
+    "cell": lambda place: place.owner.cell_contents,
+    "grad": lambda place: plain(place.owner).grad,
+    "length": lambda place: len(place.owner),
+    "keys": lambda place: tuple(place.owner),
+    "presence": lambda place: place.key in place.owner,
+    "layout": lambda place: memory_layout_of(plain(place.owner.get())),
+    "address": lambda place: plain(place.owner).data_ptr(),
+    "content": _content,
+}
 
 
 class Argument:

@@ -209,22 +209,26 @@ class StepRecord:
         return inputs
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the program for inputs that were checked.
+        """Run the program for inputs that were checked, and return the step's result.
 
-        Returns:
-            The step's result. ``NOT_CURRENT`` if a value on which the recorded call has branched
-            is another one in this call: then nothing was changed.
+        ``NOT_CURRENT`` if a value on which the recorded call has branched is another one in this
+        call: then nothing was changed.
         """
+        kept = self.attempt(inputs)
+        return kept if kept is NOT_CURRENT else self._leave(kept)
+
+    def attempt(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the program as :meth:`run` does, and return the values that outlive the call."""
         if not (self._undone or self._redraws):
             try:
-                return self._leave(self.compute(inputs, self._options_at))
+                return self.compute(inputs, self._options_at)
             except Unexpected as error:
                 self._changed = str(error)
                 return NOT_CURRENT
         copies = bytes_by_storage([inputs[i] for i in self._undone])
         states = [(x, x.get_state()) for x in (*generators_of_rank(), *self._drawn)]
         try:
-            kept = self.compute(inputs, self._options_at)
+            return self.compute(inputs, self._options_at)
         except Unexpected as error:
             self._changed = str(error)
             for i in self._undone:
@@ -232,7 +236,6 @@ class StepRecord:
             for generator, state in states:
                 generator.set_state(state)
             return NOT_CURRENT
-        return self._leave(kept)
 
     def compile(self, inputs: Sequence[Tensor]) -> None:
         """Compile the program by Inductor for later calls. Local; takes seconds to minutes.

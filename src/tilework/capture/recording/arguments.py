@@ -124,6 +124,6 @@ def _parts_of(leaf: Any) -> dict[str, Any] | None:
     if isinstance(leaf, MutableMapping):
         return dict(leaf.items())
     if is_dataclass(leaf) and not isinstance(leaf, type):
-        names = leaf.__dataclass_fields__
+        names = {**leaf.__dataclass_fields__, **getattr(leaf, "__dict__", {})}
         return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
     return None

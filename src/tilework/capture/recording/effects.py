@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilework.capture.program.graph import Graph
-from tilework.capture.program.place import StatePlace, plain
+from tilework.capture.program.place import StatePlace, memory_layout_of, plain
 from tilework.capture.recording.places import StatePlaces, is_of_library
 from tilework.capture.recording.recorder import StepRecorder
 from tilework.dtensor.tensor import DTensor
@@ -280,6 +280,18 @@ def _is_alive(node: Any, passed: set[Any]) -> bool:
 def _saved_names(kind: Any) -> tuple[str, ...]:
     names = [name for name in dir(kind) if name.startswith("_saved_")]
     return (*names, "saved_tensors") if hasattr(kind, "saved_tensors") else tuple(names)
+
+
+def layouts_of_others(graph: Graph, places: StatePlaces) -> Iterator[tuple[StatePlace, Any]]:
+    """Conditions that tensors which no operator reads have the shapes and dtypes that they have."""
+    inputs = {id(each.tensor) for each in graph.inputs}
+    written = {identity_of(place) for place, _ in graph.places}
+    for place, tensor in places.slots:
+        if tensor is None or place.how == "grad" or not places.is_users(place):
+            continue
+        if id(plain(tensor)) not in inputs and identity_of(place) not in written:
+            layout = StatePlace(place, "layout", None, f"the layout of {place.text}")
+            yield layout, memory_layout_of(plain(tensor))
 
 
 def memory_of_dtensors(after: StatePlaces) -> Iterator[tuple[StatePlace, Any]]:

@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
+from tilework.capture.program.expected import Expected
+from tilework.capture.program.graph import Graph, Value
 from tilework.capture.program.number import Number, NumberBook, is_float
 from tilework.capture.program.option import Option
 from tilework.capture.program.place import Argument, StatePlace
@@ -46,7 +49,7 @@ class Inputs:
         self.schedulers = places.instances(LRScheduler)
         self._varying, self._things = varying, places.things
         self.all = [
-            Option(Argument(i, False), None, number, f"argument {i}")
+            Option(Argument(i, False), None, number, f"argument {i}", False)
             for i, number in arguments.items()
         ]
         #: Other options, which later calls must find the same.
@@ -60,9 +63,9 @@ class Inputs:
             self._take_optimizer(optimizer)
         for scheduler in self.schedulers:
             place = StatePlace(scheduler, "attribute", "_last_lr", "_last_lr")
-            self._replaces(place, f"_last_lr of {type(scheduler).__name__}")
+            self._replaces(place, f"_last_lr of {type(scheduler).__name__}", True)
         for place in self._varying or ():
-            self._replaces(place, place.text)
+            self._replaces(place, place.text, False)
         for place, thing in self._things:
             if isinstance(thing, BuiltinFunctionType) and thing.__module__ == "math":
                 self._before.append((place, thing, with_numbers(thing)))
@@ -85,11 +88,11 @@ class Inputs:
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 place = StatePlace(group, "item", key, f"{key} of {name}")
-                is_number = self._replaces(place, f"{key} of group {number} of {name}")
+                is_number = self._replaces(place, f"{key} of group {number} of {name}", True)
                 if not (is_number or key == "params" or isinstance(value, Tensor)):
                     self.constants.append((place, value))
 
-    def _replaces(self, place: StatePlace, text: str) -> bool:
+    def _replaces(self, place: StatePlace, text: str, is_of_optimizer: bool) -> bool:
         """Make options of a value; False, and nothing is done, if it has not floats alone."""
         if self._varying is None:
             return False
@@ -103,9 +106,10 @@ class Inputs:
         numbers = [Number(each, None, (), self.book) for each in parts]
         for part, number in enumerate(numbers):
             if parts is value:
-                self.all.append(Option(place, part, number, f"{text}[{part}]"))
+                name = f"{text}[{part}]"
+                self.all.append(Option(place, part, number, name, is_of_optimizer))
             else:
-                self.all.append(Option(place, None, number, text))
+                self.all.append(Option(place, None, number, text, is_of_optimizer))
         stands_for = type(value)(numbers) if parts is value else numbers[0]
         self._before.append((place, value, stands_for))
         return True
@@ -126,6 +130,26 @@ class Inputs:
                 f"Call scheduler.step() after the captured step; an optimizer that counts its "
                 f"steps has to do so in a tensor"
             )
+
+    def lead_beyond(self, graph: Graph) -> bool:
+        """True if the step may hand other Numbers to C++ than options of optimizers."""
+        if not all(each.is_of_optimizer for each in self.all):
+            return True
+        known = {id(each.number) for each in self.all if each.is_of_optimizer}
+
+        def leads(leaf: Any) -> bool:
+            if not isinstance(leaf, Number):
+                return False
+            if leaf.function is None:
+                return id(leaf) not in known
+            return any(isinstance(each, Value) or leads(each) for each in leaf.inputs)
+
+        return any(
+            leads(leaf)
+            for each in graph.instructions
+            if not isinstance(each.target, Expected)
+            for leaf in tree_leaves((each.args, each.kwargs))
+        )
 
     def _changed(self) -> Iterator[str]:
         for place, _, stands_for in self._before:

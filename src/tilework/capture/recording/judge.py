@@ -82,6 +82,29 @@ def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], si
         CaptureError: On all ranks of the record's groups: a rank's record gives something else
             than the step. The step's effects stay, the record's are discarded.
     """
+    result, wrong = compared_call(record, call, inputs)
+    if wrong is None and not record.state_holds(is_after=True):
+        wrong = f"state ({record.what_changed()})"
+    if all_have(wrong is None, record):
+        return result
+    where = "another rank's record" if wrong is None else "the record"
+    raise CaptureError(
+        f"{record.name} was checked against the step itself in call {record.code.calls}, and "
+        f"{where} gives another {wrong or 'result'}: since the recording something changed that "
+        f"the step reads and the record does not. No call since {since} was checked. The results "
+        f"of this call are the step's. Pass what changes as an argument, or keep it in an "
+        f"attribute, variable or tensor to which the step refers"
+    )
+
+
+def compared_call(
+    record: StepRecord, call: StepCall, inputs: Sequence[Tensor]
+) -> tuple[Any, str | None]:
+    """Run the step itself on the real state, and the record on copies. Collective.
+
+    Returns:
+        The step's result, and the name of a value in which this rank's record differs, or None.
+    """
     kept = bytes_by_storage([inputs[i] for i in record.written])
     places = StatePlaces(call.step)
     untouched = [
@@ -103,18 +126,7 @@ def judged_call(record: StepRecord, call: StepCall, inputs: Sequence[Tensor], si
     for tensor, version in untouched:
         if wrong is None and tensor._version != version:
             wrong = f"{places.tensors[id(tensor)].text}, which the record does not write"
-    if wrong is None and not record.state_holds(is_after=True):
-        wrong = f"state ({record.what_changed()})"
-    if all_have(wrong is None, record):
-        return result
-    where = "another rank's record" if wrong is None else "the record"
-    raise CaptureError(
-        f"{record.name} was checked against the step itself in call {record.code.calls}, and "
-        f"{where} gives another {wrong or 'result'}: since the recording something changed that "
-        f"the step reads and the record does not. No call since {since} was checked. The results "
-        f"of this call are the step's. Pass what changes as an argument, or keep it in an "
-        f"attribute, variable or tensor to which the step refers"
-    )
+    return result, wrong
 
 
 def all_have(flag: bool, record: StepRecord) -> bool:
@@ -170,7 +182,10 @@ class _Comparison:
         theirs = self._values(kept, self.before)
         mine = self._of_step(result)
         for number, ((name, now), (_, again)) in enumerate(zip(mine, theirs, strict=True)):
-            if isinstance(now, Tensor) and not self._same(number, plain(now), plain(again)):
+            if isinstance(now, Tensor) and isinstance(again, Tensor):
+                if not self._same(number, plain(now), plain(again)):
+                    return name
+            elif type(now) is not type(again) or (isinstance(now, str) and now != again):
                 return name
         return None
 

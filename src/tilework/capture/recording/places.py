@@ -12,6 +12,7 @@ objects of torch, such as schedulers, and for tensors.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import logging
@@ -86,6 +87,8 @@ class StatePlaces:
         self.constants: list[tuple[StatePlace, Any]] = []
         #: By id, the number of items of a dict.
         self.lengths: dict[int, int] = {}
+        #: Containers of the user's program, with copies.
+        self.containers: list[tuple[Any, Any]] = []
         #: Other things that the step may use: functions, modules, containers, dtypes.
         self.things: list[tuple[StatePlace, Any]] = []
         self._kept: list[Any] = []
@@ -261,9 +264,14 @@ class StatePlaces:
         """Note the length of a container, which decides on loops; of a set or array, all."""
         if isinstance(found, dict):
             self.lengths[id(found)] = len(found)
+        if is_users and type(found) in (list, deque, dict, set):
+            self.containers.append((found, copy.copy(found)))
         if is_users and isinstance(found, list | deque | dict):
             length = StatePlace(found, "length", None, f"the length of {text or 'a container'}")
             self.constants.append((length, len(found)))
+            if isinstance(found, dict) and all(isinstance(key, str) for key in found):
+                keys = StatePlace(found, "keys", None, f"the keys of {text or 'a dict'}")
+                self.constants.append((keys, tuple(found)))
         elif is_users and (isinstance(found, set) or _is_array(found)):
             content = StatePlace(found, "content", None, text or f"a {type(found).__name__}")
             self.constants.append((content, content.get()))
@@ -324,7 +332,8 @@ class StatePlaces:
                     self.tensors[id(value)] = part
         if is_new:
             self._take_parts(tensor, list(_parts_of_tensor(tensor, place.text)), True, True)
-        if local.is_leaf and local.requires_grad and id(tensor) not in self._graded:
+        may_have_grad = local.requires_grad or isinstance(tensor, nn.Parameter)
+        if local.is_leaf and may_have_grad and id(tensor) not in self._graded:
             self._graded.add(id(tensor))
             grad_place = StatePlace(tensor, "grad", None, f"{place.text}.grad")
             grad = local.grad
@@ -572,6 +581,8 @@ def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace,
     dot = f"{text}." if text else ""
     for kind in ("_parameters", "_buffers", "_modules"):
         part: dict[str, Any] = module.__dict__.get(kind, {})
+        if part:
+            yield StatePlace(module.__dict__, "item", kind, f"{dot}{kind}"), part
         for name, value in part.items():
             yield StatePlace(part, "item", name, f"{dot}{name}"), value
     modules = module._modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.glue import ProgramConditions
-from tilework.capture.program.number import Number, NumberBook, value_of
+from tilework.capture.program.number import Number, NumberBook, WrongNumberError, value_of
 from tilework.capture.program.place import Argument, StatePlace, is_dtensor, plain
 from tilework.capture.program.record import (
     StepRecord,
@@ -30,13 +31,14 @@ from tilework.capture.recording.effects import (
     changes,
     constants_of,
     identity_of,
+    layouts_of_others,
     leaf_of,
     memory_of_dtensors,
     refuse_graphs,
     way_to,
 )
 from tilework.capture.recording.inputs import Inputs
-from tilework.capture.recording.judge import check_new, reduce_deferred
+from tilework.capture.recording.judge import all_have, check_new, compared_call, reduce_deferred
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.recorder import StepRecorder
 from tilework.capture.recording.unseen import Unseen, told_apart
@@ -109,12 +111,10 @@ def record_call(
         The record and the result. The record is None if the step has made groups or optimizer
         states, which later calls will not make.
     """
-    given, book = call.leaves, NumberBook()
+    book, original, record = NumberBook(), call, None
     call, structure, arguments, before = _copied(call, how, book)
-    recorder = StepRecorder(before, book)
-    unseen = Unseen(before, given)
+    recorder, unseen = StepRecorder(before, book), Unseen(before, original.leaves)
     generators = [(x, x.get_state()) for x in [*generators_of_rank(), *before.generators()]]
-    record = None
     places = how.places if how.options else None
     try:
         with Inputs(before, arguments, places, book) as inputs, recorder.recording():
@@ -133,16 +133,43 @@ def record_call(
             record, is_new = _record_of(call, recorder, inputs, tree, how.codes)
             _check(record, recorder, how, is_new, (generators, result))
             accept(record, result)
+            if how.check and needed is None and inputs.lead_beyond(record.graph):
+                unseen.undo()
+                _undo(recorder, before)
+                return record, _proven(record, original, generators)
     except MadeOnce:
         pass
-    except Exception:
-        unseen.undo()
-        _undo(recorder, before)
+    except WrongNumberError:
+        raise
+    except Exception as error:
+        if isinstance(error, CaptureError) or how.options:  # else it is the step's, as uncaptured
+            unseen.undo()
+            _undo(recorder, before)
         raise
     finally:
         recorder.close()
         unseen.close()
     return record, tree_unflatten([value_of(each) for each in outputs], tree)
+
+
+def _proven(record: StepRecord, call: StepCall, generators: Sequence[tuple[Any, Tensor]]) -> Any:
+    """Run the step without Numbers, and compare: C++ may decide by the NaN that a Number is there.
+
+    The recorded call was undone. Collective if the step is.
+
+    Raises:
+        WrongNumberError: The record gives something else, on this rank or another.
+    """
+    for generator, state in generators:
+        generator.set_state(state)
+    inputs = record.inputs_of(call.leaves)
+    if not all_have(inputs is not None, record):
+        return call.run()
+    assert inputs is not None
+    result, wrong = compared_call(record, call, inputs)
+    if not all_have(wrong is None, record):
+        raise WrongNumberError(wrong or "result on another rank", result)
+    return result
 
 
 def _copied(
@@ -222,6 +249,7 @@ def _record_of(
     else:
         code = ProgramCode(call.name, graph, inputs.all, digests, skeleton)
     constants += memory_of_dtensors(after)
+    constants += layouts_of_others(graph, before)
     way = [*inputs.way, *way_to(graph, before, after)]
     guards = recorder.book.guards_once()
     held = ProgramConditions(inputs.all, way, constants, guards)
@@ -270,3 +298,7 @@ def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
             storage_bytes_of(each.tensor).copy_(kept)
     for place, then in (*places.things, *places.constants, *places.slots):
         place.put_back(then)
+    for container, kept in places.containers:
+        if len(container) != len(kept) or not all(map(operator.is_, container, kept)):
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(kept)

@@ -470,6 +470,12 @@ def _listed(tensor: Tensor) -> list[int]:
 
 
 def _refuse_sparse(tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise CaptureError(
+            f"the step makes a nested tensor at {call_site()}, as the fast path of torch's "
+            f"encoders does: a program has plain tensors. Call "
+            f"torch.backends.mha.set_fastpath_enabled(False)"
+        )
     if tensor.layout is not torch.strided:
         raise CaptureError(
             f"the step makes or uses a tensor with layout {tensor.layout} at {call_site()}: a "

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilework.capture.program.number import Number
+from tilework.capture.program.number import Number, is_installed
 from tilework.comm.per_call.call_recorder import current_recorder, recorded
-from tilework.comm.per_call.callsite import call_site, in_library
+from tilework.comm.per_call.callsite import call_site
 from tilework.errors import CaptureError
 
 #: Methods that read values, with a description for errors.
@@ -165,11 +165,6 @@ def _shared(self: Tensor, kind: Any) -> Any:
     if recorder is not None:
         recorder.share(result, self)
     return result
-
-
-def is_installed(file: str) -> bool:
-    """True for code of an installed package, which may read values while a step is recorded."""
-    return in_library[file] or "site-packages" in file
 
 
 def _refused(name: str) -> Callable[..., Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,12 +19,11 @@ from tilework.errors import CaptureError
 
 
 def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
-    """By position of each duplicate among the arguments, a new tensor of the same memory.
+    """By position of each argument that is a variable, too, a new tensor of the same memory.
 
-    In the recorded call an argument may be the same tensor as a variable or another argument, but
-    not in later calls: the recorder has to see which of the two an operator takes.
+    In the recorded call an argument may be the same tensor as a variable, but not in later calls:
+    the recorder has to see which of the two an operator takes.
     """
-    counts = Counter(id(plain(leaf)) for leaf in leaves if isinstance(leaf, Tensor))
     result: dict[int, Any] = {}
     for number, leaf in enumerate(leaves):
         is_known = isinstance(leaf, Tensor) and id(plain(leaf)) in places.tensors
@@ -35,7 +33,7 @@ def told_apart(leaves: Sequence[Any], places: StatePlaces) -> dict[int, Any]:
                 f"refers: a program could not tell whose gradient is whose. Pass x.detach(), or "
                 f"another tensor"
             )
-        if is_known or counts[id(plain(leaf))] > 1:
+        if is_known:
             with torch.enable_grad():  # the result of this call keeps the graph
                 result[number] = leaf.view_as(leaf) if leaf.requires_grad else leaf.detach()
     return result
