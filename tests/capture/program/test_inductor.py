@@ -286,3 +286,17 @@ def test_messages_between_ranks_in_a_compiled_program() -> None:
         assert captured.records[0].is_compiled
 
     run_ranks(2, program, timeout=LIMIT)
+
+
+def test_a_second_process_takes_the_program_from_torchs_cache() -> None:
+    def hits() -> int:
+        counters: Any = importlib.import_module("torch._dynamo.utils").counters
+        return int(counters["aot_autograd"]["autograd_cache_hit"])
+
+    layer, found = nn.Linear(3, 5), []
+    for _ in range(2):  # as another process would: a program of its own
+        program = capture(lambda x: layer(x).detach().sin(), backend="inductor")
+        for _ in range(3):
+            program(torch.ones(2, 3))
+        found.append(hits())
+    assert found[1] == found[0] + 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
+from torch._guards import TracingContext, tracing
 
 from tilework.capture.program.graph import Hole
 
@@ -61,11 +62,9 @@ class Symbols:
 
     def tracing(self) -> AbstractContextManager[Any]:
         """Within the block, torch's compiler may take a program of one size from the cache."""
-        import torch._guards
-
         if self._values:  # a program from the cache would not tell all that it assumes
             return nullcontext()
-        return torch._guards.tracing(torch._guards.TracingContext(self._mode))
+        return tracing(TracingContext(self._mode))
 
     def hold(self, values: Sequence[Any]) -> bool:
         """True if all that the compiler has assumed of the constants is true of ``values``."""
