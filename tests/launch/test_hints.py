@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
+from torch.utils.data.distributed import DistributedSampler
 
+from tests.launch.conftest import Launch
 from tilework.launch.hints import hint
 from tilework.mesh import init_device_mesh
 from tilework.parallel import ColwiseParallel, parallelize_module
@@ -23,7 +25,28 @@ def error_of_torchs_all_reduce() -> str:
 
 def test_torchs_calls_after_tileworks_init() -> None:
     for advice in run_ranks(2, lambda rank: error_of_torchs_all_reduce()):
-        assert "import tilework.distributed as dist" in advice
+        assert "import tilework.distributed in place of torch.distributed" in advice
+
+
+def test_torchs_classes_after_tileworks_init_name_the_module_here() -> None:
+    def program(rank: int) -> list[str]:
+        advice = []
+        for use in (DistributedSampler, nn.parallel.DistributedDataParallel):
+            with pytest.raises(ValueError, match="has not been initialized") as caught:
+                use(nn.Linear(1, 1))  # type: ignore[arg-type]
+            advice.append(hint(caught.value))
+        return advice
+
+    for sampler, ddp in run_ranks(2, program):
+        assert "import tilework.data in place of torch.utils.data.distributed" in sampler
+        assert "import tilework.parallel in place of torch.nn.parallel" in ddp
+
+
+def test_a_script_of_torch_is_told_of_tcp(launch: Launch) -> None:
+    launch.with_torch()
+    done = launch('import torch.distributed as dist; dist.init_process_group("gloo")')
+    assert "hint: torch's own env:// meets at a TCP port" in done.err
+    assert "tilework run --tcp" in done.err
 
 
 def test_torchs_calls_without_tilework_are_not_its_business() -> None:

@@ -1,11 +1,12 @@
 """Advice for errors that do not come from tilework, but happen in programs that use it.
 
 Each hint is a function of the error and of the frames that it came through, outermost first. Hints
-import nothing: an error about a package comes from a program that has loaded the package.
+load no package: an error about a package comes from a program that has loaded the package.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -15,7 +16,11 @@ from types import FrameType
 from typing import Any, Final
 
 from tilework.errors import text_of
+from tilework.from_torch import MODULES
 
+_NO_GROUP: Final = re.compile(
+    "Default process group has not been init|Error initializing torch.distributed using env://"
+)
 _VIEW: Final = re.compile(r"shape '\[(?P<shape>[-\d, ]+)\]' is invalid for input of size \d+")
 
 
@@ -36,18 +41,40 @@ def hint(error: BaseException) -> str:
 
 
 def _torch_has_no_group(text: str, frames: Sequence[FrameType]) -> str:
-    if "Default process group has not been initialized" not in text or not _has_group():
+    if not _NO_GROUP.search(text) or not _has_group():
         return ""
+    theirs, ours = _modules(frames)
     return (
-        "the program made tilework's process group and called torch.distributed, which has "
-        "another: import tilework.distributed as dist for the calls too, or make torch's group by "
+        f"the program made tilework's process group and called {theirs}, which has another: import "
+        f"{ours} in place of {theirs}, or make torch's group by "
         'import tilework.torch_backend; torch.distributed.init_process_group("tilework")'
     )
+
+
+def _modules(frames: Sequence[FrameType]) -> tuple[str, str]:
+    """The module of torch that the program called, and the module here that has the names."""
+    for frame in frames:
+        module = str(frame.f_globals.get("__name__"))
+        while "." in module and module not in MODULES:
+            module = module.rpartition(".")[0]
+        if not MODULES.get(module, "tilework.distributed").startswith("tilework.distributed"):
+            return module, MODULES[module]
+    return "torch.distributed", "tilework.distributed"
 
 
 def _has_group() -> bool:
     world: Any = sys.modules.get("tilework.comm.world")
     return world is not None and world.current_world().default_group is not None
+
+
+def _torch_wants_a_port(text: str, frames: Sequence[FrameType]) -> str:
+    name = re.search(r"MASTER_ADDR|MASTER_PORT", text)
+    if name is None or name[0] in os.environ or "TILEWORK_STORE" not in os.environ:
+        return ""
+    return (
+        "torch's own env:// meets at a TCP port, which the launcher sets if asked: tilework run "
+        "--tcp …; or let torch meet without a port by import tilework.torch_backend"
+    )
 
 
 def _heads_do_not_divide(text: str, frames: Sequence[FrameType]) -> str:
@@ -101,6 +128,7 @@ def _file_of_dtensors(text: str, frames: Sequence[FrameType]) -> str:
 
 _ADVICE: Final[tuple[Callable[[str, Sequence[FrameType]], str], ...]] = (
     _torch_has_no_group,
+    _torch_wants_a_port,
     _heads_do_not_divide,
     _file_of_dtensors,
 )
