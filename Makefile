@@ -1,4 +1,4 @@
-# make demo    train a small GPT, 4 ranks or more     make test    run all tests
+# make demo    a small GPT, and four things to see     make test    run all tests
 # make bench   measure the collectives                make lint    ruff, mypy, clang-format
 # make check   linters, types and the tests of changed files, in a minute or so
 # make sanitize   the core under sanitizers       make chaos   ranks killed, stopped, at odds
@@ -41,7 +41,7 @@ help:
 demo: $(VENV)/.installed
 	@ranks=$(RANKS); ranks=$${ranks:-$$($(bin)/python -c 'from tilework.cores import usable_cores; \
 	    print(max(4, min(usable_cores(), 16)))')}; \
-	exec $(bin)/tilework run --prefix others -n $$ranks examples/byte_gpt.py $(ARGS)
+	exec $(bin)/tilework run --prefix others -n $$ranks examples/demo.py $(ARGS)
 
 # Four processes for two cores, as many tests wait more than they compute; tests/conftest.py says which
 # tests share a process.
