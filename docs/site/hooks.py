@@ -109,7 +109,8 @@ ALIASES = {
     "how-to/debug-a-hang.md": "deadlock, stuck, job hangs, timeout",
     "how-to/make-a-step-fast.md": "torch.compile, Inductor, fullgraph, capture step, speed up",
     "how-to/data-parallel.md": "DDP, FSDP, accumulation, gradient clipping, mixed precision, "
-    "freeze parameters, frozen layers, LoRA",
+    "freeze parameters, frozen layers",
+    "how-to/lora.md": "LoRA, peft, DoRA, adapters, fine-tuning",
     "how-to/launch.md": "torchrun, mpirun, srun, slurm",
     "how-to/notebooks.md": "notebook, Jupyter, IPython, Colab",
     "how-to/checkpoints.md": "save checkpoint, resume training, load, safetensors, DCP, torch.save",
