@@ -28,6 +28,7 @@ from tilework.comm.debug import (
     set_debug_level,
     set_debug_level_from_env,
 )
+from tilework.comm.flight.stragglers import Straggler
 from tilework.comm.groups import (
     DEFAULT_TIMEOUT as default_pg_timeout,  # torch's name
 )
@@ -164,6 +165,7 @@ __all__ = [
     "ReduceScatterOptions",
     "ScatterOptions",
     "Store",
+    "Straggler",
     "TCPStore",
     "UnixStore",
     "Work",

@@ -7,6 +7,7 @@ from tilework.dtensor.autograd import function_inputs, torch_backward
 from tilework.dtensor.construction.creation import empty, full, ones, rand, randn, zeros
 from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.debug.causes import GatherWarning, explain, strict
+from tilework.dtensor.debug.event_log import CollectiveEvent, EventLog
 from tilework.dtensor.dispatch import call, foreach, tensor_attributes
 from tilework.dtensor.like_torch import (
     CommDebugMode,
@@ -37,9 +38,11 @@ if TYPE_CHECKING:
     from tilework.interop import to_dtensor, to_sharded
 
 __all__ = [
+    "CollectiveEvent",
     "CommDebugMode",
     "DTensor",
     "DeviceMesh",
+    "EventLog",
     "GatherWarning",
     "Partial",
     "Placement",

@@ -36,6 +36,7 @@ def test_a_straggler_is_told_with_its_ratio() -> None:
         "rank 3 is 2.5 times as slow as the others: between two collectives it takes 50.0 ms of "
         "its own, they 20.0 ms (over 18 collectives)"
     )
+    assert str([found]) == f"[{found}]"
 
 
 def test_small_differences_and_few_operations_are_no_stragglers() -> None:

@@ -24,9 +24,9 @@ LEAST_SECONDS: Final = 0.0005
 LEAST_OPERATIONS: Final = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Straggler:
-    """A rank that the others wait for."""
+    """A rank that the others wait for. Prints as a sentence, in lists too."""
 
     #: The global rank.
     rank: int
@@ -49,7 +49,7 @@ class Straggler:
         """The rank's extra seconds, over all collectives."""
         return (self.seconds - self.others) * self.operations
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         times = (
             f"between two collectives it takes {_text(self.seconds)} of its own, they "
             f"{_text(self.others)} (over {self.operations} collectives)"
