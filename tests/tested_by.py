@@ -117,7 +117,6 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "dtensor/autograd/changed_in_place.py": ("dtensor/rules/test_in_place_views.py",),
     "dtensor/autograd/grad_reduction.py": ("dtensor/autograd/test_gradients.py",),
     "dtensor/autograd/partial_grads.py": ("dtensor/autograd/test_gradients.py",),
-    "dtensor/base.py": ("dtensor/views/test_copied_views.py", "dtensor/test_tensor_methods.py"),
     "dtensor/construction/creation.py": ("dtensor/random/test_generator.py",),
     "dtensor/construction/distribute.py": ("dtensor/test_api.py",),
     "dtensor/debug/event_log.py": ("dtensor/debug/test_causes.py", "dtensor/test_like_torch.py"),
@@ -179,20 +178,14 @@ TESTED_BY: dict[str, tuple[str, ...]] = {
     "layout/tile_transfers.py": ("layout/test_planning.py", "layout/test_collective.py"),
     "mesh/grid.py": ("mesh/test_device_mesh.py", "mesh/test_slicing.py"),
     "mesh/making.py": ("mesh/test_device_mesh.py",),
-    "parallel/data_parallel/leaves.py": ("parallel/data_parallel/test_ddp.py",),
     "parallel/data_parallel/structure.py": (
         "parallel/data_parallel/test_ddp.py",
         "parallel/data_parallel/test_ddp_changes.py",
     ),
     # Each step of a fully sharded module needs all parts of the package.
     "parallel/fully_sharded/flat.py": ("parallel/fully_sharded/test_fully_shard.py",),
-    "parallel/fully_sharded/graph.py": ("parallel/fully_sharded/test_fully_shard.py",),
     "parallel/fully_sharded/module.py": ("parallel/fully_sharded/test_fully_shard.py",),
     "parallel/fully_sharded/sharded_param.py": ("parallel/fully_sharded/test_fully_shard.py",),
-    "parallel/fully_sharded/taking_over.py": (
-        "parallel/fully_sharded/test_fully_shard.py",
-        "parallel/fully_sharded/test_fully_shard_lives.py",
-    ),
     "parallel/fully_sharded/unit.py": (
         "parallel/fully_sharded/test_fully_shard.py",
         "parallel/fully_sharded/test_fully_shard_lives.py",

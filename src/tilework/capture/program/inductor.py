@@ -288,7 +288,7 @@ class Compiled:
 
 
 def _sharing(inputs: Sequence[Tensor]) -> str:
-    """Which inputs share a storage, as a part of the key in torch's cache, which has it not."""
+    """The inputs that share a storage, for the key in torch's cache, which lacks this."""
     first: dict[int, int] = {}
     storages = [each.untyped_storage()._cdata for each in inputs]
     found = [first.setdefault(storage, i) for i, storage in enumerate(storages)]

@@ -30,6 +30,8 @@ from tilework.errors import CaptureError
 
 #: A compiled program may differ from the step by this multiple of the step's own error.
 MOST_ERRORS = 4.0
+#: Besides, by as many units in the last place, which count sums that are exact by chance.
+_LAST_PLACES = 16.0
 _Generators = Sequence[tuple[torch.Generator, Tensor]]
 
 
@@ -167,7 +169,8 @@ class _Comparison:
         #: Copies of the inputs for a run in float64, which compiled programs are judged by.
         with torch._C.DisableTorchFunctionSubclass():
             self._spare = [x.detach().clone() for x in before] if self.is_compiled else []
-        self._double: list[tuple[str, Any]] | None = None
+        self._double: list[Any] | None = None
+        self._shaken: list[Any] | None = None
 
     def first_difference(self, result: Any) -> str | None:
         """The name of the first value in which record and step differ; None if there is none."""
@@ -228,26 +231,39 @@ class _Comparison:
         if not self.is_compiled or not now.is_floating_point():
             return False
         apart, scale = _norm(now.double() - again.double()), _norm(now)
-        floor = MOST_ERRORS * torch.finfo(now.dtype).eps * scale
+        floor = _LAST_PLACES * torch.finfo(now.dtype).eps * scale
         if apart <= floor:
             return True
-        exact = self._in_double(number)
-        own = floor if exact is None else _norm(now.double() - plain(exact).detach().double())
-        return apart <= MOST_ERRORS * own + floor
+        # A sum may be exact by chance: so rounding of the inputs is followed, too.
+        others = self._in_double(number), self._rounded(number)
+        errors = [_norm(now.double() - each.double()) for each in others if each is not None]
+        return apart <= MOST_ERRORS * max(errors, default=floor) + floor
 
     def _in_double(self, number: int) -> Tensor | None:
         """A value of the step, computed in float64; None if the step has no form in float64."""
         if self._double is None:
-            inputs = list(map(_doubled, self._spare))
             try:
                 with _InDouble():  # type: ignore[no-untyped-call]
-                    run = self.record.compute_as_python
-                    kept, _ = self._run(lambda: run(inputs, self.record.options_now))
-                self._double = list(self._values(kept, inputs))
+                    self._double = self._as_python(list(map(_doubled, self._spare)))
             except (RuntimeError, TypeError):
                 self._double = []
-        value = self._double[number][1] if self._double else None
-        return value if isinstance(value, Tensor) else None
+        value: Tensor | None = self._double[number] if self._double else None
+        return value
+
+    def _rounded(self, number: int) -> Tensor | None:
+        """A value of the step, computed from inputs of which each number is rounded otherwise."""
+        if self._shaken is None:
+            signs = torch.Generator().manual_seed(0)
+            self._shaken = self._as_python([_shaken(each, signs) for each in self._spare])
+        value: Tensor | None = self._shaken[number]
+        return value
+
+    def _as_python(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The values that the program gives by torch's operators from other inputs."""
+        run = self.record.compute_as_python
+        kept, _ = self._run(lambda: run(inputs, self.record.options_now))
+        values = [plain(value) for _, value in self._values(kept, inputs)]
+        return [value.detach() if isinstance(value, Tensor) else None for value in values]
 
 
 class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -273,6 +289,14 @@ class _InDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _doubled(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _shaken(tensor: Tensor, signs: torch.Generator) -> Tensor:
+    """A copy of a tensor of floats with each number a rounding away, up or down."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    by = torch.randint(0, 2, tensor.shape, generator=signs, device="cpu").to(tensor.device) * 2 - 1
+    return tensor * (1 + by * torch.finfo(tensor.dtype).eps)
 
 
 def _is_double(leaf: Any) -> bool:

@@ -47,6 +47,8 @@ _LEAVES = (
 )
 #: Functions with which code may read any attribute.
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter", "__getattribute__"))
+#: The dicts of a module's parts.
+_TABLES = ("_parameters", "_buffers", "_modules")
 #: Hooks that run in calls of a module, and the other parts that every module has.
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = [
@@ -280,6 +282,8 @@ class StatePlaces:
         """Note the value at a place of ``found``, and queue it for the search."""
         if isinstance(value, Tensor):
             self._add(place, value, found)
+        elif place.key in _TABLES and isinstance(found, nn.Module):
+            self.things.append((place, value))  # the module has the parts
         elif value is None or isinstance(value, bool | int | float | str) or _is_numpys(value):
             if is_of_library(found):
                 return
@@ -579,7 +583,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace, Any]]:
     dot = f"{text}." if text else ""
-    for kind in ("_parameters", "_buffers", "_modules"):
+    for kind in _TABLES:
         part: dict[str, Any] = module.__dict__.get(kind, {})
         if part:
             yield StatePlace(module.__dict__, "item", kind, f"{dot}{kind}"), part

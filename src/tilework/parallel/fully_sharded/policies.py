@@ -74,3 +74,13 @@ class Reduction:
     divide_factor: float | None = None
     sums: bool = False
     hook: Callable[[Tensor], None] | None = None
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """The purpose of a collective, as the whole text in errors."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, Literal
@@ -51,7 +51,7 @@ from tilework.parallel.fully_sharded.graph import (
     outside_transforms,
     saving,
 )
-from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Reduction
+from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy, Purpose, Reduction
 from tilework.parallel.fully_sharded.sharded_param import ShardedParam
 from tilework.parallel.fully_sharded.taking_over import ModuleTables, OwningUnit, take_over
 
@@ -61,16 +61,6 @@ _spec_of, _dtype_of = attrgetter("_spec"), attrgetter("dtype")
 _address_of = Tensor.data_ptr
 
 Phase = Literal["sharded", "gathering", "gathered"]
-
-
-@dataclass(frozen=True)
-class _Purpose:
-    """The purpose of a collective, as the whole text in errors."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class GatheredParameters:
@@ -350,7 +340,7 @@ class Unit:
         """
         digests = [digest_of(param.sharded) for param in self.params]
         digest = carried(hash((self._known_as, *numbers, *digests)))
-        return carrying(digest, _Purpose(f"{what} {self._text} {OF_A_UNIT} {where}"))
+        return carrying(digest, Purpose(f"{what} {self._text} {OF_A_UNIT} {where}"))
 
     def reshard(self) -> None:
         """Leave only shards to the modules; drop full parameters. Local.
