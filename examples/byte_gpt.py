@@ -43,8 +43,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tilework.distributed as dist
+from tilework.capture import capture
 from tilework.cores import usable_cores
-from tilework.dtensor import DTensor, Partial, Replicate, Shard, capture, distribute_tensor
+from tilework.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.parallel import (
     ColwiseParallel,

@@ -45,6 +45,11 @@ def branching(x: Any) -> Any:
     return x if x.sum().full_tensor() < 100 else -x
 
 
+def printing(x: Any) -> Any:
+    print(x.sum().full_tensor().tolist())
+    return x + 0
+
+
 def compiled(rank: Rank) -> None:
     dist.init_process_group(
         "shm", init_method=f"file://{rank.folder}/store", rank=rank.number, world_size=rank.size
@@ -73,14 +78,17 @@ def compiled(rank: Rank) -> None:
     with torch.no_grad():
         for _ in range(3):
             assert torch.allclose(compiled_module(x).full_tensor(), truth)
-    partly = torch.compile(branching, backend="aot_eager")
+    both = torch.compile(branching, backend="aot_eager", fullgraph=True)
+    for each in (x, x, x, x * 1000 + 900, x):
+        assert torch.equal(both(each).full_tensor(), branching(each).full_tensor())
+    partly = torch.compile(printing, backend="aot_eager")
     partly(x)
-    with pytest.warns(UserWarning, match=r"runs branching as it is.*branches on the value"):
+    with pytest.warns(UserWarning, match=r"runs printing as it is.*makes a list of a tensor"):
         assert torch.equal(partly(x).full_tensor(), x.full_tensor())
     assert torch.equal(partly(x).full_tensor(), x.full_tensor())  # without another warning
-    whole = torch.compile(branching, backend="aot_eager", fullgraph=True)
+    whole = torch.compile(printing, backend="aot_eager", fullgraph=True)
     whole(x)
-    with pytest.raises(CaptureError, match=r"branches on the value of a tensor at .*in branching"):
+    with pytest.raises(CaptureError, match=r"makes a list of a tensor at .*in printing"):
         whole(x)
     assert torch.compile(lambda y: y + 1, backend="aot_eager")(torch.ones(2)).tolist() == [2.0, 2.0]
     dist.destroy_process_group()

@@ -73,7 +73,7 @@ def test_words_of_parameters_are_taken_and_others_named() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             parallelize_module(stack, mesh, {"0": "colwise"})
-        with pytest.raises(ValueError, match="'columns'.* is not a word of such plans"):
+        with pytest.raises(ValueError, match=r"'columns'.* is not a word of such plans"):
             parallelize_module(nn.Linear(2, 2), mesh, {"": "columns"})
         return stack[0].placements
 

@@ -79,7 +79,8 @@ def capture(
 
     Example:
         >>> import torch
-        >>> from tilework.dtensor import Shard, capture, distribute_tensor, init_device_mesh
+        >>> from tilework.capture import capture
+        >>> from tilework.dtensor import Shard, distribute_tensor, init_device_mesh
         >>> from tilework.testing import run_ranks
         >>> def program(rank):
         ...     mesh = init_device_mesh("cpu", (2,))

@@ -434,7 +434,7 @@ def test_whether_arguments_are_one_tensor_is_a_condition() -> None:
 
 
 def test_shapes_orders_and_gradients_that_no_operator_reads_are_conditions() -> None:
-    holder = Holder()
+    holder: Any = Holder()
     holder.cache, holder.scales = torch.zeros(3), {"a": 2.0, "b": 3.0}
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
@@ -442,7 +442,7 @@ def test_shapes_orders_and_gradients_that_no_operator_reads_are_conditions() -> 
         for scale in holder.scales.values():
             x = x * scale + 1
         frozen.grad = x.clone()
-        return x * (holder.cache.shape[0] + 1)
+        return x * int(holder.cache.shape[0] + 1)
 
     program = capture(step)
     with warnings.catch_warnings():
