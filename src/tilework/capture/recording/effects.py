@@ -98,7 +98,7 @@ def constants_of(
             kept.append((place, None))
             continue
         is_now = now.get(identity_of(place), identity_of)
-        is_length = place.how == "length" and not isinstance(place.owner, list | deque)
+        is_length = place.how in ("length", "keys") and not isinstance(place.owner, list | deque)
         if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
             kept.append((place, value))
             continue

@@ -271,7 +271,7 @@ class StatePlaces:
         if is_users and isinstance(found, list | deque | dict):
             length = StatePlace(found, "length", None, f"the length of {text or 'a container'}")
             self.constants.append((length, len(found)))
-            if isinstance(found, dict) and all(isinstance(key, str) for key in found):
+            if isinstance(found, dict) and found and all(isinstance(x, str) for x in found):
                 keys = StatePlace(found, "keys", None, f"the keys of {text or 'a dict'}")
                 self.constants.append((keys, tuple(found)))
         elif is_users and (isinstance(found, set) or _is_array(found)):

@@ -50,17 +50,28 @@ _MAKERS = ("tensor", "as_tensor")
 _MATH = [name for name, value in vars(math).items() if callable(value) and name[0] != "_"]
 _lock = threading.Lock()
 _users = 0
+#: The blocks in which compiled functions run as they are, and what puts the stance back.
+_uncompiled = 0
+_stance: Any = None
 _originals: dict[str, Any] = {}
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Within the block, functions of torch.compile run as they are: compilers hide operators."""
-    if "torch._dynamo" not in sys.modules:
+    global _uncompiled, _stance
+    with _lock:
+        if not _uncompiled and "torch._dynamo" in sys.modules:
+            _stance = torch.compiler.set_stance("force_eager")  # of the whole process
+        _uncompiled += 1
+    try:
         yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+    finally:
+        with _lock:
+            _uncompiled -= 1
+            if not _uncompiled and _stance is not None:
+                _stance.__exit__(None, None, None)
+                _stance = None
 
 
 @contextmanager
