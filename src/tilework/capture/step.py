@@ -23,7 +23,7 @@ from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.comm.per_call.call_recorder import current_recorder
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import DTensor
-from tilework.errors import CaptureError
+from tilework.errors import CaptureError, DistError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -177,6 +177,7 @@ class Program(Generic[P, T]):
         """The result of the step, after a check of the record."""
         code, since = record.code, record.code.last_check
         code.schedule(self._check)
+        self._unused = 0
         try:
             return judged_call(record, call, inputs, since)
         except CaptureError:
@@ -199,16 +200,15 @@ class Program(Generic[P, T]):
                 )
             self._unused = MOST_UNUSED + 1
             return self.__wrapped__(*args, **kwargs)
-        if self.records:
-            warnings.warn(
-                f"{self.__name__} is recorded again: {self._what_differs(key)}", stacklevel=4
-            )
+        known, why = [each.code for each in self.records], ""
+        if known:
+            why = self._what_differs(key)
             key = self._take_numbers(key, leaves, args, kwargs)
         call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
         how = Recording(
             self._check not in (False, "never"),
             self._backend == "inductor",
-            [each.code for each in self.records],
+            known,
             sorted(self._numbers),
             self._places,
         )
@@ -223,8 +223,10 @@ class Program(Generic[P, T]):
             self._numbers, self._places = set(), []
             return error.result
         except Exception as error:
-            is_of_numbers = isinstance(error, NumberError) or not isinstance(error, CaptureError)
-            if self._has_fixed_floats or not is_of_numbers:
+            is_final = (
+                isinstance(error, CaptureError | DistError) and type(error) is not NumberError
+            )
+            if self._has_fixed_floats or is_final:
                 raise
             # Perhaps the step does with a float what only Python can: then each value has a record.
             self._has_fixed_floats = True
@@ -232,6 +234,8 @@ class Program(Generic[P, T]):
             key = key_of_call(args, kwargs)[1]
             record, result = record_call(call, how._replace(numbers=(), places=(), options=False))
         if record is not None:
+            if why and record.code not in known:  # other sizes share a program
+                warnings.warn(f"{self.__name__} is recorded again: {why}", stacklevel=4)
             self._keep(key, record)
         return result
 
