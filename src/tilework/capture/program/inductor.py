@@ -320,12 +320,14 @@ def _pinned(graph: Graph, shared: Sequence[int]) -> set[int]:
     """The ids of memory whose layout or address matters to a program.
 
     Some tensor is known only by the memory, several inputs share it, or messages are in it, which
-    are pending while other instructions run.
+    are pending while other instructions run. Of inputs the compiler knows the layout.
     """
     memories = [graph.inputs[i].value.memory for i in shared]
+    inputs = {each.value.number for each in graph.inputs}
     for each in graph.instructions:
         target = each.target
-        if each.name == ALIAS or (isinstance(target, GroupCall) and target.is_point_to_point):
+        is_unknown = each.name == ALIAS and each.args[0].number not in inputs
+        if is_unknown or (isinstance(target, GroupCall) and target.is_point_to_point):
             memories += [value.memory for value in each.inputs()]
     return set(map(id, memories))
 
