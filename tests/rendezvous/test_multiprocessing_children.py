@@ -96,3 +96,30 @@ def test_a_process_without_kin_misses_none() -> None:
     assert children.ended(1, [process_identity()], 0) == 0
     assert children.ended(2, [process_identity()], 1) == 0
     assert children.ended(1, [thread_identity()], 0) == 0
+
+
+FORKED = """
+import multiprocessing, os
+from tilework.rendezvous.multiprocessing_children import _own_number
+
+def main():
+    print(_own_number(), flush=True)
+    if os.fork():
+        os.wait()
+    else:
+        print(_own_number(), flush=True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("forkserver").Process(target=main)
+    process.start()
+    process.join()
+"""
+
+
+def test_a_fork_of_the_fork_servers_child_has_no_number_of_multiprocessing(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FORKED)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["1", "0"], done.stderr

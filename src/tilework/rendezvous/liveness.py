@@ -125,6 +125,8 @@ class Status(NamedTuple):
     start_time: int
     #: False where it has ended, and the parent has not asked how.
     is_alive: bool
+    #: The number of the process that started it, or that took its place.
+    parent: int
 
 
 def status_of(pid: int) -> Status | None:
@@ -135,7 +137,9 @@ def status_of(pid: int) -> Status | None:
         return None
     start, _, rest = text.rpartition(")")
     fields = rest.split()
-    return Status(start.partition("(")[2], int(fields[19]), fields[0] not in ("Z", "X"))
+    return Status(
+        start.partition("(")[2], int(fields[19]), fields[0] not in ("Z", "X"), int(fields[1])
+    )
 
 
 def process_of(identity: str) -> tuple[int, int] | None:

@@ -134,10 +134,18 @@ def _own_number() -> int:
     if module is None or starter is None:
         return 0
     parent = os.getppid()
-    if parent != starter.pid and _FORK_SERVER not in _read(_process(parent), "cmdline"):
+    if parent != starter.pid and not _is_fork_server(parent):
         return 0  # forked without multiprocessing, by a process that was started with it
     identity: tuple[int, ...] = module.current_process()._identity
     return identity[-1] if identity else 0
+
+
+def _is_fork_server(pid: int) -> bool:
+    """True for multiprocessing's fork server; False for its children, which look like it."""
+    command, status = _read(_process(pid), "cmdline"), status_of(pid)
+    if _FORK_SERVER not in command or status is None:
+        return False
+    return command != _read(_process(status.parent), "cmdline")
 
 
 def _is_launched() -> bool:
