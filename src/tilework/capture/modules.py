@@ -24,6 +24,7 @@ from tilework.capture.program.place import Argument, is_dtensor, plain
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
+from tilework.capture.program.vote import VotingRanks, Way
 from tilework.capture.recording.arguments import StepCall
 from tilework.capture.recording.effects import HasGraphError
 from tilework.capture.recording.places import StatePlaces
@@ -85,6 +86,7 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
         self._function, self._backend = function, backend
         self._without_grad: Program[..., Any] = Program(function, backend, check=True)
+        self._ranks = VotingRanks(getattr(function, "__name__", type(function).__name__))
         #: By key of a call, the programs.
         self._passes: dict[Any, list[_Passes]] = {}
         self._is_warm = False
@@ -113,9 +115,15 @@ class CompiledFunction:
         leaves, key = key_of_call(args, kwargs)
         for passes in self._passes.get(key, ()):
             inputs = passes.forward.inputs_of(leaves)
-            result = NOT_CURRENT if inputs is None else passes.run(inputs, leaves)
+            if inputs is None:
+                continue
+            if self._ranks.decide(Way.RUN) is not Way.RUN:  # another rank has no record
+                self._passes[key].remove(passes)
+                return self._record(key, leaves, args, kwargs)
+            result = passes.run(inputs, leaves)
             if result is not NOT_CURRENT:
                 return result
+        self._ranks.decide(Way.RECORD)
         return self._record(key, leaves, args, kwargs)
 
     def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
@@ -123,7 +131,8 @@ class CompiledFunction:
         if len(every) >= MOST_RECORDS:
             self._passes.clear()
             every = []
-        passes, result = _record(self._function, leaves, (args, kwargs), every)
+        call = _Joint(self._function, self._ranks.name, leaves, args, kwargs)
+        passes, result = _record(call, self._ranks, every)
         if passes is not None:
             passes.backend = self._backend
             self._passes.setdefault(key, []).append(passes)
@@ -204,7 +213,7 @@ def _some_grad(out: Any) -> Tensor:
 
 
 def _record(
-    function: Callable[..., Any], leaves: list[Any], arguments: Any, known: Sequence[_Passes]
+    call: _Joint, ranks: VotingRanks, known: Sequence[_Passes]
 ) -> tuple[_Passes | None, Any]:
     """Run a call and record both passes. Collective as the function is.
 
@@ -212,33 +221,33 @@ def _record(
         The programs and the result. The programs are None if the call made groups or optimizer
         states, which later calls do not make.
     """
-    name = getattr(function, "__name__", type(function).__name__)
     needed: list[Tensor] = []
-    call = _Joint(function, name, leaves, *arguments)
-    owner = _module_of(function)
+    owner = _module_of(call.step)
     made: list[_Passes] = []
 
     def accept(record: StepRecord, result: Any) -> None:
         found, tree = tree_flatten(result[0])
         needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in found]
-        sources = _sources(needed, record, len(leaves))
+        sources = _sources(needed, record, len(call.leaves))
         same = next((each for each in known if each.joint.code is record.code), None)
-        made.append(_Passes(record, len(leaves), sources, (tree, needs_grad), same))
+        made.append(_Passes(record, ranks, len(call.leaves), sources, (tree, needs_grad), same))
 
     codes = list({id(each.joint.code): each.joint.code for each in known}.values())
     with as_program([] if owner is None else units_of(owner, True)):
-        how = Recording(check=True, codes=codes)
+        how = Recording(ranks, check=True, codes=codes)
         _, (result, _) = record_call(call, how, needed=needed, accept=accept)
     return made[0] if made else None, result
 
 
-def _code_of(graph: Graph, name: str, known: StepRecord | None) -> tuple[ProgramCode, list[Any]]:
+def _code_of(
+    graph: Graph, name: str, known: StepRecord | None, ranks: VotingRanks
+) -> tuple[ProgramCode, list[Any]]:
     """The code of a pass, that of a known record if there is one; and the pass's constants."""
     skeleton = take_apart(graph, [])
     if known is not None and known.code.skeleton.fits(skeleton):
         known.code.join(skeleton)
         return known.code, skeleton.constants
-    digests, _ = compare_program(graph, name)
+    digests, _ = compare_program(graph, name, ranks)
     return ProgramCode(name, graph, [], digests, skeleton), skeleton.constants
 
 
@@ -247,6 +256,7 @@ class _Passes:
 
     Args:
         joint: The record of both passes.
+        ranks: The ranks that run the function.
         count: The number of leaves of the arguments.
         sources: For each tensor whose gradient is taken, a function from the leaves of a call's
             arguments to the tensor.
@@ -258,6 +268,7 @@ class _Passes:
     def __init__(
         self,
         joint: StepRecord,
+        ranks: VotingRanks,
         count: int,
         sources: Sequence[Callable[[Sequence[Any]], Tensor]],
         result: tuple[TreeSpec, Sequence[bool]],
@@ -279,14 +290,15 @@ class _Passes:
         forward = Graph(inputs, before, [*self._leaves, *self._saved], graph.places)
         name = f"{joint.name}_forward"
         known = None if same is None else same.forward
-        code, constants = _code_of(forward, name, known)
+        code, constants = _code_of(forward, name, known, ranks)
         self.forward = StepRecord(name, forward, None, joint.held, code, constants)
         grads = [x for x in graph.inputs if _is_grad(x, count)]
         self._grad_order = [x.path.number - count for x in grads]
         saved = [Input(value, Argument(i, False), None) for i, value in enumerate(self._saved)]
         backward = Graph([*saved, *grads], after, self._grads, [])
         name = f"{joint.name}_backward"
-        code, constants = _code_of(backward, name, None if same is None else same.backward)
+        known = None if same is None else same.backward
+        code, constants = _code_of(backward, name, known, ranks)
         held = ProgramConditions([], [], [], [])
         self.backward = StepRecord(name, backward, None, held, code, constants)
         if any(value_in(leaf) in [each.value for each in inputs] for leaf in self._outs):

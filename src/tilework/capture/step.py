@@ -17,6 +17,7 @@ from tilework.capture.program.number import NumberError, WrongNumberError, is_fl
 from tilework.capture.program.place import StatePlace, memory_layout_of
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.table import table_of
+from tilework.capture.program.vote import VotingRanks, Way
 from tilework.capture.recording.arguments import StepCall, flatten
 from tilework.capture.recording.judge import judged_call
 from tilework.capture.recording.recorded_call import Recording, record_call
@@ -124,6 +125,7 @@ class Program(Generic[P, T]):
         self.__name__ = getattr(step, "__name__", type(step).__name__)
         self.__doc__, self.__wrapped__ = step.__doc__, step
         self._backend, self._check = backend, check
+        self._ranks = VotingRanks(self.__name__)
         #: By key of a call, the records.
         self._records: dict[Any, list[StepRecord]] = {}
         #: Floats that are inputs of programs: positions of arguments, and places.
@@ -146,16 +148,21 @@ class Program(Generic[P, T]):
             inputs = record.inputs_of(leaves)
             if inputs is None:
                 continue
-            code = record.code
-            code.calls += 1
-            if code.calls == code.next_check:
-                call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
-                return self._judged(record, call, inputs)  # type: ignore[no-any-return]
-            result = record.run(inputs)
-            if result is not NOT_CURRENT:
+            way = self._ranks.decide(Way.CHECK if record.code.is_due() else Way.RUN)
+            if way is Way.RUN:
+                result = record.run(inputs)
+                if result is NOT_CURRENT:
+                    continue
                 self._unused = 0
                 return result
-        return self._record(key, leaves, args, kwargs)  # type: ignore[no-any-return]
+            call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
+            if way is Way.CHECK:
+                return self._judged(record, call, inputs)  # type: ignore[no-any-return]
+            return self._record(way, key, call, record)  # type: ignore[no-any-return]
+        call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
+        is_vain = self._unused >= MOST_UNUSED
+        way = self._ranks.decide(Way.UNCAPTURED if is_vain else Way.RECORD)
+        return self._record(way, key, call)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the step: records refer to the original's tensors."""
@@ -188,9 +195,17 @@ class Program(Generic[P, T]):
         for key, records in list(self._records.items()):
             self._records[key] = [each for each in records if not which(each)]
 
-    def _record(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
-        if self._unused >= MOST_UNUSED:
-            if self._unused == MOST_UNUSED:
+    def _record(self, way: Way, key: Any, call: StepCall, held: StepRecord | None = None) -> Any:
+        """Record a call, or run it uncaptured. Collective if the step is.
+
+        Args:
+            way: The ranks' decision.
+            key: The key of the call.
+            call: The call.
+            held: This rank's record for the call; None: there is none. Another rank has none.
+        """
+        if way is Way.UNCAPTURED:
+            if held is None and self._unused == MOST_UNUSED:
                 warnings.warn(
                     f"{self.__name__} runs uncaptured where no record fits: {MOST_UNUSED} records "
                     f"in a row served no second call, since calls differ "
@@ -198,14 +213,16 @@ class Program(Generic[P, T]):
                     f"capture the part that stays the same",
                     stacklevel=4,
                 )
-            self._unused = MOST_UNUSED + 1
-            return self.__wrapped__(*args, **kwargs)
+                self._unused += 1
+            return call.run()
         known, why = [each.code for each in self.records], ""
-        if known:
+        if held is not None:
+            self._drop(lambda each: each is held)
+        elif known:
             why = self._what_differs(key)
-            key = self._take_numbers(key, leaves, args, kwargs)
-        call = StepCall(self.__wrapped__, self.__name__, leaves, args, kwargs)
+            key = self._take_numbers(key, call)
         how = Recording(
+            self._ranks,
             self._check not in (False, "never"),
             self._backend == "inductor",
             known,
@@ -231,16 +248,16 @@ class Program(Generic[P, T]):
             # Perhaps the step does with a float what only Python can: then each value has a record.
             self._has_fixed_floats = True
             self._numbers, self._places = set(), []
-            key = key_of_call(args, kwargs)[1]
+            key = key_of_call(call.args, call.kwargs)[1]
             record, result = record_call(call, how._replace(numbers=(), places=(), options=False))
         if record is not None:
             if why and record.code not in known:  # other sizes share a program
                 warnings.warn(f"{self.__name__} is recorded again: {why}", stacklevel=4)
             self._keep(key, record)
+            self._unused += held is None
         return result
 
     def _keep(self, key: Any, record: StepRecord) -> None:
-        self._unused += 1
         every = self._all()
         if len(every) >= MOST_RECORDS:
             self._drop(lambda each: each is every[0])
@@ -248,7 +265,7 @@ class Program(Generic[P, T]):
         record.code.schedule(self._check)
         record.release()
 
-    def _take_numbers(self, key: Any, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+    def _take_numbers(self, key: Any, call: StepCall) -> Any:
         """Make floats inputs by which this call differs from earlier calls; return the call's key.
 
         Records of single values are dropped.
@@ -259,7 +276,7 @@ class Program(Generic[P, T]):
         if found - self._numbers:
             self._numbers |= found
             self._drop(lambda _: True)
-            key = key_of_call(args, kwargs, self._numbers)[1]
+            key = key_of_call(call.args, call.kwargs, self._numbers)[1]
         for record in self._records.get(key, ()):
             place, record.varies = record.varies, None
             if place is not None and place not in self._places:

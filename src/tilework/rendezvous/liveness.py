@@ -125,7 +125,7 @@ class Status(NamedTuple):
     start_time: int
     #: False where it has ended, and the parent has not asked how.
     is_alive: bool
-    #: The number of the process that started it, or that took its place.
+    #: The number of the parent process.
     parent: int
 
 

@@ -141,7 +141,7 @@ def _own_number() -> int:
 
 
 def _is_fork_server(pid: int) -> bool:
-    """True for multiprocessing's fork server; False for its children, which look like it."""
+    """True for multiprocessing's fork server; False for forks of it, which look the same."""
     command, status = _read(_process(pid), "cmdline"), status_of(pid)
     if _FORK_SERVER not in command or status is None:
         return False

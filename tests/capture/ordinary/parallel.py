@@ -84,6 +84,12 @@ def of_lengths(wrap: Wrap, capture: Capture) -> list[Any]:
     return trained(wrap, capture, batches=[(torch.randn(n, 6),) for n in LENGTHS])
 
 
+def of_own_lengths(wrap: Wrap, capture: Capture) -> list[Any]:
+    """Each rank has batches of other lengths than the other rank."""
+    lengths = LENGTHS if dist.get_rank() else LENGTHS[::-1]
+    return trained(wrap, capture, batches=[(torch.randn(n, 6),) for n in lengths * 2])
+
+
 def frozen(wrap: Wrap, capture: Capture) -> list[Any]:
     def change(model: Any, opt: Any, number: int) -> None:
         if number in (4, 7):
@@ -130,6 +136,10 @@ for way, wrap in WAYS.items():
     program(name=f"{way}_with_a_frozen_layer", ranks=2)(partial(frozen, wrap))
     program(name=f"{way}_with_a_scheduler", ranks=2)(partial(scheduled, wrap))
     program(name=f"{way}_with_grad_scaler", ranks=2)(partial(scaled, wrap))
+
+for way in ("ddp", "fully_shard"):
+    named = f"{way}_of_own_lengths_on_each_rank"
+    program(name=named, ranks=2)(partial(of_own_lengths, WAYS[way]))
 
 SETTINGS: dict[str, Wrap] = {
     "ddp_with_gradients_as_views": partial(replicas, gradient_as_bucket_view=True),

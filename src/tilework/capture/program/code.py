@@ -79,6 +79,11 @@ class ProgramCode:
         weakref.finalize(self, linecache.cache.pop, code.file, None)
         return code
 
+    def is_due(self) -> bool:
+        """Count a call; return True if the program is to be checked in the call."""
+        self.calls += 1
+        return self.next_check > 0 and self.calls >= self.next_check
+
     def schedule(self, check: bool | int | str) -> None:
         """Set the next call in which the program is checked; see ``capture``."""
         self.last_check = self.calls

@@ -287,7 +287,7 @@ class StepRecord:
     def compute(self, inputs: Sequence[Tensor], options: Sequence[Any]) -> list[Any]:
         """Run the program, and return the values that outlive the call. Sets no places."""
         code = self.code
-        digests = code.purpose.digests = code.digests.of_next_call()
+        digests = code.purpose.digests = code.digests.of_next_run()
         before = provenance_digest.enter(0, code.purpose, None)
         try:
             # Local tensors may be of classes with their own handling of operators.

@@ -2,8 +2,9 @@
 
 Ranks compare once, when a program is made. Ranks with different shards have different local
 operators; therefore they compare their communication: by group, the operations, reductions, dtypes
-and lines. Each collective of a call then carries a digest of that text, the number of the call, and
+and lines. Each collective of a run then carries a digest of that text, the number of the run, and
 the number of the collective: if a rank runs another program, or none, the first collective raises.
+Ranks may run programs for different sizes together, if these have the same communication.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 from tilework.capture.program.graph import Graph, Hole, Instruction, Value, values_in
 from tilework.capture.program.group_call import GroupCall
+from tilework.capture.program.vote import VotingRanks
 from tilework.comm.agreement import agree
 from tilework.comm.contract import ProcessGroup
 from tilework.dtensor.provenance.digests import stable_digest
 from tilework.errors import CaptureError
 
-_MOST = (1 << 61) - 1
 #: The kind of a message, the other rank in the group, tag, dtype, elements and line.
 _Message = tuple[str, int, Any, str, int, str]
 #: What the digests of messages add to those of collectives.
@@ -35,26 +36,28 @@ class Digests:
 
     Attributes:
         bases: For each group, in the order of the program, a digest of all of the collectives.
-        calls: The number of calls of the program so far.
         collectives: For each group, the texts of the collectives, in order.
+        ranks: The ranks that run the step.
     """
 
     bases: list[int]
     collectives: list[list[str]]
-    calls: int = 0
+    ranks: VotingRanks
 
-    def of_next_call(self) -> list[int]:
-        """Count a call; return for each group the digest of the call's first collective."""
-        self.calls += 1
-        return [(hash((base, self.calls)) & (_MOST >> 1)) + 1 for base in self.bases]
+    def of_next_run(self) -> list[int]:
+        """Count a run; return for each group the digest of the run's first collective."""
+        return self.ranks.next_run(self.bases)
 
 
-def compare_program(graph: Graph, name: str, joins: int | None = None) -> tuple[Digests, bool]:
+def compare_program(
+    graph: Graph, name: str, ranks: VotingRanks, joins: int | None = None
+) -> tuple[Digests, bool]:
     """Compare a program with other ranks' programs. Collective over each group of the program.
 
     Args:
         graph: The program.
-        name: The step's name.
+        name: The name of the step, or of a pass of the step.
+        ranks: The ranks that run the step.
         joins: The earlier program that this rank's record may run; None: a new program.
 
     Returns:
@@ -78,9 +81,12 @@ def compare_program(graph: Graph, name: str, joins: int | None = None) -> tuple[
         joins = joins if all(number == joins for number, _, _ in gathered) else None
         _refuse_different([x for _, x, _ in gathered], group.global_ranks, name)
         _refuse_unpaired([x for _, _, x in gathered], group.global_ranks, name)
-        texts = [str(messages) for _, _, messages in gathered if messages]
+        # Without the numbers of elements: programs of several sizes have equal digests.
+        texts = [str([(*x[:4], x[5]) for x in messages]) for _, _, messages in gathered if messages]
         bases.append(stable_digest("\n".join([name, *mine[0], *texts])))
-    return Digests(bases, [collectives for collectives, _ in sent.values()]), joins is not None
+    ranks.add(list(sent))
+    every = [collectives for collectives, _ in sent.values()]
+    return Digests(bases, every, ranks), joins is not None
 
 
 def digest_offsets(graph: Graph) -> list[int]:

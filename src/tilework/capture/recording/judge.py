@@ -169,8 +169,6 @@ class _Comparison:
         #: Copies of the inputs for a run in float64, which compiled programs are judged by.
         with torch._C.DisableTorchFunctionSubclass():
             self._spare = [x.detach().clone() for x in before] if self.is_compiled else []
-        self._double: list[Any] | None = None
-        self._shaken: list[Any] | None = None
 
     def first_difference(self, result: Any) -> str | None:
         """The name of the first value in which record and step differ; None if there is none."""
@@ -180,17 +178,24 @@ class _Comparison:
     def _first_difference(self, result: Any) -> str | None:
         run = self.record.compute
         kept, draws_alike = self._run(lambda: run(self.before, self.record.options_now))
-        if not draws_alike:
-            return "number of random draws"
-        theirs = self._values(kept, self.before)
-        mine = self._of_step(result)
-        for number, ((name, now), (_, again)) in enumerate(zip(mine, theirs, strict=True)):
+        wrong = None if draws_alike else "number of random draws"
+        near: list[tuple[int, str, Tensor, Tensor]] = []
+        pairs = zip(self._of_step(result), self._values(kept, self.before), strict=True)
+        for number, ((name, now), (_, again)) in enumerate(pairs):
             if isinstance(now, Tensor) and isinstance(again, Tensor):
-                if not self._same(number, plain(now), plain(again)):
-                    return name
+                now, again = plain(now).detach(), plain(again).detach()
+                if _is_same(now, again):
+                    continue
+                if not self.is_compiled or not _is_comparable(now, again):
+                    wrong = wrong or name
+                elif _apart(now, again) > _floor(now):
+                    near.append((number, name, now, again))
             elif type(now) is not type(again) or (isinstance(now, str) and now != again):
-                return name
-        return None
+                wrong = wrong or name
+        if self.is_compiled and not all_have(not near, self.record):
+            by_errors = self._beyond_errors(near)
+            wrong = wrong or by_errors
+        return wrong
 
     def _run(self, compute: Callable[[], Any]) -> tuple[Any, bool]:
         """Run with the generators as before the step; True if they end as after the step."""
@@ -222,41 +227,33 @@ class _Comparison:
         for i in self.record.written:
             yield _text_of(graph.inputs[i]), inputs[i]
 
-    def _same(self, number: int, now: Tensor, again: Tensor) -> bool:
-        if (now.shape, now.dtype) != (again.shape, again.dtype):
-            return False
-        now, again = now.detach(), again.detach()
-        if torch.equal(now, again) or bool(((now == again) | (now.isnan() & again.isnan())).all()):
-            return True
-        if not self.is_compiled or not now.is_floating_point():
-            return False
-        apart, scale = _norm(now.double() - again.double()), _norm(now)
-        floor = _LAST_PLACES * torch.finfo(now.dtype).eps * scale
-        if apart <= floor:
-            return True
+    def _beyond_errors(self, near: Sequence[tuple[int, str, Tensor, Tensor]]) -> str | None:
+        """The name of the first value that differs by more than errors of rounding explain.
+
+        Each of ``near`` is a value's number and name, the value of the step, and the record's.
+        Collective: on all ranks that run the step, whether or not their own values differ.
+        """
         # A sum may be exact by chance: so rounding of the inputs is followed, too.
-        others = self._in_double(number), self._rounded(number)
-        errors = [_norm(now.double() - each.double()) for each in others if each is not None]
-        return apart <= MOST_ERRORS * max(errors, default=floor) + floor
+        others = [self._in_double(), self._rounded()]
+        for number, name, now, again in near:
+            errors = [_apart(now, x[number]) for x in others if x and x[number] is not None]
+            most = MOST_ERRORS * max(errors, default=_floor(now))
+            if _apart(now, again) > most + _floor(now):
+                return name
+        return None
 
-    def _in_double(self, number: int) -> Tensor | None:
-        """A value of the step, computed in float64; None if the step has no form in float64."""
-        if self._double is None:
-            try:
-                with _InDouble():  # type: ignore[no-untyped-call]
-                    self._double = self._as_python(list(map(_doubled, self._spare)))
-            except (RuntimeError, TypeError):
-                self._double = []
-        value: Tensor | None = self._double[number] if self._double else None
-        return value
+    def _in_double(self) -> list[Any]:
+        """The step's values, computed in float64; empty if the step has no form in float64."""
+        try:
+            with _InDouble():  # type: ignore[no-untyped-call]
+                return self._as_python(list(map(_doubled, self._spare)))
+        except (RuntimeError, TypeError):
+            return []
 
-    def _rounded(self, number: int) -> Tensor | None:
-        """A value of the step, computed from inputs of which each number is rounded otherwise."""
-        if self._shaken is None:
-            signs = torch.Generator().manual_seed(0)
-            self._shaken = self._as_python([_shaken(each, signs) for each in self._spare])
-        value: Tensor | None = self._shaken[number]
-        return value
+    def _rounded(self) -> list[Any]:
+        """The step's values, computed from inputs of which each number is rounded otherwise."""
+        signs = torch.Generator().manual_seed(0)
+        return self._as_python([_shaken(each, signs) for each in self._spare])
 
     def _as_python(self, inputs: Sequence[Tensor]) -> list[Any]:
         """The values that the program gives by torch's operators from other inputs."""
@@ -316,6 +313,25 @@ def _as_tensor(leaf: Any) -> Any:
 
 def _text_of(each: Input) -> str:
     return each.path.text if isinstance(each.path, StatePlace) else "argument"
+
+
+def _is_same(now: Tensor, again: Tensor) -> bool:
+    if (now.shape, now.dtype) != (again.shape, again.dtype):
+        return False
+    is_equal = torch.equal(now, again)
+    return is_equal or bool(((now == again) | (now.isnan() & again.isnan())).all())
+
+
+def _is_comparable(now: Tensor, again: Tensor) -> bool:
+    return (now.shape, now.dtype) == (again.shape, again.dtype) and now.is_floating_point()
+
+
+def _apart(now: Tensor, other: Tensor) -> float:
+    return _norm(now.double() - other.double())
+
+
+def _floor(now: Tensor) -> float:
+    return _LAST_PLACES * torch.finfo(now.dtype).eps * _norm(now)
 
 
 def _norm(tensor: Tensor) -> float:

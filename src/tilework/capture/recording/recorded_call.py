@@ -24,6 +24,7 @@ from tilework.capture.program.record import (
 )
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
+from tilework.capture.program.vote import VotingRanks
 from tilework.capture.recording.arguments import StepCall, Structure, flatten, replaced
 from tilework.capture.recording.effects import (
     MadeOnce,
@@ -77,6 +78,7 @@ class Recording(NamedTuple):
     """Options of a recording.
 
     Attributes:
+        ranks: The ranks that run the step.
         check: True to run a new program once on copies of the inputs, and compare bit by bit.
         compiles: True to compile a new program by Inductor, and compare the results.
         codes: The programs that a record may join.
@@ -85,6 +87,7 @@ class Recording(NamedTuple):
         options: True to make inputs of the floats of optimizers, too.
     """
 
+    ranks: VotingRanks
     check: bool
     compiles: bool = False
     codes: Sequence[ProgramCode] = ()
@@ -130,7 +133,7 @@ def record_call(
             if needed is None:
                 refuse_graphs(outputs, before, recorder)
             recorder.graph.result = [leaf_of(each, recorder) for each in outputs]
-            record, is_new = _record_of(call, recorder, inputs, tree, how.codes)
+            record, is_new = _record_of(call, recorder, inputs, tree, how)
             _check(record, recorder, how, is_new, (generators, result))
             accept(record, result)
             if how.check and needed is None and inputs.lead_beyond(record.graph):
@@ -217,12 +220,12 @@ def _record_of(
     recorder: StepRecorder,
     inputs: Inputs,
     tree: Any,
-    codes: Sequence[ProgramCode],
+    how: Recording,
 ) -> tuple[StepRecord, bool]:
     """Make the record of a call that has ended. Collective over the groups of its collectives.
 
     Returns:
-        The record; and True if it runs none of ``codes``, on all ranks.
+        The record; and True if it runs none of ``how.codes``, on all ranks.
     """
     graph, before = recorder.graph, recorder.places
     after = _PlacesOfCall(call.step, call.leaves)
@@ -241,10 +244,10 @@ def _record_of(
     ]
     graph.drop_dead()
     skeleton = take_apart(graph, inputs.all)
-    joined = next((i for i, code in enumerate(codes) if code.skeleton.fits(skeleton)), None)
-    digests, is_joined = compare_program(graph, call.name, joined)
+    joined = next((i for i, code in enumerate(how.codes) if code.skeleton.fits(skeleton)), None)
+    digests, is_joined = compare_program(graph, call.name, how.ranks, joined)
     if joined is not None and is_joined:
-        code = codes[joined]
+        code = how.codes[joined]
         code.join(skeleton)
     else:
         code = ProgramCode(call.name, graph, inputs.all, digests, skeleton)

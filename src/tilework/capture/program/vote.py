@@ -1,0 +1,80 @@
+"""The ranks that run a captured step together, and their decision on how to run a call.
+
+Ranks may have batches of different sizes: then a rank has a record for its call, and another rank
+has none. A recorded call communicates more than a program does. Therefore ranks vote in each call,
+and all of them run the program, check it, or record.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilework.capture.program.group_call import GroupCall
+from tilework.comm.contract import Options
+from tilework.comm.per_call import provenance_digest
+from tilework.comm.reduce_op import ReduceOp
+from tilework.dtensor.provenance.digests import stable_digest
+
+_MOST = (1 << 60) - 1
+
+
+class Way(enum.IntEnum):
+    """A way to run a call of a captured step: all ranks take the highest that a rank votes for."""
+
+    RUN = 0
+    #: Run the step, and the program beside it.
+    CHECK = 1
+    RECORD = 2
+    #: Run the step, without a record.
+    UNCAPTURED = 3
+
+
+class VotingRanks:
+    """The ranks of the groups in which a captured step communicates.
+
+    Args:
+        name: The step's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self._base = name, stable_digest(name, "vote")
+        #: The number of votes and of runs of programs so far, the same on all ranks.
+        self._count = 0
+        #: By group, the collective and the tensor of a vote.
+        self._votes: dict[Any, tuple[GroupCall, Tensor]] = {}
+
+    def add(self, groups: Sequence[Any]) -> None:
+        """Add the groups of a program, on all ranks of these groups."""
+        for group in groups:
+            if group not in self._votes:
+                call = GroupCall(group, "allreduce", Options(ReduceOp.MAX), ())
+                device = getattr(group, "devices", ("cpu",))[0]
+                self._votes[group] = call, torch.zeros(1, dtype=torch.int32, device=device)
+
+    def next_run(self, bases: Sequence[int]) -> list[int]:
+        """Count a run; return for each base a digest, which is the same on all ranks."""
+        self._count += 1
+        return [(hash((base, self._count)) & _MOST) + 1 for base in bases]
+
+    def decide(self, mine: Way) -> Way:
+        """The highest vote of the ranks. Collective over the groups that were added."""
+        if not self._votes:
+            return mine
+        number: int = mine
+        before = provenance_digest.enter(self.next_run([self._base])[0], self, None)
+        try:
+            for call, vote in self._votes.values():  # each group hears of the groups before
+                vote.fill_(number)
+                call([vote])
+                number = int(vote.item())
+        finally:
+            provenance_digest.leave(before)
+        return Way(number)
+
+    def __str__(self) -> str:
+        return f"the captured {self.name}: the vote on how to run the call"
