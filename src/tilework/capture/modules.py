@@ -86,13 +86,18 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], backend: str) -> None:
         self._function, self._backend = function, backend
         self._without_grad: Program[..., Any] = Program(function, backend, check=True)
-        self._ranks = VotingRanks(getattr(function, "__name__", type(function).__name__))
-        #: By key of a call, the programs.
-        self._passes: dict[Any, list[_Passes]] = {}
-        self._is_warm = False
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self.forget()
         #: True if no result needs a gradient: a whole step, or a function of inputs without
         #: gradients.
         self._is_step = False
+
+    def forget(self) -> None:
+        """Drop all programs: the next call runs the function unchanged, as the first call did."""
+        self._ranks = VotingRanks(self._name, self)
+        #: By key of a call, the programs.
+        self._passes: dict[Any, list[_Passes]] = {}
+        self._is_warm = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if current_recorder() is not None:
@@ -131,7 +136,7 @@ class CompiledFunction:
         if len(every) >= MOST_RECORDS:
             self._passes.clear()
             every = []
-        call = _Joint(self._function, self._ranks.name, leaves, args, kwargs)
+        call = _Joint(self._function, self._name, leaves, args, kwargs)
         passes, result = _record(call, self._ranks, every)
         if passes is not None:
             passes.backend = self._backend

@@ -125,9 +125,7 @@ class Program(Generic[P, T]):
         self.__name__ = getattr(step, "__name__", type(step).__name__)
         self.__doc__, self.__wrapped__ = step.__doc__, step
         self._backend, self._check = backend, check
-        self._ranks = VotingRanks(self.__name__)
-        #: By key of a call, the records.
-        self._records: dict[Any, list[StepRecord]] = {}
+        self.forget()
         #: Floats that are inputs of programs: positions of arguments, and places.
         self._numbers: set[int] = set()
         self._places: list[StatePlace] = []
@@ -135,6 +133,12 @@ class Program(Generic[P, T]):
         self._has_fixed_floats = False
         #: The number of records since a record last ran.
         self._unused = 0
+
+    def forget(self) -> None:
+        """Drop all records: the next call runs the step unchanged, as the first call did."""
+        #: By key of a call, the records.
+        self._records: dict[Any, list[StepRecord]] = {}
+        self._ranks = VotingRanks(self.__name__, self)
         #: True once the step ran unchanged, which makes one-time states.
         self.is_warm = False
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from tilework.capture.program.group_call import GroupCall
 from tilework.comm.contract import Options
 from tilework.comm.per_call import provenance_digest
 from tilework.comm.reduce_op import ReduceOp
+from tilework.comm.world import current_world
 from tilework.dtensor.provenance.digests import stable_digest
 
 _MOST = (1 << 60) - 1
@@ -34,14 +36,35 @@ class Way(enum.IntEnum):
     UNCAPTURED = 3
 
 
+class HasPrograms(Protocol):
+    """An object with programs that communicate in groups."""
+
+    def forget(self) -> None:
+        """Drop all programs: the next call runs uncaptured, as the first call did."""
+
+
+class _OwnersOfRank:
+    """A rank's objects with programs, which outlive no group."""
+
+    def __init__(self) -> None:
+        self.owners: WeakSet[HasPrograms] = WeakSet()
+
+    def forget_groups(self) -> None:
+        """Drop all programs. Called when the default group was replaced or closed."""
+        for owner in list(self.owners):
+            owner.forget()
+
+
 class VotingRanks:
     """The ranks of the groups in which a captured step communicates.
 
     Args:
         name: The step's name.
+        owner: The object that has the step's programs. Without the groups it forgets them.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, owner: HasPrograms) -> None:
+        self._owner = ref(owner)
         self.name, self._base = name, stable_digest(name, "vote")
         #: The number of votes and of runs of programs so far, the same on all ranks.
         self._count = 0
@@ -50,6 +73,9 @@ class VotingRanks:
 
     def add(self, groups: Sequence[Any]) -> None:
         """Add the groups of a program, on all ranks of these groups."""
+        owner = self._owner()
+        if groups and owner is not None:
+            current_world().state(_OwnersOfRank).owners.add(owner)
         for group in groups:
             if group not in self._votes:
                 call = GroupCall(group, "allreduce", Options(ReduceOp.MAX), ())
