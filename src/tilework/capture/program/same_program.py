@@ -38,11 +38,13 @@ class Digests:
         bases: For each group, in the order of the program, a digest of all of the collectives.
         collectives: For each group, the texts of the collectives, in order.
         ranks: The ranks that run the step.
+        number: The number of the comparison, the same on all ranks.
     """
 
     bases: list[int]
     collectives: list[list[str]]
     ranks: VotingRanks
+    number: int
 
     def of_next_run(self) -> list[int]:
         """Count a run; return for each group the digest of the run's first collective."""
@@ -58,7 +60,8 @@ def compare_program(
         graph: The program.
         name: The name of the step, or of a pass of the step.
         ranks: The ranks that run the step.
-        joins: The earlier program that this rank's record may run; None: a new program.
+        joins: The number of the earlier program that this rank's record may run; None: a new
+            program.
 
     Returns:
         The digests of a new program; and True if all ranks may run the same earlier program.
@@ -85,8 +88,9 @@ def compare_program(
         texts = [str([(*x[:4], x[5]) for x in messages]) for _, _, messages in gathered if messages]
         bases.append(stable_digest("\n".join([name, *mine[0], *texts])))
     ranks.add(list(sent))
+    ranks.comparisons += 1
     every = [collectives for collectives, _ in sent.values()]
-    return Digests(bases, every, ranks), joins is not None
+    return Digests(bases, every, ranks, ranks.comparisons), joins is not None
 
 
 def digest_offsets(graph: Graph) -> list[int]:

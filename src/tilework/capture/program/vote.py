@@ -66,6 +66,8 @@ class VotingRanks:
     def __init__(self, name: str, owner: HasPrograms) -> None:
         self._owner = ref(owner)
         self.name, self._base = name, stable_digest(name, "vote")
+        #: The number of comparisons of programs so far, the same on all ranks.
+        self.comparisons = 0
         #: The number of votes and of runs of programs so far, the same on all ranks.
         self._count = 0
         #: By group, the collective and the tensor of a vote.

@@ -244,10 +244,11 @@ def _record_of(
     ]
     graph.drop_dead()
     skeleton = take_apart(graph, inputs.all)
-    joined = next((i for i, code in enumerate(how.codes) if code.skeleton.fits(skeleton)), None)
-    digests, is_joined = compare_program(graph, call.name, how.ranks, joined)
+    joined = next((code for code in how.codes if code.skeleton.fits(skeleton)), None)
+    number = None if joined is None else joined.digests.number
+    digests, is_joined = compare_program(graph, call.name, how.ranks, number)
     if joined is not None and is_joined:
-        code = how.codes[joined]
+        code = joined
         code.join(skeleton)
     else:
         code = ProgramCode(call.name, graph, inputs.all, digests, skeleton)
