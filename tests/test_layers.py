@@ -10,7 +10,6 @@ from tests.architecture.drawing import DRAWINGS, DRAWN, parts_of
 from tests.architecture.imports import (
     FILES,
     LAYERS,
-    LAZY_UPWARD,
     ROOT,
     all_imports,
     contracted,
@@ -41,15 +40,11 @@ LATE_IMPORTS = {
     "torch._inductor": "slow, and only compiled programs need it",
     "torch._subclasses": "slow, and only compiled programs need it",
     "torch.fx.experimental": "slow, and only compiled programs need it",
-    "tilework.checkpoint.state_dict": "torch's functions hand it models of tilework's",
-    "tilework.capture": "re-exported by a package below it",
     "torch.distributed": "slow, and only torch's own engines need it",
     "tilework._core": "optional: not built on every platform",
     "tilework.store.torch_bridge": "needs torch.distributed",
     "tilework.sharded.remote": "loads RPC and ZeroMQ, and only remote shards need them",
     "tilework.comm.backends": "each is imported with its first group; torch's engines are slow",
-    "tilework.parallel.data_parallel.buckets": "re-exported by a package below it",
-    "tilework.interop": "re-exported by a package below it",
 }
 
 
@@ -62,8 +57,6 @@ def test_imports_point_down() -> None:
     for each in all_imports():
         importer, imported = layer_of(each.importer), layer_of(each.module)
         if None in (importer, imported):
-            continue
-        if (each.importer, each.module) in LAZY_UPWARD:
             continue
         if LAYERS.index(imported or "") > LAYERS.index(importer or ""):
             wrong.append(f"{each.where}: {each.importer} imports {each.module}")

@@ -17,6 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (
     "_core",
     "errors",
+    "late_names",
     "from_torch",
     "cores",
     "layout",
@@ -40,25 +41,6 @@ LAYERS = (
     "cli",
     "__main__",
 )
-
-#: What a module re-exports from above it, imported when it is first asked for.
-LAZY_UPWARD = {
-    (
-        "tilework.distributed.distributed_c10d",
-        "tilework.parallel.data_parallel.buckets",
-    ): "torch has the function of buckets there",
-    ("tilework.dtensor", "tilework.interop"): "to_dtensor and to_sharded are public names of both",
-    (
-        "tilework.dtensor.compiler_disable",
-        "tilework.capture.modules",
-    ): "torch.compile hands it functions with DTensors",
-    (
-        "tilework.tiled.torch_state_dict",
-        "tilework.checkpoint.state_dict",
-    ): "torch's functions hand it models of tilework's",
-    ("tilework.dtensor", "tilework.capture"): "it captures what stands above DTensor, too",
-    ("tilework.dtensor", "tilework.capture.step"): "capture is a public name of both",
-}
 
 #: A directed graph: for each node those that it points to.
 Graph = Mapping[str, set[str]]
@@ -131,11 +113,10 @@ def all_imports() -> list[Import]:
 
 
 def module_graph() -> dict[str, set[str]]:
-    """The modules of the package and the modules that each imports, but for ``LAZY_UPWARD``."""
+    """The modules of the package and the modules that each imports."""
     graph: dict[str, set[str]] = {module_name(path): set() for path in FILES}
     for each in all_imports():
-        known = each.module in graph and each.module != each.importer
-        if known and (each.importer, each.module) not in LAZY_UPWARD:
+        if each.module in graph and each.module != each.importer:
             graph[each.importer].add(each.module)
     return graph
 

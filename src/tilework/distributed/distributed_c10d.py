@@ -28,6 +28,7 @@ from tilework.comm.world import get_default_group as _get_default_group
 from tilework.comm.world import get_default_store as _get_default_store
 from tilework.comm.world import get_world_size as _get_group_size
 from tilework.comm.world import rank_not_in_group as _rank_not_in_group
+from tilework.late_names import late_name
 from tilework.store.barrier import store_based_barrier as _store_based_barrier
 
 if TYPE_CHECKING:
@@ -97,9 +98,7 @@ def __getattr__(name: str) -> Any:
     Raises AttributeError for other names.
     """
     if name == "_compute_bucket_assignment_by_size":
-        from tilework.parallel.data_parallel import buckets
-
-        return buckets.compute_bucket_assignment_by_size
+        return late_name("distributed", name)
     package = sys.modules["tilework.distributed"]
     if name.startswith("__") or name == "distributed_c10d" or name not in dir(package):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

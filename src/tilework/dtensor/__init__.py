@@ -29,13 +29,16 @@ from tilework.dtensor.show import show
 from tilework.dtensor.tensor import DTensor
 from tilework.dtensor.verify import verify
 from tilework.from_torch import refuse_left_out
+from tilework.late_names import late_name
 from tilework.layout import Partial, Placement, Replicate, Shard
 from tilework.mesh import DeviceMesh, init_device_mesh
 from tilework.tiled import torch_state_dict as _state_dicts  # noqa: F401  # torch's functions
 
 if TYPE_CHECKING:
-    from tilework.capture import capture
-    from tilework.interop import to_dtensor, to_sharded
+    #: Names of packages above; see ``tilework.late_names``.
+    capture: Any
+    to_dtensor: Any
+    to_sharded: Any
 
 __all__ = [
     "CollectiveEvent",
@@ -86,13 +89,7 @@ del tensor_attributes, torch_backward
 if not TYPE_CHECKING:  # a type checker would then accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import a conversion on first use: conversions stand above both kinds of tensors."""
-        if name in ("to_dtensor", "to_sharded"):
-            from tilework import interop
-
-            return getattr(interop, name)
-        if name == "capture":
-            from tilework.capture import step
-
-            return step.capture
+        """Import a name of a package above on first use."""
+        if name in ("capture", "to_dtensor", "to_sharded"):
+            return late_name("dtensor", name)
         refuse_left_out(__name__, name)

@@ -23,6 +23,7 @@ from tilework.dtensor.construction.distribute import distribute_tensor
 from tilework.dtensor.module import distribute_module
 from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
+from tilework.late_names import late_name
 
 _REASON = (
     "operators on DTensors are not traced, since they communicate; "
@@ -85,9 +86,7 @@ def _chosen(
                     raise
                 has_some = True  # Dynamo met a DTensor; with no graph breaks nothing has run yet
         if recorded is None:
-            from tilework.capture.modules import compiled_function
-
-            recorded = compiled_function(model, backend)
+            recorded = late_name("dtensor", "compiled_function")(model, backend)
         try:
             return recorded(*args, **kwargs)
         except CaptureError as error:

@@ -27,6 +27,7 @@ from torch import nn
 from tilework.comm.agreement import agree
 from tilework.comm.operations.objects import broadcast_object_list
 from tilework.comm.world import get_rank, is_initialized
+from tilework.late_names import late_name
 from tilework.tiled.tensor import TiledTensor
 
 
@@ -46,9 +47,7 @@ class _Redirected:
     """
 
     def __init__(self, torchs: Any) -> None:
-        from tilework.checkpoint import state_dict  # a higher package, and slow to load
-
-        self._torchs, self._own = torchs, state_dict
+        self._torchs, self._own = torchs, late_name("tiled", "state_dict")
 
     def _get_model_state_dict(self, model: nn.Module, info: Any) -> Any:
         if not info.handle_model:
