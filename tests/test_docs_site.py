@@ -5,41 +5,49 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.docs_search import (
-    INDEX,
-    Search,
-    constant_of_hooks,
-    sections_of_site,
-    sections_of_sources,
-)
+from tests.docs_search import INDEX, Search, sections_of_site, sections_of_sources
 from tests.test_package import PUBLIC
 
 ROOT = Path(__file__).parents[1]
 
 
-def packages_of_the_site() -> dict[str, str]:
-    packages: dict[str, str] = constant_of_hooks("PACKAGES")
-    return packages
+@pytest.fixture(scope="module")
+def api() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs/site/api_pages.py"))
 
 
-def test_each_public_package_has_a_page() -> None:
-    assert set(PUBLIC) <= set(packages_of_the_site())
+def test_each_public_package_has_a_page(api: dict[str, Any]) -> None:
+    assert set(PUBLIC) <= api["PACKAGES"]
 
 
-def test_each_page_of_a_package_names_what_exists() -> None:
+def test_each_page_of_a_package_names_what_exists(api: dict[str, Any]) -> None:
     sources = ROOT / "src"
-    for package in packages_of_the_site():
+    for package in api["PACKAGES"]:
         path = sources / package.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), package
 
 
-def test_each_package_is_in_a_group() -> None:
-    groups = constant_of_hooks("GROUPS")
-    listed = [package for packages in groups.values() for package in packages]
-    assert sorted(listed) == sorted(packages_of_the_site())
+def test_each_public_name_is_on_one_page(api: dict[str, Any]) -> None:
+    pages = [page for page in api["PAGES"] if page.modules]
+    for package in {page.package for page in pages}:
+        shown = [n for page in pages if page.package == package for n in api["names_of"](page)]
+        assert sorted(shown) == sorted(api["public_names"](package))
+
+
+def test_built_pages_of_the_api_have_whole_sentences_and_no_constructors() -> None:
+    pages = sorted((INDEX.parents[1] / "api").glob("*.html"))
+    if not pages:
+        pytest.skip("the site is not built: make docs")
+    for page in pages:
+        text = page.read_text().partition("<article")[2].partition("</article>")[0]
+        assert ".__new__" not in text, page.name
+        for item in re.findall(r'(?s)<li class="doc-section-item field-body">(.*?)</li>', text):
+            words = " ".join(re.sub("<[^>]+>", "", item).split())
+            assert words.endswith((".", ")")), f"{page.name}: {words}"
 
 
 def test_each_warning_begins_with_a_headline() -> None:

@@ -21,6 +21,7 @@ from tests.fresh_torch import run_on_torch
 
 #: The packages that users import from.
 PUBLIC = (
+    "tilework.capture",
     "tilework.checkpoint",
     "tilework.data",
     "tilework.distributed",

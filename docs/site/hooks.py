@@ -1,9 +1,9 @@
 """Pages of the site that are not files in docs/: the API's, and those that lie beside docs/.
 
-An API page names a public package; mkdocstrings fills it from its docstrings. Pages elsewhere in
-the repository (examples, benchmarks, changelog) are taken in where they are, and links to them,
-which leave docs/, are turned into links between the site's pages. A program that a page names gets
-a page with its text.
+An API page (docs/site/api_pages.py) names a public package, or some names of one; mkdocstrings
+fills it from docstrings. Pages elsewhere in the repository (examples, benchmarks, changelog) are
+taken in where they are, and links to them, which leave docs/, are turned into links between the
+site's pages. A program that a page names gets a page with its text.
 
 Where the site has more than plain Markdown, pages are written so that they read well without the
 site: tabs are fences one below the other, and admonitions are quotes that begin with ``[!NOTE]``.
@@ -11,63 +11,20 @@ site: tabs are fences one below the other, and admonitions are quotes that begin
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from api_pages import API, PAGES, names_of
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-#: The packages that users import from, with their titles.
-PACKAGES = {
-    "tilework.distributed": "Process groups and collectives",
-    "tilework.distributed.functional": "Functional collectives",
-    "tilework.mesh": "Meshes",
-    "tilework.dtensor": "DTensor",
-    "tilework.parallel": "Data and tensor parallelism",
-    "tilework.parallel.comm_hooks": "Communication hooks",
-    "tilework.data": "Loading data",
-    "tilework.checkpoint": "Checkpoints",
-    "tilework.sharded": "ShardedTensor",
-    "tilework.layout": "Layouts and plans",
-    "tilework.rpc": "RPC",
-    "tilework.launch": "Starting ranks",
-    "tilework.store": "Stores",
-    "tilework.rendezvous": "Rendezvous",
-    "tilework.testing": "Ranks as threads, for tests",
-    "tilework.torch_backend": "A backend of torch.distributed",
-    "tilework.errors": "Errors",
-}
-#: The same by subject.
-GROUPS = {
-    "Groups": [
-        "tilework.distributed",
-        "tilework.distributed.functional",
-        "tilework.mesh",
-        "tilework.torch_backend",
-        "tilework.rpc",
-    ],
-    "Models": [
-        "tilework.parallel",
-        "tilework.parallel.comm_hooks",
-        "tilework.dtensor",
-        "tilework.sharded",
-        "tilework.layout",
-    ],
-    "Data and checkpoints": ["tilework.data", "tilework.checkpoint"],
-    "Jobs and tests": [
-        "tilework.launch",
-        "tilework.testing",
-        "tilework.errors",
-        "tilework.store",
-        "tilework.rendezvous",
-    ],
-}
-#: Packages whose classes show the methods of base classes, and how mkdocstrings is told.
-INHERITING = {"tilework.mesh": "    options:\n      inherited_members: true\n"}
+#: Packages whose classes show the methods of base classes.
+INHERITING = {"tilework.mesh"}
 #: Pages beside docs/, and the site's paths for them.
 BESIDE = {
     "examples/README.md": "beside/examples.md",
@@ -132,17 +89,12 @@ _FENCE_OR_SOURCE = re.compile(
 _LINK = re.compile(r"(\[[^\]]*\])\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
-def api_page(package: str) -> str:
-    """The site's path for a package's API."""
-    return f"api/{package.removeprefix('tilework.')}.md"
-
-
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the navigation's empty sections."""
     filled: dict[str, list[Any]] = {
         "API": [
-            {group: [{PACKAGES[package]: api_page(package)} for package in packages]}
-            for group, packages in GROUPS.items()
+            {task: [{page.title: f"api/{page.place}.md"} for page in pages]}
+            for task, pages in API.items()
         ],
         "Programs": list(BESIDE.values()),
     }
@@ -165,10 +117,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not files in docs/."""
-    for package, title in PACKAGES.items():
-        options = INHERITING.get(package, "")
-        text = f"# {title}\n\n`import {package}`\n\n::: {package}\n{options}"
-        files.append(File.generated(config, api_page(package), content=text))
+    for page in PAGES:
+        options = {"inherited_members": True} if page.package in INHERITING else {}
+        if page.modules:
+            options["members"] = names_of(page)
+        text = f"# {page.title}\n\n`import {page.package}`\n\n{page.intro}\n\n::: {page.package}\n"
+        text += f"    options: {json.dumps(options)}\n"
+        files.append(File.generated(config, f"api/{page.place}.md", content=text))
     for source, place in BESIDE.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text()))
     pages = {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
@@ -202,9 +157,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     boost = next((boost for begin, boost in BOOSTS if place.startswith(begin)), None)
     if boost is not None:
         page.meta.setdefault("search", {})["boost"] = boost
-    package = next((package for package in PACKAGES if api_page(package) == place), None)
-    if package is not None:
-        page.meta["description"] = f"{package}: {PACKAGES[package]}, each name with its contract."
+    api = next((each for each in PAGES if f"api/{each.place}.md" == place), None)
+    if api is not None:
+        page.meta["description"] = f"{api.title}: names of {api.package}, each with its contract."
     elif place != HOME_PLACE:  # which has the site's
         page.meta["description"] = _listed(place) or _first_sentence(markdown)
     if place == HOME_PLACE:  # the repository's own page, and below it the list of all pages
