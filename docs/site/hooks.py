@@ -11,6 +11,7 @@ site: tabs are fences one below the other, and admonitions are quotes that begin
 
 from __future__ import annotations
 
+import ast
 import json
 import posixpath
 import re
@@ -32,6 +33,8 @@ BESIDE = {
     "CONTRIBUTING.md": "beside/contributing.md",
     "CHANGELOG.md": "beside/changelog.md",
 }
+#: The page that lists the package's modules, with links to their text.
+SOURCE_PLACE = "source.md"
 #: Folders of pages that the navigation lists whole.
 LISTED = {"Algorithms": "algorithms", "Decisions": "decisions"}
 #: The site's first page.
@@ -134,7 +137,31 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text += (ROOT / path).read_text() + "````\n"
         level = InclusionLevel.NOT_IN_NAV
         files.append(File.generated(config, f"sources/{path}.md", content=text, inclusion=level))
+    files.append(File.generated(config, SOURCE_PLACE, content=_source_page()))
+    for path in _modules():
+        files.append(
+            File.generated(config, f"sources/{path}.txt", content=(ROOT / path).read_text())
+        )
     return files
+
+
+def _modules() -> list[str]:
+    """The paths of the package's modules, a package's own before those in it."""
+    found = (path.relative_to(ROOT) for path in (ROOT / "src/tilework").rglob("*.py"))
+    return [path.as_posix() for path in sorted(found, key=lambda path: (path.parent, path.name))]
+
+
+def _source_page() -> str:
+    """Each module with the first sentence of its docstring, below its package."""
+    lines = ["---", "search: {exclude: true}", "---", "# Source", ""]
+    for path in _modules():
+        folder, name = path.removeprefix("src/").rsplit("/", 1)
+        docstring = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+        sentence = " ".join(docstring.split("\n\n")[0].split())
+        if name == "__init__.py":
+            lines += ["", f"## {folder.replace('/', '.')}", ""]
+        lines.append(f"- [`{name}`](sources/{path}.txt): {sentence}")
+    return "\n".join(lines)
 
 
 def _sources_in(page: str, markdown: str) -> set[str]:
@@ -151,7 +178,7 @@ def _sources_in(page: str, markdown: str) -> set[str]:
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turn links through the repository into links within the site; say what search ranks."""
     place = page.file.src_uri
-    if place.startswith("sources/"):
+    if place.startswith("sources/") or place == SOURCE_PLACE:
         return markdown
     markdown = _for_the_site(markdown)
     boost = next((boost for begin, boost in BOOSTS if place.startswith(begin)), None)
@@ -227,6 +254,8 @@ def _with_links(markdown: str, source: str, place: str) -> str:
             inside = target.removeprefix("docs/")
         elif target in ("README.md", "docs"):
             inside = "README.md"
+        elif target == "src/tilework":
+            inside = SOURCE_PLACE
         elif (ROOT / target).is_file():
             inside = f"sources/{target}.md"
         else:
