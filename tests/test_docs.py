@@ -2,15 +2,19 @@
 
 The blocks of a page that begin with ```` ```python ```` run in a process of their own, each after
 the earlier ones and with their names. ```` ```python ranks=2 ```` is a whole program that runs
-under ``tilework run -n 2``. Blocks in other languages only have to say which.
+under ``tilework run -n 2``. ```` ```python tab="train.py" ```` is a file; ``console`` blocks below
+files have what their commands print, and ``diff`` blocks what differs from the file's last text.
+Blocks in other languages only have to say which.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -33,10 +37,15 @@ LINK = re.compile(r"\[[^\]]+\]\((?!https?:|#)([^)#\s]+)")
 VARIABLE = re.compile(r"\bTILEWORK_[A-Z_]*[A-Z]")
 #: The name of a tab of the site, after the language.
 TAB = re.compile(r" tab=\"[^\"]+\"$")
-OTHER_LANGUAGES = {"bash", "console", "cpp", "json", "make", "text", "toml"}
+#: The name of a file, after the language.
+FILE = re.compile(r'python tab="(\w+\.py)"')
+#: A command in a console, and what it prints.
+COMMAND = re.compile(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
+OTHER_LANGUAGES = {"bash", "console", "cpp", "diff", "json", "make", "text", "toml"}
 TRANSFORMERS = ("transformers.models.llama.modeling_llama", "transformers.trainer")
 
 BLOCKS_OF = {page: blocks_of(page) for page in PAGES}
+WITH_FILES = [page for page in PAGES if any(FILE.match(block.info) for block in BLOCKS_OF[page])]
 BLOCKS = [block for blocks in BLOCKS_OF.values() for block in blocks]
 PROGRAMS = [block for block in BLOCKS if block.ranks]
 READ_ALONG = {
@@ -68,6 +77,37 @@ def test_programs_run_under_the_launcher(block: Block, tmp_path: Path) -> None:
     program.write_text(block.text)
     command = ["-m", "tilework", "run", "-n", str(block.ranks), str(program)]
     check(run_warm(*command, cwd=tmp_path, loaded=needed_by(block.page)))
+
+
+@pytest.mark.parametrize("page", WITH_FILES, ids=name_of)
+def test_commands_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    for block in BLOCKS_OF[page]:
+        if file := FILE.match(block.info):
+            (tmp_path / file[1]).write_text(block.text)
+        for command, printed in COMMAND.findall(block.text) if block.info == "console" else ():
+            name, *arguments = shlex.split(command)
+            if name == "rm":
+                shutil.rmtree(tmp_path / arguments[-1])
+                continue
+            program = arguments if name == "python" else ["-m", name, *arguments]
+            done = run_warm(*program, cwd=tmp_path)
+            assert done.stdout == printed, f"{block.where}: {command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", WITH_FILES, ids=name_of)
+def test_changes_are_those_between_files(page: Path) -> None:
+    shown, before = "", dict[str, str]()
+    for block in BLOCKS_OF[page]:
+        if file := FILE.match(block.info):
+            if shown:
+                lines = difflib.unified_diff(
+                    *map(str.splitlines, (before[file[1]], block.text)), n=1
+                )
+                changes = "\n".join([*lines][2:])
+                assert shown.rstrip("\n") == re.sub("(?m)^@@ .*\n", "@@", changes), block.where
+            before[file[1]], shown = block.text, ""
+        elif block.info.startswith("diff"):
+            shown = block.text
 
 
 def needed_by(page: Path) -> tuple[str, ...]:
@@ -108,6 +148,7 @@ def test_every_block_says_what_it_is() -> None:
         for block in BLOCKS
         if block.info != "python"
         and not block.ranks
+        and not FILE.match(block.info)
         and TAB.sub("", block.info) not in OTHER_LANGUAGES
     ]
     assert not unclear

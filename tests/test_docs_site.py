@@ -70,6 +70,7 @@ def test_each_warning_begins_with_a_headline() -> None:
 FOUND = {
     "quickstart": "how-to/first-steps.md",
     "getting started": "how-to/first-steps.md",
+    "tutorial": "tutorial.md",
     "install": "how-to/first-steps.md",
     "save_pretrained": "how-to/hugging-face.md",
     "Trainer": "how-to/hugging-face.md",

@@ -42,6 +42,7 @@ HOME_PLACE = "README.md"
 #: How search ranks pages: what to do before what was decided.
 BOOSTS = (
     ("how-to/first-steps.md", 8.0),
+    ("tutorial.md", 3.0),
     ("how-to/launch.md", 6.0),
     ("how-to/notebooks.md", 6.0),
     ("how-to/checkpoints.md", 9.0),
@@ -62,7 +63,8 @@ BOOSTS = (
 )
 #: Words that people look for and the pages do not have; search finds them with the page's title.
 ALIASES = {
-    "how-to/first-steps.md": "quickstart, quick start, getting started, install, tutorial",
+    "how-to/first-steps.md": "quickstart, quick start, getting started, install",
+    "tutorial.md": "tutorial, end to end",
     "how-to/memory.md": "OOM, out of memory, SIGKILL, memory, activation checkpointing",
     "how-to/many-hosts.md": "multi node, cluster, several machines",
     "how-to/gpus.md": "GPU, CUDA, NCCL, device",
