@@ -72,8 +72,10 @@ ALIASES = {
     "how-to/make-a-step-fast.md": "torch.compile, Inductor, fullgraph, capture step, speed up",
     "how-to/data-parallel.md": "DDP, FSDP, accumulation, gradient clipping, mixed precision, "
     "freeze parameters, frozen layers",
+    "how-to/load-data.md": "DataLoader, DistributedSampler",
     "how-to/lora.md": "LoRA, peft, DoRA, adapters, fine-tuning",
     "how-to/launch.md": "torchrun, mpirun, srun, slurm",
+    "how-to/elastic.md": "straggler, slow rank, killed ranks, fault tolerance",
     "how-to/notebooks.md": "notebook, Jupyter, IPython, Colab",
     "how-to/checkpoints.md": "save checkpoint, resume training, load, safetensors, DCP, torch.save",
     "errors/README.md": "CollectiveMismatchError, PeerLostError, CollectiveTimeoutError",
