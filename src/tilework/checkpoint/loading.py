@@ -128,7 +128,7 @@ _Seen = tuple[list[str], list[str], tuple[bool, list[_Asked], bool], list[tuple[
 
 @dataclass
 class _Prepared:
-    """A load for which all ranks have told each other which tensors they need."""
+    """A load for which all ranks have exchanged which tensors they need."""
 
     #: Reads the files of the checkpoint.
     reader: PartReader

@@ -27,8 +27,8 @@ Places = Mapping[int, Sequence[Place]]
 def parameters_of(optimizer: Optimizer, places: Places) -> list[list[tuple[Any, Tensor]]]:
     """For each of the optimizer's parameter groups, the pairs of a unique name and a parameter.
 
-    Parameters in no module of the state are named as the optimizer was told
-    (``named_parameters()``), or by their numbers in the optimizer.
+    Parameters in no module of the state have the names that the optimizer was given
+    (``named_parameters()``), or their numbers in the optimizer.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return [

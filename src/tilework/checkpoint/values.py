@@ -1,7 +1,7 @@
 """Values that are not tensors, as exact JSON: numbers, strings, bytes and others.
 
 Values of JSON's own types stay as they are. Anything else is an object with the key ``$``, which
-tells the kind.
+names the kind.
 """
 
 from __future__ import annotations

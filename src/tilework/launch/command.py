@@ -347,7 +347,7 @@ def _backend(text: str) -> str:
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="tell what this machine has, and test a group of two ranks",
+        help="print what this machine has, and test a group of two ranks",
         epilog=_DOCTOR_NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -127,7 +127,7 @@ def data_movement() -> list[ReportLine]:
 def _single_copy() -> ReportLine:
     """The line of the report on single copy: if processes here can read each other's memory.
 
-    Two processes try it. The line tells for which sizes they do read in that way.
+    Two processes try it. The line says for which sizes they do read in that way.
     """
     name = "single copy"
     try:

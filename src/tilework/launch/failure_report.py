@@ -1,6 +1,6 @@
 """Failure reports, which a failing rank sends to the launcher through a separate pipe.
 
-A traceback printed to stderr would mix with other ranks' output and tell no time. Therefore a rank
+A traceback printed to stderr would mix with other ranks' output and have no time. Therefore a rank
 writes one line of JSON to this pipe as soon as the program has failed. After a crash in native
 code, faulthandler's trace stands there instead.
 """

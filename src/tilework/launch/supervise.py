@@ -340,7 +340,7 @@ class Supervisor:
                 self._failures.setdefault(lost.rank, lost)
 
     def _failure_there(self, message: Message) -> RankFailure:
-        """The failure of a rank on another node, as that node's ``message`` tells it."""
+        """The failure of a rank on another node, as that node's ``message`` reports it."""
         assert self.around.link is not None
         report, now = None, time.monotonic()
         if message["classes"]:

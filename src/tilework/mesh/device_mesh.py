@@ -31,14 +31,14 @@ from tilework.mesh.torch_meshes import (
     torch_part,
 )
 
-_OURS = "a mesh of tilework's: give torch.distributed's functions the mesh's to_torch()"
+_OURS = "a tilework mesh: give torch.distributed's functions the mesh's to_torch()"
 
 
 class DeviceMesh(MeshSlicing):
     """Ranks in a grid, with a process group along each axis through this rank.
 
     Collective over *all* ranks of the default group, also those outside the mesh; blocks. Meshes
-    are equal, and hash alike, if they have the same devices, ranks, shape and names.
+    are equal, and have equal hashes, if they have the same devices, ranks, shape and names.
 
     Args:
         device_type: Where tensors on the mesh live: ``"cpu"``, ``"cuda"``, ….
@@ -135,7 +135,7 @@ class DeviceMesh(MeshSlicing):
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
-        """The mesh of tilework on the same ranks and groups as a mesh of torch.distributed. Local.
+        """The tilework mesh on the same ranks and groups as a mesh of torch.distributed. Local.
 
         If tilework has no default group yet, torch's default group becomes tilework's default
         group. For a mesh that :meth:`to_torch` returned, the result is the mesh that was converted.

@@ -71,7 +71,7 @@ class MeshGrid(TorchMeshNames):
         self._seats = seats_of(spec.ranks)
         #: True if this rank is in the mesh.
         self.here = self._coordinate is not None
-        #: True on one rank of the mesh, which tells what need not be told by each.
+        #: True on the one rank of the mesh that reports facts which all ranks share.
         self.is_first = get_rank() == min(spec.ranks)
 
     def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> ProcessGroup:

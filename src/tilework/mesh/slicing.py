@@ -273,4 +273,4 @@ class MeshSlicing(MeshGrid):
 
     @abstractmethod
     def _from_torch(self: _Mesh, mesh: Any) -> _Mesh:
-        """The mesh of tilework on the ranks and groups of ``mesh``, a mesh of torch's."""
+        """The tilework mesh on the ranks and groups of ``mesh``, a torch mesh."""

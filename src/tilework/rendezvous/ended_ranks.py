@@ -16,7 +16,7 @@ from datetime import timedelta
 from tilework.errors import DistError
 from tilework.store import PrefixStore, Store, UnixStore
 
-#: Where the launcher tells it, unless in the job's store.
+#: Where the launcher publishes it, unless in the job's store.
 ENDS_VARIABLE = "TILEWORK_ENDED_RANKS"
 #: The launcher is on this host, and lives as long as the ranks.
 _TIMEOUT = timedelta(seconds=5)

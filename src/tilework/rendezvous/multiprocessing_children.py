@@ -63,12 +63,12 @@ class MultiprocessingChildren:
         return _known
 
     def ended(self, size: int, identities: Collection[str], silent: int) -> int:
-        """The number of ranks that ended before they told their identity, as of a look now.
+        """The number of ranks that ended before they announced their identity, as of now.
 
         Args:
             size: The number of ranks of the job.
-            identities: The identities of the ranks that have told them, with this rank's.
-            silent: The number of ranks that have not told theirs.
+            identities: The identities of the ranks that have announced one, with this rank's.
+            silent: The number of ranks that have not announced one.
         """
         self.look()
         count = self._count_missing(size, identities)

@@ -26,7 +26,7 @@ _MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT", "TILEWORK_STORE", "TORCHELASTIC_
 class Siblings:
     """The other ranks of this job among the processes with the same parent.
 
-    A process's environment tells the job and the rank. There are no siblings where the environment
+    A process's environment names the job and the rank. There are no siblings where the environment
     of this process names no rank, for example where ranks are threads.
     """
 

@@ -180,7 +180,7 @@ class SharedBufferPool:
 
 
 class _Mapping(weakref.ref[mmap.mmap]):
-    """A weak reference to a mapping of another rank's file; tells when the file can be returned."""
+    """A weak reference to a mapping of another rank's file; says when the file can be returned."""
 
     __slots__ = ("fd", "forked", "rank")
 
@@ -195,7 +195,7 @@ class MappedBuffers:
     """The mappings on this rank of other ranks' files that must be returned.
 
     Args:
-        wake: Called when :meth:`released` has something to tell; from any thread, at any time.
+        wake: Called when :meth:`released` has something to report; from any thread, at any time.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -232,7 +232,7 @@ class MappedBuffers:
     def released(self) -> Iterator[tuple[int, int, bool]]:
         """(rank, number of the file, True if that rank may use it again) for each dropped mapping.
 
-        The rank is the owner of the file. Each mapping is told once.
+        The rank is the owner of the file. Each mapping is reported once.
         """
         while self._ended:
             mapping = self._ended.popleft()

@@ -139,7 +139,7 @@ class _Record:
 def _member_of(kind: Any, name: str) -> _Record:
     """The record of an enum's member, which Python 3.11.0 to 3.11.3 pickle as a getattr."""
     if not (isinstance(kind, type) and issubclass(kind, _Record)):
-        raise pickle.UnpicklingError(f"it reads {name!r} of an object that is no enum of DCP's")
+        raise pickle.UnpicklingError(f"it reads {name!r} of an object that is no DCP enum")
     return kind(name)
 
 
