@@ -101,10 +101,8 @@ def test_changes_are_those_between_files(page: Path) -> None:
     for block in BLOCKS_OF[page]:
         if file := FILE.match(block.info):
             if shown:
-                lines = difflib.unified_diff(
-                    *map(str.splitlines, (before[file[1]], block.text)), n=1
-                )
-                changes = "\n".join([*lines][2:])
+                texts = before[file[1]].splitlines(), block.text.splitlines()
+                changes = "\n".join(list(difflib.unified_diff(*texts, n=1))[2:])
                 assert shown.rstrip("\n") == re.sub("(?m)^@@ .*\n", "@@", changes), block.where
             before[file[1]], shown = block.text, ""
         elif block.info.startswith("diff"):
