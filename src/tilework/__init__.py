@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 #: They import torch, or more: each only with its first use.
 _PACKAGES = frozenset({
-    "checkpoint", "data", "distributed", "dtensor", "errors", "launch", "layout", "mesh",
+    "capture", "checkpoint", "data", "distributed", "dtensor", "errors", "launch", "layout", "mesh",
     "parallel", "rendezvous", "rpc", "sharded", "store", "testing", "torch_backend",
 })  # fmt: skip
 
