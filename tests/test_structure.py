@@ -48,6 +48,7 @@ ABOUT_MORE = {
     "sharded/test_training.py": "sharding, training, resharding and saving together",
     "parallel/lives": "whole lives of models at random, in each way of wrapping",
     "parallel/programs": "training programs of many kinds, in each way of wrapping",
+    "parallel/test_held_memory.py": "what ways of data parallelism hold, by the page's formula",
     "parallel/test_composition.py": "ways of data parallelism beside each other and the rest",
     "distributed/test_public_names.py": "all names of the façade",
     "distributed/test_like_torch.py": "keywords and names that programs of torch.distributed use",

@@ -168,8 +168,8 @@ def ddp_with_noise_on_gradients() -> Made:
 
 @program(ranks=2)
 def ddp_with_accumulation(capture: Capture) -> list[Any]:
-    model = DistributedDataParallel(mlp(6, 8, 2))
-    opt = torch.optim.SGD(model.parameters(), 0.1)
+    model = DistributedDataParallel(mlp(6, 128, 64))  # a large gradient lies in the bucket
+    opt = torch.optim.AdamW(model.parameters(), 0.01)
 
     def step(x: Tensor, y: Tensor) -> Any:
         opt.zero_grad()

@@ -11,7 +11,6 @@ from tilework.parallel import compute_bucket_assignment_by_size
 from tilework.parallel.data_parallel.buckets import (
     BucketPlan,
     bucket_bytes_of,
-    first_step_plan,
     ordered_plan,
     plan_buckets,
 )
@@ -64,12 +63,7 @@ def test_indices_name_the_tensors() -> None:
     assert buckets == [[7], [5, 3]]
 
 
-def test_the_first_plan_expects_gradients_in_reverse() -> None:
-    plan = first_step_plan(floats(2, 2, 2), [False] * 3, (16,))
-    assert plan.buckets == ((2, 1), (0,))
-
-
-def test_a_later_plan_follows_the_order_seen() -> None:
+def test_a_plan_follows_the_order_of_gradients() -> None:
     plan = ordered_plan(floats(2, 2, 2), [False] * 3, (16,), [1, 0, 2])
     assert plan.buckets == ((1, 0), (2,))
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ MOVED_BYTES = 16 << 10
 
 _STRIDED = torch.strided
 _grad = attrgetter("grad")
+
+
+class _Memory(NamedTuple):
+    """The memory, with views and their addresses: one value, which a captured call leaves whole."""
+
+    flat: Tensor
+    views: list[Tensor]
+    addresses: list[int]
 
 
 class BucketMemory:
@@ -65,26 +73,19 @@ class BucketMemory:
         self._leases: list[weakref.ref[Any] | None] = [None] * len(tensors)
         #: Moved gradients that the program made before the pass: they are copied back.
         self._outside: set[int] = set()
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._memory: _Memory | None = None
 
     @property
     def flat(self) -> Tensor:
         """All gradients, one after the other."""
-        if self._flat is None:
-            self._allocate()
-        assert self._flat is not None
-        return self._flat
+        return (self._memory or self._allocate()).flat
 
     @property
     def views(self) -> list[Tensor]:
         """A view of each gradient's part, in the gradient's shape."""
-        if self._flat is None:
-            self._allocate()
-        return self._views
+        return (self._memory or self._allocate()).views
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> _Memory:
         first = self.tensors[0]
         if first.device.type == "cpu":
             flat = self._group.empty(self._offsets[-1], dtype=self.dtype)
@@ -92,17 +93,17 @@ class BucketMemory:
             flat = first.new_empty(self._offsets[-1], dtype=self.dtype)
         with torch.no_grad():
             ranges = torch.split(flat, self._sizes)
-            self._views = [grad_view(r, t) for r, t in zip(ranges, self.tensors, strict=True)]
-        self._addresses = list(map(Tensor.data_ptr, self._views))
-        self._flat = flat
+            views = [grad_view(r, t) for r, t in zip(ranges, self.tensors, strict=True)]
+        self._memory = _Memory(flat, views, list(map(Tensor.data_ptr, views)))
         self._leases = [None] * len(self.tensors)
+        return self._memory
 
     def discard(self) -> None:
         """Let go of the memory; the next use of this object allocates new memory.
 
         Gradients in the old memory, or a reduction that still runs, keep it alive.
         """
-        self._flat, self._views, self._addresses = None, [], []
+        self._memory = None
 
     def open(self) -> None:
         """Prepare for a backward pass: let go of memory that holds gradients of an earlier pass.
@@ -110,7 +111,8 @@ class BucketMemory:
         The program may still use these.
         """
         if self._keeps_views:
-            if self._addresses != list(map(Tensor.data_ptr, self._views)):
+            known = self._memory
+            if known and known.addresses != list(map(Tensor.data_ptr, known.views)):
                 self.discard()  # a cast of the module gave the gradients, our views, other data
             return
         if not self._large:
@@ -157,7 +159,7 @@ class BucketMemory:
         if self._keeps_views:
             return view
         memory: Any = (ctypes.c_char * view.nbytes).from_address(view.data_ptr())
-        memory.owner = self._flat
+        memory.owner = self.flat
         self._leases[place] = weakref.ref(memory)
         part = torch.frombuffer(memory, dtype=self.dtype)
         return part.as_strided_(view.shape, view.stride())

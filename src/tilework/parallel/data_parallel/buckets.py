@@ -139,14 +139,6 @@ def compute_bucket_assignment_by_size(
     return [list(bucket) for bucket in plan.buckets], list(plan.size_limits)
 
 
-def first_step_plan(
-    parameters: Sequence[Tensor], sparse: Sequence[bool], size_limits: Sequence[int]
-) -> BucketPlan:
-    """The plan before any backward has run: gradients are expected in reverse order of use."""
-    backwards = range(len(parameters) - 1, -1, -1)
-    return ordered_plan(parameters, sparse, size_limits, backwards)
-
-
 def ordered_plan(
     parameters: Sequence[Tensor],
     sparse: Sequence[bool],

@@ -292,8 +292,11 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         return torch.func.functional_call(self.module, parameters, inputs, kwargs)
 
     def _after_forward(self, outputs: Any, inputs: Any) -> Any:
-        if not (torch.is_grad_enabled() and self.require_backward_grad_sync):
+        if not torch.is_grad_enabled():
             return outputs
+        # The current reducer begins, even if forward used an older one.
+        if not self.require_backward_grad_sync:
+            return call_before_backward(outputs, lambda: self.reducer.begin_accumulating(), inputs)
         self._forward_count += 1
         unused = None
         if self.find_unused_parameters and not self.static_graph:
@@ -301,11 +304,7 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
             leaves = enumerate(self.reducer.leaves)
             unused = {at for at, leaf in leaves if id(leaf.tensor) not in reached}
         self.reducer.expect(unused)
-        return call_before_backward(outputs, self._begin_backward, inputs)
-
-    def _begin_backward(self) -> None:
-        """Open a backward pass with the current reducer, even if forward used an older one."""
-        self.reducer.begin()
+        return call_before_backward(outputs, lambda: self.reducer.begin(), inputs)
 
     # -- settings ----------------------------------------------------------------------------
 
@@ -461,10 +460,6 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         made._count_passes()
         made._make_reducer()
         return made
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        super().train(mode)
-        return self
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any

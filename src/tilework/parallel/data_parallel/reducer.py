@@ -36,7 +36,7 @@ from tilework.comm.reduce_op import ReduceOp
 from tilework.cores import has_spare_core
 from tilework.parallel.comm_hooks.bucket import CommHook, GradBucket
 from tilework.parallel.data_parallel.bucket_memory import BucketMemory
-from tilework.parallel.data_parallel.buckets import BucketPlan, first_step_plan, ordered_plan
+from tilework.parallel.data_parallel.buckets import BucketPlan, ordered_plan
 from tilework.parallel.data_parallel.leaves import GradLeaf, grad_dtype_of
 from tilework.parallel.data_parallel.outputs import accumulators
 from tilework.parallel.data_parallel.replicas import HOOKS_COME_FIRST, Replica
@@ -124,8 +124,9 @@ class Reducer:
         #: For static graphs: how often each gradient is marked ready in a pass.
         self._expected_marks: list[int] | None = None
         self._unused_ahead: set[int] | None = None
-        #: Gradients that passes without reduction have accumulated into.
+        #: Gradients that passes without reduction have accumulated into, and the last such pass.
         self._accumulated: set[int] = set()
+        self._task = -1
         count = len(self.leaves)
         #: Changed in place only, since the hooks of parameters hold them.
         self._marks, self._bucket_of, self._places = [0] * count, [0] * count, [0] * count
@@ -142,7 +143,8 @@ class Reducer:
         self._remove_hooks = finalize(self, _remove_all, self._removers)
         self._hooks: list[Any] = list(map(_hooks_of, self._tensors))
         self._identities = list(map(_identity, self._tensors))
-        self._assign(first_step_plan(self._tensors, self._sparse(), options.size_limits))
+        # The first pass is expected to give gradients in reverse order of use.
+        self._assign(self._plan(range(count - 1, -1, -1)))
         self._reset()
 
     def go_on_from(self, before: Reducer) -> None:
@@ -181,10 +183,11 @@ class Reducer:
         """False if a leaf was replaced, as ``swap_tensors`` does, or has another ``grad_dtype``."""
         return list(map(_identity, self._tensors)) == self._identities
 
-    def _sparse(self) -> list[bool]:
-        return [leaf.sparse for leaf in self.leaves]
-
     # -- buckets -----------------------------------------------------------------------------
+
+    def _plan(self, order: Sequence[int]) -> BucketPlan:
+        sparse = [leaf.sparse for leaf in self.leaves]
+        return ordered_plan(self._tensors, sparse, self.options.size_limits, order)
 
     def _assign(self, plan: BucketPlan) -> None:
         """Make the buckets of a plan."""
@@ -216,26 +219,23 @@ class Reducer:
         return BucketMemory(tensors, dtype, self.group, self.options.bucket_view)
 
     @unrecorded
-    def rebuild(self) -> bool:
+    def rebuild(self) -> None:
         """Assign the buckets again, in the order in which gradients came in the first pass.
 
         It happens once, before the second forward pass. Collective: all ranks take the first rank's
-        order. Returns True if the buckets were assigned again.
+        order, which is that of the present buckets if these hold accumulated gradients.
         """
         if self.rebuilt or not self.passes or self._open:
-            return False
+            return
         self.rebuilt = True
-        seen = set(self._order)
-        order = [*self._order, *(i for i in range(len(self.leaves)) if i not in seen)]
-        shared = torch.tensor(order, dtype=torch.int64)
+        every = range(len(self.leaves))
+        order = every[::-1] if self._accumulated else dict.fromkeys([*self._order, *every])
+        shared = torch.tensor(list(order), dtype=torch.int64)
         broadcast(shared, group=self.group, group_src=0)
-        plan = ordered_plan(
-            self._tensors, self._sparse(), self.options.size_limits, shared.tolist()
-        )
+        plan = self._plan(shared.tolist())
         if plan != self.plan:
             self._assign(plan)
         self._reset()
-        return True
 
     # -- one backward pass -------------------------------------------------------------------
 
@@ -290,9 +290,7 @@ class Reducer:
             self._order = []
         self._clock = PassTimes(started=time.perf_counter())
         _engine.queue_callback(self._end)
-        for bucket in self.buckets:
-            if bucket.memory is not None:
-                bucket.memory.open()
+        self._open_memories()
         unused, self._unused_ahead = self._unused_ahead, None
         if self.options.find_unused and not self.options.static_graph:
             for index in sorted(unused or ()):
@@ -303,6 +301,17 @@ class Reducer:
                 if count == 0:
                     self._missing.append(index)
                     self._count_down(index)
+
+    def begin_accumulating(self) -> None:
+        """Let the backward pass that runs move the gradients into the buckets. Local."""
+        if not self._open:
+            self._task = torch._C._current_graph_task_id()
+            self._open_memories()
+
+    def _open_memories(self) -> None:
+        for bucket in self.buckets:
+            if bucket.memory is not None:
+                bucket.memory.open()
 
     def _will_accumulate(self) -> bool:
         """True if the backward pass that runs adds to the gradient of at least one parameter.
@@ -356,6 +365,8 @@ class Reducer:
         """
         if self.accumulating:
             self._accumulated.add(index)
+            if self._moves[index] and self._task == torch._C._current_graph_task_id():
+                self._move(index)
             return
         if not self._open:
             if not self.expecting:  # backward of the module without the wrapper
