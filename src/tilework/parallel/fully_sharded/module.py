@@ -281,6 +281,7 @@ def install(module: nn.Module, unit: Unit) -> None:
     _units.add(unit)
     # Newly assigned parameters are sharded before an optimizer can get them.
     each.register_load_state_dict_post_hook(lambda loaded, _: loaded._fsdp_state.look())
+    each.register_state_dict_pre_hook(lambda saved, *_: saved._fsdp_state.owner.check_former())
 
 
 def _class_for(module: Any) -> type[nn.Module]:

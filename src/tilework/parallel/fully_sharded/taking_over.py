@@ -23,12 +23,14 @@ from tilework.dtensor.provenance.content import hash_of
 from tilework.dtensor.provenance.mode import mode
 from tilework.dtensor.spec import DTensorSpec
 from tilework.dtensor.tensor import wrap
+from tilework.dtensor.torch_counts import is_shown_elsewhere
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Shard
 from tilework.mesh import DeviceMesh
 from tilework.parallel.data_parallel.leaves import grad_dtype_of
 from tilework.parallel.data_parallel.structure import Members
 from tilework.parallel.fully_sharded.flat import Flat
+from tilework.parallel.fully_sharded.former_memory import FormerMemory
 from tilework.parallel.fully_sharded.policies import MixedPrecisionPolicy
 from tilework.parallel.fully_sharded.sharded_param import (
     Places,
@@ -56,6 +58,11 @@ class OwningUnit:
     placement: Callable[[nn.Parameter], Shard | None] | None
     #: The unit's sharded parameters, by id.
     held: dict[int, Any] = field(init=False, default_factory=dict)
+    former: FormerMemory = field(init=False, default_factory=FormerMemory)
+
+    def check_former(self) -> None:
+        """Raise if the program wrote to memory that the parameters have left. Local."""
+        self.former.check(self.name)
 
     @cached_property
     def shard_group(self) -> ProcessGroup:
@@ -240,7 +247,7 @@ def _describe(
         elif spec.mesh == owner.mesh:  # computed by a parametrization from sharded parameters
             param = sharded_param(name, places, parameter, owner.mesh, dim, on_mesh=True)
         if param is not None:
-            _lay_out(parameter, param.spec)
+            _lay_out(name, parameter, param.spec, owner)
             return _Taken(param, lambda: parameter._local_tensor)
     param = sharded_param(name, places, parameter, owner.mesh, dim)
     if old is not None and param.tensor_parallel != old.tensor_parallel and old.tensor_parallel:
@@ -259,13 +266,26 @@ def _describe(
     return _Taken(param, lambda: param.of_full(_local_full(parameter), rank), parameter)
 
 
-def _lay_out(parameter: Any, spec: DTensorSpec) -> None:
-    """Give a sharded parameter the layout ``spec``, in place. Collective if the layout changes."""
-    if parameter._spec != spec:
-        with torch.no_grad():
-            parameter.data = parameter.detach().redistribute(
-                spec.mesh, spec.placements, order=spec.order
-            )
+def _lay_out(name: str, parameter: Any, spec: DTensorSpec, owner: OwningUnit) -> None:
+    """Give a sharded parameter the layout ``spec``, in place. Collective if the layout changes.
+
+    Raises:
+        ValueError: The gradient would leave memory that another tensor shows.
+    """
+    given = parameter.detach()
+    if given._spec == spec:
+        return
+    grad = parameter.grad
+    if grad is not None and is_shown_elsewhere(grad):
+        raise ValueError(
+            f"parameter {name} of {owner.name} was given data by {list(given.placements)}, and has "
+            f"a gradient in memory that another tensor shows\n"
+            f"fully_shard lays both out by {list(spec.placements)}, in other memory: that tensor "
+            f"would not see gradients. Make flat tensors of several parameters of p.to_local()"
+        )
+    with torch.no_grad():
+        parameter.data = given.redistribute(spec.mesh, spec.placements, order=spec.order)
+    owner.former.watch(name, given._local_tensor, parameter._local_tensor)
 
 
 def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Flat:
@@ -279,6 +299,7 @@ def _fill(owner: OwningUnit, taken: Sequence[_Taken], keeps_objects: bool) -> Fl
     with torch.no_grad():
         for each, shard in zip(taken, flat.shards, strict=True):
             if each.full is not None:
+                owner.former.watch(each.param.name, _local_full(each.full), shard)
                 if not shard.is_meta:
                     shard.copy_(each.shard())
                 _replace(each, shard.data, owner, keeps_objects)

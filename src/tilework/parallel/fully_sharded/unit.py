@@ -256,6 +256,7 @@ class Unit:
         Raises:
             ValueError: A module holds something that cannot be sharded; the error names it.
         """
+        self.owner.check_former()
         if self.tables.is_current() and self._is_shown():
             return
         self.reshard()
