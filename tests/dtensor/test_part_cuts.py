@@ -43,9 +43,20 @@ REFUSED: dict[str, Act] = {
     "rows of local width": lambda h: h.reshape(-1, h.shape[-1]).softmax(-1).view_as(h),
     "flat": lambda h: h.flatten(1).softmax(-1).view_as(h),
     "transposed": lambda h: h.mT.clone().cumsum(1).mT,
-    "split and joined": lambda h: torch.cat(h.chunk(2, -1), -1).softmax(-1),
+    "joined": lambda h: torch.cat([h, h], -1)[..., ::2],
     "after dropout": lambda h: F.dropout(h, 0.5).permute(2, 0, 1).std(0),
     "checkpointed": lambda h: checkpoint(lambda y: y.softmax(-1), h, use_reentrant=False),
+    "all heads": lambda h: h.view(2, h.shape[1], 2, -1).softmax(-1).flatten(2),
+    "chunks of a fused layer": lambda h: h.chunk(2, -1)[0].repeat_interleave(2, -1),
+    "fused, by a view": lambda h: h.unflatten(-1, (2, -1)).unbind(2)[0].repeat_interleave(2, -1),
+    "the first half": lambda h: h[..., : h.shape[-1] // 2].repeat_interleave(2, -1),
+    "a feature": lambda h: h * h[..., :1],
+    "a write to a feature": lambda h: h.clone().__setitem__((..., 0), 0),
+    "an order of features": lambda h: h.index_select(-1, torch.arange(h.shape[-1]).flip(0)),
+    "features by index": lambda h: h[..., torch.arange(h.shape[-1]).flip(0)],
+    "moved features": lambda h: h.roll(1, -1),
+    "groups": lambda h: F.group_norm(h.flatten(0, 1), 2).view_as(h),
+    "without gradients": lambda h: h / torch.no_grad()(lambda: h.norm(dim=-1, keepdim=True))(),
     "plain weights": lambda h: F.linear(h, torch.ones(2, h.shape[-1])),
 }
 RIGHT: dict[str, Act] = {
@@ -62,6 +73,11 @@ RIGHT: dict[str, Act] = {
     ).flatten(2),
     "repeated heads": lambda h: (
         _heads(h)[:, :, :, None].expand(-1, -1, -1, 2, -1).softmax(-1)[:, :, :, 0].flatten(2)
+    ),
+    "halves of heads": lambda h: torch.cat(_heads(h).chunk(2, -1)[::-1], -1).flatten(2),
+    "pairs of features": lambda h: (h[..., ::2] * h[..., 1::2]).repeat_interleave(2, -1),
+    "the shape of the part": lambda h: (
+        _heads(h).transpose(1, 2).reshape(2, h.shape[-1] // 2, 3, -1, 1).transpose(1, 2).flatten(2)
     ),
     "a question": lambda h: h * (not h.isnan().any()),
 }
@@ -103,6 +119,37 @@ def test_operators_that_need_the_cut_dim_are_refused(act: str, ranks: int) -> No
 def test_operators_over_other_dims_are_right(act: str, ranks: int) -> None:
     losses = run_ranks(ranks, lambda rank: _loss(RIGHT[act], ranks))
     torch.testing.assert_close(losses[0], _loss(RIGHT[act], 1))
+
+
+@each("act", ["norm", "all heads", "chunks of a fused layer"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_first_calls_of_each_shape_are_checked(act: str, mode: Any) -> None:
+    def program(rank: int) -> None:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        model = _Model(lambda h: REFUSED[act](h) if h.shape[1] > 3 else h)
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+        with mode():
+            for _ in range(5):
+                model(torch.ones(2, 3, 4))
+            with pytest.raises(ValueError, match=r"needs all of dim \d, and up"):
+                model(torch.ones(2, 5, 4))
+
+    run_ranks(2, program)
+
+
+MIXED: dict[str, Act] = {
+    "heads inside": lambda h: _heads(h).transpose(2, 3).flatten(2),
+    "features before places": lambda h: h.mT,
+}
+
+
+@each("act", MIXED)
+def test_a_part_that_is_cut_in_another_place_is_no_input(act: str) -> None:
+    def program(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"output of up \(Colwise.*, cut in dim \d of 3"):
+            _loss(MIXED[act], 2)
+
+    run_ranks(2, program)
 
 
 def test_the_error_names_the_layer_among_several_and_the_way_out() -> None:

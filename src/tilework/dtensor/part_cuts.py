@@ -24,12 +24,14 @@ from tilework.dtensor.propagation.plain_inputs import replicated_spec
 from tilework.dtensor.propagation.pytree import Args, Kwargs, tensors_in, with_tensors
 from tilework.dtensor.propagation.without_overrides import without_override_checks
 from tilework.mesh import DeviceMesh
-from tilework.tiled.factors import Dim, Factor
+from tilework.tiled.factors import Dim, Factor, volume
 from tilework.tiled.op_rules import Decomposition, LocalCall
 from tilework.tiled.op_table import find
 
 #: A dim of a result, and whether ranks' parts follow each other there; None: unknown.
 End = tuple[int, bool] | None
+#: The number of ranks in calls that are only asked about: no size in a program has this factor.
+_PRIME = 127
 #: The most calls that a layer remembers.
 _MOST_CALLS = 4096
 #: Operators of dispatch modes, which also run in backward, and operators of libraries.
@@ -162,11 +164,7 @@ def of_the_part(error: Exception, func: Any, args: Args, kwargs: Kwargs) -> Exce
         wholes.append(_stand_in(sizes, each.dtype))
     if not parts or isinstance(func, _OPS) or type(error) not in _OF_TORCH:
         return error
-    try:
-        with unseen(), torch.no_grad():
-            positional, named = with_tensors(args, kwargs, iter(wholes))
-            func(*positional, **named)
-    except Exception:  # not because of the cut
+    if _shapes(func, args, kwargs, wholes) is None:  # not because of the cut
         return error
     layer, part = parts[0]
     names = ", ".join(map(repr, layer.unmatched))
@@ -178,6 +176,18 @@ def of_the_part(error: Exception, func: Any, args: Args, kwargs: Kwargs) -> Exce
         f"counts heads or features reads the sizes from the tensor, as view(…, -1, head_dim) does."
         + (f" No module fits {names} of the plan." if names else "")
     )
+
+
+def _shapes(
+    func: Any, args: Args, kwargs: Kwargs, stand_ins: Iterable[Tensor]
+) -> list[torch.Size] | None:
+    """The shapes of the results with other tensors in the call; None: torch refuses them."""
+    try:
+        with unseen(), torch.no_grad():
+            positional, named = with_tensors(args, kwargs, iter(stand_ins))
+            return [each.shape for each in tensors_in(func(*positional, **named))]
+    except Exception:
+        return None
 
 
 def _stand_in(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -223,28 +233,42 @@ class _Call:
             if cut is not None and cut.dim is not None
         }
         # Sizes among the arguments may fit any number of ranks, as -1 does, or only the parts.
-        found = self._by_rule(2)
+        found = self._by_rule(_PRIME)
         if found is None or not all(cut.leads for cut in found):
             found = self._by_rule(1) or found or self._within(mark)
-        return found or [self._kept(each) for each in self._results]
+        return found or self._grown() or [self._kept(each) for each in self._results]
+
+    def _stand_ins(self, times: int) -> list[Tensor]:
+        """The tensors without memory, with cut dims so many times as long."""
+        found = []
+        for at, tensor in enumerate(self._tensors):
+            sizes = list(tensor.shape)
+            if at in self._parts:
+                sizes[self._parts[at]] *= times
+            found.append(_stand_in(sizes, tensor.dtype))
+        return found
+
+    def _shapes(self, times: int) -> list[torch.Size] | None:
+        return _shapes(self._func, self._args, self._kwargs, self._stand_ins(times))
+
+    def _asked(self, times: int) -> AskedCall:
+        """The call of these tensors, to ask rules about."""
+        asked = [
+            DTensorArg(at, replicated_spec(each, self.layer.mesh), each.dtype)
+            for at, each in enumerate(self._stand_ins(times))
+        ]
+        return AskedCall(self._args, self._kwargs, asked)
 
     def _by_rule(self, times: int) -> list[Cut] | None:
         """The cut of each result, with cut dims so many times as long.
 
         None if the operator's rule does not tell.
         """
-        asked = []
-        for at, tensor in enumerate(self._tensors):
-            sizes = [
-                n * times if self._parts.get(at) == dim else n for dim, n in enumerate(tensor.shape)
-            ]
-            spec = replicated_spec(_stand_in(sizes, tensor.dtype), self.layer.mesh)
-            asked.append(DTensorArg(at, spec, tensor.dtype))
-        call = AskedCall(self._args, self._kwargs, asked)
+        call = self._asked(times)
         self._rule, self._answer = ask(self._entry, call)
         cuts = [[self.layer.cut(None)] for _ in self._results]
         for at, dim in self._parts.items():
-            ends = self._ends(call, at, dim, times == 1 or len(self._parts) == len(asked))
+            ends = self._ends(call, at, dim, times)
             if ends is None or len(ends) != len(cuts):
                 return None
             for of_result, end, result in zip(cuts, ends, self._results, strict=True):
@@ -252,27 +276,47 @@ class _Call:
                     of_result.append(self.layer.cut((end[0] - result.dim(), end[1])))
         return [common(of_result) for of_result in cuts]
 
-    def _ends(self, call: AskedCall, at: int, dim: int, are_shapes: bool) -> list[End] | None:
+    def _refuse(self, at: int, dim: int, times: int) -> None:
+        """Raise, unless the sizes in the call fit only parts, or it asks a question.
+
+        Raises:
+            ValueError: The operator would give something else than this rank's part of the result.
+        """
+        are_shapes = times == 1 or len(self._parts) == len(self._tensors)
+        asks = all(each.dtype is torch.bool for each in self._results)
+        if not are_shapes or asks or self._tensors[at].shape[dim] * times == 1:
+            return
+        if times == 1 or self._shapes(times) is not None:
+            raise self._refusal(at, dim)
+
+    def _ends(self, call: AskedCall, at: int, dim: int, times: int) -> list[End] | None:
         """For each result the dim that runs over the loop of a dim of an input; None: unknown.
 
         Raises:
-            ValueError: There is none, and the operator does more than move elements.
+            ValueError: There is none, or it is not the results' part on this rank.
         """
         cut: Any = self._cuts[at]
         if isinstance(self._answer, PlacedCall):
-            carried = carried_dims(self._rule, call, at, dim, self.layer.axis)
-            return None if carried is None else [(to, cut.leads) for to in carried]
+            axis, ranks = self.layer.axis, self.layer.mesh.shape[self.layer.axis]
+            if times > 1:
+                call = self._asked(ranks)
+            carried = carried_dims(self._rule, call, at, dim, axis)
+            fits = carried is not None and all(
+                times == 1 or sizes == [result.shape[to]] * ranks
+                for (to, sizes), result in zip(carried or (), self._results, strict=True)
+            )
+            if not fits:
+                self._refuse(at, dim, ranks if times > 1 else 1)
+            return None if carried is None else [(to, cut.leads) for to, _ in carried]
         if not isinstance(self._answer, LocalCall) or not self._answer.fits(call.tensors):
             return None
         factor_map = self._answer.map
         factors = [each for each in factor_map.inputs[at][dim] if each.size != 1]
         factors = factors[:1] if cut.leads else factors
-        if not factors or any(each.unshardable or factor_map.reduces(each) for each in factors):
-            moves = factor_map.rearranges or self._entry.is_view
-            asks = all(each.dtype is torch.bool for each in self._results)
-            if moves or asks or not are_shapes or call.tensors[at].shape[dim] == 1:
-                return None
-            raise self._refusal(at, dim)
+        if self._needs_all(factors, cut, times):
+            if times == 1 or self._splits(at, dim):
+                self._refuse(at, dim, times)
+            return None
         ends: list[End] = []
         for of_result in factor_map.outputs:
             to = [number for number, dims in enumerate(of_result) if factors[0] in dims]
@@ -281,6 +325,33 @@ class _Call:
                 None if split else (to[0], cut.leads and _leads(factors[0], of_result[to[0]]))
             )
         return ends
+
+    def _needs_all(self, factors: list[Factor], cut: Cut, times: int) -> bool:
+        """True if an operator runs over these loops of a cut dim as one rank alone does not."""
+        assert isinstance(self._answer, LocalCall)
+        reduces = self._answer.map.reduces
+        return (
+            not factors
+            or any(each.unshardable or reduces(each) for each in factors)
+            or bool(cut.leads and times > 1 and factors[0].size % times)
+        )
+
+    def _splits(self, at: int, dim: int) -> bool:
+        """False if the sizes in a call of a view are the part's own, and leave a dim as it is.
+
+        So do those of ``view(*x.shape[:-1], -1, 2)``, where another dim is split. The sizes of
+        ``view(b, s, heads, -1)`` may be those of the whole.
+        """
+        if not self._entry.is_view or self._tensors[at].shape[dim] == 1:
+            return not self._entry.is_view
+        answer = ask(self._entry, self._asked(1))[1]
+        assert isinstance(answer, LocalCall)
+        factors = [each for each in answer.map.inputs[at][dim] if each.size != 1]
+        dims = answer.map.outputs[0]
+        ends = [to for to, of_dim in enumerate(dims) if factors[0] in of_dim]
+        if len(factors) > 1 or len(self._results) > 1 or not ends:
+            return True
+        return any(volume(of_dim) == 1 for of_dim in dims[ends[0] + 1 : ends[0] + 2])
 
     def _is_certain(self, at: int, dim: int, to: int, result: Tensor) -> bool:
         """False if the dim of one element before dim ``to`` of a view may be the cut dim."""
@@ -318,6 +389,20 @@ class _Call:
         found = [cut for cut in cuts if cut is not None]
         return found if len(found) == len(cuts) == len(self._results) else None
 
+    def _grown(self) -> list[Cut] | None:
+        """The cuts of results by the dims that are longer if cut dims are; None: no sizes tell."""
+        shapes = self._shapes(_PRIME)
+        if shapes is None or len(shapes) != len(self._results) or not self._parts:
+            return None
+        found = []
+        for whole, result in zip(shapes, self._results, strict=True):
+            sizes = zip(whole, result.shape, strict=True)
+            dims = [dim - result.dim() for dim, (n, local) in enumerate(sizes) if n != local]
+            if not dims:
+                self._refuse(*next(iter(self._parts.items())), 1)
+            found.append(self.layer.cut((dims[0], True) if len(dims) == 1 else None))
+        return found
+
     def _kept(self, result: Tensor) -> Cut:
         """The cut of a result that has the shape of a part, but for the size of the cut dim."""
         for at, dim in self._parts.items():
@@ -336,6 +421,7 @@ class _Call:
             f"The result would depend on the number of ranks. Say use_local_output=False for that "
             f"layer: then the output is a DTensor, and {name} takes all of it. Or shard another "
             f"dim. If this rank's elements alone are meant, pass part.as_subclass(torch.Tensor)."
+            + (" A view of heads takes their number as -1." if self._entry.is_view else "")
         )
 
 

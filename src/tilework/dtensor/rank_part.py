@@ -131,6 +131,10 @@ def _operate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
     except Exception as error:
         raise of_the_part(error, func, args, kwargs) from None
+    if name == "__setitem__" and args[0].__class__ is RankPart:  # refuse what reading refuses
+        cuts_of_results(
+            Tensor.__getitem__, args[:2], {}, [args[0][args[1]]], [args[0]._cut], as_rank_part
+        )
     if writes:
         for each in tensors_in(args[0]):
             _mark_written(each, parts)

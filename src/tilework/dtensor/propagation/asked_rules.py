@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tilework.dtensor.propagation.placed_call import DTensorArg, PlacedCall
 from tilework.dtensor.propagation.pytree import with_tensors
-from tilework.layout import Replicate, Shard
+from tilework.layout import Replicate, Shard, chunk_sizes
 from tilework.tiled.op_rules import RuleResult
 from tilework.tiled.op_table import OpEntry
 
@@ -44,8 +44,10 @@ def ask(entry: OpEntry, call: AskedCall) -> tuple[Any, RuleResult]:
     return None, None
 
 
-def carried_dims(rule: Any, call: AskedCall, at: int, dim: int, axis: int = 0) -> list[int] | None:
-    """For each result of a call, the dim that is cut if tensor number ``at`` is cut in ``dim``.
+def carried_dims(
+    rule: Any, call: AskedCall, at: int, dim: int, axis: int = 0
+) -> list[tuple[int, list[int]]] | None:
+    """For each result the dim that is cut if tensor number ``at`` is cut in ``dim``, and the sizes.
 
     For rules that answer with a :class:`PlacedCall`. None if the rule would move this tensor, or
     would not cut every result.
@@ -65,6 +67,11 @@ def carried_dims(rule: Any, call: AskedCall, at: int, dim: int, axis: int = 0) -
     answer = call._replace(tensors=tensors).answer_of(rule)
     if not isinstance(answer, PlacedCall) or answer.inputs[at] != spec:
         return None
-    placed = [each.placements[axis] for each in answer.outputs]
-    dims = [each.dim for each in placed if isinstance(each, Shard)]
+    ranks = spec.mesh.shape[axis]
+    placed = [(each.placements[axis], each.shape) for each in answer.outputs]
+    dims = [
+        (each.dim, list(each.sizes or chunk_sizes(shape[each.dim], ranks)))
+        for each, shape in placed
+        if isinstance(each, Shard)
+    ]
     return dims if len(dims) == len(placed) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor
 from tilework.comm.contract import ProcessGroup
 from tilework.dtensor import DTensor
 from tilework.dtensor.autograd import partial_grads
-from tilework.dtensor.part_cuts import CutLayer
+from tilework.dtensor.part_cuts import Cut, CutLayer
 from tilework.dtensor.provenance.plain_parts import note_input, note_output
-from tilework.dtensor.rank_part import as_rank_part, plain_of
+from tilework.dtensor.rank_part import RankPart, as_rank_part, plain_of
 from tilework.dtensor.torch_tensors import refuse_torch_dtensor
 from tilework.errors import CollectiveMismatchError
 from tilework.layout import Placement, Shard
 from tilework.mesh import DeviceMesh
+from tilework.parallel.passes import is_due
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class MeshAxis:
     unmatched: tuple[str, ...] = ()
     _layers: dict[ProcessGroup, CutLayer] = field(
         default_factory=dict, init=False, repr=False, compare=False
+    )
+    #: The calls without gradients, by the shape of the output.
+    _calls: Counter[torch.Size] = field(
+        default_factory=Counter, init=False, repr=False, compare=False
     )
 
     def placements(self, layout: Placement, others: Placement) -> list[Placement]:
@@ -69,6 +75,8 @@ class MeshAxis:
                 f"Give None as the layout of an input that stays as it is"
             )
         refuse_torch_dtensor(value, what)
+        if isinstance(value, RankPart):
+            self._check_cut(value._cut, value.dim(), layout, what)
         value = plain_of(value)
         if isinstance(value, DTensor):
             if value.device_mesh != self.mesh:
@@ -93,6 +101,21 @@ class MeshAxis:
         note_input(tensor, was_plain=True)
         return tensor
 
+    def _check_cut(self, cut: Cut, ndim: int, layout: Placement, what: str) -> None:
+        """Raise if a part is known to be cut otherwise than ``layout`` says. Local."""
+        if cut.dim is None or (cut.layer.mesh, cut.layer.axis) != (self.mesh, self.number):
+            return
+        dim = cut.dim % ndim
+        if not isinstance(layout, Shard) or layout.dim % ndim != dim or not cut.leads:
+            how = "" if cut.leads else ", where another dim was merged before it"
+            raise ValueError(
+                f"{what} is this rank's part of the output of {cut.layer.name}, cut in dim {dim} "
+                f"of {ndim}{how}\n"
+                f"The plan takes it as {layout}: the features would be mixed between ranks. Bring "
+                f"the cut dim to the place that the layer takes, as transpose(1, 2).flatten(2) "
+                f"does with heads, or declare input_layouts"
+            )
+
     def _names(self, others: bool = False) -> str:
         """The name of this axis, or those of the others."""
         names = self.mesh.mesh_dim_names or tuple(map(str, range(self.mesh.ndim)))
@@ -102,14 +125,15 @@ class MeshAxis:
     def to_local(self, tensor: DTensor) -> Tensor:
         """The local tensor of a DTensor, for use by plain operators. Local.
 
-        If it is only a part, and gradients are enabled, the result is a
-        :class:`~tilework.dtensor.rank_part.RankPart`: the gradient of a plain parameter that meets
-        it in an operator is summed over the ranks that hold the other parts.
+        If it is only a part, the result is a :class:`~tilework.dtensor.rank_part.RankPart`:
+        operators that need all of the cut dim raise, and the gradient of a plain parameter that
+        meets it in an operator is summed over the ranks that hold the other parts. Without
+        gradients this is so in the first calls, and now and then.
         """
         local = tensor.to_local()
         note_output(tensor, local)
         spec = tensor._spec
-        if spec.is_replicated or not spec.takes_part or not torch.is_grad_enabled():
+        if spec.is_replicated or not spec.takes_part or not self._follows(local):
             return local
         axes = [a for a, placement in enumerate(spec.placements) if not placement.is_replicate()]
         group = spec.mesh.axes_group(axes)
@@ -127,6 +151,16 @@ class MeshAxis:
             return as_rank_part(local, layer.cut(None))
         layer.sizes = tensor.shape[dim], local.shape[dim]
         return as_rank_part(local, layer.cut((dim, True)))
+
+    def _follows(self, local: Tensor) -> bool:
+        """True if operators on an output are followed: with gradients always, else now and then.
+
+        Without gradients operators are only checked. The first calls of each shape are.
+        """
+        if torch.is_grad_enabled():
+            return True
+        self._calls[local.shape] += 1
+        return is_due(self._calls[local.shape])
 
     def _global_shape(
         self, local: Tensor, layout: Placement, extent: int | None

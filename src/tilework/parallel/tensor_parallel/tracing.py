@@ -296,7 +296,8 @@ class _Recorder(TorchFunctionMode):
                     self.trace.need_whole(node, where)
                 else:
                     ends = [
-                        (self.trace.number(out), end) for out, end in zip(outputs, to, strict=True)
+                        (self.trace.number(out), end)
+                        for out, (end, _) in zip(outputs, to, strict=True)
                     ]
                     self.trace.join([node, *ends]).sizes.add(tensor.shape[dim])
 
