@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
+from typing import Any
 
 import pytest
 
 import tilework.distributed as dist
+from tilework.comm.flight import ring
 from tilework.comm.flight.diagnosis import diagnose
 from tilework.comm.flight.document import GroupLog, Record
 from tilework.comm.flight.ring import Entry
@@ -107,7 +111,37 @@ def test_a_rank_in_several_groups_is_told_once() -> None:
     assert slowest([often, other, seldom]) == [other, often]
 
 
-def test_who_waits_in_another_axis_is_no_straggler() -> None:
+class RanksClock(threading.local):
+    """A time for each rank, which does not depend on the machine: ranks are threads.
+
+    Work moves it on, and the end of a barrier is the entry of the last rank.
+
+    Args:
+        entries: For each barrier the times of entry, by thread; one dict for all ranks.
+    """
+
+    def __init__(self, entries: dict[Any, dict[int, float]]) -> None:
+        self.seconds, self.entries = 0.0, entries
+        self.counts: Counter[Any] = Counter()
+        self.met: dict[int, float] | None = None
+
+    def __call__(self) -> float:
+        """The time; asked at the beginning of each operation, and at the end."""
+        me = threading.get_ident()
+        if self.met is not None and me in self.met:
+            self.seconds = max(self.met.values())
+        elif self.met is not None:
+            self.met[me] = self.seconds
+        return self.seconds
+
+    def barrier(self, group: Any) -> None:
+        self.counts[group] += 1
+        self.met = self.entries.setdefault((group.global_ranks, self.counts[group]), {})
+        dist.barrier(group)
+        self.met = None
+
+
+def test_who_waits_in_another_axis_is_no_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 waits for rank 3 along the second axis, so rank 0 waits for rank 2 along the first."""
 
     def program(rank: int) -> list[list[int]]:
@@ -115,11 +149,13 @@ def test_who_waits_in_another_axis_is_no_straggler() -> None:
         dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
         for _ in range(8):
             for _ in range(3):
-                time.sleep(0.06 if rank == 3 else 0.01)
-                dist.barrier(tp)
-            dist.barrier(dp)
+                clock.seconds += 0.06 if rank == 3 else 0.01
+                clock.barrier(tp)
+            clock.barrier(dp)
         return [[one.rank for one in dist.find_stragglers(group)] for group in (None, tp, dp)]
 
+    clock = RanksClock({})
+    monkeypatch.setattr(ring, "_now", clock)
     named = {0: [], 1: [3], 2: [], 3: [3]}
     results = run_ranks(4, program)
     assert [result[0] for result in results] == [[3]] * 4
