@@ -37,3 +37,13 @@ def test_a_rank_that_communicates_in_forward_mode_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"communicates \(barrier .* kind='processes'"):
         run_ranks(2, program)
     run_ranks(2, program, kind="processes")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_rank_that_communicates_in_jvp_is_named() -> None:
+    def program(rank: int) -> None:
+        one = torch.tensor(1.0)
+        jvp(lambda x: x * dist.barrier(), (one,), (one,))
+
+    with pytest.raises(RuntimeError, match=r"communicates \(barrier .* kind='processes'"):
+        run_ranks(2, program)

@@ -57,6 +57,8 @@ def _entering(function: Callable[..., Any]) -> Callable[..., Any]:
 def _leaving(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def leave(*args: Any, **kwargs: Any) -> Any:
+        if _owner is None or _owner[1] is not threading.current_thread():
+            return None  # entering was refused
         try:
             return function(*args, **kwargs)
         finally:

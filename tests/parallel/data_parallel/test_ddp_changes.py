@@ -156,3 +156,17 @@ def test_computed_tensors_in_the_place_of_parameters_are_refused() -> None:
         model(x).sum().backward()
 
     run_ranks(2, program)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_whose_gradients_nobody_averages_are_refused(transform: Any) -> None:
+    def program(rank: int) -> None:
+        model: Any = DistributedDataParallel(_model())
+        x = torch.ones(4)
+        with pytest.raises(RuntimeError, match=r"within torch\.func\.grad.*: call ddp\.module\n"):
+            transform(lambda x: model(x).sum())(x)
+        assert transform(lambda x: model.module(x).sum())(x).shape[0] == 4
+        torch.func.vmap(model)(torch.ones(3, 4)).sum().backward()
+        assert model.module[0].weight.grad is not None
+
+    run_ranks(2, program)

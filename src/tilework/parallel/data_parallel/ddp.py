@@ -45,6 +45,11 @@ from tilework.parallel.data_parallel.structure import ModuleStructure
 from tilework.parallel.data_parallel.torch_names import TorchDDPNames, ignored_names
 from tilework.parallel.passes import Passes
 
+_TRANSFORMED = (
+    "DistributedDataParallel within torch.func.grad, vjp, jacrev or hessian: call ddp.module\n"
+    "Only backward() averages gradients over the ranks. Average what these transforms give: "
+    "dist.all_reduce(grad, op=dist.ReduceOp.AVG)"
+)
 _COMPUTED = (
     "{name} of {kind} was computed from other tensors, and DistributedDataParallel averages "
     "gradients of parameters. Call torch.func.functional_call(ddp.module, ...), whose names have "
@@ -217,6 +222,8 @@ class DistributedDataParallel(nn.Module, Joinable, TorchDDPNames):
         return self._after_forward(outputs, (inputs, kwargs))
 
     def _before_forward(self) -> None:
+        if torch._C._are_functorch_transforms_active() and _is_in_grad():
+            raise RuntimeError(_TRANSFORMED)
         if not torch.is_grad_enabled():
             return
         self.reducer.abandon()
@@ -520,3 +527,9 @@ class _FinalSync(JoinHook):
         ddp._passes.reset()
         ddp.reducer.active_group = None
         ddp.reducer.divide_by_initial_size = True
+
+
+def _is_in_grad() -> bool:
+    """True within torch.func.grad, vjp, jacrev or hessian."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Grad for level in levels)

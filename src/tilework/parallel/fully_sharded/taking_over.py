@@ -210,8 +210,8 @@ def _check(name: str, parameter: Any, owner: OwningUnit) -> None:
     """Raise if this unit cannot own a parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise TypeError(
-            f"{name} of {owner.name} is a {type(parameter).__name__}, and must be an nn.Parameter, "
-            f"as fully_shard has sharded the module. Assign a parameter, and do not use "
+            f"{name} of {owner.name} is a {type(parameter).__name__}, and must be an nn.Parameter\n"
+            f"fully_shard has sharded the module. Assign a parameter, and do not use "
             f"torch.func.functional_call on this module"
         )
     for each in (parameter, parameter.data, _local_full(parameter)):
