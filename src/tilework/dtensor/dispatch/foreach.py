@@ -90,8 +90,8 @@ def _norms(tensors: Sequence[Any], ord: Any = 2, dtype: Any = None) -> list[Tens
             results[at] = torch.linalg.vector_norm(tensor, ord, dtype=dtype)
     for mesh, places in together.items():
         norms = _norms_on(mesh, [_without_partial(tensors[at]) for at in places], float(ord), dtype)
-        kinds = [(dtype or tensors[at].dtype).to_real() for at in places]
-        by_kind = {kind: norms.to(kind).unbind() for kind in set(kinds)}
+        kinds = [dtype or tensors[at]._local_tensor.dtype for at in places]
+        by_kind = {kind: norms.to(kind.to_real()).unbind() for kind in set(kinds)}
         spec = spec_of(mesh, [Replicate()] * mesh.ndim, ())
         for number, (at, kind) in enumerate(zip(places, kinds, strict=True)):
             results[at] = wrap(by_kind[kind][number], spec)
@@ -125,7 +125,7 @@ def _norms_on(mesh: DeviceMesh, tensors: Sequence[Any], order: float, dtype: Any
     for at, tensor in enumerate(tensors):  # of replicas, the first rank's counts
         is_first = specs[at].is_first(tuple(axes - specs[at].sharded_axes))
         if is_first and tensor._local_tensor.numel():
-            parts.setdefault(tensor.dtype, []).append(at)
+            parts.setdefault(tensor._local_tensor.dtype, []).append(at)
     norms = torch.zeros(len(tensors), dtype=torch.float64, device=tensors[0]._local_tensor.device)
     for kind, places in parts.items():
         locals_ = _local([tensors[at] for at in places])

@@ -61,7 +61,8 @@ def tracked(name: str, handler: Handler) -> Handler:
         if writes:
             for number, tensor in enumerate(tensors_in(args[0] if args else ())):
                 if isinstance(tensor, DTensor):
-                    digest = by_mesh.get(tensor.device_mesh, digest)
+                    if by_mesh:
+                        digest = by_mesh.get(tensor.device_mesh, digest)
                     note_write(tensor, hash((digest, number)))
             return result
         if not by_mesh:
