@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import remove_parametrizations
 
@@ -116,3 +117,18 @@ def test_parametrizations_of_a_sharded_module_are_removed() -> None:
 
     for got in run_ranks(2, lambda rank: program(fully_shard)):
         assert_close(got, program(lambda model: model))
+
+
+def test_masks_of_pruning_are_whole_beside_full_weights() -> None:
+    def program(shard: Callable[[Any], Any], x: Any) -> Any:
+        model = shard(layers())
+        model(x)
+        prune.l1_unstructured(model[0], "weight", 0.5)  # type: ignore[no-untyped-call]
+        model(x).sum().backward()
+        return full(model[0].weight_orig.grad), full(model[0].weight_mask)
+
+    x = torch.arange(8.0).view(2, 4)
+    wanted = program(lambda model: model, x)
+    for got in run_ranks(2, lambda rank: program(fully_shard, x[rank : rank + 1])):
+        assert_close(got[0] * 2, wanted[0])  # an average
+        assert got[1].equal(wanted[1])

@@ -350,3 +350,16 @@ def test_frozen_parameters_and_modules_on_meta() -> None:
         assert meta.weight.to_local().shape == (2, 4)
 
     run_ranks(2, program)
+
+
+def test_a_weight_that_a_parametrization_computes() -> None:
+    def program(rank: int) -> None:
+        mesh, x = init_device_mesh("cpu", (2,)), torch.ones(2, 4)
+        plain = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        style = ColwiseParallel(output_layouts=Replicate())
+        assert_close(parallelize_module(copy.deepcopy(plain), mesh, style)(x), plain(x))
+        with pytest.raises(ValueError, match=r"no parameter 'weight'.*\nIt has bias, parametriz"):
+            parallelize_module(plain, mesh, RowwiseParallel())
+
+    torch.manual_seed(0)
+    run_ranks(2, program)

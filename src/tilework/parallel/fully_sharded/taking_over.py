@@ -146,6 +146,16 @@ class ModuleTables:
                     known[1].append((module, name))
         return list(found.values())
 
+    def make_buffers_whole(self, mesh: DeviceMesh) -> None:
+        """Replace buffers that were computed from sharded parameters, such as masks of pruning.
+
+        Modules read them beside full parameters. Collective if there are any.
+        """
+        for _, module in self._modules:
+            for name, buffer in module._buffers.items():
+                if isinstance(buffer, DTensor) and buffer.device_mesh == mesh:
+                    module._buffers[name] = buffer.full_tensor().detach()
+
 
 def own_modules(module: nn.Module, prefix: str) -> Iterable[tuple[str, nn.Module]]:
     """A module and the modules within that belong to the same unit, with name prefixes."""
@@ -191,6 +201,7 @@ def take_over(
         _check(name, parameter, owner)
         old = known.get(id(parameter)) or next((at[p] for p in places if p in at), None)
         taken.append(_describe(name, places, parameter, old, owner))
+    tables.make_buffers_whole(owner.mesh)
     fresh = [(each.param.name, each.full) for each in taken if each.full is not None]
     _compare(fresh, owner.mesh, owner.name)
     keeps_objects = bool(before)

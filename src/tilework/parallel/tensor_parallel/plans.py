@@ -247,7 +247,15 @@ class _Parameters:
     def add(self, styled: _StyledModule) -> None:
         """Add the layouts of a module's parameters; raise if another style disagrees."""
         for name, layout in styled.style.parameter_layouts(styled.module).items():
-            parameter = styled.module.get_parameter(name)
+            parameter = styled.module._parameters.get(name)
+            if parameter is None:
+                own = ", ".join(name for name, _ in styled.module.named_parameters())
+                raise ValueError(
+                    f"{styled.name or 'the module'} has no parameter {name!r}, which "
+                    f"{_style_text(styled)} shards\nIt has {own or 'none'}. Where {name!r} is "
+                    f"computed, by a parametrization or pruning, register that after "
+                    f"parallelize_module, or remove it before"
+                )
             entry = (parameter, layout, styled)
             _, known, other = self.layouts.setdefault(id(parameter), entry)
             if known != layout:

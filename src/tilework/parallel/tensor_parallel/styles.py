@@ -84,8 +84,9 @@ class _ShardedLayer(ParallelStyle):
         # If the input is sharded like the weight, the weight tells the size.
         dims = linear_dims(module)
         extent: int | None = None
-        if dims is not None and desired == self.input_layouts:
-            extent = module.get_parameter("weight").shape[dims[1]]
+        weight = module._parameters.get("weight")  # else a parametrization computes it
+        if dims is not None and weight is not None and desired == self.input_layouts:
+            extent = weight.shape[dims[1]]
 
         def before(_: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             key = None if inputs else "input"
