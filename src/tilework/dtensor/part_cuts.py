@@ -2,16 +2,18 @@
 
 An operator's rule says which loop each dim runs over (:mod:`~tilework.tiled.factors`). Results that
 run over the loop of a cut dim are cut, too. If no result does, or the operator needs all of the
-dim, it would compute with this rank's elements alone, and is refused. Operators without a rule are
-followed through the operators that they call. Where nothing tells the dim, it is unknown from there
-on, and nothing is refused.
+dim, or moves elements along it, it would compute with this rank's elements alone, and is refused.
+Sizes in a call may be those of the whole: the rule is asked with cut dims many times as long, and
+the longer loop has to be the cut one. Operators without a rule are followed through the operators
+that they call, or by which sizes grow. Where nothing tells the dim, it is unknown from there on,
+and nothing is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -236,7 +238,7 @@ class _Call:
         found = self._by_rule(_PRIME)
         if found is None or not all(cut.leads for cut in found):
             found = self._by_rule(1) or found or self._within(mark)
-        return found or self._grown() or [self._kept(each) for each in self._results]
+        return found or self._grown() or [self.layer.cut(None)] * len(self._results)
 
     def _stand_ins(self, times: int) -> list[Tensor]:
         """The tensors without memory, with cut dims so many times as long."""
@@ -297,17 +299,7 @@ class _Call:
         """
         cut: Any = self._cuts[at]
         if isinstance(self._answer, PlacedCall):
-            axis, ranks = self.layer.axis, self.layer.mesh.shape[self.layer.axis]
-            if times > 1:
-                call = self._asked(ranks)
-            carried = carried_dims(self._rule, call, at, dim, axis)
-            fits = carried is not None and all(
-                times == 1 or sizes == [result.shape[to]] * ranks
-                for (to, sizes), result in zip(carried or (), self._results, strict=True)
-            )
-            if not fits:
-                self._refuse(at, dim, ranks if times > 1 else 1)
-            return None if carried is None else [(to, cut.leads) for to, _ in carried]
+            return self._ends_of_placed(call, at, dim, times)
         if not isinstance(self._answer, LocalCall) or not self._answer.fits(call.tensors):
             return None
         factor_map = self._answer.map
@@ -317,14 +309,24 @@ class _Call:
             if times == 1 or self._splits(at, dim):
                 self._refuse(at, dim, times)
             return None
-        ends: list[End] = []
-        for of_result in factor_map.outputs:
-            to = [number for number, dims in enumerate(of_result) if factors[0] in dims]
-            split = not to or len(factors) > 1
-            ends.append(
-                None if split else (to[0], cut.leads and _leads(factors[0], of_result[to[0]]))
-            )
-        return ends
+        if len(factors) > 1:
+            return [None] * len(factor_map.outputs)
+        return [_end(factors[0], of_result, cut.leads) for of_result in factor_map.outputs]
+
+    def _ends_of_placed(self, call: AskedCall, at: int, dim: int, times: int) -> list[End] | None:
+        """:meth:`_ends` by the layouts that a rule gives, which tell how much each rank has."""
+        axis, cut = self.layer.axis, cast(Cut, self._cuts[at])
+        if times > 1:
+            times = self.layer.mesh.shape[axis]
+            call = self._asked(times)
+        carried = carried_dims(self._rule, call, at, dim, axis)
+        if carried is None or len(carried) != len(self._results):
+            self._refuse(at, dim, times)
+            return None
+        for (to, sizes), result in zip(carried, self._results, strict=True):
+            if times > 1 and sizes != [result.shape[to]] * times:
+                self._refuse(at, dim, times)
+        return [(to, cut.leads) for to, _ in carried]
 
     def _needs_all(self, factors: list[Factor], cut: Cut, times: int) -> bool:
         """True if an operator runs over these loops of a cut dim as one rank alone does not."""
@@ -403,16 +405,6 @@ class _Call:
             found.append(self.layer.cut((dims[0], True) if len(dims) == 1 else None))
         return found
 
-    def _kept(self, result: Tensor) -> Cut:
-        """The cut of a result that has the shape of a part, but for the size of the cut dim."""
-        for at, dim in self._parts.items():
-            sizes, given = list(result.shape), list(self._tensors[at].shape)
-            if len(sizes) == len(given):
-                sizes[dim] = given[dim]
-                if sizes == given or self._entry.is_view:
-                    return self.layer.cut((dim - len(sizes), True))
-        return self.layer.cut(None)
-
     def _refusal(self, at: int, dim: int) -> _CutDimNeededError:
         name, layer = self._entry.name, self.layer.name
         size = self._tensors[at].shape[dim]
@@ -425,6 +417,9 @@ class _Call:
         )
 
 
-def _leads(factor: Factor, dims: Dim) -> bool:
-    """True if a factor is the outermost of a dim."""
-    return next(each for each in dims if each.size != 1) is factor
+def _end(factor: Factor, dims: Sequence[Dim], leads: bool) -> End:
+    """The dim that has a factor, and whether ranks' parts follow each other there; None: none."""
+    for number, dim in enumerate(dims):
+        if factor in dim:
+            return number, leads and next(each for each in dim if each.size != 1) is factor
+    return None
