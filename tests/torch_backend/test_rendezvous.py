@@ -71,6 +71,20 @@ def test_tilework_run(tmp_path: Path, end: str) -> None:
     assert done.stdout.count("tilework 6") == 2
 
 
+def test_a_library_that_takes_a_free_port_in_each_rank(tmp_path: Path) -> None:
+    takes = """
+import os, socket
+from tilework.torch_backend.rendezvous import install_env_rendezvous
+install_env_rendezvous()  # the import did it where this process was made
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    os.environ.setdefault("MASTER_PORT", str(listener.getsockname()[1]))
+"""
+    text = takes + PROGRAM.format(backend="tilework", end="dist.destroy_process_group()")
+    done = run(tmp_path, text, "-m", "tilework.cli", "run", "-n", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tilework 6") == 2
+
+
 def test_torchrun(tmp_path: Path) -> None:
     text = PROGRAM.format(backend="cpu:tilework,cuda:gloo", end="dist.destroy_process_group()")
     done = run(tmp_path, text, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

@@ -198,7 +198,7 @@ def _not_set(name: str) -> str:
 def _env_store(
     place: RankPlace, settings: Settings | None, timeout: timedelta, secret: bytes | None
 ) -> Store:
-    if os.environ.get("MASTER_ADDR") and not _launcher_serves():
+    if os.environ.get("MASTER_ADDR") and not launcher_serves():
         host, port = os.environ["MASTER_ADDR"], _master_port()
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return _torchrun_store(host, port, timeout)
@@ -223,7 +223,20 @@ def _master_port() -> int:
     return port
 
 
-def _launcher_serves() -> bool:
+def name_master() -> None:
+    """Set MASTER_ADDR and MASTER_PORT where the launcher serves a store and has set neither.
+
+    Nobody listens there, and nobody has to. But a library that finds no MASTER_PORT may take a free
+    port in each rank, as Lightning does, and the ranks would never meet.
+    """
+    text = os.environ.get("TILEWORK_STORE")
+    if text and "MASTER_ADDR" not in os.environ and "MASTER_PORT" not in os.environ:
+        host = split_url(text).hostname or "127.0.0.1"
+        port = str(_FIRST_PORT + zlib.crc32(text.encode()) % _PORTS)
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, TILEWORK_MASTER=f"{host}:{port}")
+
+
+def launcher_serves() -> bool:
     """True if the launcher serves a store, and MASTER_ADDR is only for torch's own groups."""
     master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return bool(os.environ.get("TILEWORK_STORE")) and os.environ.get("TILEWORK_MASTER") == master

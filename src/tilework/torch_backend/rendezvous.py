@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from tilework.rendezvous.handlers import env_rendezvous
+from tilework.rendezvous.handlers import env_rendezvous, launcher_serves, name_master
 from tilework.store import Store
 from tilework.store.torch_bridge import as_torch_store
 
@@ -25,12 +25,14 @@ def install_env_rendezvous() -> None:
     Without RANK that finds the ranks of mpirun, or says how to start the program: ``accelerate
     launch --cpu`` sets MASTER_ADDR alone, and starts a single process.
     """
+    name_master()
     theirs = _handlers["env"]
     if getattr(theirs, "__module__", None) == __name__:
         return
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> _Meeting:
-        if os.environ.get("MASTER_ADDR") and ("RANK" in os.environ or "rank=" in url):
+        numbered = "RANK" in os.environ or "rank=" in url
+        if os.environ.get("MASTER_ADDR") and numbered and not launcher_serves():
             yield from theirs(url, timeout=timeout, **kwargs)
             return
         store, rank, world_size = next(env_rendezvous(url, timeout))
