@@ -1,7 +1,8 @@
 """A test script of accelerate's own, in a group that is made before it.
 
 Not run are those that fail on Gloo, too: test_ddp_comm_hook needs GPUs, and so does
-test_distributed_data_loop, for a ``join`` that accelerate ignores on CPUs.
+test_distributed_data_loop, for a ``join`` that accelerate ignores on CPUs. Those in external_deps
+need GPUs, or download data.
 """
 
 from __future__ import annotations

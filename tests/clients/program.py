@@ -37,7 +37,9 @@ def loss_of(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> 
 
 
 def report(values: Any) -> None:
-    """Print the values of a program."""
+    """Print the values of a program, which ran on the backend that the command line names."""
+    if dist.is_initialized():  # not where workers made the group
+        assert dist.get_backend() == sys.argv[1]
     print(MARK + json.dumps(values), flush=True)
 
 
