@@ -117,7 +117,7 @@ def main() -> int:
         print(*rows[-1], sep="  ", flush=True)
     wrong = sum(each[3] != "equal" for each in rows)
     print(f"\nOn Gloo and on tilework, with torch {metadata.version('torch')}, 2 ranks:\n")
-    print(table([("client", "versions", "what ran", "values", "both"), *rows]))
+    print(table([("client", "versions", "what ran", "values", "time"), *rows]))
     print(f"\n{len(rows) - wrong} of {len(rows)} equal")
     return 1 if wrong else 0
 

@@ -38,11 +38,13 @@ def train() -> list[Any]:
                 optimizer.zero_grad()
 
     def evaluate() -> list[float]:
-        with torch.no_grad():
-            pairs = [(model(batch[0]), batch[1]) for batch in every]
-        found = [accelerator.gather_for_metrics(pair) for pair in pairs]
-        errors = torch.cat([(output - target).flatten() for output, target in found])
-        assert len(errors) == len(held_out)  # what fills the last batch is cut off
+        found = []
+        for batch in every:  # within it, as only the last batch has what is cut off
+            with torch.no_grad():
+                error = model(batch[0]) - batch[1]
+            found.append(accelerator.gather_for_metrics(error).flatten())
+        errors = torch.cat(found)
+        assert len(errors) == len(held_out)
         seen.append(errors.tolist())
         return errors.tolist()
 
