@@ -52,7 +52,6 @@ class _Source:
         self.scope: dict[str, Any] = {
             "DTensor": DTensor,
             "wrap_as": wrap_as,
-            "memory_layout_of": memory_layout_of,
         }
         self.lines: list[str] = []
         self._names: dict[int, str] = {}
@@ -113,8 +112,7 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
     """Make the function that runs before a program: it checks conditions and returns the inputs.
 
     It takes the leaves of the arguments. It returns None if a check fails; the record may hold
-    nevertheless. It does not check layouts of inputs that must be the same tensors as before:
-    :func:`layouts_hold` does.
+    nevertheless. It does not check layouts of inputs: :func:`layouts_hold` does.
     """
     source = _Source()
     checks = [f"{source.read(place)} is {source.name(thing)}" for place, thing in held.way]
@@ -130,7 +128,6 @@ def write_enter(graph: Graph, held: ProgramConditions) -> Callable[..., list[Ten
             inputs.append(f"v{number}")
             checks.append(f"(v{number} := {source.read(path)}) is not None")
             checks += [f"{source.read(other)} is v{number}" for other in each.others]
-            checks.append(f"memory_layout_of(v{number}) == {source.name(each.layout)}")
             continue
         tensor = source.name(each.tensor)
         inputs.append(tensor)

@@ -88,9 +88,7 @@ class StepRecord:
             for each in graph.inputs
         ]
         self._enter = write_enter(graph, held)
-        fixed = [x for x in graph.inputs if not (x.is_argument or x.may_change)]
-        #: The inputs that are the same tensors in each call, and a check of their layouts.
-        self._same: list[Tensor] = [each.tensor for each in fixed]
+        #: A check of the inputs' layouts.
         self._layouts_hold: Callable[..., bool] = lambda *_: False
         self._leave = write_leave(graph, tree, self.index_of)
 
@@ -194,13 +192,13 @@ class StepRecord:
         The key of the call has checked the layouts of the arguments.
         """
         inputs = self._enter(leaves)
-        if inputs is None or not self._layouts_hold(*self._same):
+        if inputs is None or not self._layouts_hold(*inputs):
             if not self.is_current(leaves):
                 return None
-            self._layouts_hold = layouts_hold(self._same)
             inputs = self._enter(leaves)
             if inputs is None:
                 return None
+            self._layouts_hold = layouts_hold(inputs)
         elif not self._options_hold(leaves):
             return None
         if self._shared is not None and not self._shared.holds(inputs):
