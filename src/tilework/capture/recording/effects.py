@@ -146,10 +146,7 @@ def absent(before: StatePlaces, graph: Graph) -> Iterator[tuple[StatePlace, Any]
     yield from ((place, None) for place, tensor in before.slots if tensor is None)
     for place, _ in graph.places:
         if isinstance(place.owner, dict) and identity_of(place) not in then:
-            length = StatePlace(
-                place.owner, "length", None, f"the number of items with {place.text}"
-            )
-            yield length, before.lengths.get(id(place.owner), 0)
+            yield StatePlace(place.owner, "presence", place.key, place.text), False
 
 
 def way_to(graph: Graph, places: StatePlaces, after: StatePlaces) -> list[tuple[StatePlace, Any]]:

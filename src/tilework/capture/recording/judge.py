@@ -35,6 +35,12 @@ _LAST_PLACES = 16.0
 _Generators = Sequence[tuple[torch.Generator, Tensor]]
 
 
+def generators_with_states(places: StatePlaces) -> list[tuple[torch.Generator, Tensor]]:
+    """The generators of random numbers of this rank and of a step, with the states now."""
+    found = [*generators_of_rank(), *places.instances(torch.Generator)]
+    return [(each, each.get_state()) for each in found]
+
+
 def check_new(
     record: StepRecord,
     kept: Mapping[int, Tensor],
@@ -116,7 +122,9 @@ def compared_call(
         and places.is_users(places.tensors[id(tensor)])
         and key_of_storage(tensor) not in kept
     ]
-    generators = [(x, x.get_state()) for x in [*generators_of_rank(), *places.generators()]]
+    generators = [
+        (x, x.get_state()) for x in [*generators_of_rank(), *places.instances(torch.Generator)]
+    ]
     with uncoalesced(), uncompiled():  # as a program runs
         result = call.run()
     reduce_deferred(places)

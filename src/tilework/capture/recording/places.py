@@ -1,18 +1,28 @@
-"""The places where a step finds tensors and numbers: variables, and the objects that they refer to.
+"""The state of a step: the places where it finds tensors, numbers and other things.
 
 A place is an object and the way to a part of it: an item, an attribute, or the contents of a cell.
-The search begins at the step's function: the closure, the globals that the code names, the defaults
-and ``self``. It goes through modules, optimizers, schedulers, containers and other objects of
-Python, except for groups, meshes and the libraries' own globals.
+The state is what the following search finds, and nothing else.
 
-If all classes of an object belong to the program, only the attributes that the code names count: a
-count of epochs in a trainer may change, as long as the step does not read it. The same holds for
-objects of torch, such as schedulers, and for tensors.
+- It begins at the step, at objects among the arguments, and at the hooks of all modules.
+- Of a function it takes the closure, the globals that the code reads, and the defaults; of a
+  function of torch or tilework the closure alone, and there functions, modules and optimizers.
+- Of a container it takes the items and the length or the keys; of a set or an array the content.
+- Of a module it takes the parts, hooks, the flag ``training``, and attributes.
+- Of another object it takes the attributes. If all classes of an object belong to the program, only
+  those that code of the step names, also those of the classes: a count of epochs in a trainer may
+  change, as long as the step does not read it. The same holds for modules of Python, for objects of
+  torch, such as schedulers, and for tensors.
+
+Tensors there are inputs of a program. Numbers, texts and flags must be equal in each call, and
+other things the same. Attributes that no code names, and what libraries keep for themselves, are
+searched for tensors alone, after the rest. Groups, meshes, files and the globals of libraries are
+not searched.
 """
 
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import io
 import logging
@@ -21,7 +31,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,18 +43,19 @@ from tilework.capture.program.place import StatePlace, plain
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.callsite import in_library
 from tilework.comm.world import World
-from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
 from tilework.mesh import DeviceMesh
 from tilework.store.contract import Store
 
 T = TypeVar("T")
+_Parts = Iterator[tuple[StatePlace, Any]]
 #: Classes of objects without state of a step, or without state that a program reads.
 _LEAVES = (
     *(ProcessGroup, DeviceMesh, World, Store, types.ModuleType, type, types.BuiltinFunctionType),
     *(str, bytes, int, float, complex, types.CodeType, types.FrameType),
     *(logging.Logger, logging.Handler, io.IOBase),
 )
+_CONSTANTS = (bool, int, float, str, type(None))
 #: Functions with which code may read any attribute.
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter", "__getattribute__"))
 #: The dicts of a module's parts.
@@ -56,19 +67,17 @@ _HOOKS_OF_ALL = [
     _global_optimizer_pre_hooks,
     _global_optimizer_post_hooks,
 ]
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
+#: Attributes that libraries read, whether the step's code names them or not.
+_ALWAYS_READ = frozenset(("forward", "training", *_HOOKS))
 #: Classes of torch whose methods read their numbers in a step, and change none.
 _WITH_OPTIONS = (Optimizer, torch.amp.GradScaler)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training", *_HOOKS}
 #: The maximum of objects to search, for steps that refer to nearly everything.
 _MOST = 200_000
 
 
-def _address_of(generator: Any) -> int:
-    return generator._cdata  # type: ignore[no-any-return]
-
-
 class StatePlaces:
-    """The tensors that a step can reach, and the place of each.
+    """The tensors, numbers and other things that a step can reach, and the place of each.
 
     Args:
         step: The step.
@@ -77,28 +86,38 @@ class StatePlaces:
 
     def __init__(self, step: Callable[..., Any], arguments: Sequence[Any] = ()) -> None:
         self.step, self.arguments = step, arguments
-        #: By id of a tensor, the place, and the places of the objects on the way to it.
+        #: The names in code of the step.
+        self._names: set[str] = set()
+        self._search()
+        while not self._names.isdisjoint(self._left_out):  # code that was found later has the name
+            self._search()
+
+    def _begin(self) -> None:
+        #: By id of a tensor, the place.
         self.tensors: dict[int, StatePlace] = {}
-        #: By id of an object, the place where it was found, and the owner of the place.
-        self.parents: dict[int, tuple[StatePlace, Any]] = {}
+        #: By id of an object, the place where it was found, and the object that has the place.
+        self._parents: dict[int, tuple[StatePlace, Any]] = {}
+        #: The names for which the search has left out attributes.
+        self._left_out: set[str] = set()
         #: All places of tensors, with the tensor there (None: no gradient).
         self.slots: list[tuple[StatePlace, Tensor | None]] = []
-        #: By owner of a place, True if it belongs to the program, False if to a library.
-        self._is_users: dict[int, bool] = {}
         #: Numbers, texts and flags of the user's objects and of modules, with the value.
         self.constants: list[tuple[StatePlace, Any]] = []
-        #: By id, the number of items of a dict.
-        self.lengths: dict[int, int] = {}
         #: Containers of the user's program, with copies.
         self.containers: list[tuple[Any, Any]] = []
         #: Other things that the step may use: functions, modules, containers, dtypes.
         self.things: list[tuple[StatePlace, Any]] = []
+        #: By id of a place's owner, such as a module's dict of parameters, the object that the
+        #: owner is a part of; and True if it belongs to the program, False if to a library.
+        self._owners: dict[int, tuple[Any, bool]] = {}
         self._kept: list[Any] = []
         self._graded: set[int] = set()
-        #: The names in the step's code; and, by name, attributes that the code may not read.
-        self._names: set[str] = set()
-        self._unnamed: dict[str, list[tuple[StatePlace, Any, Any]]] = {}
-        self._walk()
+        #: By id of an object that was queued, True if the user's program refers to it.
+        self._queued = {id(each): True for each in (self.step, *self.arguments)}
+        self._later: list[tuple[Any, str, bool]] = []
+        self._todo: list[tuple[Any, str, bool]] = [(self.step, "", True)]
+        self._todo += [(hooks, "hooks of all modules", True) for hooks in _HOOKS_OF_ALL]
+        self._todo += [(leaf, f"args[{i}]", True) for i, leaf in enumerate(self.arguments)]
 
     def find(self, tensor: Tensor) -> StatePlace | None:
         """The place where the search found a tensor; None if the step cannot reach the tensor."""
@@ -141,15 +160,11 @@ class StatePlaces:
     def way_to(self, place: StatePlace) -> list[tuple[StatePlace, Any]]:
         """The places that lead from the step to a place, in order, and the object at each."""
         way: list[tuple[StatePlace, Any]] = []
-        found = self._found_at.get(id(place.owner), place.owner)
-        while (step := self.parents.get(id(found))) is not None:
+        found = self._owner_of(place)
+        while (step := self._parents.get(id(found))) is not None:
             way.append((step[0], found))
             found = step[1]
         return way[::-1]
-
-    def generators(self) -> list[torch.Generator]:
-        """The generators of random numbers that the step refers to."""
-        return self.instances(torch.Generator)
 
     def instances(self, *kinds: type[T]) -> list[T]:
         """The objects of some classes that the step refers to."""
@@ -160,195 +175,168 @@ class StatePlaces:
 
         None if there is none: the step has made the generator itself.
         """
-        same = (each for each in self.generators() if _address_of(each) == _address_of(given))
+        address = _address_of(given)
+        same = (x for x in self.instances(torch.Generator) if _address_of(x) == address)
         return next(same, None)
 
     def showing(self, tensor: Tensor) -> Tensor | None:
         """A tensor at some place that shares storage with ``tensor``; None if there is none."""
         storage = tensor.untyped_storage()._cdata
-        for known in self._kept:
-            if isinstance(known, Tensor) and known.layout is torch.strided:
-                local: Tensor = plain(known)
-                if local.untyped_storage()._cdata == storage and self.find(local) is not None:
-                    return local
-        return None
+        known = [plain(x) for x in self.instances(Tensor) if x.layout is torch.strided]
+        shown = (x for x in known if x.untyped_storage()._cdata == storage and self.find(x))
+        return next(shown, None)
 
     def is_users(self, place: StatePlace) -> bool:
         """True if a place belongs to the user's program; False if a library keeps it for itself."""
-        return place.how == "grad" or self._is_users.get(id(place.owner), True)
+        return place.how == "grad" or self._owners.get(id(place.owner), (None, True))[1]
 
     def kind_of(self, place: StatePlace) -> type:
         """The class of a place's owner; for an item of a module's dict, the class of the module."""
-        return type(self._found_at.get(id(place.owner), place.owner))
+        return type(self._owner_of(place))
+
+    def _owner_of(self, place: StatePlace) -> Any:
+        return self._owners.get(id(place.owner), (place.owner, True))[0]
 
     # -- the search --------------------------------------------------------------------------
 
-    def _walk(self) -> None:
+    def _search(self) -> None:
+        self._begin()
         seen: set[int] = set()
-        self._queued = queued = {id(self.step), *map(id, self.arguments)}
-        #: By id of a part such as a module's dict of parameters, the object that the part belongs
-        #: to.
-        self._found_at: dict[int, Any] = {}
-        self._todo: list[tuple[Any, str, bool]] = [(self.step, "", True)]
-        self._todo += [(hooks, "hooks of all modules", True) for hooks in _HOOKS_OF_ALL]
-        self._todo += [(leaf, f"args[{i}]", True) for i, leaf in enumerate(self.arguments)]
-        self._later: list[tuple[Any, str, bool]] = []
-        while len(seen) < _MOST:
-            if not self._todo:
-                self._name_none()
-                self._todo, self._later = self._later, []
-                if not self._todo:
-                    break
-            found, text, is_users = self._todo.pop()
-            if id(found) in seen or (isinstance(found, _LEAVES) and not _is_searched(found)):
-                continue
-            if type(found).__module__.startswith("tilework.capture."):  # another program
-                self._take_step(found, text, is_users)
+        while (self._todo or self._later) and len(seen) < _MOST:
+            found, text, is_users = (self._todo or self._later).pop()
+            if id(found) in seen or not _is_searched(found):
                 continue
             seen.add(id(found))
             self._kept.append(found)
             if isinstance(found, Optimizer):
-                queued.update(map(id, found.param_groups))
-                self._later += [(each, text, False) for each in found.param_groups]
-                for each in (found._optimizer_step_pre_hooks, found._optimizer_step_post_hooks):
-                    self._todo.append((each, f"hooks of {text}", True))
-            if is_users:
-                self._refuse_iterator(found, text)
-            is_reached, is_users = is_users, is_users and _is_users(found)
-            self._note_container(found, text, is_users)
-            self._take_parts(found, list(_parts_of(found, text)), is_users, is_reached)
-            if is_users and _has_users_names(found):
-                self._name(found.__code__)
+                self._todo += [
+                    (hooks, f"hooks of {text}", True)
+                    for hooks in (found._optimizer_step_pre_hooks, found._optimizer_step_post_hooks)
+                ]
+                self._queued.update({id(group): True for group in found.param_groups})
+                self._later += [(group, text, False) for group in found.param_groups]
+            counts = is_users and _is_users(found)
+            if counts:
+                self._note_container(found, text or f"a {type(found).__name__}")
+            self._take_parts(found, _parts_of(found, text), is_users, counts)
+            if counts and isinstance(found, types.FunctionType) and not is_of_library(found):
+                self._names.update(_names_in(found.__code__))
 
-    def _take_parts(
-        self, found: Any, parts: Sequence[tuple[StatePlace, Any]], is_users: bool, is_reached: bool
-    ) -> None:
-        """Note the values at places of ``found``, now or when code of the step names them."""
-        waits = (is_reached and _is_named_only(found)) or (is_users and _has_users_code(found))
-        for place, value in reversed(parts):
-            self._found_at[id(place.owner)] = found
-            self._is_users[id(place.owner)] = is_users
-            name = _name_of(place, found) if waits else None
-            if name is None or isinstance(value, Tensor):
-                self._take(place, value, found, is_users)
-            elif name in self._names or (self._names & _ANY_NAME and is_users):
-                self._take(place, value, found, True)
-            else:
-                self._unnamed.setdefault(name, []).append((place, value, found))
-
-    def _take_step(self, program: Any, text: str, is_users: bool) -> None:
-        """Queue the step of another program, which the step may call."""
-        step = getattr(program, "__wrapped__", None)
-        if step is not None:
-            self._take(
-                StatePlace(program, "attribute", "__wrapped__", text), step, program, is_users
-            )
-
-    def _refuse_iterator(self, found: Any, text: str) -> None:
-        """Refuse an iterator of a library to which the user's code refers: no code sees the state.
-
-        Raises:
-            CaptureError: ``found`` is an iterator.
-        """
-        if not isinstance(found, Iterator) or is_users_class(type(found)):
-            return
-        _, owner = self.parents.get(id(found), (None, None))
-        kind = type(owner)
-        is_users = is_users_class(kind) or kind.__module__ in ("builtins", "collections")
-        if is_users and not _is_of_package(owner):
-            raise CaptureError(
-                f"the step refers to {text or 'an iterator'}, a {type(found).__name__}: a program "
-                f"would use the item of this call again and again. Call next() before the step, "
-                f"and pass the item as an argument"
-            )
-
-    def _note_container(self, found: Any, text: str, is_users: bool) -> None:
+    def _note_container(self, found: Any, text: str) -> None:
         """Note the length of a container, which decides on loops; of a set or array, all."""
-        if isinstance(found, dict):
-            self.lengths[id(found)] = len(found)
-        if is_users and type(found) in (list, deque, dict, set):
+        if type(found) in (list, deque, dict, set):
             self.containers.append((found, copy.copy(found)))
-        if is_users and isinstance(found, list | deque | dict):
-            length = StatePlace(found, "length", None, f"the length of {text or 'a container'}")
-            self.constants.append((length, len(found)))
-            if isinstance(found, dict) and found and all(isinstance(x, str) for x in found):
-                keys = StatePlace(found, "keys", None, f"the keys of {text or 'a dict'}")
-                self.constants.append((keys, tuple(found)))
-        elif is_users and (isinstance(found, set) or _is_array(found)):
-            content = StatePlace(found, "content", None, text or f"a {type(found).__name__}")
-            self.constants.append((content, content.get()))
-
-    def _take(self, place: StatePlace, value: Any, found: Any, is_users: bool) -> None:
-        """Note the value at a place of ``found``, and queue it for the search."""
-        if isinstance(value, Tensor):
-            self._add(place, value, found)
-        elif place.key in _TABLES and isinstance(found, nn.Module):
-            self.things.append((place, value))  # the module has the parts
-        elif value is None or isinstance(value, bool | int | float | str) or _is_numpys(value):
-            if is_of_library(found):
-                return
-            if (is_users or isinstance(found, _WITH_OPTIONS)) and place.how != "grad":
-                self.constants.append((place, value))
+        if isinstance(found, set) or _is_array(found):
+            how, text = "content", text
+        elif isinstance(found, dict) and found and all(isinstance(key, str) for key in found):
+            how, text = "keys", f"the keys of {text}"
+        elif isinstance(found, list | deque | dict):
+            how, text = "length", f"the length of {text}"
         else:
-            is_users = is_users and not (is_of_library(found) and not _is_callable(value))
-            if is_users and place.key not in _HOOKS and not _is_of_package(found):
-                self.things.append((place, value))
-            if isinstance(value, _LEAVES) and not _is_searched(value):
-                return
-            if id(value) not in self._queued:
-                self._queued.add(id(value))
-                self.parents[id(value)] = place, found
-                (self._todo if is_users else self._later).append((value, place.text, is_users))
+            return
+        place = StatePlace(found, how, None, text)
+        self.constants.append((place, place.get()))
 
-    def _name(self, code: types.CodeType) -> None:
-        """Note the names in code of the step, and search attributes with such names."""
-        names = set(_names_in(code)) - self._names
-        self._names |= names
-        for name in list(self._unnamed) if names & _ANY_NAME else names:
-            for each in self._unnamed.pop(name, ()):
-                if name in self._names or not _is_named_only(each[2]):
-                    self._take(*each, True)
-                else:
-                    self._unnamed.setdefault(name, []).append(each)
+    def _take_parts(self, found: Any, parts: _Parts, is_users: bool, counts: bool) -> None:
+        """Note what is at the places of ``found``.
 
-    def _name_none(self) -> None:
-        """Search attributes that the code does not name for tensors: libraries may read them."""
-        unnamed, self._unnamed = self._unnamed, {}
-        for waiting in unnamed.values():
-            for place, value, found in waiting:
-                self._take(place, value, found, False)
+        Args:
+            found: The object.
+            parts: The places, with what is there.
+            is_users: True if the user's program refers to the object.
+            counts: True if the object belongs to the user's program, too.
+        """
+        for place, value in reversed(list(parts)):
+            self._owners[id(place.owner)] = found, counts
+            is_state = self._is_state(place, found, is_users, counts)
+            if isinstance(value, Tensor):
+                self._take_tensor(place, value, found)
+            elif place.key in _TABLES and isinstance(found, nn.Module):
+                self.things.append((place, value))  # the module has the parts
+            elif not (isinstance(value, _CONSTANTS) or _is_numpys(value)):
+                self._take_thing(place, value, found, is_state)
+            elif (is_state or isinstance(found, _WITH_OPTIONS)) and not is_of_library(found):
+                self.constants.append((place, value))
 
-    def _add(self, place: StatePlace, tensor: Tensor, found: Any) -> None:
+    def _is_state(self, place: StatePlace, found: Any, is_users: bool, counts: bool) -> bool:
+        """True if what is at a place is state of the step, and no library's alone."""
+        name = _name_of(place, found)
+        is_torchs = is_users and _is_named_only(found)
+        if name is None or not (is_torchs or (counts and _has_users_code(found))):
+            return counts
+        others = frozenset() if is_torchs else _ANY_NAME
+        if name in self._names or self._names & others:
+            return True
+        self._left_out |= {name, *others}
+        return False
+
+    def _take_thing(self, place: StatePlace, value: Any, found: Any, is_state: bool) -> None:
+        """Note an object that is no tensor and no constant, and queue it for the search."""
+        is_state = is_state and not (is_of_library(found) and not _is_callable(value))
+        if is_state and place.key not in _HOOKS and not _is_of_package(found):
+            self.things.append((place, value))
+        known = self._queued.get(id(value))
+        if (known is None or (is_state and not known)) and _is_searched(value):
+            if is_state:
+                _refuse_iterator(value, found, place.text)
+            self._parents[id(value)] = place, found
+            self._queued[id(value)] = is_state
+            (self._todo if is_state else self._later).append((value, place.text, is_state))
+
+    def _take_tensor(self, place: StatePlace, tensor: Tensor, found: Any) -> None:
         self._kept.append(tensor)
         self.slots.append((place, tensor))
-        self.parents.setdefault(id(tensor), (place, found))
-        local = tensor
-        if tensor.__class__ is DTensor:
-            local = tensor._local_tensor
-        is_new = id(local) not in self.tensors
-        if is_new and tensor is not local:
-            self.tensors[id(local)] = StatePlace(tensor, "attribute", "_local_tensor", place.text)
-        elif is_new:
-            self.tensors[id(tensor)] = place
-            for part, value in _parts_of(vars(tensor), place.text):
+        self._parents.setdefault(id(tensor), (place, found))
+        local: Tensor = plain(tensor)
+        if id(local) not in self.tensors:
+            is_local = tensor is not local
+            way = StatePlace(tensor, "attribute", "_local_tensor", place.text)
+            self.tensors[id(local)] = way if is_local else place
+            self._take_parts(tensor, _parts_of_tensor(tensor, place.text), True, True)
+            for name, value in vars(local).items() if not is_local else ():
                 if isinstance(value, Tensor) and id(value) not in self.tensors:
                     self._kept.append(value)
-                    self.tensors[id(value)] = part
-        if is_new:
-            self._take_parts(tensor, list(_parts_of_tensor(tensor, place.text)), True, True)
+                    self.tensors[id(value)] = StatePlace(tensor, "attribute", name, place.text)
         may_have_grad = local.requires_grad or isinstance(tensor, nn.Parameter)
         if local.is_leaf and may_have_grad and id(tensor) not in self._graded:
             self._graded.add(id(tensor))
-            grad_place = StatePlace(tensor, "grad", None, f"{place.text}.grad")
-            grad = local.grad
-            self.slots.append((grad_place, grad))
-            if grad is not None:
-                self._kept.append(grad)
-                self.tensors.setdefault(id(grad), grad_place)
-            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                hooks = getattr(local, name)
-                place = StatePlace(local, "attribute", name, f"hooks of {place.text}")
-                self._take(place, hooks, tensor, True)
+            self._take_grad(tensor, local, place.text)
+
+    def _take_grad(self, tensor: Tensor, local: Tensor, text: str) -> None:
+        """Note the gradient of a leaf, and the hooks that a backward pass runs."""
+        place = StatePlace(tensor, "grad", None, f"{text}.grad")
+        self.slots.append((place, local.grad))
+        if local.grad is not None:
+            self._kept.append(local.grad)
+            self.tensors.setdefault(id(local.grad), place)
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        places = [StatePlace(local, "attribute", name, f"hooks of {text}") for name in hooks]
+        for place in places:
+            hooks_there = place.get()
+            if hooks_there is None:
+                self.constants.append((place, None))
+            else:
+                self._take_thing(place, hooks_there, tensor, True)
+
+
+def _refuse_iterator(value: Any, owner: Any, text: str) -> None:
+    """Refuse an iterator of a library to which the user's code refers: no code sees the state.
+
+    Raises:
+        CaptureError: ``value`` is an iterator.
+    """
+    is_users = type(owner).__module__ in ("builtins", "collections") or is_users_class(type(owner))
+    is_librarys = isinstance(value, Iterator) and not is_users_class(type(value))
+    if is_librarys and is_users and not _is_of_package(owner):
+        raise CaptureError(
+            f"the step refers to {text}, a {type(value).__name__}: a program would use the item of "
+            f"this call again and again. Call next() before the step, and pass the item as an "
+            f"argument"
+        )
+
+
+def _address_of(generator: Any) -> int:
+    return generator._cdata  # type: ignore[no-any-return]
 
 
 def _is_numpys(value: Any) -> bool:
@@ -368,24 +356,20 @@ def _is_users(found: Any) -> bool:
         return True
     if isinstance(found, types.FunctionType):  # wrappers of libraries hold functions of the user
         return True
-    if isinstance(found, Optimizer):  # floats of optimizers are inputs; see ``options``
+    if isinstance(found, Optimizer):  # floats of optimizers are inputs; see ``inputs``
         return False
-    return not type(found).__module__.startswith(("torch.", "tilework."))
+    return not type(found).__module__.startswith(("torch.", "tilework.")) or _is_program(found)
+
+
+def _is_program(found: Any) -> bool:
+    """True for another captured step, of which the function is searched."""
+    return type(found).__module__ == "tilework.capture.step" and "__wrapped__" in vars(found)
 
 
 def _is_named_only(found: Any) -> bool:
-    """True for an object of torch, such as a scheduler, which changes attributes for itself.
-
-    Only those that the step's code names are the step's, too.
-    """
+    """True for an object of torch, such as a scheduler, which changes attributes for itself."""
     is_torchs = type(found).__module__.startswith("torch.")
     return is_torchs and not isinstance(found, Optimizer) and not _is_users(found)
-
-
-def _has_users_names(found: Any) -> bool:
-    """True for a function of the user's program: names in the code are names of attributes."""
-    is_function = isinstance(found, types.FunctionType)
-    return is_function and not in_library[found.__code__.co_filename]
 
 
 def _has_users_code(found: Any) -> bool:
@@ -402,21 +386,19 @@ def _has_users_code(found: Any) -> bool:
 
 def _name_of(place: StatePlace, found: Any) -> str | None:
     """The name that code must contain to reach a place of ``found``; None if it needs no name."""
-    key = place.key
-    if place.how == "length":
-        return key  # type: ignore[no-any-return]
-    if isinstance(found, type) and key in ("__init__", "__new__", "__post_init__"):
+    if isinstance(found, type) and place.key in ("__init__", "__new__", "__post_init__"):
         return found.__name__
-    is_attribute = place.how == "attribute" or place.owner is getattr(found, "__dict__", None)
-    if not is_attribute or key in ("forward", "training", *_HOOKS) or key.startswith("__"):
+    if place.how == "length":  # of an object's attributes
+        return place.key  # type: ignore[no-any-return]
+    is_attribute = place.how in ("attribute", "presence")
+    if not is_attribute or place.key in _ALWAYS_READ or place.key.startswith("__"):
         return None
-    return str(key)
+    return str(place.key)
 
 
 def is_users_class(kind: type | types.ModuleType) -> bool:
     """True for a class or Python module of the user's program, not of an installed package."""
-    is_class = isinstance(kind, type)
-    name = kind.__module__ if is_class else kind.__name__
+    name = kind.__module__ if isinstance(kind, type) else kind.__name__
     if name.partition(".")[0] in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
@@ -439,11 +421,16 @@ def _is_callable(value: Any) -> bool:
 
 
 def _is_searched(found: Any) -> bool:
-    """True for a class or Python module of the user, whose attributes are searched."""
-    return isinstance(found, type | types.ModuleType) and is_users_class(found)
+    """True unless an object has no parts that count; classes and Python modules are the user's."""
+    if isinstance(found, type | types.ModuleType):
+        return is_users_class(found)
+    return not isinstance(found, _LEAVES)
 
 
-def _parts_of(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
+# -- the parts of an object --------------------------------------------------------------------
+
+
+def _parts_of(found: Any, text: str) -> _Parts:
     """The parts of an object: the place of each, with the object there."""
     for kinds, parts in _KINDS:
         if isinstance(found, kinds):
@@ -451,44 +438,34 @@ def _parts_of(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
     return _parts_of_object(found, text)
 
 
-def _parts_of_method(method: types.MethodType, text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _parts_of_method(method: types.MethodType, text: str) -> _Parts:
     yield StatePlace(method, "attribute", "__self__", "self"), method.__self__
     yield StatePlace(method, "attribute", "__func__", method.__func__.__name__), method.__func__
 
 
-def _parts_of_partial(found: partial[Any], text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _parts_of_partial(found: partial[Any], text: str) -> _Parts:
     for name in ("func", "args", "keywords"):
         yield StatePlace(found, "attribute", name, name), getattr(found, name)
 
 
-def _parts_of_mapping(found: Mapping[Any, Any], text: str) -> Iterator[tuple[StatePlace, Any]]:
-    for key, value in list(found.items()):
+def _parts_of_container(found: Any, text: str) -> _Parts:
+    items = list(found.items()) if isinstance(found, Mapping) else enumerate(found)
+    for key, value in items:
         label = f"[{key!r}]" if isinstance(key, str | int) else f"[{type(key).__name__}]"
         yield StatePlace(found, "item", key, f"{text}{label}"), value
     if is_users_class(type(found)):
         yield from _parts_of_object(found, text)
 
 
-def _parts_of_sequence(found: Sequence[Any], text: str) -> Iterator[tuple[StatePlace, Any]]:
-    for number, value in enumerate(found):
-        yield StatePlace(found, "item", number, f"{text}[{number}]"), value
-    if is_users_class(type(found)):
-        yield from _parts_of_object(found, text)
-
-
-def _parts_of_cell(cell: types.CellType, text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _parts_of_cell(cell: types.CellType, text: str) -> _Parts:
     with suppress(ValueError):  # the cell may be empty
         yield StatePlace(cell, "cell", None, text), cell.cell_contents
 
 
-def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """The places and values of the attributes of a Python module or class, and of its bases."""
-    if not _is_searched(found):
-        return
+def _parts_of_namespace(found: Any, text: str) -> _Parts:
+    """The attributes of a Python module or class, and of its bases."""
     spaces = found.__mro__ if isinstance(found, type) else (found,)
     for name in {name: None for each in spaces if _is_searched(each) for name in vars(each)}:
-        if name == "__annotations__":
-            continue
         value = getattr(found, name, None)
         kept = inspect.getattr_static(found, name, None)
         if isinstance(kept, classmethod):
@@ -497,128 +474,132 @@ def _parts_of_namespace(found: Any, text: str) -> Iterator[tuple[StatePlace, Any
             yield StatePlace(found, "attribute", name, f"{found.__name__}.{name}"), value
 
 
-def _parts_of_property(found: property, text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _parts_of_property(found: property, text: str) -> _Parts:
     yield StatePlace(found, "attribute", "fget", text), found.fget
 
 
-def _parts_of_tensor(tensor: Tensor, text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _parts_of_tensor(tensor: Tensor, text: str) -> _Parts:
     """The attributes of a tensor that a program has set, without those of libraries."""
-    own = vars(tensor)
-    for name, value in list(own.items()):
+    for name, value in list(vars(tensor).items()):
         if not name.startswith("_"):
-            yield StatePlace(own, "item", name, f"{text}.{name}"), value
+            yield StatePlace(tensor, "attribute", name, f"{text}.{name}"), value
 
 
-def _parts_of_object(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _parts_of_object(found: Any, text: str, without: frozenset[str] = frozenset()) -> _Parts:
     dot = f"{text}." if text else ""
-    if is_users_class(type(found)):
-        yield StatePlace(found, "attribute", "__class__", f"{dot}__class__"), type(found)
-    for name, value in list(getattr(found, "__dict__", {}).items()):
-        if name == "__annotations__" or name.startswith("_tilework_"):  # counts of ``verify``
-            continue
-        yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
-    for name in _slots_of(type(found)):
-        if hasattr(found, name):
-            yield StatePlace(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
-    yield from _parts_of_class(found, text)
-
-
-def _parts_of_class(found: Any, text: str) -> Iterator[tuple[StatePlace, Any]]:
-    """Places that may get values later: for defaults and methods of a user's class, and new names.
-
-    Code that asks for new names has ``hasattr``, or one of ``_ANY_NAME``.
-    """
-    own = getattr(found, "__dict__", None)
-    if own is None or not is_users_class(type(found)):
-        return
-    yield StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"), len(own)
-    for name in {
-        x: None for kind in type(found).__mro__ if is_users_class(kind) for x in vars(kind)
-    }:
-        kept = inspect.getattr_static(found, name, None)
-        if name.startswith("__") or name in own:
+    own: Any = getattr(found, "__dict__", None)
+    for name, value in list((own or {}).items()):
+        is_count = name.startswith("_tilework_")  # of ``verify``
+        if name not in without and not is_count:
+            yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
+    for name in dict.fromkeys(_names_of_class(type(found))):
+        kept = inspect.getattr_static(type(found), name, None)
+        if name.startswith("__") or name in (own or ()):
             continue
         if isinstance(kept, types.FunctionType | staticmethod | classmethod):
-            yield StatePlace(own, "presence", name, f"{text}.{name} set on it"), False
-        elif not hasattr(type(kept), "__get__"):
-            yield StatePlace(found, "attribute", name, f"{text}.{name}"), kept
+            if own is not None:
+                yield StatePlace(own, "presence", name, f"{dot}{name} set on it"), False
+        elif isinstance(kept, types.MemberDescriptorType) or not hasattr(type(kept), "__get__"):
+            with suppress(AttributeError):  # a slot may be empty
+                yield StatePlace(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
+    if is_users_class(type(found)):
+        yield StatePlace(found, "attribute", "__class__", f"{dot}__class__"), type(found)
+        if own:
+            yield (
+                StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"),
+                len(own),
+            )
 
 
-def _slots_of(kind: type) -> list[str]:
-    slots: list[Any] = []
+def _names_of_class(kind: type) -> Iterator[str]:
+    """The names of a user's class, which an object may hide, and those of slots."""
     for each in kind.__mro__:
-        own = vars(each).get("__slots__", ())
-        slots += [own] if isinstance(own, str) else own
-    return [name for name in slots if isinstance(name, str) and not name.startswith("__")]
+        if is_users_class(each):
+            yield from vars(each)
+        else:
+            slots = vars(each).get("__slots__", ())
+            yield from [slots] if isinstance(slots, str) else slots
 
 
-def _parts_of_function(function: types.FunctionType, text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _parts_of_function(function: types.FunctionType, text: str) -> _Parts:
     for name, value in vars(function).items():
         yield StatePlace(function, "attribute", name, f"{function.__name__}.{name}"), value
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=False):
-        try:
-            yield StatePlace(cell, "cell", None, name), cell.cell_contents
-        except ValueError:  # not set yet
-            continue
-    if in_library[function.__code__.co_filename]:
+    code, known = function.__code__, function.__globals__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        yield from _parts_of_cell(cell, name)
+    if is_of_library(function):
         return
-    for name in dict.fromkeys(_names_in(function.__code__)):
-        if name in function.__globals__:
-            yield StatePlace(function.__globals__, "item", name, name), function.__globals__[name]
+    for name in dict.fromkeys(_names_in(code)):
+        if name in known and (
+            not isinstance(known[name], (*_CONSTANTS, Tensor)) or name in _globals_in(code)
+        ):
+            yield StatePlace(known, "item", name, name), known[name]
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
         text = f"{function.__name__}.{name}"
         yield StatePlace(function, "attribute", name, text), getattr(function, name)
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in code, and strings that may be names."""
-    yield from code.co_names
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and the code of functions in it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant
+            yield from _codes_in(constant)
 
 
-def _parts_of_module(module: nn.Module, text: str) -> Iterator[tuple[StatePlace, Any]]:
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in code, and strings that may be names."""
+    for each in _codes_in(code):
+        yield from each.co_names
+        yield from [x for x in each.co_consts if isinstance(x, str) and x.isidentifier()]
+
+
+@lru_cache(1024)
+def _globals_in(code: types.CodeType) -> frozenset[str]:
+    """The names in code that are globals, not attributes alone.
+
+    A loop may count its ``step`` where the step calls ``optimizer.step()``.
+    """
+    found = {
+        each.argval
+        for every in _codes_in(code)
+        for each in dis.get_instructions(every)
+        if each.opname == "LOAD_NAME" or each.opname.endswith("_GLOBAL")
+    }
+    return frozenset(_names_in(code) if "globals" in found else found)
+
+
+def _parts_of_module(module: nn.Module, text: str) -> _Parts:
     dot = f"{text}." if text else ""
+    own: dict[str, Any] = module.__dict__
     for kind in _TABLES:
-        part: dict[str, Any] = module.__dict__.get(kind, {})
+        part: dict[str, Any] = own.get(kind, {})
         if part:
-            yield StatePlace(module.__dict__, "item", kind, f"{dot}{kind}"), part
+            yield StatePlace(own, "item", kind, f"{dot}{kind}"), part
         for name, value in part.items():
             yield StatePlace(part, "item", name, f"{dot}{name}"), value
     modules = module._modules
     yield StatePlace(modules, "length", None, f"the number of modules in {text}"), len(modules)
-    for name, value in list(module.__dict__.items()):
-        if name not in _OF_EVERY_MODULE:
-            yield StatePlace(module.__dict__, "item", name, f"{dot}{name}"), value
-    if (unit := module.__dict__.get("_fsdp_state")) is not None:  # set by fully_shard
+    if (unit := own.get("_fsdp_state")) is not None:  # set by fully_shard
         for name in ("divide_factor", "sums", "hook"):
-            value = getattr(unit.reduction, name)
-            yield (
-                StatePlace(unit.reduction, "attribute", name, f"{dot}{name} of fully_shard"),
-                value,
-            )
-    own: Any = type(module)
-    if is_users_class(own):
-        yield StatePlace(module, "attribute", "__class__", f"{dot}__class__"), own
-        yield from _parts_of_class(module, text)
-        return
-    hidden = "forward" in module.__dict__
-    yield StatePlace(module.__dict__, "presence", "forward", f"{dot}forward set on it"), hidden
-    if not own.__module__.startswith(("torch.", "tilework.")):
-        yield StatePlace(own, "attribute", "forward", f"{dot}forward"), own.forward
+            place = StatePlace(unit.reduction, "attribute", name, f"{dot}{name} of fully_shard")
+            yield place, place.get()
+    yield from _parts_of_object(module, text, _OF_EVERY_MODULE)
+    kind_of_module: Any = type(module)
+    if not is_users_class(kind_of_module):
+        hidden = "forward" in own
+        yield StatePlace(own, "presence", "forward", f"{dot}forward set on it"), hidden
+        if not kind_of_module.__module__.startswith(("torch.", "tilework.")):
+            forward = StatePlace(kind_of_module, "attribute", "forward", f"{dot}forward")
+            yield forward, forward.get()
 
 
-_KINDS: tuple[tuple[Any, Callable[[Any, str], Iterator[tuple[StatePlace, Any]]]], ...] = (
+_KINDS: tuple[tuple[Any, Callable[[Any, str], _Parts]], ...] = (
     (types.FunctionType, _parts_of_function),
     (types.MethodType, _parts_of_method),
     (partial, _parts_of_partial),
     (nn.Module, _parts_of_module),
-    (Mapping, _parts_of_mapping),
-    (list | deque | tuple, _parts_of_sequence),
+    (Mapping | list | deque | tuple, _parts_of_container),
     (types.CellType, _parts_of_cell),
     (property, _parts_of_property),
     (type | types.ModuleType, _parts_of_namespace),

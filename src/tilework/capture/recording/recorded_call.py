@@ -18,7 +18,6 @@ from tilework.capture.program.number import Number, NumberBook, WrongNumberError
 from tilework.capture.program.place import Argument, StatePlace, is_dtensor, plain
 from tilework.capture.program.record import (
     StepRecord,
-    generators_of_rank,
     key_of_storage,
     storage_bytes_of,
 )
@@ -39,7 +38,13 @@ from tilework.capture.recording.effects import (
     way_to,
 )
 from tilework.capture.recording.inputs import Inputs
-from tilework.capture.recording.judge import all_have, check_new, compared_call, reduce_deferred
+from tilework.capture.recording.judge import (
+    all_have,
+    check_new,
+    compared_call,
+    generators_with_states,
+    reduce_deferred,
+)
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.recorder import StepRecorder
 from tilework.capture.recording.unseen import Unseen, told_apart
@@ -117,7 +122,7 @@ def record_call(
     book, original, record = NumberBook(), call, None
     call, structure, arguments, before = _copied(call, how, book)
     recorder, unseen = StepRecorder(before, book), Unseen(before, original.leaves)
-    generators = [(x, x.get_state()) for x in [*generators_of_rank(), *before.generators()]]
+    generators = generators_with_states(before)
     places = how.places if how.options else None
     try:
         with Inputs(before, arguments, places, book) as inputs, recorder.recording():
