@@ -13,6 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.number import NumberError, WrongNumberError, is_float
 from tilework.capture.program.place import StatePlace, memory_layout_of
 from tilework.capture.program.record import NOT_CURRENT, StepRecord
@@ -219,47 +220,40 @@ class Program(Generic[P, T]):
                 )
                 self._unused += 1
             return call.run()
-        known, why = [each.code for each in self.records], ""
-        if held is not None:
+        known = [each.code for each in self.records]
+        why = self._what_differs(key) if known and held is None else ""
+        if held is None:
+            self._take_numbers(key)
+        else:
             self._drop(lambda each: each is held)
-        elif known:
-            why = self._what_differs(key)
-            key = self._take_numbers(key, call)
-        how = Recording(
-            self._ranks,
-            self._check not in (False, "never"),
-            self._backend == "inductor",
-            known,
-            sorted(self._numbers),
-            self._places,
-        )
-        if self._has_fixed_floats:
-            how = how._replace(numbers=(), places=(), options=False)
-        try:
-            record, result = record_call(call, how)
-        except WrongNumberError as error:
-            if self._has_fixed_floats or not (self._numbers or self._places):
-                raise
-            self._has_fixed_floats = True
-            self._numbers, self._places = set(), []
-            return error.result
-        except Exception as error:
-            is_final = (
-                isinstance(error, CaptureError | DistError) and type(error) is not NumberError
-            )
-            if self._has_fixed_floats or is_final:
-                raise
-            # Perhaps the step does with a float what only Python can: then each value has a record.
-            self._has_fixed_floats = True
-            self._numbers, self._places = set(), []
-            key = key_of_call(call.args, call.kwargs)[1]
-            record, result = record_call(call, how._replace(numbers=(), places=(), options=False))
+        record, result = self._recorded(call, known)
         if record is not None:
             if why and record.code not in known:  # other sizes share a program
                 warnings.warn(f"{self.__name__} is recorded again: {why}", stacklevel=4)
-            self._keep(key, record)
+            self._keep(key_of_call(call.args, call.kwargs, self._numbers)[1], record)
             self._unused += held is None
         return result
+
+    def _recorded(
+        self, call: StepCall, known: Sequence[ProgramCode]
+    ) -> tuple[StepRecord | None, Any]:
+        """Record a call. Where it fails with floats as inputs, let each value have a record."""
+        checks, compiles = self._check not in (False, "never"), self._backend == "inductor"
+        how = Recording(self._ranks, checks, compiles, known, sorted(self._numbers), self._places)
+        if self._has_fixed_floats:
+            return record_call(call, how._replace(options=False))
+        try:
+            return record_call(call, how)
+        except Exception as error:
+            is_wrong = isinstance(error, WrongNumberError) and (self._numbers or self._places)
+            if isinstance(error, DistError) and not (is_wrong or type(error) is NumberError):
+                raise
+            self._has_fixed_floats = True
+            self._numbers, self._places = set(), []
+            if isinstance(error, WrongNumberError):
+                return None, error.result
+        # Perhaps the step does with a float what only Python can.
+        return record_call(call, how._replace(numbers=(), places=(), options=False))
 
     def _keep(self, key: Any, record: StepRecord) -> None:
         every = self._all()
@@ -269,24 +263,22 @@ class Program(Generic[P, T]):
         record.code.schedule(self._check)
         record.release()
 
-    def _take_numbers(self, key: Any, call: StepCall) -> Any:
-        """Make floats inputs by which this call differs from earlier calls; return the call's key.
+    def _take_numbers(self, key: Any) -> None:
+        """Make floats inputs by which a call differs from earlier calls.
 
         Records of single values are dropped.
         """
         if self._has_fixed_floats:
-            return key
+            return
         found = set().union(*(_floats_that_differ(known, key) for known in self._records))
-        if found - self._numbers:
-            self._numbers |= found
-            self._drop(lambda _: True)
-            key = key_of_call(call.args, call.kwargs, self._numbers)[1]
+        known = len(self._places)
         for record in self._records.get(key, ()):
             place, record.varies = record.varies, None
             if place is not None and place not in self._places:
                 self._places.append(place)
-                self._drop(lambda each: True)
-        return key
+        if len(self._places) > known or not found <= self._numbers:
+            self._numbers |= found
+            self._drop(lambda _: True)
 
     def _what_differs(self, key: Any) -> str:
         """The difference between a call and a recorded call, in words, for messages."""

@@ -47,30 +47,36 @@ def changes(
     then = {identity_of(place): tensor for place, tensor in before.slots}
     read = {identity_of(x.path) for x in recorder.graph.inputs if isinstance(x.path, StatePlace)}
     for place, tensor in after.slots:
-        known = then.get(identity_of(place), identity_of)
-        if tensor is known:
+        key = identity_of(place)
+        if tensor is then.get(key):
             continue
-        if known is identity_of and tensor is None:
-            continue
-        if isinstance(place.owner, list | deque) and known is identity_of and after.is_users(place):
-            raise CaptureError(
-                f"the step puts a tensor into the list {place.text}: a program would do so to one "
-                f"place again and again. Return the tensor, and append it after the call"
-            )
-        if place.how == "item" and isinstance(place.owner, tuple):
-            if after.is_users(place):
-                raise CaptureError(
-                    f"the step makes a tuple with the tensor {place.text}: a program reads and "
-                    f"writes tensors alone. Keep each tensor in a separate attribute or "
-                    f"variable, or pass and return them"
-                )
-            continue
-        if not after.is_users(place) and identity_of(place) not in read:
+        if after.is_users(place):
+            _refuse_put(place, key not in then)
+        elif isinstance(place.owner, tuple) or key not in read:
             continue
         yield place, (tensor if tensor is None else leaf_of(tensor, recorder))
     for place, tensor in before.slots:
         if place.how == "grad" and tensor is not None and place.get() is None:
             yield place, None
+
+
+def _refuse_put(place: StatePlace, is_new: bool) -> None:
+    """Refuse a tensor in a place where a program cannot put another in each call.
+
+    Raises:
+        CaptureError: It is a new item of a list, or an item of a tuple.
+    """
+    if is_new and isinstance(place.owner, list | deque):
+        raise CaptureError(
+            f"the step puts a tensor into the list {place.text}: a program would do so to one "
+            f"place again and again. Return the tensor, and append it after the call"
+        )
+    if isinstance(place.owner, tuple):
+        raise CaptureError(
+            f"the step makes a tuple with the tensor {place.text}: a program reads and writes "
+            f"tensors alone. Keep each tensor in a separate attribute or variable, or pass and "
+            f"return them"
+        )
 
 
 def identity_of(place: StatePlace) -> tuple[int, str, Any]:
@@ -91,29 +97,26 @@ def constants_of(
         CaptureError: The step has changed a float, or the length or content of a container.
     """
     now = {identity_of(place): value for place, value in after.constants}
+    tensors = {identity_of(place) for place, tensor in after.slots if tensor is not None}
     kept = []
-    slots = {identity_of(place) for place, tensor in after.slots if tensor is not None}
     for place, value in before.constants:
-        if value is None and identity_of(place) in slots:  # the program puts a tensor there
-            kept.append((place, None))
-            continue
         is_now = now.get(identity_of(place), identity_of)
-        is_length = place.how in ("length", "keys") and not isinstance(place.owner, list | deque)
-        if is_now is value or (type(is_now) is type(value) and is_now == value) or is_length:
+        if _may_stay(place, value, is_now) or (value is None and identity_of(place) in tensors):
             kept.append((place, value))
-            continue
-        owner = type(place.owner) if place.how == "attribute" else None
-        if isinstance(place.owner, dict) and not place.text.isidentifier():
-            owner = before.kind_of(place)
-        if owner is not None and owner.__module__.startswith("tilework."):
+        elif before.kind_of(place).__module__.startswith("tilework."):
             continue  # a count that the library keeps
-        is_set_by = place.how in ("item", "attribute", "cell")
-        if is_set_by and isinstance(is_now, int | str | None):
+        elif isinstance(is_now, int | str | None) and place.how in ("item", "attribute", "cell"):
             graph.places.append((place, is_now))
             kept.append((place, value))
-            continue
-        _refuse_changed(place, value, is_now)
+        else:
+            _refuse_changed(place, value, is_now)
     return kept
+
+
+def _may_stay(place: StatePlace, value: Any, now: Any) -> bool:
+    """True if a value is as before, or is the length of a dict, into which a program may put."""
+    is_length = place.how in ("length", "keys") and not isinstance(place.owner, list | deque)
+    return is_length or now is value or (type(now) is type(value) and now == value)
 
 
 def _refuse_changed(place: StatePlace, value: Any, now: Any) -> NoReturn:

@@ -209,18 +209,21 @@ class StatePlaces:
             seen.add(id(found))
             self._kept.append(found)
             if isinstance(found, Optimizer):
-                self._todo += [
-                    (hooks, f"hooks of {text}", True)
-                    for hooks in (found._optimizer_step_pre_hooks, found._optimizer_step_post_hooks)
-                ]
-                self._queued.update({id(group): True for group in found.param_groups})
-                self._later += [(group, text, False) for group in found.param_groups]
+                self._take_optimizer(found, text)
             counts = is_users and _is_users(found)
             if counts:
                 self._note_container(found, text or f"a {type(found).__name__}")
             self._take_parts(found, _parts_of(found, text), is_users, counts)
             if counts and isinstance(found, types.FunctionType) and not is_of_library(found):
                 self._names.update(_names_in(found.__code__))
+
+    def _take_optimizer(self, found: Optimizer, text: str) -> None:
+        """Queue hooks, which are the user's, and groups, whose floats are inputs."""
+        for hooks in (found._optimizer_step_pre_hooks, found._optimizer_step_post_hooks):
+            self._todo.append((hooks, f"hooks of {text}", True))
+        for group in found.param_groups:
+            self._queued[id(group)] = True
+            self._later.append((group, text, False))
 
     def _note_container(self, found: Any, text: str) -> None:
         """Note the length of a container, which decides on loops; of a set or array, all."""
@@ -489,13 +492,16 @@ def _parts_of_object(found: Any, text: str, without: frozenset[str] = frozenset(
     dot = f"{text}." if text else ""
     own: Any = getattr(found, "__dict__", None)
     for name, value in list((own or {}).items()):
-        is_count = name.startswith("_tilework_")  # of ``verify``
-        if name not in without and not is_count:
+        if name not in without and not name.startswith("_tilework_"):  # counts of ``verify``
             yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
-    for name in dict.fromkeys(_names_of_class(type(found))):
+    yield from _parts_of_class(found, own, dot)
+
+
+def _parts_of_class(found: Any, own: Any, dot: str) -> _Parts:
+    """Slots, and of a user's class the attributes, the methods, and whether names are new."""
+    names = [x for x in _names_of_class(type(found)) if not x.startswith("__")]
+    for name in {x: None for x in names if x not in (own or ())}:
         kept = inspect.getattr_static(type(found), name, None)
-        if name.startswith("__") or name in (own or ()):
-            continue
         if isinstance(kept, types.FunctionType | staticmethod | classmethod):
             if own is not None:
                 yield StatePlace(own, "presence", name, f"{dot}{name} set on it"), False
@@ -504,11 +510,9 @@ def _parts_of_object(found: Any, text: str, without: frozenset[str] = frozenset(
                 yield StatePlace(found, "attribute", name, f"{dot}{name}"), getattr(found, name)
     if is_users_class(type(found)):
         yield StatePlace(found, "attribute", "__class__", f"{dot}__class__"), type(found)
-        if own:
-            yield (
-                StatePlace(own, "length", "hasattr", f"the number of attributes of {text}"),
-                len(own),
-            )
+        if own is not None:
+            text = f"the number of attributes of {dot[:-1]}"
+            yield StatePlace(own, "length", "hasattr", text), len(own)
 
 
 def _names_of_class(kind: type) -> Iterator[str]:
