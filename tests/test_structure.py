@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from tests.architecture.complexity import complexity, functions_above
 from tests.check import SHARED, own_tests
 from tests.tested_by import TESTED_BY
 
@@ -24,6 +25,9 @@ SOURCES = {
         for folder in folders
     },
 }
+
+#: The most functions of the sources with a complexity above 15: lower it with the number.
+MOST_COMPLEX = 53
 
 #: Folders and files about no source alone, and why.
 ABOUT_MORE = {
@@ -176,3 +180,23 @@ def test_a_class_name_means_one_thing() -> None:
     twice = {name: paths for name, paths in homes.items() if len(paths) > 1}
     assert {name: paths for name, paths in twice.items() if name not in SAME_CLASSES} == {}
     assert SAME_CLASSES.keys() <= twice.keys()
+
+
+def test_complexity_counts_branches_loops_handlers_and_operators() -> None:
+    code = """
+def f(a, b):
+    if a and b or a:
+        return [x for x in a if x]
+    try:
+        g = lambda: 1 if a else 2
+    except ValueError:
+        pass
+    while b:
+        pass
+"""
+    assert complexity(ast.parse(code)) == 8
+
+
+def test_functions_that_are_hard_to_read_become_fewer() -> None:
+    found = sorted(functions_above(), reverse=True)
+    assert len(found) <= MOST_COMPLEX, "\n".join(f"{n} {name}" for n, name in found)
