@@ -25,7 +25,7 @@ from tilework.capture.program.record import NOT_CURRENT, StepRecord
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
 from tilework.capture.program.vote import VotingRanks, Way
-from tilework.capture.recording.arguments import StepCall
+from tilework.capture.recording.arguments import StepCall, is_size
 from tilework.capture.recording.effects import HasGraphError
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.recorded_call import Recording, record_call
@@ -231,7 +231,7 @@ def _record(
     made: list[_Passes] = []
 
     def accept(record: StepRecord, result: Any) -> None:
-        found, tree = tree_flatten(result[0])
+        found, tree = tree_flatten(result[0], is_size)
         needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in found]
         sources = _sources(needed, record, len(call.leaves))
         same = next((each for each in known if each.joint.code is record.code), None)

@@ -375,7 +375,7 @@ def _key_of(leaf: Any) -> Any:
         return (*memory_layout_of(leaf), type(leaf), bits and (leaf.is_conj(), leaf.is_neg()))
     if is_float(leaf):  # 0.0 equals -0.0, and NaN equals nothing
         return "float", type(leaf), repr(leaf)
-    if isinstance(leaf, bool | int | str | type(None)):
+    if isinstance(leaf, bool | int | str | torch.Size | torch.device | torch.dtype | None):
         return type(leaf), leaf
     return _Same(leaf)
 

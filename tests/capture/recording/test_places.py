@@ -321,6 +321,18 @@ def test_an_attribute_that_the_step_does_not_read_is_no_change() -> None:
         assert torch.equal(program(x), x - 4)
 
 
+def test_a_global_with_the_name_of_an_attribute_is_no_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "factor", 0)
+    holder = Holder()
+    program = capture(lambda x: x * holder.factor)
+    for call in range(4):
+        monkeypatch.setitem(globals(), "factor", call)
+        assert program(torch.ones(())) == 1.0
+    assert len(program._all()) == 1
+
+
 @pytest.mark.parametrize(
     "make",
     [

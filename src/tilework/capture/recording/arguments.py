@@ -7,6 +7,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
@@ -56,13 +57,18 @@ class Structure(NamedTuple):
     opened: tuple[OpenedArgument | None, ...]
 
 
+def is_size(leaf: Any) -> bool:
+    """True for a torch.Size, which torch's trees take for a tuple."""
+    return isinstance(leaf, torch.Size)
+
+
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
     """The leaves of a tree, and the structure.
 
     Containers are those that torch knows (lists, tuples, dicts, named tuples), dataclasses and
     other mappings.
     """
-    found, spec = tree_flatten(tree)
+    found, spec = tree_flatten(tree, is_size)
     leaves: list[Any] = []
     opened: list[OpenedArgument | None] = []
     for leaf in found:
@@ -96,7 +102,7 @@ def replaced(tree: Any, new: dict[int, Any]) -> Any:
 
 
 def _replaced(tree: Any, new: dict[int, Any], first: int) -> tuple[Any, int]:
-    found, spec = tree_flatten(tree)
+    found, spec = tree_flatten(tree, is_size)
     made = []
     for leaf in found:
         parts = _parts_of(leaf)

@@ -21,7 +21,7 @@ from tilework.capture.program.record import (
     generators_of_rank,
     key_of_storage,
 )
-from tilework.capture.recording.arguments import StepCall
+from tilework.capture.recording.arguments import StepCall, is_size
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled
 from tilework.comm.operations.coalescing import uncoalesced
@@ -198,7 +198,7 @@ class _Comparison:
                     wrong = wrong or name
                 elif _apart(now, again) > _floor(now):
                     near.append((number, name, now, again))
-            elif type(now) is not type(again) or (isinstance(now, str) and now != again):
+            elif type(now) is not type(again) or (isinstance(now, str | tuple) and now != again):
                 wrong = wrong or name
         if self.is_compiled and not all_have(not near, self.record):
             by_errors = self._beyond_errors(near)
@@ -219,7 +219,7 @@ class _Comparison:
 
     def _of_step(self, result: Any) -> Iterator[tuple[str, Any]]:
         graph = self.record.graph
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves(result, is_size):
             yield "result", _as_tensor(leaf)
         for place, _ in graph.places:
             yield place.text, _as_tensor(place.get())

@@ -24,7 +24,7 @@ from tilework.capture.program.record import (
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
 from tilework.capture.program.vote import VotingRanks
-from tilework.capture.recording.arguments import StepCall, Structure, flatten, replaced
+from tilework.capture.recording.arguments import StepCall, Structure, flatten, is_size, replaced
 from tilework.capture.recording.effects import (
     MadeOnce,
     absent,
@@ -132,7 +132,7 @@ def record_call(
             reduce_deferred(before)
         unseen.refuse_changes()
         _refuse_changed_containers(call, structure)
-        outputs, tree = tree_flatten(result)
+        outputs, tree = tree_flatten(result, is_size)
         if not unseen.makes_anything_once():
             _refuse_unknown(outputs, before)
             if needed is None:
@@ -289,7 +289,7 @@ def _refuse_unknown(outputs: Sequence[Any], places: StatePlaces) -> None:
         CaptureError: A later call would return the object of the recorded call.
     """
     for leaf in outputs:
-        known = isinstance(leaf, Tensor | torch.dtype | torch.device | None)
+        known = isinstance(leaf, Tensor | torch.dtype | torch.device | torch.Size | None)
         if not known and not places.holds(leaf):
             raise CaptureError(
                 f"the step makes and returns an object of class {type(leaf).__name__}: a program "

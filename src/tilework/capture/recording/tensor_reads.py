@@ -42,6 +42,8 @@ _DECISIONS = ("tolist", "__bool__", "__int__", "__index__")
 #: Those among them on which the user's code may branch.
 _BRANCHES = ("__bool__", "__int__", "__index__")
 _NUMBERS = ("item", "__float__")
+#: Methods that make a tensor of another's memory, which torch's dispatcher does not show.
+_SHARING = ("as_subclass", "_make_subclass")
 #: Functions of the default generator's state, used by recomputed layers.
 _STATES = ("get_rng_state", "set_rng_state", "manual_seed")
 #: Functions that make a tensor of a number.
@@ -103,11 +105,11 @@ def _replace() -> None:
     for name in _MATH:
         _originals[f"math.{name}"] = original = getattr(math, name)
         setattr(math, name, with_numbers(original))
-    for name in (*_READS, *_NUMBERS, "as_subclass"):
-        _originals[name] = vars(Tensor).get(name)
-        made = _number(name) if name in _NUMBERS else _refused(name)
-        made = _shared if name == "as_subclass" else made
-        setattr(Tensor, name, functools.wraps(getattr(Tensor, name))(made))
+    for names, made_for in ((_READS, _refused), (_NUMBERS, _number), (_SHARING, _shared)):
+        for name in names:
+            original = getattr(Tensor, name)
+            _originals[name] = vars(Tensor).get(name)
+            setattr(Tensor, name, functools.wraps(original)(made_for(name)))
 
 
 def _put_back() -> None:
@@ -166,16 +168,17 @@ def _number(name: str) -> Callable[..., Any]:
     return read
 
 
-#: torch's dispatcher does not show it.
-_as_subclass: Any = Tensor.as_subclass
+def _shared(name: str) -> Callable[..., Any]:
+    original: Any = getattr(Tensor, name)
 
+    def make(*args: Any) -> Any:
+        result = original(*args)
+        recorder: Any = current_recorder()
+        if recorder is not None:
+            recorder.share(result, next(each for each in args if isinstance(each, Tensor)))
+        return result
 
-def _shared(self: Tensor, kind: Any) -> Any:
-    result = _as_subclass(self, kind)
-    recorder: Any = current_recorder()
-    if recorder is not None:
-        recorder.share(result, self)
-    return result
+    return make
 
 
 def _refused(name: str) -> Callable[..., Any]:
