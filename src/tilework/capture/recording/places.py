@@ -62,6 +62,7 @@ _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter", "_
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Hooks that run in calls of a module, and the other parts that every module has.
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
+HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HOOKS_OF_ALL = [
     *[getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS],
     _global_optimizer_pre_hooks,
@@ -312,14 +313,12 @@ class StatePlaces:
         if local.grad is not None:
             self._kept.append(local.grad)
             self.tensors.setdefault(id(local.grad), place)
-        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        places = [StatePlace(local, "attribute", name, f"hooks of {text}") for name in hooks]
-        for place in places:
-            hooks_there = place.get()
-            if hooks_there is None:
+        for name in HOOKS_OF_TENSORS:
+            place = StatePlace(local, "attribute", name, f"hooks of {text}")
+            if place.get() is None:
                 self.constants.append((place, None))
             else:
-                self._take_thing(place, hooks_there, tensor, True)
+                self._take_thing(place, place.get(), tensor, True)
 
 
 def _refuse_iterator(value: Any, owner: Any, text: str) -> None:

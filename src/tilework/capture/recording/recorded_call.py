@@ -45,7 +45,7 @@ from tilework.capture.recording.judge import (
     generators_with_states,
     reduce_deferred,
 )
-from tilework.capture.recording.places import StatePlaces
+from tilework.capture.recording.places import HOOKS_OF_TENSORS, StatePlaces
 from tilework.capture.recording.recorder import StepRecorder
 from tilework.capture.recording.unseen import Unseen, told_apart
 from tilework.dtensor.tensor import DTensor
@@ -240,12 +240,13 @@ def _record_of(
         for x in inputs.all
         if isinstance(x.place, StatePlace) and x.part is None
     }
+    unread = () if graph.has_grad_mode else HOOKS_OF_TENSORS  # they run in backward passes
     constants = [
-        each
-        for each in chain(
+        (place, value)
+        for place, value in chain(
             constants_of(before, after, graph), inputs.constants, absent(before, graph)
         )
-        if identity_of(each[0]) not in known
+        if identity_of(place) not in known and place.key not in unread
     ]
     graph.drop_dead()
     skeleton = take_apart(graph, inputs.all)
