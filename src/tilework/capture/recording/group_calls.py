@@ -7,7 +7,8 @@ collectives of DTensors, of data parallelism and of the program itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,29 +17,27 @@ from torch import Tensor
 
 from tilework.capture.program.group_call import GroupCall
 from tilework.comm.contract import NO_FAST_PATH, FastPath, Options, ProcessGroup, Work
-from tilework.comm.per_call.call_recorder import recorded, set_recorder
+from tilework.comm.per_call.call_recorder import CallRecorder, recorded, set_recorder
 from tilework.comm.world import current_world
 
 #: By method: the arguments that are written.
 _WRITTEN: dict[str, tuple[int, ...]] = {
-    "allreduce": (0,),
-    "allreduce_coalesced": (0,),
-    "reduce": (0,),
-    "broadcast": (0,),
-    "allgather": (0,),
-    "allgather_into_tensor": (0,),
-    "allgather_coalesced": (0,),
-    "gather": (0,),
-    "scatter": (0,),
-    "reduce_scatter": (0,),
-    "reduce_scatter_tensor": (0,),
-    "alltoall": (0,),
-    "alltoall_single": (0,),
-    "recv": (0,),
-    "recv_anysource": (0,),
-    "send": (),
-    "barrier": (),
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce", "broadcast"), (0,)),
+    **dict.fromkeys(("allgather", "allgather_into_tensor", "allgather_coalesced"), (0,)),
+    **dict.fromkeys(("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor"), (0,)),
+    **dict.fromkeys(("alltoall", "alltoall_single", "recv", "recv_anysource"), (0,)),
+    **dict.fromkeys(("send", "barrier"), ()),
 }
+
+
+@contextmanager
+def paused() -> Iterator[CallRecorder | None]:
+    """Within the block this thread records nothing; gives the thread's recorder."""
+    before = set_recorder(None)
+    try:
+        yield before
+    finally:
+        set_recorder(before)
 
 
 class RecordedWork(Work):
@@ -117,13 +116,10 @@ class RecordedGroups:
             count = max((i + 1 for i, each in enumerate(rest) if _has_tensor(each)), default=0)
             tensors, others = rest[:count], rest[count:]
             targets = [tensors[i] for i in written if i < count]
-            recorder = set_recorder(None)
-            try:
+            with paused() as recorder:
                 if recorder is not None:
                     self._keep(tensors, targets)
                 work: Work = run(group, *args)
-            finally:
-                set_recorder(recorder)
             if recorder is None:  # a comparison of ranks, not part of the program
                 return work
             made = GroupCall(group, method, opts, others)

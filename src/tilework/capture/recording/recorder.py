@@ -30,12 +30,13 @@ from tilework.capture.program.graph import (
     Value,
 )
 from tilework.capture.program.group_call import GroupCall
+from tilework.capture.program.memory import nbytes_spanned
 from tilework.capture.program.number import Number, NumberBook, NumberError, is_float
 from tilework.capture.program.number import value_of as plain
 from tilework.capture.program.place import memory_layout_of
 from tilework.capture.program.record import storage_bytes_of
 from tilework.capture.program.trees import leaves_of, mapped
-from tilework.capture.recording.group_calls import RecordedGroups
+from tilework.capture.recording.group_calls import RecordedGroups, paused
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.tensor_reads import uncompiled, watched_reads
 from tilework.comm.per_call.call_recorder import set_recorder
@@ -115,13 +116,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         # Below autograd, classes of tensors have no part in an operator without a recorder either.
-        with torch._C.DisableTorchFunctionSubclass():
-            if set_recorder(None) is None:  # a part of the step outside of the program
+        with torch._C.DisableTorchFunctionSubclass(), paused() as recorder:
+            if recorder is None:  # a part of the step outside of the program
                 return func(*args, **kwargs)
-            try:
-                return self._run(func, args, kwargs)
-            finally:
-                set_recorder(self)
+            return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node = torch._C._current_autograd_node()
@@ -183,7 +181,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         value = func(*args)
         if isinstance(value, float):
-            return self._number_of(args[0])
+            return self.number_of(args[0])
         inputs = mapped(self._input, args)
         self.expect(func, inputs, value)
         return value
@@ -195,15 +193,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def decided(self, function: Callable[[Tensor], T], tensor: Tensor) -> T:
         """Call a library's read of a tensor, and note that each call must find the same value."""
-        before = set_recorder(None)
-        try:
+        with paused() as recorder:
             plain_tensor: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             value = function(plain_tensor)
-            if before is not None:
+            if recorder is not None:
                 self.expect(function, (self._input(plain_tensor),), value)
             return value
-        finally:
-            set_recorder(before)
 
     def expect(self, function: Callable[..., Any], inputs: Any, value: Any) -> None:
         """Note that ``function(*inputs)`` must be ``value`` in each call: code branched on it."""
@@ -212,17 +207,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def number_of(self, tensor: Tensor) -> Any:
         """The Number that stands for the only element of a tensor, as ``item()`` returns it."""
-        before = set_recorder(None)
-        try:
-            return self._number_of(tensor)
-        finally:
-            set_recorder(before)
-
-    def _number_of(self, tensor: Tensor) -> Any:
-        value: Any = aten._local_scalar_dense.default(tensor)
-        read = _Read()
-        self._note(ITEM, ((self._input(tensor),), {}), read, _About((), "operator", "item"))
-        return Number(value, _same, (self._objects[id(read)][1],), self.book)
+        with paused():
+            value: Any = aten._local_scalar_dense.default(tensor)
+            read = _Read()
+            self._note(ITEM, ((self._input(tensor),), {}), read, _About((), "operator", "item"))
+            return Number(value, _same, (self._objects[id(read)][1],), self.book)
 
     # -- values ------------------------------------------------------------------------------
 
@@ -262,11 +251,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def share(self, tensor: Tensor, shown: Tensor) -> None:
         """Note that ``tensor`` is ``shown`` with another class: both are one value."""
-        before = set_recorder(None)
-        try:
+        with paused():
             self._values[tensor] = self.value_of(shown)
-        finally:
-            set_recorder(before)
 
     def _alias_of(self, tensor: Tensor) -> Value:
         """A value for an unknown tensor, as a view of the memory of a known tensor.
@@ -274,21 +260,20 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             CaptureError: No known tensor has this memory.
         """
-        begin, end = _extent(tensor)
-        if begin == end:
-            function, inputs = (
-                aten.empty.memory_format,
-                ((tuple(tensor.shape),), {"dtype": tensor.dtype}),
-            )
-            self._note(function, inputs, tensor, _About((), "operator", "aten.empty"))
+        begin, nbytes = tensor.data_ptr(), nbytes_spanned(tensor)
+        if not nbytes:
+            inputs = (tuple(tensor.shape),), {"dtype": tensor.dtype}
+            about = _About((), "operator", "aten.empty")
+            self._note(aten.empty.memory_format, inputs, tensor, about)
             made: Value = self._values[tensor]
             return made
         shown = self.places.showing(tensor)
         if shown is not None and self._values.get(shown) is None:
             self.value_of(shown)
         for other, value in list(self._values.items()):
-            first = _storage_begin(other)
-            if first <= begin and end <= _storage_end(other) and other.dtype == tensor.dtype:
+            storage = other.untyped_storage()
+            first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            if first <= begin and begin + nbytes <= end and other.dtype == tensor.dtype:
                 offset = (begin - first) // tensor.itemsize
                 shape, strides = tuple(tensor.shape), tensor.stride()
                 self._new_value(tensor)
@@ -359,24 +344,19 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         about: _About,
     ) -> None:
         written, kind, name, nbytes = about
-        leaves = leaves_of(result)
-        memories = [
-            self._memory_of(tensor) for tensor in leaves_of(list(written)) if _is_tensor(tensor)
-        ]
-        given = {id(leaf) for leaf in leaves_of(list(written))}
+        targets = [leaf for leaf in leaves_of(list(written)) if _is_tensor(leaf)]
+        memories = [self._memory_of(tensor) for tensor in targets]
+        given = {id(tensor) for tensor in targets}
         outputs: list[Value | None] = []
-        for leaf in leaves:
+        for leaf in leaves_of(result):
+            is_constant = leaf is None or isinstance(leaf, bool | int | float | str)
+            if is_constant or id(leaf) in given:
+                outputs.append(None)
+                continue
             if _is_tensor(leaf):
-                if id(leaf) in given:
-                    outputs.append(None)
-                    continue
                 _refuse_sparse(leaf)
                 self._forget_storage(leaf, inputs)
-                outputs.append(self._new_value(leaf))
-            elif leaf is None or isinstance(leaf, bool | int | float | str):
-                outputs.append(None)
-            else:
-                outputs.append(self._new_value(leaf))
+            outputs.append(self._new_value(leaf))
         self.graph.has_grad_mode |= torch.is_grad_enabled()
         self.graph.instructions.append(
             Instruction(
@@ -411,18 +391,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def call(self, function: Callable[..., T], args: Any, kwargs: Any) -> T:
         """Run a call and record it as one instruction, which may write to all tensor arguments."""
-        set_recorder(None)
-        try:
+        with paused():
             inputs = mapped(self._input, (tuple(args), dict(kwargs)))
             plain_args, plain_kwargs = mapped(plain, (tuple(args), dict(kwargs)))
             written = [leaf for leaf in leaves_of((args, kwargs)) if _is_tensor(leaf)]
             self._keep(written)
             result = function(*plain_args, **plain_kwargs)
-            self._note(
-                function, inputs, result, _About(written, "call", function.__name__.lstrip("_"))
-            )
-        finally:
-            set_recorder(self)
+            name = function.__name__.lstrip("_")
+            self._note(function, inputs, result, _About(written, "call", name))
         return result
 
     def _keep_of_group_call(self, tensors: tuple[Any, ...], written: Sequence[Any]) -> None:
@@ -432,16 +408,13 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_group_call(
         self, call: GroupCall, tensors: tuple[Any, ...], written: Sequence[Any]
     ) -> Callable[[], None]:
-        set_recorder(None)
-        try:
+        work = object() if call.is_async else None
+        with paused():
             inputs = mapped(self._input, tensors)
             sent = [leaf for leaf in leaves_of(tensors) if _is_tensor(leaf)]
-            work = object() if call.is_async else None
             nbytes = max((tensor.nbytes for tensor in sent), default=0)
             about = _About(written, "collective", call.text(), nbytes)
             self._note(call, (inputs, {}), work, about)
-        finally:
-            set_recorder(self)
 
         def note_wait() -> None:
             if work is not None:
@@ -525,23 +498,3 @@ def _written_places(func: Any) -> list[tuple[int | None, str]]:
         if (each.alias_info is not None and each.alias_info.is_write)
         or position in _UNDECLARED.get(func, ())
     ]
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and behind the last; (0, 0) without elements."""
-    if not tensor.numel():
-        return 0, 0
-    begin = tensor.data_ptr()
-    last = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return begin, begin + (last + 1) * tensor.itemsize
-
-
-def _storage_begin(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _storage_end(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() + storage.nbytes()
