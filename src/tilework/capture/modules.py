@@ -9,7 +9,7 @@ first program, and autograd runs the second in the program's backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
 from tilework.capture.program.vote import VotingRanks, Way
 from tilework.capture.recording.arguments import StepCall, is_size
-from tilework.capture.recording.effects import HasGraphError
+from tilework.capture.recording.effects import HasGraphError, set_by
 from tilework.capture.recording.places import StatePlaces
 from tilework.capture.recording.recorded_call import Recording, record_call
 from tilework.capture.step import MOST_RECORDS, Program, key_of_call
@@ -181,15 +181,12 @@ def _refuse_graphs(places: StatePlaces) -> None:
     Raises:
         CaptureError: Later calls would put a tensor there that gives no gradients.
     """
-    for place, before in places.slots:
-        with suppress(LookupError):
-            now = None if place.how == "grad" else place.get()
-            if isinstance(now, Tensor) and now is not before and now.grad_fn is not None:
-                raise CaptureError(
-                    f"a compiled function keeps {place.text} with a graph, such as a part of the "
-                    f"loss, and later calls would give it none: return the tensor, or keep "
-                    f"detach() of it"
-                )
+    for place, tensor in set_by(places):
+        if tensor.grad_fn is not None:
+            raise CaptureError(
+                f"a compiled function keeps {place.text} with a graph, such as a part of the loss, "
+                f"and later calls would give it none: return the tensor, or keep detach() of it"
+            )
 
 
 @contextmanager
@@ -287,6 +284,8 @@ class _Passes:
         self._tree, needs_grad = result
         self._leaves = graph.result[: len(needs_grad)]
         self._grads = graph.result[len(needs_grad) :]
+        #: The values and numbers among the results.
+        self._computed = [x for leaf in self._leaves if (x := _computed(leaf)) is not None]
         self._outs = [leaf for leaf, needs in zip(self._leaves, needs_grad, strict=True) if needs]
         border = next(i for i, x in enumerate(graph.instructions) if x.function is BOUNDARY)
         before, after = graph.instructions[:border], graph.instructions[border + 1 :]
@@ -324,12 +323,9 @@ class _Passes:
         if computed is None:
             return NOT_CURRENT
         made = _Apply.apply(self, *computed, *needed)  # type: ignore[no-untyped-call]
-        outs = iter(made)
-        built = [next(outs) if _computed(leaf) is not None else leaf for leaf in self._leaves]
-        results = [
-            wrap_as(DTensor, local, leaf[2], leaf[3]) if isinstance(leaf, tuple) else local
-            for leaf, local in zip(self._leaves, built, strict=True)
-        ]
+        index = map(self.forward.index_of, self._computed)
+        kept: Any = dict(zip(index, made, strict=True))
+        results = [self.forward.built(leaf, kept) for leaf in self._leaves]
         return tree_unflatten(results, self._tree)
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[list[Any], list[Any]] | None:
@@ -342,9 +338,8 @@ class _Passes:
             return None
         for place, leaf in self.forward.graph.places:
             place.set(self.forward.built(leaf, kept))
-        results = [found for leaf in self._leaves if (found := _computed(leaf)) is not None]
         index = self.forward.index_of
-        return [kept[index(x)] for x in results], [kept[index(x)] for x in self._saved]
+        return [kept[index(x)] for x in self._computed], [kept[index(x)] for x in self._saved]
 
     def run_backward(self, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         """Run the backward program; return the local gradients of tensors that need some."""
@@ -358,8 +353,7 @@ class _Passes:
     def differentiable(self) -> list[bool]:
         """For each result of the forward program, True if it requires a gradient."""
         outs = {id(value_in(leaf)) for leaf in self._outs}
-        results = [found for leaf in self._leaves if (found := _computed(leaf)) is not None]
-        return [id(found) in outs for found in results]
+        return [id(found) in outs for found in self._computed]
 
 
 class _Apply(torch.autograd.Function):
@@ -395,7 +389,7 @@ def value_in(leaf: Any) -> Value | None:
 
     None if the leaf is not a tensor.
     """
-    if isinstance(leaf, tuple) and leaf and leaf[0] == "dtensor":
+    if isinstance(leaf, tuple) and leaf and leaf[0] in ("dtensor", "as"):
         return leaf[1]  # type: ignore[no-any-return]
     return leaf if isinstance(leaf, Value) else None
 

@@ -231,7 +231,7 @@ def refuse_graphs(outputs: Sequence[Any], places: StatePlaces, recorder: StepRec
     Raises:
         CaptureError: A tensor has a graph that was not freed.
     """
-    kept = [(place.text, tensor) for place, tensor in _set_by(places)]
+    kept = [(place.text, tensor) for place, tensor in set_by(places)]
     results = [("a result", each) for each in outputs]
     for name, tensor in (*results, *kept):
         node = plain(tensor).grad_fn if isinstance(tensor, Tensor) else None
@@ -244,7 +244,7 @@ def refuse_graphs(outputs: Sequence[Any], places: StatePlaces, recorder: StepRec
             )
 
 
-def _set_by(places: StatePlaces) -> Iterator[tuple[StatePlace, Tensor]]:
+def set_by(places: StatePlaces) -> Iterator[tuple[StatePlace, Tensor]]:
     """The tensors that the step has put into places of the user's program."""
     for place, before in places.slots:
         if place.how == "grad" or not places.is_users(place):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -188,18 +188,20 @@ class _Comparison:
         kept, draws_alike = self._run(lambda: run(self.before, self.record.options_now))
         wrong = None if draws_alike else "number of random draws"
         near: list[tuple[int, str, Tensor, Tensor]] = []
-        pairs = zip(self._of_step(result), self._values(kept, self.before), strict=True)
-        for number, ((name, now), (_, again)) in enumerate(pairs):
-            if isinstance(now, Tensor) and isinstance(again, Tensor):
-                now, again = plain(now).detach(), plain(again).detach()
-                if _is_same(now, again):
-                    continue
-                if not self.is_compiled or not _is_comparable(now, again):
-                    wrong = wrong or name
-                elif _apart(now, again) > _floor(now):
-                    near.append((number, name, now, again))
-            elif type(now) is not type(again) or (isinstance(now, str | tuple) and now != again):
+        theirs = map(_as_tensor, self._values(kept, self.before))
+        graph = self.record.graph
+        mine = [*tree_leaves(result, is_size), *[place.get() for place, _ in graph.places]]
+        mine += [self.inputs[i] for i in self.record.written]
+        names = ["result"] * len(graph.result) + [place.text for place, _ in graph.places]
+        names += [_text_of(graph.inputs[i]) for i in self.record.written]
+        values = zip(names, map(_as_tensor, mine), theirs, strict=True)
+        for number, (name, now, again) in enumerate(values):
+            if _is_same(now, again):
+                continue
+            if not self.is_compiled or not _is_comparable(now, again):
                 wrong = wrong or name
+            elif _apart(now, again) > _floor(now):
+                near.append((number, name, now, again))
         if self.is_compiled and not all_have(not near, self.record):
             by_errors = self._beyond_errors(near)
             wrong = wrong or by_errors
@@ -217,23 +219,12 @@ class _Comparison:
             for generator, state in ends:
                 generator.set_state(state)
 
-    def _of_step(self, result: Any) -> Iterator[tuple[str, Any]]:
+    def _values(self, kept: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
+        """The values of a run of the record: results, what it puts into places, what it writes."""
         graph = self.record.graph
-        for leaf in tree_leaves(result, is_size):
-            yield "result", _as_tensor(leaf)
-        for place, _ in graph.places:
-            yield place.text, _as_tensor(place.get())
-        for i in self.record.written:
-            yield _text_of(graph.inputs[i]), self.inputs[i]
-
-    def _values(self, kept: Sequence[Any], inputs: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
-        graph = self.record.graph
-        for leaf in graph.result:
-            yield "result", _as_tensor(self.record.built(leaf, kept))
-        for place, leaf in graph.places:
-            yield place.text, _as_tensor(self.record.built(leaf, kept))
-        for i in self.record.written:
-            yield _text_of(graph.inputs[i]), inputs[i]
+        leaves = [*graph.result, *[leaf for _, leaf in graph.places]]
+        built = [self.record.built(leaf, kept) for leaf in leaves]
+        return built + [inputs[i] for i in self.record.written]
 
     def _beyond_errors(self, near: Sequence[tuple[int, str, Tensor, Tensor]]) -> str | None:
         """The name of the first value that differs by more than errors of rounding explain.
@@ -267,7 +258,7 @@ class _Comparison:
         """The values that the program gives by torch's operators from other inputs."""
         run = self.record.compute_as_python
         kept, _ = self._run(lambda: run(inputs, self.record.options_now))
-        values = [plain(value) for _, value in self._values(kept, inputs)]
+        values = [_as_tensor(value) for value in self._values(kept, inputs)]
         return [value.detach() if isinstance(value, Tensor) else None for value in values]
 
 
@@ -316,21 +307,27 @@ def _dtype_in_double(leaf: Any) -> Any:
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, int | float):
         return torch.tensor(value_of(leaf), dtype=torch.float64)
-    return leaf
+    return plain(leaf)
 
 
 def _text_of(each: Input) -> str:
     return each.path.text if isinstance(each.path, StatePlace) else "argument"
 
 
-def _is_same(now: Tensor, again: Tensor) -> bool:
+def _is_same(now: Any, again: Any) -> bool:
+    if not (isinstance(now, Tensor) and isinstance(again, Tensor)):
+        is_plain = isinstance(now, str | torch.Size)
+        return type(now) is type(again) and (not is_plain or now == again)
     if (now.shape, now.dtype) != (again.shape, again.dtype):
         return False
     is_equal = torch.equal(now, again)
     return is_equal or bool(((now == again) | (now.isnan() & again.isnan())).all())
 
 
-def _is_comparable(now: Tensor, again: Tensor) -> bool:
+def _is_comparable(now: Any, again: Any) -> bool:
+    """True for two tensors of floats that a compiled program may round in another way."""
+    if not (isinstance(now, Tensor) and isinstance(again, Tensor)):
+        return False
     return (now.shape, now.dtype) == (again.shape, again.dtype) and now.is_floating_point()
 
 

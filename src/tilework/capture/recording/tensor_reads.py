@@ -55,7 +55,8 @@ _users = 0
 #: The blocks in which compiled functions run as they are, and what puts the stance back.
 _uncompiled = 0
 _stance: Any = None
-_originals: dict[str, Any] = {}
+#: What was replaced: the owner, the name, and the function.
+_originals: list[tuple[Any, str, Any]] = []
 
 
 @contextmanager
@@ -95,35 +96,29 @@ def watched_reads() -> Iterator[None]:
 
 def _replace() -> None:
     for name in _STATES:
-        original = getattr(torch.random, name)
-        _originals[f"torch.{name}"] = original
-        for place in (torch, torch.random):
-            setattr(place, name, recorded(original))
+        made = recorded(getattr(torch.random, name))
+        _set(torch, name, made)
+        _set(torch.random, name, made)
     for name in _MAKERS:
-        _originals[f"torch.{name}"] = original = getattr(torch, name)
-        setattr(torch, name, _of_numbers(original))
+        _set(torch, name, _of_numbers(getattr(torch, name)))
     for name in _MATH:
-        _originals[f"math.{name}"] = original = getattr(math, name)
-        setattr(math, name, with_numbers(original))
+        _set(math, name, with_numbers(getattr(math, name)))
     for names, made_for in ((_READS, _refused), (_NUMBERS, _number), (_SHARING, _shared)):
         for name in names:
-            original = getattr(Tensor, name)
-            _originals[name] = vars(Tensor).get(name)
-            setattr(Tensor, name, functools.wraps(original)(made_for(name)))
+            _set(Tensor, name, functools.wraps(getattr(Tensor, name))(made_for(name)))
+
+
+def _set(owner: Any, name: str, made: Callable[..., Any]) -> None:
+    _originals.append((owner, name, vars(owner).get(name)))
+    setattr(owner, name, made)
 
 
 def _put_back() -> None:
-    for name, original in _originals.items():
-        if name.startswith("torch."):
-            for place in (torch, torch.random):
-                if hasattr(place, name.removeprefix("torch.")):
-                    setattr(place, name.removeprefix("torch."), original)
-        elif name.startswith("math."):
-            setattr(math, name.removeprefix("math."), original)
-        elif original is None:
-            delattr(Tensor, name)
+    for owner, name, original in _originals:
+        if original is None:  # a base has it
+            delattr(owner, name)
         else:
-            setattr(Tensor, name, original)
+            setattr(owner, name, original)
     _originals.clear()
 
 
