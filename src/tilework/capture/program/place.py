@@ -71,7 +71,7 @@ class StatePlace(NamedTuple):
             self.owner.clear()
             self.owner.update(then)
         elif self.how not in _READ_ONLY and not isinstance(self.owner, tuple | type):
-            with suppress(LookupError):  # the owner may be shorter by now
+            with suppress(LookupError, AttributeError):  # a shorter list, or a frozen object
                 self.set(then)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import is_dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 
 class StepCall(NamedTuple):
@@ -33,54 +34,30 @@ class StepCall(NamedTuple):
         return self.step(*self.args, **self.kwargs)
 
 
-class OpenedArgument(NamedTuple):
-    """An object among the leaves whose parts are leaves themselves.
-
-    Attributes:
-        kind: The class of the object.
-        structure: The structure of the object's attributes, or of a mapping's items.
-    """
-
-    kind: type
-    structure: Structure
-
-
-class Structure(NamedTuple):
-    """The structure of a tree of arguments; structures of calls of one kind are equal.
-
-    Attributes:
-        spec: torch's structure of the tree.
-        opened: For each of torch's leaves, how it was opened; None: it is a leaf.
-    """
-
-    spec: Any
-    opened: tuple[OpenedArgument | None, ...]
-
-
 def is_size(leaf: Any) -> bool:
     """True for a torch.Size, which torch's trees take for a tuple."""
     return isinstance(leaf, torch.Size)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a tree, and the structure.
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a tree, and the structure, which is equal for calls of one kind.
 
     Containers are those that torch knows (lists, tuples, dicts, named tuples), dataclasses and
     other mappings.
     """
-    found, spec = tree_flatten(tree, is_size)
     leaves: list[Any] = []
-    opened: list[OpenedArgument | None] = []
-    for leaf in found:
-        parts = _parts_of(leaf)
-        if parts is None:
-            leaves.append(leaf)
-            opened.append(None)
-        else:
-            inner, structure = flatten(parts)
-            leaves += inner
-            opened.append(OpenedArgument(type(leaf), structure))
-    return leaves, Structure(_hashable(spec), tuple(opened) if any(opened) else ())
+
+    def structure_of(tree: Any) -> Any:
+        found, spec = tree_flatten(tree, is_size)
+        opened: list[Any] = []
+        for leaf in found:
+            parts = _parts_of(leaf)
+            if parts is None:
+                leaves.append(leaf)
+            opened.append(None if parts is None else (type(leaf), structure_of(parts)))
+        return _hashable(spec), tuple(opened) if any(opened) else ()
+
+    return leaves, structure_of(tree)
 
 
 def _hashable(spec: Any) -> Any:
@@ -98,21 +75,15 @@ def replaced(tree: Any, new: dict[int, Any]) -> Any:
         tree: The tree.
         new: The new leaves, by the position of the leaf in :func:`flatten`.
     """
-    return _replaced(tree, new, 0)[0]
+    numbers = count()
 
-
-def _replaced(tree: Any, new: dict[int, Any], first: int) -> tuple[Any, int]:
-    found, spec = tree_flatten(tree, is_size)
-    made = []
-    for leaf in found:
+    def put(leaf: Any) -> Any:
         parts = _parts_of(leaf)
         if parts is None:
-            made.append(new.get(first, leaf))
-            first += 1
-            continue
-        inner, first = _replaced(parts, new, first)
-        made.append(_with_parts(leaf, inner))
-    return tree_unflatten(made, spec), first
+            return new.get(next(numbers), leaf)
+        return _with_parts(leaf, tree_map(put, parts, is_leaf=is_size))
+
+    return tree_map(put, tree, is_leaf=is_size)
 
 
 def _with_parts(leaf: Any, parts: dict[str, Any]) -> Any:

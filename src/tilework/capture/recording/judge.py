@@ -122,9 +122,7 @@ def compared_call(
         and places.is_users(places.tensors[id(tensor)])
         and key_of_storage(tensor) not in kept
     ]
-    generators = [
-        (x, x.get_state()) for x in [*generators_of_rank(), *places.instances(torch.Generator)]
-    ]
+    generators = generators_with_states(places)
     with uncoalesced(), uncompiled():  # as a program runs
         result = call.run()
     reduce_deferred(places)

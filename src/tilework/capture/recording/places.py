@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from tilework.capture.program.place import StatePlace, plain
+from tilework.capture.program.place import Argument, StatePlace, is_dtensor, plain
 from tilework.comm.contract import ProcessGroup
 from tilework.comm.per_call.callsite import in_library
 from tilework.comm.world import World
@@ -82,11 +82,17 @@ class StatePlaces:
 
     Args:
         step: The step.
-        arguments: Leaves of the call's arguments, such as modules, that are searched, too.
+        leaves: The leaves of a call's arguments. Modules and other objects are searched, too.
     """
 
-    def __init__(self, step: Callable[..., Any], arguments: Sequence[Any] = ()) -> None:
-        self.step, self.arguments = step, arguments
+    def __init__(self, step: Callable[..., Any], leaves: Sequence[Any] = ()) -> None:
+        #: The leaves that are searched; and by id of a tensor, the argument that it is.
+        self.step = step
+        self.arguments = [x for x in leaves if not isinstance(x, (*_CONSTANTS, Tensor))]
+        self._numbers: dict[int, Argument] = {}
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                self.add_argument(leaf, number)
         #: The names in code of the step.
         self._names: set[str] = set()
         self._search()
@@ -120,9 +126,13 @@ class StatePlaces:
         self._todo += [(hooks, "hooks of all modules", True) for hooks in _HOOKS_OF_ALL]
         self._todo += [(leaf, f"args[{i}]", True) for i, leaf in enumerate(self.arguments)]
 
-    def find(self, tensor: Tensor) -> StatePlace | None:
-        """The place where the search found a tensor; None if the step cannot reach the tensor."""
-        return self.tensors.get(id(tensor))
+    def add_argument(self, tensor: Any, number: int) -> None:
+        """Treat a tensor as the argument with this number."""
+        self._numbers[id(plain(tensor))] = Argument(number, is_dtensor(tensor))
+
+    def find(self, tensor: Tensor) -> Any:
+        """The place where the search found a tensor, an argument first; None: it is not reached."""
+        return self._numbers.get(id(tensor)) or self.tensors.get(id(tensor))
 
     def others_of(self, tensor: Tensor, path: StatePlace) -> list[StatePlace]:
         """Other places of the program with this tensor, as of tied weights.
@@ -491,7 +501,8 @@ def _parts_of_object(found: Any, text: str, without: frozenset[str] = frozenset(
     dot = f"{text}." if text else ""
     own: Any = getattr(found, "__dict__", None)
     for name, value in list((own or {}).items()):
-        if name not in without and not name.startswith("_tilework_"):  # counts of ``verify``
+        is_read = name not in without and name != "__annotations__"
+        if is_read and not name.startswith("_tilework_"):  # counts of ``verify``
             yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
     yield from _parts_of_class(found, own, dot)
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.number import Number, NumberBook, WrongNumberError, value_of
-from tilework.capture.program.place import Argument, StatePlace, is_dtensor, plain
+from tilework.capture.program.place import StatePlace
 from tilework.capture.program.record import (
     StepRecord,
     key_of_storage,
@@ -24,7 +24,7 @@ from tilework.capture.program.record import (
 from tilework.capture.program.same_program import compare_program
 from tilework.capture.program.skeleton import take_apart
 from tilework.capture.program.vote import VotingRanks
-from tilework.capture.recording.arguments import StepCall, Structure, flatten, is_size, replaced
+from tilework.capture.recording.arguments import StepCall, flatten, is_size, replaced
 from tilework.capture.recording.effects import (
     MadeOnce,
     absent,
@@ -48,35 +48,7 @@ from tilework.capture.recording.judge import (
 from tilework.capture.recording.places import HOOKS_OF_TENSORS, StatePlaces
 from tilework.capture.recording.recorder import StepRecorder
 from tilework.capture.recording.unseen import Unseen, told_apart
-from tilework.dtensor.tensor import DTensor
 from tilework.errors import CaptureError
-
-
-class _PlacesOfCall(StatePlaces):
-    """The places that a call can reach: those of the step, and those of the arguments.
-
-    Args:
-        step: The step.
-        leaves: The leaves of the arguments.
-    """
-
-    def __init__(self, step: Callable[..., Any], leaves: Sequence[Any]) -> None:
-        known = Tensor | bool | int | float | str | None
-        super().__init__(step, [leaf for leaf in leaves if not isinstance(leaf, known)])
-        self._numbers: dict[int, Argument] = {}
-        for number, leaf in enumerate(leaves):
-            is_dtensor = leaf.__class__ is DTensor
-            if isinstance(leaf, Tensor):
-                tensor = Argument(number, is_dtensor).of(leaves)
-                self._numbers[id(tensor)] = Argument(number, is_dtensor)
-
-    def add_argument(self, tensor: Any, number: int) -> None:
-        """Treat a tensor as the argument with this number, beyond the given ones."""
-        argument = Argument(number, is_dtensor(tensor))
-        self._numbers[id(plain(tensor))] = argument
-
-    def find(self, tensor: Tensor) -> Any:
-        return self._numbers.get(id(tensor)) or super().find(tensor)
 
 
 class Recording(NamedTuple):
@@ -142,8 +114,7 @@ def record_call(
             _check(record, recorder, how, is_new, (generators, result))
             accept(record, result)
             if how.check and needed is None and inputs.lead_beyond(record.graph):
-                unseen.undo()
-                _undo(recorder, before)
+                _undo(recorder, unseen)
                 return record, _proven(record, original, generators)
     except MadeOnce:
         pass
@@ -151,8 +122,7 @@ def record_call(
         raise
     except Exception as error:
         if isinstance(error, CaptureError) or how.options:  # else it is the step's, as uncaptured
-            unseen.undo()
-            _undo(recorder, before)
+            _undo(recorder, unseen)
         raise
     finally:
         recorder.close()
@@ -182,7 +152,7 @@ def _proven(record: StepRecord, call: StepCall, generators: Sequence[tuple[Any, 
 
 def _copied(
     call: StepCall, how: Recording, book: NumberBook
-) -> tuple[StepCall, Structure, dict[int, Number], _PlacesOfCall]:
+) -> tuple[StepCall, Any, dict[int, Number], StatePlaces]:
     """The call with copies of containers among the arguments: a refusal leaves the originals.
 
     Returns:
@@ -190,13 +160,13 @@ def _copied(
         that the call can reach.
     """
     numbers = {i: Number(call.leaves[i], None, (), book) for i in how.numbers}
-    places = _PlacesOfCall(call.step, call.leaves)
+    places = StatePlaces(call.step, call.leaves)
     # Where no argument is searched, the places are those of the step alone.
     duplicates = told_apart(call.leaves, StatePlaces(call.step) if places.arguments else places)
     args, kwargs = replaced((call.args, call.kwargs), {**duplicates, **numbers})
     leaves, structure = flatten((args, kwargs))
     if duplicates:
-        places = _PlacesOfCall(call.step, leaves)
+        places = StatePlaces(call.step, leaves)
     return call._replace(leaves=leaves, args=args, kwargs=kwargs), structure, numbers, places
 
 
@@ -233,7 +203,7 @@ def _record_of(
         The record; and True if it runs none of ``how.codes``, on all ranks.
     """
     graph, before = recorder.graph, recorder.places
-    after = _PlacesOfCall(call.step, call.leaves)
+    after = StatePlaces(call.step, call.leaves)
     graph.places = list(changes(before, after, recorder))
     known = {
         identity_of(x.place)
@@ -299,16 +269,19 @@ def _refuse_unknown(outputs: Sequence[Any], places: StatePlaces) -> None:
             )
 
 
-def _undo(recorder: StepRecorder, places: StatePlaces) -> None:
+def _undo(recorder: StepRecorder, unseen: Unseen) -> None:
     """Undo what a step that cannot become a program has written and changed. Local."""
+    unseen.undo()
     for each in recorder.graph.inputs:
         memory = each.value.memory
         kept = None if memory is None else recorder.before.pop(memory, None)
         if kept is not None:
             storage_bytes_of(each.tensor).copy_(kept)
+    places = recorder.places
     for place, then in (*places.things, *places.constants, *places.slots):
         place.put_back(then)
-    for container, kept in places.containers:
-        if len(container) != len(kept) or not all(map(operator.is_, container, kept)):
+    for container, items in places.containers:
+        if len(container) != len(items) or not all(map(operator.is_, container, items)):
             container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(kept)
+            fill = container.extend if isinstance(container, list | deque) else container.update
+            fill(items)

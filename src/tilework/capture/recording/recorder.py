@@ -104,9 +104,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
         """Note that the backward pass begins, with ``grads`` as arguments from ``number`` on."""
-        places: Any = self.places
         for i, grad in enumerate(grads):
-            places.add_argument(grad, number + i)
+            self.places.add_argument(grad, number + i)
         self._note(BOUNDARY, ((), {}), None, _About((), "call", "backward"))
 
     # -- operators ---------------------------------------------------------------------------
