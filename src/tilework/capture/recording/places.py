@@ -402,7 +402,9 @@ def _name_of(place: StatePlace, found: Any) -> str | None:
         return found.__name__
     if place.how == "length":  # of an object's attributes
         return place.key  # type: ignore[no-any-return]
-    is_attribute = place.how in ("attribute", "presence")
+    is_attribute = place.how in ("attribute", "presence") or (
+        place.owner is getattr(found, "__dict__", None)  # of a module
+    )
     if not is_attribute or place.key in _ALWAYS_READ or place.key.startswith("__"):
         return None
     return str(place.key)
@@ -503,7 +505,8 @@ def _parts_of_object(found: Any, text: str, without: frozenset[str] = frozenset(
     for name, value in list((own or {}).items()):
         is_read = name not in without and name != "__annotations__"
         if is_read and not name.startswith("_tilework_"):  # counts of ``verify``
-            yield StatePlace(found, "attribute", name, f"{dot}{name}"), value
+            where = (own, "item") if isinstance(found, nn.Module) else (found, "attribute")
+            yield StatePlace(*where, name, f"{dot}{name}"), value
     yield from _parts_of_class(found, own, dot)
 
 
