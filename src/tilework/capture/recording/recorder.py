@@ -273,26 +273,13 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = other.untyped_storage()
             first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
             if first <= begin and begin + nbytes <= end and other.dtype == tensor.dtype:
-                offset = (begin - first) // tensor.itemsize
-                shape, strides = tuple(tensor.shape), tensor.stride()
-                self._new_value(tensor)
-                made = self._values[tensor]
-                made.memory = value.memory
-                self.graph.instructions.append(
-                    Instruction(
-                        function=aten.as_strided.default,
-                        args=(value, shape, strides, offset),
-                        kwargs={},
-                        outputs=[made],
-                        form="leaf",
-                        writes=(),
-                        kind="operator",
-                        site=call_site(),
-                        name=ALIAS,
-                    )
-                )
                 if value.memory is not None:
                     self._memories[tensor.untyped_storage()._cdata] = value.memory
+                offset = (begin - first) // tensor.itemsize
+                view = value, tuple(tensor.shape), tensor.stride(), offset
+                about = _About((), "operator", ALIAS)
+                self._note(aten.as_strided.default, (view, {}), tensor, about)
+                made = self._values[tensor]
                 return made
         raise CaptureError(
             f"the operator at {call_site()} uses a tensor of shape {list(tensor.shape)} and "
