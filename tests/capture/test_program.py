@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import tilework.distributed as dist
 from tests.capture.twins import advance, run_twins, same_bits, tensors_of
 from tilework.capture import Program, capture
-from tilework.capture.step import MOST_UNUSED, key_of_call
+from tilework.capture.step import MOST_REPLACED, MOST_UNUSED, key_of_call
 from tilework.dtensor import (
     DeviceMesh,
     Replicate,
@@ -576,6 +577,24 @@ def test_calls_run_uncaptured_once_no_record_serves_a_second_call() -> None:
     with pytest.warns(match=r"uncaptured.*argument 2 was .*32.* and is .*33"):
         assert program(torch.ones(2), ran).tolist() == [ran] * 2
     assert program(torch.ones(2), 3).tolist() == [3.0, 3.0]
+
+
+def test_records_of_models_that_were_replaced_do_not_keep_them() -> None:
+    models = [nn.Linear(2, 2) for _ in range(20)]
+    alive = [weakref.ref(model) for model in models]
+    holder: Any = nn.Module()
+
+    def step(x: Tensor) -> Tensor:
+        return holder.model(x).detach()  # type: ignore[no-any-return]
+
+    program = capture(step)
+    while models:
+        holder.model = models.pop()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert all(torch.equal(program(x), step(x)) for x in [torch.ones(2)] * 3)
+    gc.collect()
+    assert sum(each() is not None for each in alive) <= MOST_REPLACED + 2
 
 
 def refused(step: Callable[..., Any], message: str, *args: Any) -> None:

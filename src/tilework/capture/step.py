@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 #: Records of one step that are kept; then the oldest goes.
 MOST_RECORDS = 256
+#: Records that are kept of those for models, optimizers and tensors that others have replaced.
+MOST_REPLACED = 8
 #: Records in a row that served one call each; then calls run uncaptured where no record fits.
 MOST_UNUSED = 32
 
@@ -257,8 +259,10 @@ class Program(Generic[P, T]):
 
     def _keep(self, key: Any, record: StepRecord) -> None:
         every = self._all()
+        gone = [each for each in every if _is_replaced(each)][:-MOST_REPLACED]
         if len(every) >= MOST_RECORDS:
-            self._drop(lambda each: each is every[0])
+            gone.append(every[0])
+        self._drop(gone.__contains__)
         self._records.setdefault(key, []).append(record)
         record.code.schedule(self._check)
         record.release()
@@ -323,6 +327,17 @@ class Program(Generic[P, T]):
 
     def __repr__(self) -> str:
         return f"<program of {self.__name__}: {len(self.records)} recorded>"
+
+
+def _is_replaced(record: StepRecord) -> bool:
+    """True if another object is now where a record found a model, an optimizer or a tensor."""
+    fixed = [x for x in record.graph.inputs if not (x.is_argument or x.may_change)]
+    try:
+        return any(place.get() is not thing for place, thing in record.way) or any(
+            each.path.get() is not each.tensor for each in fixed
+        )
+    except LookupError:
+        return True
 
 
 _LEAVES = (DTensor, Tensor, nn.Parameter, int, float, bool, str)
