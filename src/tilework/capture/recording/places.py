@@ -56,6 +56,8 @@ _LEAVES = (
     *(logging.Logger, logging.Handler, io.IOBase),
 )
 _CONSTANTS = (bool, int, float, str, type(None))
+#: What programs define once: such a global counts wherever code has the name.
+_DEFINED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 #: Functions with which code may read any attribute.
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter", "__getattribute__"))
 #: The dicts of a module's parts.
@@ -547,9 +549,7 @@ def _parts_of_function(function: types.FunctionType, text: str) -> _Parts:
     if is_of_library(function):
         return
     for name in dict.fromkeys(_names_in(code)):
-        if name in known and (
-            not isinstance(known[name], (*_CONSTANTS, Tensor)) or name in _globals_in(code)
-        ):
+        if name in known and (isinstance(known[name], _DEFINED) or name in _globals_in(code)):
             yield StatePlace(known, "item", name, name), known[name]
     for name in ("__code__", "__defaults__", "__kwdefaults__"):
         text = f"{function.__name__}.{name}"
