@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -86,18 +87,23 @@ class Instruction:
         site: The line of the user's program.
         name: The function's name, for people.
         nbytes: The bytes of this rank's input of a collective.
+        number: The number in the order of the step, from 1; 0: a pass has made the instruction.
     """
 
     function: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: list[Value | None]
-    form: str
-    writes: tuple[ProgramMemory, ...]
-    kind: str
-    site: str
-    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    outputs: list[Value | None] = field(default_factory=list)
+    form: str = "leaf"
+    writes: tuple[ProgramMemory, ...] = ()
+    kind: str = "operator"
+    site: str = ""
+    name: str = ""
     nbytes: int = 0
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.name = self.name or str(self.function)
 
     @property
     def target(self) -> Any:
@@ -170,6 +176,8 @@ class Graph:
             (place, stand-in for the tensor). None stands for no gradient.
         has_grad_mode: True if an operator ran with gradients enabled. oneDNN's recurrent layers
             have other last bits then.
+        keeps_order: True if all instructions are the step's, in the step's order. If not, the
+            program relies on which inputs share memory.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -177,41 +185,28 @@ class Graph:
     result: Any = None
     places: list[tuple[Any, Any]] = field(default_factory=list)
     has_grad_mode: bool = False
+    keeps_order: bool = True
+
+    def __post_init__(self) -> None:
+        numbers = [each.number for each in self.instructions]
+        self.keeps_order &= 0 not in numbers and numbers == sorted(numbers)
 
     def kept(self) -> list[Value]:
         """The values that outlive a call: those of the result, and those put into places."""
         return list(values_in((self.result, [tree for _, tree in self.places])))
 
-    def drop_dead(self) -> None:
-        """Drop operators whose results nothing needs: trials of layouts and strides, mostly.
+    def new_values(self) -> Iterator[int]:
+        """Numbers for values that a pass makes."""
+        made = [out.number for each in self.instructions for out in each.outputs if out is not None]
+        return count(max([*made, *[each.value.number for each in self.inputs]], default=0) + 1)
 
-        Collectives stay, because other ranks take part in them. Random draws stay, because the
-        generator counts them.
-        """
-        needed = {value.number for value in self.kept()}
-        memories = {id(each.value.memory) for each in self.inputs}
-        memories |= {id(value.memory) for value in self.kept()}
-        live: list[Instruction] = []
-        for each in reversed(self.instructions):
-            is_live = (
-                each.kind != "operator"
-                or any(out is not None and out.number in needed for out in each.outputs)
-                or any(id(memory) in memories for memory in each.writes)
-            )
-            if not is_live:
-                continue
-            live.append(each)
-            for value in each.inputs():
-                needed.add(value.number)
-                memories.add(id(value.memory))
-        self.instructions = live[::-1]
-        used = {value.number for each in self.instructions for value in each.inputs()}
-        used |= {value.number for value in self.kept()}
-        self.inputs = [each for each in self.inputs if each.value.number in used]
+    def unmade(self) -> set[int]:
+        """The numbers of values that are used and were not made before."""
+        made, unmade = {each.value.number for each in self.inputs}, set[int]()
         for each in self.instructions:
-            each.outputs = [
-                out if out is not None and out.number in used else None for out in each.outputs
-            ]
+            unmade |= {value.number for value in each.inputs()} - made
+            made |= {out.number for out in each.outputs if out is not None}
+        return unmade | {value.number for value in self.kept()} - made
 
     def last_uses(self) -> list[list[Value]]:
         """For each instruction, the values that nothing needs after it."""

@@ -20,6 +20,16 @@ _FAST: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
+def wait_for(work: Work, *tensors: Any) -> None:
+    """Wait for a collective that :mod:`a pass <tilework.capture.program.starting>` has started.
+
+    Args:
+        work: The collective.
+        tensors: The collective's tensors.
+    """
+    work.wait()
+
+
 class GroupCall:
     """A call of a group's method, such as an all-reduce, as an instruction of a program.
 
@@ -36,17 +46,19 @@ class GroupCall:
         self.group, self.method, self.opts, self.others = group, method, opts or Options(), others
         self._given = () if opts is None else (opts,)
         self.is_async = opts is None or opts.asyncOp
-        fast = _FAST.get(method)
-        self._fast = None if fast is None or self.is_async else fast
+        self._fast = None if opts is None else _FAST.get(method)
 
     def __call__(self, *tensors: Any) -> Work | None:
         """Run the operation, and wait for it; if it is asynchronous, return the Work instead."""
         if self._fast is not None:
             name, source, target = self._fast
-            if self.group.fast_path.run(
+            path = self.group.fast_path
+            start: Any = path.post if self.is_async else path.run
+            done = start(
                 name, source(*tensors), target(*tensors), self.opts.reduceOp, self.opts.rootRank
-            ):
-                return None
+            )
+            if done:
+                return done if self.is_async else None
         work: Work = getattr(self.group, self.method)(*tensors, *self.others, *self._given)
         if self.is_async:
             return work

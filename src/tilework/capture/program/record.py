@@ -91,6 +91,8 @@ class StepRecord:
         #: A check of the inputs' layouts.
         self._layouts_hold: Callable[..., bool] = lambda *_: False
         self._leave = write_leave(graph, tree, self.index_of)
+        if not graph.keeps_order:
+            self._watch_memory([each.tensor for each in graph.inputs])
 
     def _watch_memory(self, inputs: Sequence[Tensor]) -> SharedMemory:
         moving = [i for i, x in enumerate(self.graph.inputs) if x.is_argument or x.may_change]

@@ -63,6 +63,8 @@ def compare_program(
         joins: The number of the earlier program that this rank's record may run; None: a new
             program.
 
+    ``keeps_order`` becomes False if it is on another rank.
+
     Returns:
         The digests of a new program; and True if all ranks may run the same earlier program.
 
@@ -79,13 +81,14 @@ def compare_program(
                 collectives.append(_text(each))
     bases = []
     for group, mine in sent.items():
-        gathered = agree(partial(_with_program, joins, *mine), group)
+        gathered = agree(partial(_with_program, joins, graph.keeps_order, *mine), group)
         # Group by group, for ranks of a mesh that share no group to come to the same answer.
-        joins = joins if all(number == joins for number, _, _ in gathered) else None
-        _refuse_different([x for _, x, _ in gathered], group.global_ranks, name)
-        _refuse_unpaired([x for _, _, x in gathered], group.global_ranks, name)
+        joins = joins if all(number == joins for number, *_ in gathered) else None
+        graph.keeps_order = all(keeps for _, keeps, *_ in gathered)
+        _refuse_different([x for *_, x, _ in gathered], group.global_ranks, name)
+        _refuse_unpaired([x for *_, x in gathered], group.global_ranks, name)
         # Without the numbers of elements: programs of several sizes have equal digests.
-        texts = [str([(*x[:4], x[5]) for x in messages]) for _, _, messages in gathered if messages]
+        texts = [str([(*x[:4], x[5]) for x in messages]) for *_, messages in gathered if messages]
         bases.append(stable_digest("\n".join([name, *mine[0], *texts])))
     ranks.add(list(sent))
     ranks.comparisons += 1
@@ -116,9 +119,9 @@ def digest_offsets(graph: Graph) -> list[int]:
 
 
 def _with_program(
-    joins: int | None, collectives: list[str], messages: list[_Message]
-) -> tuple[int, list[str], list[_Message]]:
-    return -1 if joins is None else joins, collectives, messages
+    joins: int | None, keeps_order: bool, collectives: list[str], messages: list[_Message]
+) -> tuple[int, bool, list[str], list[_Message]]:
+    return -1 if joins is None else joins, keeps_order, collectives, messages
 
 
 def _refuse_different(every: list[list[str]], ranks: Sequence[int], name: str) -> None:

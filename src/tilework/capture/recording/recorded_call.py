@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tilework.capture.program.code import ProgramCode
 from tilework.capture.program.glue import ProgramConditions
 from tilework.capture.program.number import Number, NumberBook, WrongNumberError, value_of
+from tilework.capture.program.passes import run_passes
 from tilework.capture.program.place import StatePlace
 from tilework.capture.program.record import (
     StepRecord,
@@ -218,7 +219,7 @@ def _record_of(
         )
         if identity_of(place) not in known and place.key not in unread
     ]
-    graph.drop_dead()
+    graph = run_passes(graph)
     skeleton = take_apart(graph, inputs.all)
     joined = next((code for code in how.codes if code.skeleton.fits(skeleton)), None)
     number = None if joined is None else joined.digests.number

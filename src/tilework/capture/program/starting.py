@@ -1,0 +1,151 @@
+"""The pass that starts collectives early, and waits for them late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from tilework.capture.program.graph import Graph, Instruction, Value
+from tilework.capture.program.group_call import GroupCall, wait_for
+from tilework.capture.program.reordering import HeldBack, Touched, is_barrier, up_to_backward
+from tilework.capture.program.table import peak_bytes
+
+#: A collective of fewer bytes, or beside work on fewer bytes, is not started early.
+LEAST_BYTES = 1 << 18
+#: So many bytes may be in flight, and the program may need so many more.
+MOST_BYTES = 1 << 26
+
+
+def start_early(graph: Graph) -> Graph:
+    """Start collectives early and wait for them late, so that operators run meanwhile. Local.
+
+    A collective starts right after the instructions that it needs, and ends right before the first
+    instruction that needs it; this instruction moves behind those that do not. Collectives keep
+    their order, also those of several groups. Left as they are: collectives below 256 KiB, those
+    that have as little work beside them, and programs that would need 64 MiB more.
+    """
+    border = up_to_backward(graph)
+    early = _starting_early(graph.instructions[:border])
+    late = _WaitingLate(graph.new_values())
+    for each in early:
+        late.add(each)
+    late.end()
+    made = replace(graph, instructions=[*late.order, *graph.instructions[border:]])
+    splits = any(each.function is wait_for for each in late.order)
+    return made if splits and peak_bytes(made) <= peak_bytes(graph) + MOST_BYTES else graph
+
+
+def _may_start(each: Instruction) -> bool:
+    call = each.function
+    return isinstance(call, GroupCall) and not call.is_async and each.nbytes >= LEAST_BYTES
+
+
+def _starting_early(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The instructions, with those before a collective that it does not need behind it."""
+    between = HeldBack()
+    for each in instructions:
+        touched = Touched(each)
+        if each.kind in ("operator", "draw"):
+            between.hold(each, touched)
+            continue
+        if _may_start(each):
+            yield from between.release(touched)
+            yield each
+            yield from between.release()
+        else:
+            yield from (*between.release(), each)
+    yield from between.release()
+
+
+@dataclass
+class _Flight:
+    """A collective that was started.
+
+    Attributes:
+        blocking: The collective as it was.
+        wait: The instruction that waits for it.
+        touched: What the collective reads and writes.
+        position: The position of the start.
+        before: The bytes that operators before it touched.
+    """
+
+    blocking: Instruction
+    wait: Instruction
+    touched: Touched
+    position: int
+    before: int
+
+
+class _WaitingLate:
+    """Puts a start in the place of each collective, and a wait before what needs it.
+
+    What needs a collective is held back until another collective needs it.
+
+    Args:
+        numbers: Numbers for new values.
+    """
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.order: list[Instruction] = []
+        self._numbers, self._held, self._done = numbers, HeldBack(), 0
+        self._flying: list[_Flight] = []
+
+    def add(self, each: Instruction) -> None:
+        touched = Touched(each)
+        if each.kind in ("operator", "draw"):
+            if self._held.meet(touched) or any(x.touched.meet(touched) for x in self._flying):
+                self._held.hold(each, touched)
+            else:
+                self._emit(each)
+            return
+        if is_barrier(each) or self._bytes_with(each) > MOST_BYTES:
+            self.end()
+        for other in self._held.release(touched):
+            self._emit(other)
+        if _may_start(each):
+            self._start(each)
+        else:
+            self._emit(each)
+
+    def end(self) -> None:
+        """Let nothing be in flight."""
+        for each in self._held.release():
+            self._emit(each)
+        self._land(self._flying)
+
+    def _bytes_with(self, each: Instruction) -> int:
+        return sum([x.blocking.nbytes for x in self._flying], each.nbytes)
+
+    def _start(self, each: Instruction) -> None:
+        call: GroupCall = each.function
+        begun = GroupCall(call.group, call.method, replace(call.opts, asyncOp=True), call.others)
+        work = Value(next(self._numbers), text="Work")
+        # The wait has the tensors, too: so they live until then.
+        wait = replace(each, function=wait_for, args=(work, *each.args), kind="wait", name="wait")
+        wait = replace(wait, number=0, nbytes=0)
+        self._emit(replace(each, function=begun, outputs=[work]))
+        place = len(self.order) - 1
+        self._flying.append(_Flight(each, wait, Touched(wait), place, self._done))
+
+    def _emit(self, each: Instruction) -> None:
+        touched = Touched(each)
+        self._land([x for x in self._flying if x.touched.meet(touched)])
+        self.order.append(each)
+        self._done += _work_bytes(each)
+
+    def _land(self, flights: list[_Flight]) -> None:
+        for each in flights:
+            if self._done - each.before < LEAST_BYTES:
+                self.order[each.position] = each.blocking
+            else:
+                self.order.append(each.wait)
+        self._flying = [each for each in self._flying if each not in flights]
+
+
+def _work_bytes(each: Instruction) -> int:
+    """The bytes of the largest memory that an operator touches; 0 for a view."""
+    made = {out.memory for out in each.outputs if out is not None}
+    given = {value.memory for value in each.inputs()}
+    if each.kind != "operator" or not (each.writes or made - given):
+        return 0
+    return max([memory.nbytes for memory in made | given if memory is not None], default=0)
